@@ -1,0 +1,1 @@
+"""One op, one file: maths, reference, configuration, kernels, launchers, autograd, function, module."""

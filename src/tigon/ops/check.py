@@ -1,0 +1,53 @@
+"""Refusals that every op shares: each names the op, the rule and the value, before anything is written."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["choice", "floating", "integer", "same", "shape", "tensor"]
+
+
+def tensor(op: str, **tensors: object) -> None:
+    """Each value must be a tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
+
+
+def floating(op: str, **tensors: Tensor | None) -> None:
+    """Each tensor, where given, must be fp32, bf16, fp16 or (computed by the reference) fp64."""
+    for name, value in tensors.items():
+        if value is None:
+            continue
+        tensor(op, **{name: value})
+        if not value.is_floating_point() or value.dtype.itemsize == 1:
+            raise TypeError(f"{op}: {name} must be a float32, bfloat16 or float16 tensor, got {value.dtype}")
+
+
+def shape(op: str, name: str, value: Tensor, expected: Sequence[int]) -> None:
+    """`value` must have exactly the shape `expected`."""
+    if tuple(value.shape) != tuple(expected):
+        raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, got {tuple(value.shape)}")
+
+
+def same(op: str, attribute: str, **tensors: Tensor | None) -> None:
+    """All tensors that are given must agree in `attribute`: dtype or device."""
+    given = {name: getattr(value, attribute) for name, value in tensors.items() if value is not None}
+    if len(set(given.values())) > 1:
+        found = ", ".join(f"{name} {value}" for name, value in given.items())
+        raise ValueError(f"{op}: {' and '.join(given)} must have the same {attribute}, got {found}")
+
+
+def integer(op: str, **tensors: Tensor) -> None:
+    """Each tensor must hold int64 (torch's dtype of class indices) or int32."""
+    for name, value in tensors.items():
+        tensor(op, **{name: value})
+        if value.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"{op}: {name} must be an int64 or int32 tensor, got {value.dtype}")
+
+
+def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
+    """`value` must be one of `choices`."""
+    if value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")

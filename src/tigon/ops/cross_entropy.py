@@ -1,0 +1,316 @@
+r"""Cross entropy of logits, with the options that language models use; the maths stands in `token_loss`.
+
+Two ways to the gradient. By default the forward pass keeps the logits and one number a row (lse), and backward writes
+the gradient to a new buffer. With `inplace=True` the forward pass writes the gradient over the logits, and backward
+only hands it on: half the memory, and for vocabularies that fit on the chip one trip less.
+
+Shapes: M tokens (all leading dimensions), V vocabulary.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tigon.ops import check
+from tigon.ops.dispatch import launcher
+from tigon.ops.rescale import rescaled
+from tigon.ops.token_loss import Options, gradient, gradient_scales, statistics
+
+__all__ = ["CrossEntropyLoss", "LossOutput", "Reduction", "cross_entropy", "cross_entropy_reference"]
+
+Reduction = Literal["none", "mean", "sum"]
+
+
+class LossOutput(NamedTuple):
+    """A loss with what was asked for beside it; the other fields are None. Only `loss` carries gradients."""
+
+    loss: Tensor
+    z_loss: Tensor | None = None  # the part of `loss` that the z-loss is, reduced like it
+    token_accuracy: Tensor | None = None  # fp32 scalar: the share of valid tokens whose largest logit is the target's
+    predicted_tokens: Tensor | None = None  # int64, shaped as the target: the argmax; -1 where ignored
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def cross_entropy_reference(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+) -> Tensor:
+    """Eager definition of `cross_entropy`, differentiated by autograd: the tests' ground truth."""
+    x = input if input.dtype == torch.float64 else input.float()
+    x = x * logit_scale
+    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    v = x.shape[-1]
+    w = x.new_ones(v) if weight is None else weight.to(x.dtype)
+    log_p, lse, valid = torch.log_softmax(x, -1), torch.logsumexp(x, -1), target != ignore_index
+    inside = (target >= 0) & (target < v)
+    safe = target.where(inside, 0)
+    w_t = w[safe].where(inside | ~valid, torch.nan)  # an ignored target may stand outside [0, V)
+    loss = -(1 - label_smoothing) * w_t * log_p.gather(-1, safe[..., None])[..., 0]
+    if label_smoothing:
+        loss = loss - label_smoothing / v * (log_p * w).sum(-1)
+    zeros = torch.zeros_like(lse)
+    loss, z = torch.where(valid, loss, zeros), torch.where(valid, z_loss * lse.square(), zeros)
+    if reduction == "none":
+        return loss + z
+    if reduction == "sum":
+        return (loss + z).sum()
+    if num_items is not None:
+        return (loss + z).sum() / num_items
+    inverse = lambda total: torch.where(total == 0, 0.0, 1 / total)
+    weights = torch.where(valid & inside, w_t, zeros).sum()
+    return loss.sum() * inverse(weights) + z.sum() * inverse(valid.sum().to(z.dtype))
+
+
+# --- launchers (2-D in, no autograd) -------------------------------------------------------------
+
+
+def _fake_forward(logits, target, weight, scales, ignore_index, smoothing, softcap, logit_scale, z, *wants):
+    rows, (wants_z_loss, wants_predicted) = logits.shape[0], wants
+    fp32 = lambda n: logits.new_empty(n, dtype=torch.float32)
+    predicted = target.new_empty(rows if wants_predicted else 0, dtype=torch.int64)
+    return [fp32(rows), fp32(rows), fp32(rows if wants_z_loss else 0), predicted]
+
+
+@launcher(fake=_fake_forward)
+def cross_entropy_forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor,
+    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
+    wants_z_loss: bool, wants_predicted: bool,
+) -> list[Tensor]:  # fmt: skip
+    """logits [M, V] -> loss, lse, z-loss, predicted, each [M] (the last two empty unless wanted)."""
+    options = Options(ignore_index, smoothing, softcap, logit_scale, z)
+    return list(statistics(logits, target, weight, scales, options, wants_z_loss, wants_predicted))
+
+
+@launcher(fake=lambda logits, *arguments: torch.empty_like(logits))
+def cross_entropy_backward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor, dloss: Tensor,
+    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
+) -> Tensor:  # fmt: skip
+    """logits [M, V], lse [M], dloss [M] | [] -> dlogits [M, V]."""
+    options = Options(ignore_index, smoothing, softcap, logit_scale, z)
+    return gradient(logits, target, weight, scales, lse, dloss, options, out=torch.empty_like(logits))
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, target, weight, scales, options, in_place, wants_z_loss, wants_predicted):
+        if in_place:
+            outputs = statistics(logits, target, weight, scales, Options(*options), wants_z_loss, wants_predicted, True)
+            torch.autograd.graph.increment_version(logits)  # whoever saved the logits for backward hears of it
+            ctx.save_for_backward(logits.detach())
+        else:
+            outputs = cross_entropy_forward(logits, target, weight, scales, *options, wants_z_loss, wants_predicted)
+            ctx.save_for_backward(logits, target, weight, scales, outputs[1])
+        ctx.options, ctx.in_place = options, in_place
+        loss, _, z_loss, predicted = outputs
+        ctx.mark_non_differentiable(z_loss, predicted)
+        return loss, z_loss, predicted
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss, *_):
+        if ctx.in_place:
+            (dlogits,) = ctx.saved_tensors
+            dlogits = rescaled(dlogits, dloss)
+        else:
+            dlogits = cross_entropy_backward(*ctx.saved_tensors, dloss, *ctx.options)
+        return dlogits, *[None] * 7
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def check_loss_arguments(
+    op: str, vocabulary: int, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float,
+    softcap: float | None, z_loss: float, num_items: Tensor | float | None, device: torch.device,
+) -> None:  # fmt: skip
+    """The rules that both losses share."""
+    check.integer(op, target=target)
+    check.choice(op, "reduction", reduction, ("none", "mean", "sum"))
+    if target.device != device:
+        raise ValueError(f"{op}: target must be on {device}, as the input is, got {target.device}")
+    if weight is not None:
+        check.floating(op, weight=weight)
+        check.shape(op, "weight", weight, (vocabulary,))
+        if weight.device != device:
+            raise ValueError(f"{op}: weight must be on {device}, as the input is, got {weight.device}")
+        if weight.requires_grad:
+            raise ValueError(f"{op}: weight must not require gradients: none flows to class weights")
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
+    if softcap is not None and not softcap > 0.0:
+        raise ValueError(f"{op}: softcap must be positive or None, got {softcap}")
+    if not z_loss >= 0.0:
+        raise ValueError(f"{op}: z_loss must not be negative, got {z_loss}")
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f"{op}: num_items divides a mean, but reduction is {reduction!r}")
+    if isinstance(num_items, Tensor) and num_items.numel() != 1:
+        raise ValueError(f"{op}: num_items must be a number or a tensor of one element, got {tuple(num_items.shape)}")
+
+
+def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor | None:
+    """`num_items` as a tensor [] on the device; no wait in either direction."""
+    if num_items is None:
+        return None
+    if isinstance(num_items, Tensor):
+        return num_items.detach().reshape(()).to(device, non_blocking=True)
+    return torch.full((), num_items, dtype=torch.float32, device=device)
+
+
+def loss_output(
+    losses: Tensor, z_losses: Tensor, predicted: Tensor, target: Tensor, ignore_index: int, reduction: str,
+    return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool,
+) -> Tensor | LossOutput:  # fmt: skip
+    """Per-token results [M], reduced and shaped as the target, and only what was asked for."""
+    reduced = lambda values: values.view(target.shape) if reduction == "none" else values.sum()
+    loss = losses if losses.dim() == 0 else reduced(losses)
+    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+        return loss
+    accuracy = None
+    if return_token_accuracy:
+        valid = (target != ignore_index).sum()
+        accuracy = (predicted.view(target.shape) == target).logical_and(target != ignore_index).sum() / valid.clamp(
+            min=1
+        )
+    return LossOutput(
+        loss,
+        reduced(z_losses) if return_z_loss else None,
+        accuracy,
+        predicted.view(target.shape) if return_predicted_tokens else None,
+    )
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: Reduction = "mean",
+    label_smoothing: float = 0.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    z_loss: float = 0.0,
+    num_items: Tensor | float | None = None,
+    inplace: bool = False,
+    return_z_loss: bool = False,
+    return_token_accuracy: bool = False,
+    return_predicted_tokens: bool = False,
+) -> Tensor | LossOutput:
+    """Cross entropy of logits and class indices, in fp32 whatever the dtype of the logits.
+
+    Args:
+        input: [..., V] logits, fp32 | bf16 | fp16.
+        target: [...] class indices, int64 | int32.
+        weight: [V] class weights.
+        ignore_index: Targets of this value have no loss and gradient zero.
+        reduction: "none" for [...], "sum", or "mean": over the valid targets, by their class weights as in torch.
+        label_smoothing: In [0, 1]: the share of the target that is spread over all classes.
+        softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2), after `logit_scale`.
+        logit_scale: Multiplies the logits (Cohere; the reciprocal of a temperature).
+        z_loss: Adds `z_loss * logsumexp(logits)^2` to each token's loss (PaLM); its mean is over the valid targets.
+        num_items: What a mean divides by instead, a number or a tensor (Hugging Face's `num_items_in_batch`).
+        inplace: Allow the gradient to overwrite `input` in the forward pass, if it needs one. A permission: under
+            `torch.compile`, or where `input` has gaps between its rows' elements, memory is not reused.
+        return_z_loss: Also return the z-loss, reduced like the loss.
+        return_token_accuracy: Also return the share of valid tokens whose largest logit is the target's.
+        return_predicted_tokens: Also return the argmax, shaped as the target, -1 where ignored.
+
+    Returns:
+        The loss, fp32; or a `LossOutput` if anything is asked for beside it. A mean over no valid target is 0.
+        A target that is neither in [0, V) nor `ignore_index` makes its loss NaN, and its row of the gradient, on
+        every device; nothing waits for the GPU to find it.
+
+    Raises:
+        TypeError: `input` is no floating-point tensor, or `target` no integer tensor.
+        ValueError: Shapes or devices do not fit, or an option is out of range.
+
+    Source: label smoothing, Szegedy et al., arXiv:1512.00567; z-loss, Chowdhery et al., arXiv:2204.02311; soft cap,
+    Gemma 2, arXiv:2408.00118.
+
+    Example:
+        >>> logits, target = torch.randn(4, 10), torch.tensor([1, 2, -100, 9])
+        >>> tigon.cross_entropy(logits, target, label_smoothing=0.1).shape
+        torch.Size([])
+    """
+    op = "cross_entropy"
+    check.floating(op, input=input)
+    check.tensor(op, target=target)
+    check.shape(op, "target", target, input.shape[:-1])
+    v = input.shape[-1]
+    if input.dim() == 0 or v == 0:
+        raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
+    check_loss_arguments(
+        op, v, target, weight, reduction, label_smoothing, softcap, z_loss, num_items, input.device
+    )  # fmt: skip
+    logits, targets = input.reshape(-1, v), target.reshape(-1).contiguous()
+    weight = None if weight is None else weight.detach().contiguous()
+    in_place = inplace and torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling()
+    in_place = in_place and logits.stride(-1) == 1 and logits.data_ptr() == input.data_ptr()
+    logits = logits if logits.stride(-1) == 1 else logits.contiguous()
+    scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
+    losses, z_losses, predicted = _CrossEntropy.apply(
+        logits, targets, weight, scales, (ignore_index, float(label_smoothing), softcap, float(logit_scale), float(z_loss)),
+        in_place, return_z_loss, return_token_accuracy or return_predicted_tokens,
+    )  # fmt: skip
+    return loss_output(
+        losses, z_losses, predicted, target, ignore_index, reduction,
+        return_z_loss, return_token_accuracy, return_predicted_tokens,
+    )  # fmt: skip
+
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """`torch.nn.CrossEntropyLoss` computed by `cross_entropy`, with its further options as keywords.
+
+    Args:
+        weight: [V] class weights.
+        ignore_index: Targets of this value do not count.
+        reduction: "none" | "mean" | "sum".
+        label_smoothing: In [0, 1].
+        **options: `softcap`, `logit_scale`, `z_loss`, `inplace`, `return_...`, as `cross_entropy` takes them.
+
+    Example:
+        >>> loss = tigon.CrossEntropyLoss(softcap=30.0)
+        >>> loss(torch.randn(4, 10), torch.tensor([1, 2, -100, 9])).shape
+        torch.Size([])
+    """
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: Reduction = "mean",
+        label_smoothing: float = 0.0,
+        **options,
+    ) -> None:
+        super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        known = ("softcap", "logit_scale", "z_loss", "inplace")
+        known += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+        for name in options:
+            check.choice("CrossEntropyLoss", "an option", name, known)
+        self.options = options
+
+    def forward(self, input: Tensor, target: Tensor, num_items: Tensor | float | None = None) -> Tensor | LossOutput:
+        """input [..., V], target [...] -> as `cross_entropy`."""
+        return cross_entropy(
+            input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            label_smoothing=self.label_smoothing, num_items=num_items, **self.options,
+        )  # fmt: skip

@@ -1,0 +1,79 @@
+"""Which implementation an op runs, what its device can do, and how `torch.compile` sees it."""
+
+import functools
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Device", "device_of", "launcher", "runs_kernels"]
+
+# Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 takes the references
+
+
+@dataclass(frozen=True)
+class Device:
+    """The properties that launch parameters depend on."""
+
+    multiprocessors: int
+    warp_size: int  # 32 on NVIDIA, 64 on the Instinct chips of AMD
+    shared_memory: int  # bytes that one workgroup may use
+
+    @property
+    def max_warps(self) -> int:
+        """A workgroup holds 1024 threads on either vendor."""
+        return 1024 // self.warp_size
+
+
+def runs_kernels(x: Tensor) -> bool:
+    """Whether Triton kernels run on `x`: on a CUDA or ROCm device, or on the CPU in Triton's interpreter."""
+    return (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in KERNEL_DTYPES
+
+
+@functools.cache
+def _device(index: int) -> Device:
+    properties = torch.cuda.get_device_properties(index)
+    return Device(
+        multiprocessors=properties.multi_processor_count,
+        warp_size=properties.warp_size,
+        # ROCm builds report no opt-in limit; the Instinct chips have 64 KiB.
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", 65536),
+    )
+
+
+def device_of(x: Tensor) -> Device:
+    """Properties of the device that holds `x`."""
+    return _device(x.device.index) if x.is_cuda else Device(multiprocessors=4, warp_size=32, shared_memory=65536)
+
+
+def launcher(fake: Callable) -> Callable[[Callable], Callable]:
+    """Decorate a function that launches kernels and returns new tensors.
+
+    Eagerly it is a plain call, on the device of its first tensor. `torch.compile` sees one opaque operator
+    `tigon::<name>`, whose results have the shapes that `fake`, called with the same arguments, allocates.
+    """
+
+    def decorate(function: Callable) -> Callable:
+        @functools.wraps(function)
+        def on_device(*args):
+            device = args[0].device
+            if device.type == "cuda" and device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return function(*args)
+            return function(*args)
+
+        operator = torch.library.custom_op(f"tigon::{function.__name__}", on_device, mutates_args=())
+        operator.register_fake(fake)
+
+        @functools.wraps(function)
+        def call(*args):
+            return operator(*args) if torch.compiler.is_compiling() else on_device(*args)
+
+        return call
+
+    return decorate

@@ -1,0 +1,286 @@
+r"""Gated linear units (Shazeer, arXiv:2002.05202): y = act(gate) * up.
+
+    silu       act(x) = x * s(x)
+    gelu       act(x) = x * (1 + erf(x / sqrt 2)) / 2
+    gelu_tanh  act(x) = x * s(2 u),  u = sqrt(2 / pi) * (x + 0.044715 x^3),  because (1 + tanh u) / 2 = s(2 u)
+
+    dgate = dy * up * act'(gate),  dup = dy * act(gate)
+
+s is the logistic function. Everything in fp32, rounded once. Shapes: M = rows, I = features.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from tigon.ops import check
+from tigon.ops.dispatch import launcher, runs_kernels
+
+__all__ = ["GEGLUMLP", "SwiGLUMLP", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
+
+Kind = Literal["silu", "gelu", "gelu_tanh"]
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    return gate.chunk(2, -1) if up is None else (gate, up)
+
+
+def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """Eager definition of `swiglu`; the tests' ground truth and the CPU path."""
+    gate, up = _halves(gate, up)
+    return F.silu(gate) * up
+
+
+def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
+    """Eager definition of `geglu`; the tests' ground truth and the CPU path."""
+    gate, up = _halves(gate, up)
+    return F.gelu(gate, approximate=approximate) * up
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: a program takes `block` features of one row (or of the whole tensor, if it has no gaps)."""
+
+    block: int = 1024
+    num_warps: int = 4
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _activation(x, KIND: tl.constexpr):
+    """x fp32 -> act(x), act'(x)."""
+    if KIND == "gelu":
+        gate = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return x * gate, gate + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    if KIND == "gelu_tanh":
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 u
+        slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        inner, slope = x, 1.0
+    gate = tl.sigmoid(inner)
+    return x * gate, gate + x * gate * (1.0 - gate) * slope
+
+
+@triton.jit
+def _offsets(I, blocks, BLOCK: tl.constexpr):
+    pid = tl.program_id(0).to(tl.int64)
+    cols = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
+    return pid // blocks, cols, cols < I
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _forward_kernel(
+    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, I, blocks,  # [M, I] each
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, cols, mask = _offsets(I, blocks, BLOCK)
+    gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
+    act, _ = _activation(gate, KIND)
+    tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
+
+
+@triton.jit(do_not_specialize=["blocks"])
+def _backward_kernel(
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, I, blocks,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row, cols, mask = _offsets(I, blocks, BLOCK)
+    dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
+    act, slope = _activation(gate, KIND)
+    tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * slope, mask=mask)
+    tl.store(dup_ptr + row * stride_dup + cols, dy * act, mask=mask)
+
+
+# --- launchers (2-D in, 2-D out, no autograd) ----------------------------------------------------
+
+
+def _launch(kernel, kind: str, *tensors: Tensor) -> None:
+    """Over [M, I] tensors; as one long row where no tensor has gaps, so that no block is cut at a row's end."""
+    (m, i), strides = tensors[0].shape, [x.stride(0) for x in tensors]
+    # An odd I would make the row's length divisible by 16 or not from batch to batch, and compile twice.
+    if i % 16 == 0 and all(stride == i for stride in strides):
+        m, i, strides = 1, m * i, [0] * len(strides)
+    config, blocks = Config(), triton.cdiv(i, Config.block)
+    if m * blocks:
+        kernel[(m * blocks,)](
+            *tensors, *strides, i, blocks, KIND=kind, BLOCK=config.block, num_warps=config.num_warps
+        )  # fmt: skip
+
+
+@launcher(fake=lambda gate, up, kind: gate.new_empty(gate.shape))
+def glu_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
+    """gate, up [M, I] -> act(gate) * up [M, I]."""
+    y = gate.new_empty(gate.shape)
+    _launch(_forward_kernel, kind, gate, up, y)
+    return y
+
+
+def _gradients(gate: Tensor, packed: bool) -> list[Tensor]:
+    m, i = gate.shape
+    return [gate.new_empty(m, 2 * i)] if packed else [gate.new_empty(m, i), gate.new_empty(m, i)]
+
+
+@launcher(fake=lambda dy, gate, up, kind, packed: _gradients(gate, packed))
+def glu_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool) -> list[Tensor]:
+    """dy, gate, up [M, I] -> [dgate, dup], or [dgate | dup] as one tensor [M, 2 I]."""
+    gradients = _gradients(gate, packed)
+    dgate, dup = gradients[0].chunk(2, -1) if packed else gradients
+    _launch(_backward_kernel, kind, dy, gate, up, dgate, dup)
+    return gradients
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+def _rows(x: Tensor) -> Tensor:
+    x = x.reshape(-1, x.shape[-1])
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+class _GLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate, up, kind):
+        ctx.save_for_backward(gate, up)
+        ctx.kind = kind
+        gate, up = _halves(_rows(gate), None if up is None else _rows(up))
+        return glu_forward(gate, up, kind)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        gate, up = ctx.saved_tensors
+        shape, packed = gate.shape, up is None
+        gate, up = _halves(_rows(gate), None if packed else _rows(up))
+        gradients = [g.view(shape) for g in glu_backward(_rows(dy), gate, up, ctx.kind, packed)]
+        return (*gradients, None, None) if packed else (*gradients, None)
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Tensor:
+    check.floating(op, gate=gate, up=up)
+    if up is not None:
+        check.shape(op, "up", up, gate.shape)
+        check.same(op, "device", gate=gate, up=up)
+        check.same(op, "dtype", gate=gate, up=up)
+    elif gate.dim() == 0 or gate.shape[-1] % 2:
+        raise ValueError(f"{op}: packed gate and up must have an even last dimension, got shape {tuple(gate.shape)}")
+    if not runs_kernels(gate) or gate.dim() == 0:
+        return reference(gate, up)
+    width = gate.shape[-1] // (2 if up is None else 1)
+    return _GLU.apply(gate, up, kind).view(*gate.shape[:-1], width)
+
+
+def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    """silu(gate) * up, with gradients for both.
+
+    Args:
+        gate: [..., I], fp32 | bf16 | fp16, any strides; without `up`, gate and up packed as [..., 2 I] = [gate | up].
+        up: [..., I], or None.
+
+    Returns:
+        [..., I] in the dtype of `gate`.
+
+    Raises:
+        TypeError: An argument is no floating-point tensor.
+        ValueError: Shapes, dtypes or devices differ, or a packed tensor has an odd last dimension.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
+
+    Example:
+        >>> tigon.swiglu(torch.randn(3, 8), torch.randn(3, 8)).shape
+        torch.Size([3, 8])
+        >>> tigon.swiglu(torch.randn(3, 16)).shape
+        torch.Size([3, 8])
+    """
+    return _glu("swiglu", "silu", swiglu_reference, gate, up)
+
+
+def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
+    """gelu(gate) * up, with gradients for both.
+
+    Args:
+        gate: [..., I], fp32 | bf16 | fp16, any strides; without `up`, gate and up packed as [..., 2 I] = [gate | up].
+        up: [..., I], or None.
+        approximate: "none" is the exact GELU, "tanh" the approximation that Gemma uses, as in `F.gelu`.
+
+    Returns:
+        [..., I] in the dtype of `gate`.
+
+    Raises:
+        TypeError: An argument is no floating-point tensor.
+        ValueError: Shapes, dtypes or devices differ, or `approximate` is unknown.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202; Hendrycks and Gimpel, arXiv:1606.08415.
+
+    Example:
+        >>> tigon.geglu(torch.randn(3, 8), torch.randn(3, 8), approximate="tanh").shape
+        torch.Size([3, 8])
+    """
+    check.choice("geglu", "approximate", approximate, ("none", "tanh"))
+    reference = lambda gate, up: geglu_reference(gate, up, approximate=approximate)
+    return _glu("geglu", "gelu_tanh" if approximate == "tanh" else "gelu", reference, gate, up)
+
+
+class _GatedMLP(nn.Module):
+    """down_proj(act(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's decoders."""
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
+
+
+class SwiGLUMLP(_GatedMLP):
+    """Gated MLP of Llama: `down_proj(swiglu(gate_proj(x), up_proj(x)))`.
+
+    Example:
+        >>> tigon.SwiGLUMLP(64, 256)(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+
+
+class GEGLUMLP(_GatedMLP):
+    """Gated MLP of Gemma: `down_proj(geglu(gate_proj(x), up_proj(x)))`, by default with the tanh approximation.
+
+    Example:
+        >>> tigon.GEGLUMLP(64, 256)(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        approximate: Literal["none", "tanh"] = "tanh",
+        **factory,
+    ) -> None:
+        check.choice("GEGLUMLP", "approximate", approximate, ("none", "tanh"))
+        super().__init__(hidden_size, intermediate_size, bias, **factory)
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate=self.approximate))

@@ -1,0 +1,43 @@
+"""Gradients that the forward pass made, multiplied in backward by the gradient that arrives.
+
+A loss at the end of a graph almost always receives exactly 1, but only the device knows. The kernel looks there:
+where the factor is one, it ends without touching the gradient. The buffers belong to the op, so they are written in
+place, unless the graph is kept for another backward, which must find them as they were.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.ops.dispatch import runs_kernels
+
+__all__ = ["rescaled"]
+
+BLOCK = 4096
+
+
+@triton.jit(do_not_specialize=["stride_factor"])
+def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, N, blocks, BLOCK: tl.constexpr):
+    """x [M, N] *= factor [M] or [], one block of a row a program."""
+    row = tl.program_id(0).to(tl.int64) // blocks
+    factor = tl.load(factor_ptr + row * stride_factor).to(tl.float32)
+    if factor != 1.0:
+        cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+        x_ptr += row * stride_x
+        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(x_ptr + cols, x * factor, mask=cols < N)
+
+
+def rescaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x [M, N] times factor, [] or one value a row [M]: in place where nobody can see it, or in a new tensor."""
+    column = factor[:, None] if factor.dim() else factor
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return (x * column).to(x.dtype)
+    if not runs_kernels(x):
+        return x.mul_(column)
+    if x.numel():
+        (m, n), blocks = x.shape, triton.cdiv(x.shape[1], BLOCK)
+        stride = factor.stride(0) if factor.dim() else 0
+        _rescale_kernel[(m * blocks,)](x, factor, x.stride(0), stride, n, blocks, BLOCK=BLOCK, num_warps=4)
+    return x

@@ -1,0 +1,435 @@
+r"""From logits to cross entropy and its gradient: the kernels under `cross_entropy` and `linear_cross_entropy`.
+
+For one token with raw logits a, target t, class weights w (default 1), W = sum(w), label smoothing s:
+
+    x     = c * tanh(scale * a / c)                        softcap c; without it x = scale * a
+    lse   = log sum_j exp(x_j)
+    loss  = (1 - s) * w_t * (lse - x_t)  +  s / V * (W * lse - sum_j w_j x_j)  +  z * lse^2
+    dx_j  = A * exp(x_j - lse) - s / V * w_j - [j = t] * (1 - s) * w_t,   A = (1 - s) * w_t + s * W / V + 2 z * lse
+    da_j  = dx_j * (1 - (x_j / c)^2) * scale
+
+The two terms are scaled on the device: cross entropy by 1 / D, z-loss by 1 / N. For a mean, D = sum_valid w_t and
+N is the number of valid tokens, or both are `num_items`; otherwise both are 1. An ignored token has loss and
+gradient 0. A target that is neither in [0, V) nor ignored makes its loss and its gradient NaN, and nothing is
+read or written outside the row.
+
+Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
+"""
+
+from dataclasses import astuple, dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.ops.dispatch import Device, device_of, launcher, runs_kernels
+
+__all__ = ["Config", "Options", "Statistics", "gradient", "gradient_scales", "loss_and_gradient_", "statistics"]
+
+LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What defines the loss of a token, besides logits, target and class weights."""
+
+    ignore_index: int = -100
+    label_smoothing: float = 0.0
+    softcap: float | None = None
+    logit_scale: float = 1.0
+    z_loss: float = 0.0
+
+
+class Statistics(NamedTuple):
+    """What one pass over the logits gives, [M] each: `loss` and its part `z_loss` scaled, `lse`, `predicted`."""
+
+    loss: Tensor  # fp32
+    lse: Tensor  # fp32
+    z_loss: Tensor  # fp32, empty unless asked for
+    predicted: Tensor  # int64, empty unless asked for; -1 for ignored tokens
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters. A row that fits in the registers of one workgroup is read once for loss and gradient."""
+
+    block_v: int
+    lane: int  # logits that one thread takes together: 16 bytes
+    num_warps: int
+    one_block: bool
+
+    @staticmethod
+    def heuristic(v: int, itemsize: int, device: Device) -> "Config":
+        lane, padded = 16 // itemsize, max(triton.next_power_of_2(v), 64)
+        if padded <= 32768:
+            num_warps = min(max(padded // 1024, 1), device.max_warps)
+            return Config(padded, lane, num_warps, one_block=True)
+        return Config(block_v=8192, lane=lane, num_warps=8 if device.warp_size == 32 else 4, one_block=False)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
+    """Indices [BLOCK_V / LANE, LANE]: one row is what a thread holds, so a reduction over it needs no exchange."""
+    return start + tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
+
+
+@triton.jit
+def _transformed(a, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    x = a.to(tl.float32) * logit_scale
+    if SOFTCAP:
+        x = softcap * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / softcap))))
+    return x
+
+
+@triton.jit
+def _logits(ptr, cols, V, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    x = _transformed(tl.load(ptr + cols, mask=cols < V, other=0.0), logit_scale, softcap, SOFTCAP)
+    return tl.where(cols < V, x, float("-inf"))
+
+
+@triton.jit
+def _accumulate(
+    x, cols, V, weight_ptr, high, total, weighted, best,  # high, total, weighted, best [BLOCK_V / LANE]
+    SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr,
+):  # fmt: skip
+    """Fold a block of logits into each lane's maximum, sum of 2^(x log2 e - maximum), weighted sum and argmax."""
+    if PREDICTED:
+        block_high, index = tl.max(x, axis=1, return_indices=True)
+        first = tl.min(cols, axis=1)
+        best = tl.where(block_high > high, first + index, best)
+    else:
+        block_high = tl.max(x, axis=1)
+    new = tl.maximum(high, block_high)
+    finite = tl.where(new == float("-inf"), 0.0, new) * LOG2E
+    total = total * tl.exp2(high * LOG2E - finite) + tl.sum(tl.exp2(x * LOG2E - finite[:, None]), axis=1)
+    if SMOOTHING:
+        w = 1.0
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+        weighted += tl.sum(tl.where(cols < V, x * w, 0.0), axis=1)
+    return new, total, weighted, best
+
+
+@triton.jit
+def _row_gradient(
+    x, cols, V, target, weight_ptr, w_t, lse, scale, z_scale, weight_sum, label_smoothing, z_loss, softcap, logit_scale,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    hit = scale * (1.0 - label_smoothing) * w_t
+    slope = hit + z_scale * 2.0 * z_loss * lse
+    if SMOOTHING:
+        slope += scale * label_smoothing / V * weight_sum
+    dx = slope * tl.exp2((x - lse) * LOG2E) - tl.where(cols == target, hit, 0.0)
+    if SMOOTHING:
+        w = 1.0
+        if weight_ptr is not None:
+            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+        dx -= scale * label_smoothing / V * w
+    if SOFTCAP:
+        dx *= 1.0 - (x / softcap) * (x / softcap)
+    return dx * logit_scale
+
+
+@triton.jit
+def _target_weight(weight_ptr, target, V):
+    """w_t, NaN for a target out of range."""
+    inside = (target >= 0) & (target < V)
+    w = 1.0
+    if weight_ptr is not None:
+        w = tl.load(weight_ptr + target, mask=inside, other=0.0).to(tl.float32)
+    return tl.where(inside, w, float("nan"))
+
+
+@triton.jit
+def _loss_kernel(
+    logits_ptr, target_ptr, weight_ptr, scales_ptr,  # [M, V], [M], [V] or None, [3]
+    loss_ptr, lse_ptr, z_ptr, predicted_ptr, dlogits_ptr,  # [M] each, the last [M, V]; the last three may be None
+    stride_logits, stride_dlogits, V,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+    ONE_BLOCK: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_logits
+    target = tl.load(target_ptr + row)
+    scale, z_scale, weight_sum = tl.load(scales_ptr), tl.load(scales_ptr + 1), tl.load(scales_ptr + 2)
+
+    if target == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        tl.store(lse_ptr + row, 0.0)
+        if z_ptr is not None:
+            tl.store(z_ptr + row, 0.0)
+        if predicted_ptr is not None:
+            tl.store(predicted_ptr + row, -1)
+        if dlogits_ptr is not None:
+            cols = _columns(0, BLOCK_V, LANE)
+            zeros = tl.zeros([BLOCK_V // LANE, LANE], tl.float32)
+            tl.store(dlogits_ptr + row * stride_dlogits + cols, zeros, mask=cols < V)
+        return
+
+    high = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_V // LANE], tl.float32)
+    weighted = tl.zeros([BLOCK_V // LANE], tl.float32)
+    best = tl.zeros([BLOCK_V // LANE], tl.int32)
+    PREDICTED: tl.constexpr = predicted_ptr is not None
+    if ONE_BLOCK:
+        cols = _columns(0, BLOCK_V, LANE)
+        x = _logits(logits_ptr, cols, V, logit_scale, softcap, SOFTCAP)
+        high, total, weighted, best = _accumulate(
+            x, cols, V, weight_ptr, high, total, weighted, best, SMOOTHING, PREDICTED
+        )  # fmt: skip
+    else:
+        for start in tl.range(0, V, BLOCK_V):
+            cols = _columns(start, BLOCK_V, LANE)
+            x = _logits(logits_ptr, cols, V, logit_scale, softcap, SOFTCAP)
+            high, total, weighted, best = _accumulate(
+                x, cols, V, weight_ptr, high, total, weighted, best, SMOOTHING, PREDICTED
+            )  # fmt: skip
+    top = tl.max(high, axis=0)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    lse = finite + tl.log2(tl.sum(total * tl.exp2((high - finite) * LOG2E), axis=0)) * LN2
+
+    w_t = _target_weight(weight_ptr, target, V)
+    a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
+    x_t = _transformed(a_t, logit_scale, softcap, SOFTCAP)
+    loss = (1.0 - label_smoothing) * w_t * (lse - x_t)
+    if SMOOTHING:
+        loss += label_smoothing / V * (weight_sum * lse - tl.sum(weighted, axis=0))
+    z = z_scale * z_loss * lse * lse
+    tl.store(loss_ptr + row, scale * loss + z)
+    tl.store(lse_ptr + row, lse)
+    if z_ptr is not None:
+        tl.store(z_ptr + row, z)
+    if PREDICTED:
+        tl.store(predicted_ptr + row, tl.min(tl.where(high == top, best, V), axis=0))
+
+    if dlogits_ptr is not None:
+        # Only where the row fits in one block: its logits are still in registers.
+        dx = _row_gradient(
+            x, cols, V, target, weight_ptr, w_t, lse, scale, z_scale, weight_sum,
+            label_smoothing, z_loss, softcap, logit_scale, SMOOTHING, SOFTCAP,
+        )  # fmt: skip
+        tl.store(dlogits_ptr + row * stride_dlogits + cols, dx, mask=cols < V)
+
+
+@triton.jit(do_not_specialize=["stride_dloss"])
+def _gradient_kernel(
+    logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr, dloss_ptr, dlogits_ptr,
+    stride_logits, stride_dloss, stride_dlogits, V, blocks,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // blocks
+    cols = _columns((tl.program_id(0) % blocks) * BLOCK_V, BLOCK_V, LANE)
+    target = tl.load(target_ptr + row)
+    dlogits_ptr += row * stride_dlogits
+    if target == ignore_index:
+        zeros = tl.zeros([BLOCK_V // LANE, LANE], tl.float32)
+        tl.store(dlogits_ptr + cols, zeros, mask=cols < V)
+        return
+    x = _logits(logits_ptr + row * stride_logits, cols, V, logit_scale, softcap, SOFTCAP)
+    dloss = 1.0
+    if dloss_ptr is not None:
+        dloss = tl.load(dloss_ptr + row * stride_dloss)
+    dx = _row_gradient(
+        x, cols, V, target, weight_ptr, _target_weight(weight_ptr, target, V), tl.load(lse_ptr + row),
+        dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1), tl.load(scales_ptr + 2),
+        label_smoothing, z_loss, softcap, logit_scale, SMOOTHING, SOFTCAP,
+    )  # fmt: skip
+    tl.store(dlogits_ptr + cols, dx, mask=cols < V)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scales_kernel(
+    target_ptr, weight_ptr, num_items_ptr, scales_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: 1 / D, 1 / N (0 where nothing is valid) and W."""
+    count, weights, weight_sum = 0.0, 0.0, V.to(tl.float32)
+    if weight_ptr is not None:
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            sums += tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+        weight_sum = tl.sum(sums, axis=0)
+    if MEAN:
+        if num_items_ptr is not None:
+            count = tl.load(num_items_ptr).to(tl.float32)
+            weights = count
+        else:
+            counts, sums = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            for start in range(0, M, BLOCK):
+                rows = start + tl.arange(0, BLOCK)
+                target = tl.load(target_ptr + rows, mask=rows < M, other=ignore_index)
+                counts += tl.where(target != ignore_index, 1.0, 0.0)
+                if weight_ptr is not None:
+                    inside = (target != ignore_index) & (target >= 0) & (target < V)
+                    sums += tl.load(weight_ptr + target, mask=inside, other=0.0).to(tl.float32)
+            count = tl.sum(counts, axis=0)
+            weights = count
+            if weight_ptr is not None:
+                weights = tl.sum(sums, axis=0)
+        tl.store(scales_ptr, tl.where(weights == 0.0, 0.0, 1.0 / weights))
+        tl.store(scales_ptr + 1, tl.where(count == 0.0, 0.0, 1.0 / count))
+    else:
+        tl.store(scales_ptr, 1.0)
+        tl.store(scales_ptr + 1, 1.0)
+    tl.store(scales_ptr + 2, weight_sum)
+
+
+# --- launchers: kernels, or torch where none can run ---------------------------------------------
+
+
+@launcher(fake=lambda target, weight, num_items, v, ignore_index, mean: target.new_empty(3, dtype=torch.float32))
+def gradient_scales(
+    target: Tensor, weight: Tensor | None, num_items: Tensor | None, v: int, ignore_index: int, mean: bool
+) -> Tensor:
+    """target [M], weight [V] | None, num_items [] | None -> scales [3] fp32: 1 / D, 1 / N, W."""
+    scales = target.new_empty(3, dtype=torch.float32)
+    if runs_kernels(scales):
+        _scales_kernel[(1,)](
+            target, weight, num_items, scales, target.numel(), v, ignore_index, MEAN=mean, BLOCK=4096, num_warps=8
+        )
+        return scales
+    valid = target != ignore_index
+    count = valid.sum() if num_items is None else num_items
+    weights = count
+    if weight is not None and num_items is None:
+        inside = valid & (target >= 0) & (target < v)
+        weights = torch.where(inside, weight.float()[target.clamp(0, v - 1).long()], 0.0).sum()
+    for i, denominator in enumerate((weights, count)):
+        inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator.float())
+        scales[i] = inverse if mean else 1.0
+    scales[2] = v if weight is None else weight.float().sum()
+    return scales
+
+
+def _arguments(options: Options) -> tuple:
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss = astuple(options)
+    return ignore_index, float(label_smoothing), float(softcap or 0.0), float(logit_scale), float(z_loss)
+
+
+def _empty_statistics(logits: Tensor, wants_z_loss: bool, wants_predicted: bool) -> Statistics:
+    m, fp32 = logits.shape[0], torch.float32
+    return Statistics(
+        logits.new_empty(m, dtype=fp32),
+        logits.new_empty(m, dtype=fp32),
+        logits.new_empty(m if wants_z_loss else 0, dtype=fp32),
+        logits.new_empty(m if wants_predicted else 0, dtype=torch.int64),
+    )
+
+
+def statistics(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
+    wants_z_loss: bool = False, wants_predicted: bool = False, gradient_: bool = False,
+) -> Statistics:  # fmt: skip
+    """logits [M, V], target [M] -> per-token statistics; `gradient_` also writes d(sum of losses) over the logits."""
+    (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
+    if not runs_kernels(logits):
+        return _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
+    result = _empty_statistics(logits, wants_z_loss, wants_predicted)
+    if m == 0:
+        return result
+    at_once = gradient_ and config.one_block
+    _loss_kernel[(m,)](
+        logits, target, weight, scales, result.loss, result.lse, result.z_loss if wants_z_loss else None,
+        result.predicted if wants_predicted else None, logits if at_once else None,
+        logits.stride(0), logits.stride(0), v, *_arguments(options),
+        SMOOTHING=options.label_smoothing != 0, SOFTCAP=options.softcap is not None,
+        ONE_BLOCK=config.one_block, BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
+    )  # fmt: skip
+    if gradient_ and not at_once:
+        gradient(logits, target, weight, scales, result.lse, None, options, out=logits)
+    return result
+
+
+def gradient(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor, dloss: Tensor | None,
+    options: Options, out: Tensor,
+) -> Tensor:  # fmt: skip
+    """d(sum_i dloss_i * loss_i) / d(logits) [M, V] into `out`, which may be `logits`; dloss [M] | [] | None for ones."""
+    if not runs_kernels(logits):
+        return _gradient_torch(logits, target, weight, scales, lse, dloss, options, out)
+    (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
+    blocks = triton.cdiv(v, config.block_v)
+    if m:
+        _gradient_kernel[(m * blocks,)](
+            logits, target, weight, scales, lse, dloss, out,
+            logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,
+            *_arguments(options), SMOOTHING=options.label_smoothing != 0, SOFTCAP=options.softcap is not None,
+            BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
+        )  # fmt: skip
+    return out
+
+
+# --- the same in torch ---------------------------------------------------------------------------
+
+
+def _transformed_torch(logits: Tensor, options: Options) -> Tensor:
+    x = logits.float()
+    if options.logit_scale != 1.0:
+        x = x * options.logit_scale
+    return x if options.softcap is None else torch.tanh(x / options.softcap) * options.softcap
+
+
+def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options: Options) -> Tensor:
+    """w_t [M]: 0 for ignored tokens, NaN for targets out of range."""
+    safe = target.clamp(0, v - 1).long()
+    w_t = torch.ones_like(target, dtype=torch.float32) if weight is None else weight.float()[safe]
+    w_t = w_t.masked_fill(safe != target, float("nan"))
+    return w_t.masked_fill(target == options.ignore_index, 0.0)
+
+
+def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_) -> Statistics:
+    v, smoothing = logits.shape[1], options.label_smoothing
+    x, valid = _transformed_torch(logits, options), target != options.ignore_index
+    at_target = target.clamp(0, v - 1).long()[:, None]
+    # With the gradient, a block of log-probabilities serves both; without it, no such block is made.
+    log_p = torch.log_softmax(x, -1) if gradient_ else None
+    lse = torch.logsumexp(x, -1) if options.z_loss or log_p is None else x.new_zeros(len(x))
+    nll = lse - x.gather(1, at_target)[:, 0] if log_p is None else -log_p.gather(1, at_target)[:, 0]
+    w_t = _target_weight_torch(target, weight, v, options)
+    loss = (1.0 - smoothing) * w_t * nll
+    if smoothing:
+        weighted = lambda values: values.sum(-1) if weight is None else values @ weight.float()
+        loss = loss + smoothing / v * (scales[2] * lse - weighted(x) if log_p is None else -weighted(log_p))
+    z = (scales[1] * options.z_loss) * lse.square()
+    # Where, not a product: an ignored row may hold infinities.
+    loss, z = (scales[0] * loss + z).where(valid, 0.0), z.where(valid, 0.0) if wants_z_loss else z[:0]
+    predicted = x.argmax(-1).masked_fill(~valid, -1) if wants_predicted else target.new_empty(0, dtype=torch.int64)
+    if log_p is not None:
+        dx = _gradient_from(log_p.exp_(), x, lse, target, weight, scales, None, options)
+        logits.copy_(dx)
+    return Statistics(loss, lse, z, predicted)
+
+
+def _gradient_torch(logits, target, weight, scales, lse, dloss, options, out) -> Tensor:
+    x = _transformed_torch(logits, options)
+    return out.copy_(_gradient_from((x - lse[:, None]).exp_(), x, lse, target, weight, scales, dloss, options))
+
+
+def _gradient_from(p, x, lse, target, weight, scales, dloss, options) -> Tensor:
+    """Turn probabilities p [M, V] into da in place; x are the logits that they come from."""
+    v, smoothing = p.shape[1], options.label_smoothing
+    scale, z_scale = (scales[0], scales[1]) if dloss is None else (dloss * scales[0], dloss * scales[1])
+    hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, v, options)
+    slope = hit + 2.0 * options.z_loss * z_scale * lse
+    if smoothing:
+        slope = slope + scale * smoothing / v * scales[2]
+    da = p.mul_(slope[:, None])
+    da.scatter_add_(1, target.clamp(0, v - 1).long()[:, None], -hit[:, None])
+    if smoothing:
+        da.sub_((scale * smoothing / v).expand_as(lse)[:, None] * (1.0 if weight is None else weight.float()))
+    if options.softcap is not None:
+        da.mul_(1.0 - (x / options.softcap).square())
+    if options.logit_scale != 1.0:
+        da.mul_(options.logit_scale)
+    # Rows by index, not by mask: a mask would cost a pass over all of [M, V].
+    return da.index_fill_(0, (target == options.ignore_index).nonzero()[:, 0], 0.0)
