@@ -1,6 +1,6 @@
 r"""Cross entropy of logits, with the options that language models use; the maths stands in `token_loss`.
 
-Two ways to the gradient. By default the forward pass keeps the logits and one number a row (lse), and backward writes
+Two ways to the gradient. By default the forward pass keeps the logits and two numbers a row (lse), and backward writes
 the gradient to a new buffer. With `inplace=True` the forward pass writes the gradient over the logits, and backward
 only hands it on: half the memory, and for vocabularies that fit on the chip one trip less.
 
@@ -81,7 +81,7 @@ def _fake_forward(logits, target, weight, scales, ignore_index, smoothing, softc
     rows, (wants_z_loss, wants_predicted) = logits.shape[0], wants
     fp32 = lambda n: logits.new_empty(n, dtype=torch.float32)
     predicted = target.new_empty(rows if wants_predicted else 0, dtype=torch.int64)
-    return [fp32(rows), fp32(rows), fp32(rows if wants_z_loss else 0), predicted]
+    return [fp32(rows), logits.new_empty(rows, 2, dtype=torch.float32), fp32(rows if wants_z_loss else 0), predicted]
 
 
 @launcher(fake=_fake_forward)
@@ -90,7 +90,7 @@ def cross_entropy_forward(
     ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
     wants_z_loss: bool, wants_predicted: bool,
 ) -> list[Tensor]:  # fmt: skip
-    """logits [M, V] -> loss, lse, z-loss, predicted, each [M] (the last two empty unless wanted)."""
+    """logits [M, V] -> loss [M], lse [M, 2], z-loss [M], predicted [M] (the last two empty unless wanted)."""
     options = Options(ignore_index, smoothing, softcap, logit_scale, z)
     return list(statistics(logits, target, weight, scales, options, wants_z_loss, wants_predicted))
 
@@ -100,7 +100,7 @@ def cross_entropy_backward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor, dloss: Tensor,
     ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
 ) -> Tensor:  # fmt: skip
-    """logits [M, V], lse [M], dloss [M] | [] -> dlogits [M, V]."""
+    """logits [M, V], lse [M, 2], dloss [M] -> dlogits [M, V]."""
     options = Options(ignore_index, smoothing, softcap, logit_scale, z)
     return gradient(logits, target, weight, scales, lse, dloss, options, out=torch.empty_like(logits))
 
@@ -266,9 +266,10 @@ def cross_entropy(
     in_place = in_place and logits.stride(-1) == 1 and logits.data_ptr() == input.data_ptr()
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
+    options = (ignore_index, float(label_smoothing), softcap, float(logit_scale), float(z_loss))
     losses, z_losses, predicted = _CrossEntropy.apply(
-        logits, targets, weight, scales, (ignore_index, float(label_smoothing), softcap, float(logit_scale), float(z_loss)),
-        in_place, return_z_loss, return_token_accuracy or return_predicted_tokens,
+        logits, targets, weight, scales, options, in_place,
+        return_z_loss, return_token_accuracy or return_predicted_tokens,
     )  # fmt: skip
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Device", "device_of", "launcher", "runs_kernels"]
+__all__ = ["COMPILE", "Device", "device_of", "launcher", "runs_kernels"]
 
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 takes the references
+
+# Options of every launch: Triton 3.10 stops fusing products and sums by default.
+COMPILE = {"enable_fp_fusion": True}
 
 
 @dataclass(frozen=True)
@@ -28,6 +31,10 @@ class Device:
     def max_warps(self) -> int:
         """A workgroup holds 1024 threads on either vendor."""
         return 1024 // self.warp_size
+
+
+# What kernels launched on CPU tensors take for their device: the interpreter's, or one that is compiled for.
+EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 
 
 def runs_kernels(x: Tensor) -> bool:
@@ -48,7 +55,7 @@ def _device(index: int) -> Device:
 
 def device_of(x: Tensor) -> Device:
     """Properties of the device that holds `x`."""
-    return _device(x.device.index) if x.is_cuda else Device(multiprocessors=4, warp_size=32, shared_memory=65536)
+    return _device(x.device.index) if x.is_cuda else EMULATED
 
 
 def launcher(fake: Callable) -> Callable[[Callable], Callable]:

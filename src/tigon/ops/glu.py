@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tigon.ops import check
-from tigon.ops.dispatch import launcher, runs_kernels
+from tigon.ops.dispatch import COMPILE, launcher, runs_kernels
 
 __all__ = ["GEGLUMLP", "SwiGLUMLP", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
 
@@ -53,8 +53,13 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
 class Config:
     """Launch parameters: a program takes `block` features of one row (or of the whole tensor, if it has no gaps)."""
 
-    block: int = 1024
+    block: int
     num_warps: int = 4
+
+    @staticmethod
+    def heuristic(kind: Kind) -> "Config":
+        # erf takes long enough to want more loads in flight: 0.93 ms for 1.01 (H200, 16384 x 14336).
+        return Config(block=2048 if kind == "gelu" else 1024)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -71,23 +76,26 @@ def _activation(x, KIND: tl.constexpr):
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
         inner, slope = x, 1.0
-    gate = tl.sigmoid(inner)
-    return x * gate, gate + x * gate * (1.0 - gate) * slope
+    # s and 1 - s from one exponential, each without cancellation: the derivative multiplies both by large values.
+    e = tl.exp(-tl.abs(inner))
+    large = 1.0 / (1.0 + e)
+    gate, rest = tl.where(inner >= 0, large, e * large), tl.where(inner >= 0, e * large, large)
+    return x * gate, gate + x * (gate * rest) * slope
 
 
 @triton.jit
-def _offsets(I, blocks, BLOCK: tl.constexpr):
+def _offsets(width, blocks, BLOCK: tl.constexpr):
     pid = tl.program_id(0).to(tl.int64)
     cols = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    return pid // blocks, cols, cols < I
+    return pid // blocks, cols, cols < width
 
 
 @triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, I, blocks,  # [M, I] each
+    gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, width, blocks,  # [M, I] each
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, cols, mask = _offsets(I, blocks, BLOCK)
+    row, cols, mask = _offsets(width, blocks, BLOCK)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
     act, _ = _activation(gate, KIND)
@@ -96,10 +104,11 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, I, blocks,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, width, blocks,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, cols, mask = _offsets(I, blocks, BLOCK)
+    row, cols, mask = _offsets(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
@@ -117,10 +126,11 @@ def _launch(kernel, kind: str, *tensors: Tensor) -> None:
     # An odd I would make the row's length divisible by 16 or not from batch to batch, and compile twice.
     if i % 16 == 0 and all(stride == i for stride in strides):
         m, i, strides = 1, m * i, [0] * len(strides)
-    config, blocks = Config(), triton.cdiv(i, Config.block)
+    config = Config.heuristic(kind)
+    blocks = triton.cdiv(i, config.block)
     if m * blocks:
         kernel[(m * blocks,)](
-            *tensors, *strides, i, blocks, KIND=kind, BLOCK=config.block, num_warps=config.num_warps
+            *tensors, *strides, i, blocks, KIND=kind, BLOCK=config.block, num_warps=config.num_warps, **COMPILE
         )  # fmt: skip
 
 

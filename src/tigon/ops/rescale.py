@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import runs_kernels
+from tigon.ops.dispatch import COMPILE, runs_kernels
 
 __all__ = ["rescaled"]
 
@@ -39,5 +39,5 @@ def rescaled(x: Tensor, factor: Tensor) -> Tensor:
     if x.numel():
         (m, n), blocks = x.shape, triton.cdiv(x.shape[1], BLOCK)
         stride = factor.stride(0) if factor.dim() else 0
-        _rescale_kernel[(m * blocks,)](x, factor, x.stride(0), stride, n, blocks, BLOCK=BLOCK, num_warps=4)
+        _rescale_kernel[(m * blocks,)](x, factor, x.stride(0), stride, n, blocks, BLOCK=BLOCK, num_warps=4, **COMPILE)
     return x

@@ -1,0 +1,111 @@
+"""The table of cases: what a perfect kernel must move and do, by formula, and inputs as in training."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tigon.bench.cases import CASES, OPS, Case, select
+
+CPU = torch.device("cpu")
+by_name = {case.name: case for case in CASES}
+
+
+def test_names_are_unique():
+    assert len(by_name) == len(CASES)
+
+
+def test_every_op_has_a_case_for_the_gpu_and_a_small_one():
+    for tag in ("first-light", "small"):
+        assert {case.op for case in CASES if tag in case.tags} == set(OPS)
+
+
+# Milliseconds at 4.3 TB/s: reading and writing each tensor once.
+@pytest.mark.parametrize(
+    ("name", "floor"),
+    [
+        ("rms_norm/llama-3-8b/16384x4096", 0.157),
+        ("rms_norm/llama-3-70b/8192x8192", 0.157),
+        ("rms_norm/llama-3.1-405b/4096x16384", 0.157),
+        ("rms_norm/llama-3.2-1b/16384x2048", 0.078),
+        ("rope/llama-3-8b/4x4096x32x8x128", 0.157),
+        ("swiglu/llama-3-8b/16384x14336", 0.874),
+        ("geglu/gemma-2-9b/16384x14336/approximate=tanh", 0.874),
+        ("cross_entropy_inplace/llama-3-8b/8192x128256", 0.978),
+        ("cross_entropy/llama-2-7b/8192x32000", 0.244),
+    ],
+)
+def test_memory_floor(name, floor):
+    assert by_name[name].bytes / 4.3e12 * 1e3 == pytest.approx(floor, abs=1.5e-3)
+    assert by_name[name].flops is None
+
+
+def test_products_floor():
+    whole = by_name["linear_cross_entropy/llama-3-8b/8192x4096x128256"]
+    assert whole.flops == 6 * 8192 * 4096 * 128256
+    assert whole.bytes is None
+    frozen = by_name["linear_cross_entropy/llama-3-8b/8192x4096x128256/frozen=linear_weight"]
+    assert frozen.flops == 4 * 8192 * 4096 * 128256
+    ignored = by_name["linear_cross_entropy/llama-3-8b/16384x4096x128256/ignored=0.75"]
+    assert ignored.flops == 6 * 4096 * 4096 * 128256
+
+
+def test_inputs_leave_the_global_generator_alone_and_repeat():
+    case = Case("rms_norm", "tiny", (4, 8))
+    state = torch.random.get_rng_state()
+    first, again, other = case.make(CPU), case.make(CPU), case.make(CPU, seed=1)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(first.tensors["x"], again.tensors["x"])
+    assert not torch.equal(first.tensors["x"], other.tensors["x"])
+
+
+def test_rope_sees_heads_transposed_gradients_too():
+    inputs = Case("rope", "tiny", (2, 8, 4, 2, 16)).make(CPU)
+    assert inputs.tensors["q"].shape == (2, 4, 8, 16)
+    assert inputs.tensors["k"].shape == (2, 2, 8, 16)
+    assert inputs.tensors["cos"].shape == (1, 8, 16)
+    for tensor in (inputs.tensors["q"], inputs.tensors["k"], *inputs.upstream):
+        assert tensor.transpose(1, 2).is_contiguous()
+    copy = inputs.map(lambda name, x: x.clone())
+    assert copy.tensors["q"].stride() == inputs.tensors["q"].stride()
+
+
+@pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
+def test_logits_are_as_peaked_as_a_trained_models(op):
+    shape = (512, 8192) if op == "cross_entropy" else (512, 64, 8192)
+    tensors = Case(op, "tiny", shape).make(CPU).tensors
+    logits = tensors["input"] if op == "cross_entropy" else F.linear(tensors["input"], tensors["linear_weight"])
+    losses = F.cross_entropy(logits.detach().float(), tensors["target"], reduction="none")
+    assert 1.0 < losses.mean() < 0.5 * math.log(8192)
+    assert (losses < 0.2).float().mean() > 0.05  # some tokens are certain
+
+
+def test_ignored_share_and_frozen_inputs():
+    case = Case("linear_cross_entropy", "tiny", (64, 8, 32), ignored=0.75, frozen=("linear_weight",))
+    inputs = case.make(CPU)
+    assert (inputs.tensors["target"] == -100).sum() == 48
+    assert inputs.wanted == ("input",)
+
+
+def test_smaller_halves_rows_only():
+    assert Case("linear_cross_entropy", "tiny", (64, 8, 32)).smaller().shape == (32, 8, 32)
+    assert Case("rope", "tiny", (2, 8, 4, 2, 16)).smaller().shape == (2, 4, 4, 2, 16)
+
+
+def test_select_by_tag_by_name_and_all():
+    assert all("small" in case.tags for case in select(None, "small"))
+    assert [case.model for case in select("rms_norm", "405b")] == ["llama-3.1-405b"]
+    assert len(select(None, "all")) == len(CASES)
+
+
+@pytest.mark.parametrize(
+    ("ops", "cases", "message"),
+    [
+        ("softmax", "all", "bench: ops must be among rms_norm.*got 'softmax'"),
+        (None, "nowhere", "bench: cases must match.*got 'nowhere'"),
+    ],
+)
+def test_select_refuses(ops, cases, message):
+    with pytest.raises(ValueError, match=message):
+        select(ops, cases)

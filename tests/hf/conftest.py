@@ -1,0 +1,101 @@
+"""Tiny models of the seven model types of "First light", with random weights and a head size, groups and ties of each."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+transformers = pytest.importorskip("transformers")
+
+VOCABULARY = 131
+
+# What is unusual about a type, so that it shows: head sizes other than hidden / heads, a part of the head turned,
+# biases, ties, soft caps that bite.
+CONFIGS = {
+    "llama": {"head_dim": 32, "mlp_bias": True, "attention_bias": True},
+    "mistral": {"head_dim": 16, "sliding_window": 4},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"head_dim": 32},
+    "gemma": {"head_dim": 32, "tie_word_embeddings": True},
+    "gemma2": {"head_dim": 32, "final_logit_softcapping": 7.0, "sliding_window": 4, "query_pre_attn_scalar": 32},
+    "phi3": {
+        "partial_rotary_factor": 0.5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
+}
+
+
+@pytest.fixture(params=CONFIGS)
+def model_type(request) -> str:
+    return request.param
+
+
+@pytest.fixture
+def make_model():
+    """make_model(model_type, dtype, **config) -> a model in training mode, its every parameter random and always the same."""
+
+    def make(model_type: str = "llama", dtype: torch.dtype = torch.float32, **config) -> nn.Module:
+        size = dict(hidden_size=64, intermediate_size=112, num_hidden_layers=2, vocab_size=VOCABULARY)
+        size |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
+        size |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
+        config = transformers.AutoConfig.for_model(model_type, **size | CONFIGS.get(model_type, {}) | config)
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+        generator = torch.Generator().manual_seed(len(model_type))
+        with torch.no_grad():
+            for parameter in model.parameters():
+                spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+                parameter += spread * torch.randn(parameter.shape, generator=generator)
+            # Logits of a size at which a soft cap, and its absence, cannot be missed.
+            model.get_output_embeddings().weight *= 5
+        return model.to(dtype).train()
+
+    return make
+
+
+@pytest.fixture
+def batch() -> dict[str, torch.Tensor]:
+    """Three sequences of eleven tokens, one of them padded; the prompts have no labels."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(3, VOCABULARY, (3, 11), generator=generator)
+    mask = torch.ones_like(tokens)
+    mask[1, 8:] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[:, :2] = -100
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+@pytest.fixture
+def step():
+    """step(model, batch) -> the loss and every gradient, by name."""
+
+    def run(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
+        model.zero_grad()
+        loss = model(**batch)["loss"]
+        loss.backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        return {"loss": loss.detach(), **gradients}
+
+    return run
+
+
+@pytest.fixture
+def assert_same_step(step):
+    """assert_same_step(model, stock, batch): loss and gradients agree to a few units of the reductions' last place."""
+
+    def check(model: nn.Module, stock: nn.Module, batch: dict) -> None:
+        given, expected = step(model, batch), step(stock, batch)
+        assert given.keys() == expected.keys()
+        for name, value in expected.items():
+            # The sums run in another order: errors are relative to the terms, of the size of the largest element.
+            tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item()
+            torch.testing.assert_close(given[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+    return check
+
+
+@pytest.fixture
+def clone():
+    """clone(model) -> a stock copy with the same parameters."""
+    return copy.deepcopy

@@ -1,0 +1,410 @@
+"""The loss in the head: stock numbers for every way of calling a model, stock code where that cannot be."""
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+
+@pytest.fixture
+def pair(make_model, clone):
+    """pair(model_type, **config) -> a patched model and a stock one with the same parameters."""
+
+    def make(model_type: str = "llama", change=lambda model: None, **config):
+        model = make_model(model_type, **config)
+        change(model)
+        stock = clone(model)
+        tigon.patch(model)
+        return model, stock
+
+    return make
+
+
+def is_fused(outputs) -> bool:
+    return outputs.logits is None
+
+
+# --- calls that are fused ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"num_items_in_batch": 17},
+        {"num_items_in_batch": torch.tensor(17)},
+        {"ignore_index": 5},
+        {"shift_labels": torch.arange(33).view(3, 11)},
+        {"shift_labels": torch.arange(33).view(3, 11), "num_items_in_batch": 9, "ignore_index": 4},
+        {"label_smoothing": 0.3, "reduction": "sum"},
+        {"output_hidden_states": True},
+    ],
+    ids=[
+        "items int",
+        "items tensor",
+        "ignore_index",
+        "shift_labels",
+        "all three",
+        "what stock ignores",
+        "hidden states",
+    ],
+)
+def test_options_of_the_loss(pair, batch, assert_same_step, extra):
+    model, stock = pair("gemma2")
+    if "ignore_index" in extra:
+        batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, extra["ignore_index"])
+    assert is_fused(model(**batch, **extra))
+    assert_same_step(model, stock, {**batch, **extra})
+
+
+def test_labels_by_position(pair, batch):
+    model, stock = pair()
+    args = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
+    outputs = model(*args)
+    assert is_fused(outputs)
+    torch.testing.assert_close(outputs.loss, stock(*args).loss)
+
+
+def test_outputs_keep_their_form(pair, batch):
+    model, stock = pair()
+    outputs, expected = model(**batch, output_hidden_states=True), stock(**batch, output_hidden_states=True)
+    assert type(outputs) is type(expected)
+    assert outputs.keys() == expected.keys() - {"logits"}
+    assert all(torch.equal(a, b) for a, b in zip(outputs.hidden_states, expected.hidden_states, strict=True))
+    loss, logits, *rest = model(**batch, return_dict=False)
+    assert logits is None
+    assert len(rest) == len(stock(**batch, return_dict=False)) - 2
+    torch.testing.assert_close(loss, expected.loss)
+
+
+def test_embeddings_as_input(pair, batch, assert_same_step):
+    model, stock = pair()
+    with torch.no_grad():
+        inputs = stock.get_input_embeddings()(batch.pop("input_ids"))
+    assert_same_step(model, stock, {**batch, "inputs_embeds": inputs})
+
+
+def freeze_head(model):
+    model.lm_head.requires_grad_(False)
+
+
+def freeze_trunk(model):
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_(True)
+
+
+def add_head_bias(model):
+    model.lm_head.bias = nn.Parameter(torch.randn(model.lm_head.out_features))
+
+
+@pytest.mark.parametrize("change", [freeze_head, freeze_trunk, add_head_bias])
+def test_heads(pair, batch, assert_same_step, change):
+    model, stock = pair(change=change)
+    assert is_fused(model(**batch))
+    assert_same_step(model, stock, batch)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "said"),
+    [
+        ("cohere", {"logit_scale": 0.3}, "scale 0.3"),
+        ("granite", {"logits_scaling": 7.0}, "scale 0.142857"),
+        ("gemma2", {"final_logit_softcapping": 5.0}, "softcap 5"),
+        ("gemma2", {"final_logit_softcapping": None}, "in the head"),
+        ("mixtral", {"output_router_logits": True, "num_local_experts": 4}, "in the head"),
+    ],
+    ids=["scale", "divisor", "soft cap", "no soft cap", "router loss"],
+)
+def test_what_a_model_does_to_its_logits_and_its_loss(
+    pair, make_model, batch, assert_same_step, model_type, config, said
+):
+    model, stock = pair(model_type, **config)
+    assert is_fused(model(**batch))
+    assert_same_step(model, stock, batch)
+    entry = next(e for e in tigon.patch(make_model(model_type, **config)).replaced if e.part == "loss")
+    assert entry.detail.endswith(said)
+
+
+def test_all_labels_ignored_gives_zero_and_not_nan(pair, batch):
+    model, _ = pair()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss.item() == 0.0
+    assert not any(p.grad.any() for p in model.parameters())
+
+
+# --- hooks and shards ----------------------------------------------------------------------------
+
+
+def test_the_head_is_reached_through_its_own_call_and_its_weight_read_nowhere_else(pair, batch, step):
+    model, stock = pair()
+    head, weight = model.lm_head, model.lm_head.weight.detach().clone()
+    expected = step(stock, batch)
+
+    def gather(module, args):
+        module.weight.data = weight
+
+    def shard(module, args, output):
+        module.weight.data = torch.full_like(weight, torch.nan)
+
+    shard(head, (), None)
+    head.register_forward_pre_hook(gather)
+    head.register_forward_hook(shard)
+    given = step(model, batch)
+    for name, value in expected.items():
+        torch.testing.assert_close(given[name], value)
+
+
+def test_backward_reaches_the_output_of_the_head_before_its_weights(pair, batch):
+    """Sharding gathers the head's weight for backward in a hook of its output."""
+    model, _ = pair()
+    order = []
+    model.lm_head.register_forward_hook(lambda m, a, out: out.register_hook(lambda g: order.append("output")) and None)
+    model.lm_head.weight.register_hook(lambda g: order.append("weight"))
+    model(**batch).loss.backward()
+    assert order == ["output", "weight"]
+
+
+# --- calls that stay stock -----------------------------------------------------------------------
+
+
+def test_evaluation_is_stock(pair, batch):
+    model, stock = pair("gemma2")
+    outputs, expected = model.eval()(**batch), stock.eval()(**batch)
+    assert torch.equal(outputs.logits, expected.logits)
+    assert torch.equal(outputs.loss, expected.loss)
+    assert is_fused(model.train()(**batch))
+
+
+def test_training_without_labels_gives_the_logits(pair, batch):
+    model, stock = pair()
+    del batch["labels"]
+    assert torch.equal(model(**batch).logits, stock(**batch).logits)
+    shifted = {**batch, "shift_labels": batch["input_ids"]}
+    assert model(**shifted).loss is stock(**shifted).loss is None
+
+
+@pytest.mark.parametrize("kept", [4, torch.tensor([7, 8, 9, 10])], ids=["int", "indices"])
+def test_logits_to_keep_gives_those_logits(pair, batch, kept):
+    model, stock = pair()
+    batch["labels"] = batch["labels"][:, -4:]
+    outputs, expected = model(**batch, logits_to_keep=kept), stock(**batch, logits_to_keep=kept)
+    assert outputs.logits.shape[1] == 4
+    assert torch.equal(outputs.logits, expected.logits)
+    assert torch.equal(outputs.loss, expected.loss)
+
+
+def test_items_that_are_not_one_number_are_stock(pair, batch):
+    model, stock = pair()
+    items = torch.tensor([3.0, 4.0])
+    assert torch.equal(model(**batch, num_items_in_batch=items).loss, stock(**batch, num_items_in_batch=items).loss)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_generation_is_stock(pair, batch, training):
+    model, stock = pair("gemma")
+    options = {"max_new_tokens": 5, "do_sample": False}
+    prompt = {name: batch[name][:1] for name in ("input_ids", "attention_mask")}
+    tokens = model.train(training).generate(**prompt, **options)
+    assert torch.equal(tokens, stock.train(training).generate(**prompt, **options))
+
+
+def test_errors_are_stock_and_leave_no_trace(pair, batch):
+    model, stock = pair()
+    wrong = {**batch, "labels": batch["labels"][:, :5]}
+    for each in (model, stock):
+        with pytest.raises(ValueError, match="batch_size"):
+            each(**wrong)
+    with pytest.raises(IndexError):
+        model(torch.full_like(batch["input_ids"], 999), labels=batch["labels"])
+    del batch["labels"]
+    assert torch.equal(model(**batch).logits, stock(**batch).logits)
+
+
+# --- what is exchanged after the patch -----------------------------------------------------------
+
+
+def test_a_loss_assigned_later_is_used(pair, batch):
+    model, _ = pair()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: logits.float().square().mean()
+    outputs = model(**batch)
+    torch.testing.assert_close(outputs.loss, outputs.logits.square().mean())
+
+
+def test_resized_embeddings_keep_training_right(pair, batch, assert_same_step):
+    model, stock = pair("qwen2")
+    for each in (model, stock):
+        torch.manual_seed(0)
+        each.resize_token_embeddings(140)
+    assert_same_step(model, stock, batch)
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a linear layer, as adapter libraries build them."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.down, self.up = nn.Linear(base.in_features, 3, bias=False), nn.Linear(3, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def test_an_adapter_put_around_the_head_later_is_not_ignored(pair, batch, assert_same_step):
+    model, stock = pair()
+    for each in (model, stock):
+        torch.manual_seed(0)
+        each.lm_head = Adapter(each.lm_head)
+    assert_same_step(model, stock, batch)
+
+
+def test_adapters_on_other_layers_are_called(pair, batch, assert_same_step):
+    model, stock = pair()
+    for each in (model, stock):
+        torch.manual_seed(0)
+        mlp = each.model.layers[0].mlp
+        mlp.gate_proj, mlp.down_proj = Adapter(mlp.gate_proj), Adapter(mlp.down_proj)
+    assert_same_step(model, stock, batch)
+
+
+def test_a_model_that_gives_its_loss_other_arguments_than_it_got_is_stopped(pair, batch):
+    model, _ = pair()
+    fused = model.loss_function
+    model.loss_function = fused  # the same object: still fused
+    stock_forward = type(model).forward
+
+    class Meddling(type(model)):
+        def forward(self, *args, num_items_in_batch=None, **kwargs):
+            return stock_forward(self, *args, num_items_in_batch=99, **kwargs)
+
+    model.__class__ = Meddling
+    with pytest.raises(RuntimeError, match="other arguments than it was called with"):
+        model(**batch, num_items_in_batch=3)
+
+
+# --- models whose loss stays stock, and why ------------------------------------------------------
+
+
+def left_alone(model) -> str:
+    entries = [e for e in tigon.patch(model).entries if e.part == "loss"]
+    assert [e.replaced for e in entries] == [False]
+    return entries[0].detail
+
+
+def variant(model, change):
+    """The model with `change(logits)` between its head and its loss."""
+    stock_forward = type(model).forward
+
+    class Variant(type(model)):
+        def forward(self, *args, labels=None, **kwargs):
+            outputs = stock_forward(self, *args, **kwargs)
+            outputs.logits = change(outputs.logits)
+            if labels is not None:
+                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
+            return outputs
+
+    model.__class__ = Variant
+    return model
+
+
+def one_entry(logits):
+    logits = logits.clone()
+    logits[..., 100] = -1e9
+    return logits
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + 1e-3,
+        lambda x: x.clamp(-40, 40),
+        lambda x: x * x.abs().mean(),
+        lambda x: -x,
+        one_entry,
+        lambda x: 20 * torch.tanh(x / 20 + x**3),
+        lambda x: torch.cat((x[..., 1:], x[..., :1]), -1),
+    ],
+    ids=["shift", "clamp", "depends on values", "sign", "one entry", "another curve", "permuted"],
+)
+def test_what_is_not_understood_stays_stock(make_model, batch, step, clone, change):
+    model = variant(make_model(), change)
+    before = step(clone(model), batch)
+    assert left_alone(model) in (
+        "its forward does more to the logits than a scale and a soft cap",
+        "what its forward does to the logits is not the same each time",
+    )
+    assert torch.equal(step(model, batch)["loss"], before["loss"])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda x: x / 3, "scale 0.333333"),
+        (lambda x: 8 * torch.tanh(x / 12), "scale 0.666667, softcap 8"),
+        (lambda x: 1.5 * (9 * torch.tanh(x / 9)).float(), "scale 1.5, softcap 13.5"),
+    ],
+    ids=["divisor", "two sizes", "a scale after the cap"],
+)
+def test_what_is_understood_may_stand_in_any_forward(make_model, batch, assert_same_step, clone, change, said):
+    model = variant(make_model(), change)
+    stock = clone(model)
+    assert said in str(tigon.patch(model))
+    assert_same_step(model, stock, batch)
+
+
+def test_a_scale_that_is_trained_stays_stock(make_model):
+    model = make_model()
+    model.temperature = nn.Parameter(torch.tensor(2.0))
+    variant(model, lambda x, model=model: x)
+    original = type(model).forward
+
+    class Scaled(type(model)):
+        def forward(self, *args, labels=None, **kwargs):
+            outputs = original(self, *args, **kwargs)
+            outputs.logits = outputs.logits * self.temperature.abs()
+            if labels is not None:
+                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
+            return outputs
+
+    model.__class__ = Scaled
+    assert left_alone(model) == "what its forward does to the logits is not the same each time"
+
+
+def test_another_loss_stays_stock(make_model):
+    model = make_model()
+    model.loss_function = lambda logits, labels, vocab_size, **kwargs: nn.functional.cross_entropy(
+        logits.float().view(-1, vocab_size), labels.view(-1)
+    )  # without the shift
+    assert "its loss is not the standard one" in left_alone(model)
+
+
+def test_a_standard_loss_with_an_option_more_is_fused_until_the_option_is_given(make_model, batch, clone):
+    model = make_model()
+    standard = model.loss_function
+
+    def loss(logits, labels, vocab_size, temperature=1.0, **kwargs):
+        return standard(logits / temperature, labels, vocab_size, **kwargs)
+
+    model.loss_function = loss
+    stock = clone(model)
+    tigon.patch(model)
+    assert is_fused(model(**batch))
+    assert torch.equal(model(**batch, temperature=2.0).loss, stock(**batch, temperature=2.0).loss)
+
+
+def test_a_head_that_is_more_than_a_linear_layer_stays_stock(make_model):
+    class Normalised(nn.Linear):
+        def forward(self, x):
+            return nn.functional.linear(x, nn.functional.normalize(self.weight))
+
+    model = make_model()
+    model.lm_head.__class__ = Normalised
+    assert left_alone(model) == "its head (Normalised) is not a plain linear layer"
+
+
+def test_a_forward_replaced_by_another_library_stays(make_model):
+    model = make_model()
+    model.forward = lambda **kwargs: None
+    assert "LlamaForCausalLM: its forward was already replaced" in left_alone(model)

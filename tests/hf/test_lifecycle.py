@@ -1,0 +1,289 @@
+"""What a model goes through after the patch: copied, saved, compiled, checkpointed, hooked, cast, trained by a Trainer."""
+
+import copy
+import functools
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+
+@pytest.fixture
+def patched(make_model):
+    """patched(model_type, **config) -> a patched model."""
+
+    def make(*args, **config) -> nn.Module:
+        model = make_model(*args, **config)
+        assert tigon.patch(model)
+        return model
+
+    return make
+
+
+def is_patched(model: nn.Module) -> bool:
+    """Whether every part is: a norm, an MLP, an attention, the model and its head."""
+    layer = model.model.layers[0]
+    parts = (layer.input_layernorm, layer.mlp, layer.self_attn, model, model.lm_head)
+    return all("forward" in vars(part) for part in parts)
+
+
+# --- copies --------------------------------------------------------------------------------------
+
+
+def by_torch_save(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "duplicate",
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save],
+    ids=["deepcopy", "pickle", "torch.save"],
+)
+def test_a_copy_is_patched_and_uses_its_own_parameters(patched, model_type, batch, step, duplicate):
+    model = patched(model_type)
+    before = step(model, batch)
+    other = duplicate(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    assert is_patched(other)
+    after = step(other, batch)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.isnan(model(**batch).loss)
+    assert other(**batch).logits is None
+
+
+def test_a_copy_outlives_the_patch_of_its_original(make_model, batch, step):
+    model = make_model()
+    report = tigon.patch(model)
+    other = copy.deepcopy(model)
+    before = step(other, batch)
+    report.restore()
+    assert is_patched(other)
+    assert all(torch.equal(value, before[name]) for name, value in step(other, batch).items())
+
+
+def test_a_copied_head_does_not_drag_the_model_along(patched):
+    head = copy.deepcopy(patched().lm_head)
+    assert not any(isinstance(m, nn.Embedding) for m in pickle.loads(pickle.dumps(head)).modules())
+    x = torch.randn(2, 64)
+    assert torch.equal(head(x), nn.functional.linear(x, head.weight))
+
+
+def test_state_dicts_are_those_of_stock(make_model, patched, model_type, batch, assert_same_step):
+    stock, model = make_model(model_type), patched(model_type)
+    assert model.state_dict().keys() == stock.state_dict().keys()
+    with torch.no_grad():
+        for parameter in stock.parameters():
+            parameter *= 0.9
+    model.load_state_dict(stock.state_dict())
+    assert_same_step(model, stock, batch)
+    stock.load_state_dict(model.state_dict())
+
+
+def test_saving_and_loading(patched, make_model, tmp_path, batch, assert_same_step):
+    model = patched("gemma2")
+    model.save_pretrained(tmp_path)
+    loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any("forward" in vars(m) for m in loaded.modules())
+    assert_same_step(model, loaded.train(), batch)
+    assert "tigon" not in (tmp_path / "config.json").read_text()
+
+
+def test_tied_weights_stay_tied(patched):
+    model = patched("gemma", tie_word_embeddings=True)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+# --- ways of running -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_gradient_checkpointing(patched, make_model, model_type, batch, assert_same_step, reentrant):
+    model, stock = patched(model_type), make_model(model_type)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if reentrant:
+        model.enable_input_require_grads()
+    assert model.model.layers[0].gradient_checkpointing
+    assert_same_step(model, stock, batch)
+
+
+def test_compiles_with_no_graph_break(patched, make_model, batch, step):
+    torch._dynamo.reset()
+    model, stock = patched("llama"), make_model("llama")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert compiled(**batch, num_items_in_batch=torch.tensor(7)).logits is None
+    given, expected = step(compiled, batch), step(stock, batch)
+    for name, value in expected.items():
+        torch.testing.assert_close(given[f"_orig_mod.{name}" if name != "loss" else name], value)
+    compiled.eval()
+    assert torch.equal(compiled(batch["input_ids"]).logits, stock.eval()(batch["input_ids"]).logits)
+
+
+def test_compiled_with_checkpointing_and_a_soft_cap(patched, make_model, batch, step):
+    torch._dynamo.reset()
+    model, stock = patched("gemma2"), make_model("gemma2")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    batch = {**batch, "use_cache": False}
+    given, expected = step(torch.compile(model, fullgraph=True, backend="aot_eager"), batch), step(stock, batch)
+    torch.testing.assert_close(given["loss"], expected["loss"])
+
+
+def test_compiled_before_the_patch(make_model, batch):
+    torch._dynamo.reset()
+    model = make_model()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    stock = compiled(**batch)
+    with tigon.patched(compiled):
+        outputs = compiled(**batch)
+        assert outputs.logits is None
+        torch.testing.assert_close(outputs.loss, stock.loss)
+    assert torch.equal(compiled(**batch).logits, stock.logits)
+
+
+def test_autocast(patched, make_model, model_type, batch, step):
+    """Under autocast the ops see the dtypes that stock code sees: bf16 products, fp32 norms and residuals."""
+    model, stock = patched(model_type), make_model(model_type)
+    exact = step(make_model(model_type), batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        given, expected = step(model, batch), step(stock, batch)
+    for name, value in expected.items():
+        scale = exact[name].abs().max()
+        allowed = 2 * (value - exact[name]).abs().max() + 0.01 * scale
+        assert (given[name] - exact[name]).abs().max() < allowed, name
+
+
+def test_switching_between_training_and_evaluating(patched, batch):
+    model = patched()
+    for _ in range(2):
+        assert model.train()(**batch).logits is None
+        assert model.eval()(**batch).logits.shape == (3, 11, 131)
+
+
+def test_double_precision(patched, make_model, batch, step):
+    model, stock = patched().double(), make_model().double()
+    torch.testing.assert_close(step(model, batch)["loss"].double(), step(stock, batch)["loss"].double())
+
+
+# --- hooks of accelerate -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hooks():
+    return pytest.importorskip("accelerate.hooks")
+
+
+def put_hooks(hooks, model: nn.Module) -> list[str]:
+    """A counting hook on every module that has parameters; returns the list it writes to."""
+    seen = []
+
+    class Count(hooks.ModelHook):
+        def __init__(self, name):
+            self.name = name
+
+        def pre_forward(self, module, *args, **kwargs):
+            seen.append(self.name)
+            return args, kwargs
+
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList):
+            hooks.add_hook_to_module(module, Count(name))
+    return seen
+
+
+@pytest.mark.parametrize("order", ["hooks first", "patch first"])
+def test_accelerate_hooks_and_patches_leave_each_other_in_place(make_model, batch, assert_same_step, hooks, order):
+    model, stock = make_model(), make_model()
+    if order == "hooks first":
+        seen = put_hooks(hooks, model)
+        report = tigon.patch(model)
+    else:
+        report = tigon.patch(model)
+        seen = put_hooks(hooks, model)
+    assert not report.left_alone
+    assert model(**batch).logits is None
+    assert {"", "lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn"} <= set(seen)
+    assert_same_step(model, stock, batch)
+
+    report.restore()
+    seen.clear()
+    assert model(**batch).logits is not None
+    assert {"", "lm_head", "model.norm"} <= set(seen)
+    hooks.remove_hook_from_submodules(model)
+    assert_same_step(model, stock, batch)
+
+
+def test_hooks_may_go_before_the_patch_does(make_model, batch, hooks):
+    model = make_model()
+    put_hooks(hooks, model)
+    report = tigon.patch(model)
+    hooks.remove_hook_from_submodules(model)
+    assert model(**batch).logits is None
+    report.restore()
+    assert model(**batch).logits is not None
+
+
+def test_a_wrapper_put_around_the_forward_later_gets_stock_after_restore(make_model, batch):
+    model = make_model()
+    report = tigon.patch(model)
+    inner = model.forward
+    model.forward = functools.wraps(inner)(lambda **kwargs: inner(**kwargs))
+    assert model(**batch).logits is None
+    report.restore()
+    assert model(**batch).logits is not None
+
+
+def test_weights_that_are_offloaded(make_model, batch):
+    accelerate = pytest.importorskip("accelerate")
+    model, stock = make_model(), make_model()
+    accelerate.cpu_offload(model, execution_device="cpu")
+    assert all(p.is_meta for p in model.parameters())
+    assert not tigon.patch(model).left_alone
+    with torch.no_grad():
+        outputs = model(**batch)
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, stock(**batch).loss)
+
+
+# --- what other code reads -----------------------------------------------------------------------
+
+
+def test_the_signature_is_that_of_stock(patched, make_model):
+    assert inspect.signature(patched().forward) == inspect.signature(make_model().forward)
+
+
+def test_class_names_stay(patched, make_model):
+    assert [type(m) for m in patched().modules()] == [type(m) for m in make_model().modules()]
+
+
+def test_the_trainer_trains_as_with_stock(patched, make_model, tmp_path, batch):
+    """Gradient accumulation with a changing number of labels, evaluation with its logits, and saving."""
+    pytest.importorskip("accelerate")
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    rows = [{name: value[i % 3] for name, value in batch.items()} for i in range(8)]
+    histories = []
+    for i, model in enumerate((patched("qwen3"), make_model("qwen3"))):
+        arguments = TrainingArguments(
+            output_dir=str(tmp_path / str(i)), per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=4,
+            learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+        )  # fmt: skip
+        trainer = Trainer(
+            model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator,
+            compute_metrics=lambda p: {"logits": float(p.predictions.shape[-1])},
+        )  # fmt: skip
+        trainer.train()
+        metrics = trainer.evaluate()
+        assert metrics["eval_logits"] == 131
+        histories.append([log["loss"] for log in trainer.state.log_history if "loss" in log] + [metrics["eval_loss"]])
+        trainer.save_model()
+    assert len(histories[0]) == 5
+    assert histories[0] == pytest.approx(histories[1], rel=1e-4)

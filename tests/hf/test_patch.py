@@ -1,0 +1,319 @@
+"""`tigon.patch`: the same numbers as stock for every model type, undone exactly, and a report that tells all."""
+
+import copy
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+from tigon.testing import assert_accurate
+
+REPLACED = {"rms_norm", "glu", "rope", "loss"}
+
+
+def outputs_of(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
+    """The output of every norm, MLP, attention and layer of one forward without labels, by name."""
+    found, handles = {}, []
+    for name, module in model.named_modules():
+        if name and not isinstance(module, nn.ModuleList):
+            keep = lambda m, args, out, name=name: found.update({name: out[0] if isinstance(out, tuple) else out})
+            handles.append(module.register_forward_hook(keep))
+    with torch.no_grad():
+        found["logits"] = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    for handle in handles:
+        handle.remove()
+    return {name: out for name, out in found.items() if isinstance(out, torch.Tensor)}
+
+
+# --- the same numbers ----------------------------------------------------------------------------
+
+
+def test_every_part_is_recognised(make_model, model_type):
+    model = make_model(model_type)
+    report = tigon.patch(model)
+    assert {entry.part for entry in report.replaced} == REPLACED
+    assert not report.left_alone
+    counts = {entry.part: entry.count for entry in report.replaced}
+    norms = sum("Norm" in type(m).__name__ for m in model.modules())
+    assert counts == {"rms_norm": norms, "glu": 2, "rope": 2, "loss": 1}
+
+
+def test_loss_and_every_gradient_are_stock(make_model, model_type, batch, assert_same_step, clone):
+    model = make_model(model_type)
+    stock = clone(model)
+    tigon.patch(model)
+    assert_same_step(model, stock, batch)
+
+
+@pytest.mark.parametrize("part", sorted(REPLACED))
+def test_each_part_alone_is_stock(make_model, model_type, batch, step, assert_same_step, clone, part):
+    model = make_model(model_type)
+    stock = clone(model)
+    report = tigon.patch(model, **{other: other == part for other in REPLACED})
+    assert {entry.part for entry in report.replaced} == {part}
+    if part == "loss":
+        assert_same_step(model, stock, batch)
+    else:  # the references are the stock code, operation by operation
+        given, expected = step(model, batch), step(stock, batch)
+        assert all(torch.equal(given[name], value) for name, value in expected.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_every_module_has_the_bits_of_stock(make_model, model_type, batch, dtype):
+    model = make_model(model_type, dtype)
+    stock = outputs_of(model, batch)
+    tigon.patch(model)
+    patched = outputs_of(model, batch)
+    assert all("act" in name for name in stock.keys() - patched.keys())  # the op does what the activation did
+    different = [name for name in patched if not torch.equal(patched[name], stock[name])]
+    assert not different
+
+
+def test_bf16_training_is_as_accurate_as_stock(make_model, model_type, batch, step, clone):
+    model = make_model(model_type, torch.bfloat16)
+    eager, exact = step(clone(model), batch), step(clone(model).float(), batch)
+    tigon.patch(model)
+    actual = step(model, batch)
+    loss, loss_exact = actual.pop("loss"), exact["loss"]
+    assert loss.dtype == torch.float32
+    # A mean of a few rounded terms may come out near by luck, so eager's error alone is no measure for it.
+    allowed = 2 * abs(eager["loss"] - loss_exact) + torch.finfo(torch.bfloat16).eps / 8 * loss_exact
+    assert abs(loss - loss_exact) < allowed
+    for name, value in actual.items():
+        assert_accurate(value, eager[name], exact[name], msg=name)
+
+
+# --- this instance only, and undone exactly ------------------------------------------------------
+
+
+def test_restore_gives_back_the_very_same_model(make_model, model_type, batch, step):
+    model = make_model(model_type)
+    before, state = step(model, batch), {m: dict(vars(m)) for m in model.modules()}
+    report = tigon.patch(model)
+    report.restore()
+    assert {m: vars(m).keys() for m in model.modules()} == {m: s.keys() for m, s in state.items()}
+    assert all(type(model).forward is m.forward.__func__ for m in [model])
+    after = step(model, batch)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    report.restore()  # a second time does nothing
+
+
+def test_patched_undoes_itself_even_after_an_error(make_model):
+    model = make_model()
+    with pytest.raises(KeyError), tigon.patched(model) as report:
+        assert report
+        assert "forward" in vars(model)
+        raise KeyError
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_other_instances_and_the_modelling_files_stay_stock(make_model, model_type, batch, step):
+    model, other = make_model(model_type), make_model(model_type)
+    scope = vars(sys.modules[type(model).__module__])
+    globals_before, before = dict(scope), step(other, batch)
+    tigon.patch(model)
+    assert dict(scope) == globals_before
+    assert not any("forward" in vars(m) for m in other.modules())
+    assert not any("forward" in vars(m) for m in make_model(model_type).modules())
+    after = step(other, batch)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_patching_twice_changes_nothing_and_says_so(make_model, batch, step):
+    model = make_model()
+    first = tigon.patch(model)
+    before = step(model, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        second = tigon.patch(model)
+    assert not second
+    assert "patched already" in str(second)
+    second.restore()
+    assert all(torch.equal(value, before[name]) for name, value in step(model, batch).items())
+    first.restore()
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_a_second_patch_adds_the_parts_that_the_first_left_out(make_model):
+    model = make_model()
+    tigon.patch(model, rope=False)
+    assert [(e.part, e.count) for e in tigon.patch(model).replaced] == [("rope", 2)]
+
+
+# --- anywhere, at any time -----------------------------------------------------------------------
+
+
+def test_recognition_needs_no_weights(make_model, model_type):
+    model = make_model(model_type)
+    expected = str(tigon.patch(model))
+    with torch.device("meta"):
+        assert str(tigon.patch(make_model(model_type))) == expected
+    assert str(tigon.patch(copy.deepcopy(make_model(model_type)).to("meta"))) == expected
+
+
+def test_parameters_may_change_after_the_patch(make_model, batch, assert_same_step, clone):
+    model = make_model()
+    tigon.patch(model)
+    model.double().float().to("cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.01)
+    stock = make_model()
+    stock.load_state_dict(model.state_dict())
+    assert_same_step(model, stock, batch)
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        torch.no_grad,
+        torch.inference_mode,
+        lambda: torch.autocast("cpu", torch.bfloat16),
+        lambda: torch.device("meta"),
+    ],
+    ids=["no_grad", "inference_mode", "autocast", "meta device"],
+)
+def test_modes_active_at_the_patch_do_not_matter(make_model, batch, assert_same_step, clone, mode):
+    model = make_model("gemma2")
+    stock = clone(model)
+    with mode():
+        report = tigon.patch(model)
+    assert {entry.part for entry in report.replaced} == REPLACED
+    assert not report.left_alone
+    assert_same_step(model, stock, batch)
+
+
+def test_a_default_dtype_at_the_patch_does_not_matter(make_model):
+    model = make_model("gemma2")
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        report = tigon.patch(model)
+        assert torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert not report.left_alone
+
+
+def test_the_random_state_is_not_touched(make_model):
+    model = make_model()
+    model.model.layers[0].mlp.act_fn = nn.Dropout(0.5)  # draws when it is probed
+    before = torch.get_rng_state()
+    tigon.patch(model)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_deep_model_is_probed_once_for_each_kind(make_model, monkeypatch):
+    import tigon.hf.recognise as recognise
+
+    runs = []
+    monkeypatch.setattr(recognise, "normal", lambda *a, _n=recognise.normal, **k: runs.append(a) or _n(*a, **k))
+    with torch.device("meta"):
+        tigon.patch(make_model("llama"))
+        shallow = len(runs)
+        assert len(tigon.patch(make_model("llama", num_hidden_layers=32))) == 32 * 4 + 2
+    assert len(runs) == 2 * shallow
+
+
+# --- what is said --------------------------------------------------------------------------------
+
+
+def test_the_report_names_what_it_left_alone_and_why(make_model):
+    model = make_model()
+    model.model.norm = nn.LayerNorm(64)
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+    report = tigon.patch(model)
+    left = {(entry.part, entry.module, *entry.names): entry.detail for entry in report.left_alone}
+    assert left.keys() == {("rms_norm", "LayerNorm", "model.norm"), ("glu", "LlamaMLP", "model.layers.1.mlp")}
+    assert "more state than one weight" in left["rms_norm", "LayerNorm", "model.norm"]
+    for entry in report.entries:
+        assert entry.module in str(report)
+        assert entry.detail in str(report)
+    assert len(report) == 4 + 1 + 2 + 1
+
+
+def test_the_report_is_a_rich_table_too(make_model):
+    rich = pytest.importorskip("rich.console")
+    console = rich.Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    report = tigon.patch(make_model("gemma2"))
+    console.print(report)
+    text = console.export_text()
+    assert all(word in text for word in ("Gemma2RMSNorm", "geglu (tanh)", "softcap 7", "Gemma2MLP"))
+
+
+def test_a_model_with_nothing_to_recognise_is_not_touched_and_warned_about():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    before = {m: dict(vars(m)) for m in model.modules()}
+    with pytest.warns(UserWarning, match="nothing was recognised"):
+        report = tigon.patch(model)
+    assert not report
+    assert "nothing" in str(report)
+    assert {m: dict(vars(m)) for m in model.modules()} == before
+
+
+def test_plain_modules_need_not_be_in_a_hugging_face_model():
+    model = nn.Sequential(tigon.SwiGLUMLP(16, 40), nn.LayerNorm(16))
+    report = tigon.patch(model)
+    assert [(e.part, e.module) for e in report.replaced] == [("glu", "SwiGLUMLP")]
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"swiglu": True}, TypeError, "unknown option 'swiglu'; choose from rms_norm, glu, rope, loss, memory"),
+        ({"rope": "yes"}, TypeError, "rope must be True or False, got 'yes'"),
+        ({"memory": "lean"}, ValueError, "memory must be one of 'default', got 'lean'"),
+    ],
+    ids=["unknown", "type", "memory"],
+)
+def test_bad_options_are_refused_before_anything_is_touched(make_model, options, error, message):
+    model = make_model()
+    with pytest.raises(error, match=message):
+        tigon.patch(model, **options)
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
+def test_only_modules_can_be_patched():
+    with pytest.raises(TypeError, match=r"patch: model must be a torch\.nn\.Module, got str"):
+        tigon.patch("llama")
+
+
+# --- AutoModelForCausalLM and imports ------------------------------------------------------------
+
+
+def test_auto_model_builds_patched_models(make_model, tmp_path, batch, assert_same_step):
+    stock = make_model("qwen3")
+    stock.save_pretrained(tmp_path)
+    model = tigon.AutoModelForCausalLM.from_pretrained(tmp_path, patch_options={"rope": False}).train()
+    assert "forward" in vars(model)
+    assert "forward" not in vars(model.model.layers[0].self_attn)
+    assert_same_step(model, stock, batch)
+    assert "forward" in vars(tigon.AutoModelForCausalLM.from_config(stock.config))
+
+
+def run_python(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+
+
+def test_importing_tigon_imports_no_transformers():
+    code = "import sys, tigon, tigon.hf; tigon.patch, tigon.patched; print('transformers' in sys.modules)"
+    assert run_python(code) == "False\n"
+
+
+def test_a_missing_extra_is_named():
+    code = """
+import sys
+sys.modules["transformers"] = None
+import tigon
+try:
+    tigon.AutoModelForCausalLM.from_pretrained("x")
+except ImportError as error:
+    print(error)
+"""
+    assert "pip install 'tigon[hf]'" in run_python(code)

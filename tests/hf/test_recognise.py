@@ -1,0 +1,275 @@
+"""Recognition by behaviour: what computes what an op computes is found whatever it is called, what differs is not."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tigon.hf.recognise import GLU, Norm, recognise_glu, recognise_norm
+from tigon.hf.rope import Rope, recognise_rope
+
+
+class AnyNorm(nn.Module):
+    """A norm written as nobody names it; `compute(x, weight, tiny)` is its forward."""
+
+    def __init__(self, compute, weight: bool = True, tiny: float = 1e-5) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(48)) if weight else None
+        self.tiny, self.unrelated, self.compute = tiny, 0.02, compute
+
+    def forward(self, signal: torch.Tensor) -> torch.Tensor:
+        return self.compute(signal, self.scale, self.tiny)
+
+
+def x_hat(x, eps):
+    x = x.float()
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+
+
+@pytest.mark.parametrize(
+    ("compute", "offset", "rounding"),
+    [
+        (lambda x, w, eps: w * x_hat(x, eps).to(x.dtype), 0.0, "before_weight"),
+        (lambda x, w, eps: (w.float() * x_hat(x, eps)).to(x.dtype), 0.0, "after_weight"),
+        (lambda x, w, eps: (x_hat(x, eps) * (1.0 + w.float())).type_as(x), 1.0, "after_weight"),
+    ],
+    ids=["Llama", "OLMo 2", "Gemma"],
+)
+def test_norms_are_told_apart_by_their_bits(compute, offset, rounding):
+    assert recognise_norm(AnyNorm(compute)) == Norm("scale", "tiny", offset, rounding)
+
+
+def test_a_norm_without_weight():
+    norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
+    assert recognise_norm(norm) == Norm(None, "tiny", 0.0, "before_weight")
+
+
+def test_torch_rms_norm_is_one():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # it dislikes mixed dtypes, and would say so
+        found = recognise_norm(nn.RMSNorm(48, eps=1e-5))
+    assert isinstance(found, Norm)
+    assert found.eps == "eps"
+
+
+@pytest.mark.parametrize(
+    "compute",
+    [
+        lambda x, w, eps: w * (x_hat(x, 0.0)).to(x.dtype),
+        lambda x, w, eps: w * (1.001 * x_hat(x, eps)).to(x.dtype),
+        lambda x, w, eps: w * F.dropout(x_hat(x, eps), 0.1).to(x.dtype),
+        lambda x, w, eps: w * x_hat(x - x.mean(-1, keepdim=True), eps).to(x.dtype),
+        lambda x, w, eps: w * x_hat(x.clamp(-50, 50), eps).to(x.dtype),
+        lambda x, w, eps: w * x_hat(x[..., :24].repeat(1, 2), eps).to(x.dtype),
+        lambda x, w, eps: w * x_hat(x, eps),
+        lambda x, w, eps: (2.0 + w) * x_hat(x, eps).to(x.dtype),
+    ],
+    ids=["no epsilon", "multiplier", "dropout", "centred", "clamped", "part", "wider result", "offset 2"],
+)
+def test_what_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
+    assert recognise_norm(AnyNorm(compute)) == "computes something else than an RMS norm"
+
+
+def test_a_norm_that_acts_otherwise_in_evaluation_is_refused():
+    class Moody(AnyNorm):
+        def forward(self, x):
+            return super().forward(x) * (1.0 if self.training else 0.5)
+
+    norm = Moody(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
+    assert recognise_norm(norm) == recognise_norm(norm.eval()) == "computes something else than an RMS norm"
+
+
+def test_a_norm_that_cannot_run_alone_says_why():
+    def compute(x, w, eps):
+        raise OSError("no such kernel")
+
+    assert recognise_norm(AnyNorm(compute)) == "cannot be run by itself (OSError: no such kernel)"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.Linear(4, 4), nn.Embedding(4, 4), nn.Dropout(0.1), nn.SiLU(), nn.LeakyReLU(0.01), nn.ModuleList()],
+    ids=lambda m: type(m).__name__,
+)
+def test_other_modules_are_neither_norms_nor_mlps_nor_ropes(module):
+    assert recognise_norm(module) is recognise_glu(module) is recognise_rope(module) is None
+
+
+# --- gated MLPs ----------------------------------------------------------------------------------
+
+
+class Split(nn.Module):
+    """w1, w3 and w2 as some models have them; declared in another order than they are used."""
+
+    def __init__(self, act=F.silu, bias: bool = False, hidden: int = 16, inner: int = 32) -> None:
+        super().__init__()
+        self.w2 = nn.Linear(inner, hidden, bias=bias)
+        self.w1 = nn.Linear(hidden, inner, bias=bias)
+        self.w3 = nn.Linear(hidden, inner, bias=bias)
+        self.act, self.multiplier = act, 1.0
+
+    def forward(self, x):
+        return self.w2(self.act(self.w1(x)) * self.w3(x) * self.multiplier)
+
+
+class Packed(nn.Module):
+    def __init__(self, gate_first: bool = True) -> None:
+        super().__init__()
+        self.both, self.out, self.inner = nn.Linear(16, 64), nn.Linear(32, 16), 32
+        self.gate_first = gate_first
+
+    def forward(self, x):
+        first, second = self.both(x).split(self.inner, dim=-1)
+        gate, up = (first, second) if self.gate_first else (second, first)
+        return self.out(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [(F.silu, "swiglu"), (F.gelu, "geglu"), (lambda x: F.gelu(x, approximate="tanh"), "geglu (tanh)")],
+    ids=["silu", "gelu", "gelu tanh"],
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("inner", [32, 16], ids=["wide", "square"])
+def test_a_gated_mlp_is_found_under_any_names(act, kind, bias, inner):
+    assert recognise_glu(Split(act, bias, inner=inner)) == GLU(kind, "w1", "w3", "w2")
+
+
+def test_a_packed_mlp_whose_code_names_its_size():
+    assert recognise_glu(Packed()) == GLU("swiglu", "both", None, "out")
+
+
+def test_children_of_other_classes_need_only_say_their_sizes():
+    class Quantised(nn.Module):
+        def __init__(self, features_in, features_out):
+            super().__init__()
+            self.in_features, self.out_features = features_in, features_out
+
+        def forward(self, x):
+            raise AssertionError("recognition must not run the big children")
+
+    mlp = Split()
+    mlp.w1, mlp.w3, mlp.w2 = Quantised(16, 32), Quantised(16, 32), Quantised(32, 16)
+    assert recognise_glu(mlp) == GLU("swiglu", "w1", "w3", "w2")
+
+
+@pytest.mark.parametrize(
+    "act", [F.relu, torch.sigmoid, F.gelu, lambda x: F.silu(x) * 1.0001], ids=["relu", "sigmoid", "gelu", "near"]
+)
+def test_gates_are_compared_bit_for_bit(act):
+    class Doubled(Split):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    assert recognise_glu(Doubled(act)) == "computes something else than silu, gelu or gelu-tanh gates"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mlp: setattr(mlp, "multiplier", 0.7),
+        lambda mlp: setattr(mlp, "act", nn.Sequential(nn.SiLU(), nn.Dropout(0.1))),
+        lambda mlp: setattr(mlp, "act", lambda x: F.silu(x.masked_fill(x < x.mean(), 0))),
+    ],
+    ids=["multiplier", "dropout", "sparsity"],
+)
+def test_what_a_gated_mlp_does_beside_is_not_lost(change):
+    mlp = Split()
+    change(mlp)
+    assert recognise_glu(mlp) == "computes something else than silu, gelu or gelu-tanh gates"
+
+
+def test_a_norm_inside_is_named():
+    mlp = Split()
+    mlp.inner_norm = nn.RMSNorm(32)
+    assert recognise_glu(mlp) == "has more state than a gated MLP (inner_norm)"
+
+
+def test_a_packed_mlp_with_up_before_gate_is_left_alone():
+    assert recognise_glu(Packed(gate_first=False)) == "computes something else than silu, gelu or gelu-tanh gates"
+
+
+# --- rope ----------------------------------------------------------------------------------------
+
+
+def split_half(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    turn = lambda x: torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1)
+    return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+
+
+def interleaved(q, k, cos, sin, unsqueeze_dim=1):
+    cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+    turn = lambda x: torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
+    return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+
+
+def in_fp32(q, k, cos, sin, unsqueeze_dim=1):
+    return tuple(x.to(q.dtype) for x in split_half(q.float(), k.float(), cos, sin, unsqueeze_dim))
+
+
+class Attention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return split_half(q, k, cos, sin)
+
+
+class InterleavedAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return interleaved(q, k, cos, sin)
+
+
+class WideAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return in_fp32(q, k, cos, sin)
+
+
+def test_a_split_half_rope_is_found_by_what_it_computes():
+    found = recognise_rope(Attention())
+    assert isinstance(found, Rope)
+    assert (found.name, found.partial) == ("split_half", False)
+
+
+@pytest.mark.parametrize("attention", [InterleavedAttention, WideAttention], ids=["interleaved", "rounded once"])
+def test_another_rope_is_left_alone(attention):
+    assert "computes another rotary embedding than split halves" in recognise_rope(attention())
+
+
+def test_the_replaced_attention_reads_its_own_scope_and_no_other():
+    found = recognise_rope(Attention())
+    assert found.forward.__code__ is Attention.forward.__code__
+    assert found.forward.__globals__["split_half"] is not split_half
+    assert Attention.forward.__globals__["split_half"] is split_half
+
+
+def test_arguments_that_the_op_does_not_take_go_to_the_stock_function():
+    turn = recognise_rope(Attention()).forward.__globals__["split_half"]
+    q, k, angles = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8), torch.randn(5, 8)
+    for given, wanted in zip(turn(q, k, angles, angles, 0), split_half(q, k, angles, angles, 0), strict=True):
+        assert torch.equal(given, wanted)
+    with pytest.raises(RuntimeError):  # tables of half the head: an error of the stock function, not a guess
+        turn(q, k, torch.randn(2, 5, 4), torch.randn(2, 5, 4))
+
+
+# --- forwards that are not the author's ----------------------------------------------------------
+
+
+def replaced_on_the_instance(norm):
+    norm.forward = lambda x: x
+
+
+def replaced_on_the_class(norm):
+    type(norm).forward = F.silu
+
+
+@pytest.mark.parametrize("replace", [replaced_on_the_instance, replaced_on_the_class], ids=["instance", "class"])
+def test_what_another_library_replaced_is_left_alone_and_named(replace):
+    class Norm(AnyNorm):
+        def forward(self, x):
+            return super().forward(x)
+
+    norm = Norm(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
+    assert not isinstance(recognise_norm(norm), str)
+    replace(norm)
+    assert "already replaced (by" in recognise_norm(norm)

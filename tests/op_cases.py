@@ -1,0 +1,115 @@
+"""Every op with small inputs that reach its corners: one table for the tests of the contracts.
+
+A case makes its tensors from a generator; `run` is the op, `reference` its definition in torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import tigon
+from tigon.ops.cross_entropy import cross_entropy_reference
+from tigon.ops.glu import geglu_reference, swiglu_reference
+from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.rms_norm import rms_norm_reference
+from tigon.ops.rope import rope_reference
+from tigon.testing import assert_accurate
+
+# The interpreter truncates bf16 stores, and its dot of bf16 is wrong: bf16 is for a GPU, or for the references.
+INTERPRETED = tigon.ops.dispatch.INTERPRETED
+DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
+DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    run: Callable  # of the tensors -> Tensor or tuple of them
+    reference: Callable
+    shapes: tuple[tuple[int, ...], ...]  # of the differentiable inputs
+    targets: int | None = None  # the vocabulary, where the op takes class indices as its last input
+    tables: bool = False  # cos and sin of the shape that q and k want, as the last inputs
+
+    def inputs(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        normal = lambda shape: torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+        tensors = [normal(shape) for shape in self.shapes]
+        if self.targets:
+            target = torch.randint(self.targets, self.shapes[0][:-1], generator=generator)
+            target.view(-1)[1::5] = -100
+            tensors.append(target.to(DEVICE))
+        if self.tables:
+            b, _, s, d = self.shapes[0]
+            angles = torch.randn((b, s, d), generator=generator).to(DEVICE)
+            tensors += [angles.cos().to(dtype), angles.sin().to(dtype)]
+        return tensors
+
+
+def outputs_and_gradients(
+    function: Callable, tensors: list[Tensor], seed: int = 1
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Outputs, and the gradients of the inputs that need one, for the same random gradients of the outputs."""
+    outputs = function(*tensors)
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    generator = torch.Generator().manual_seed(seed)
+    upstream = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
+    wanted = [x for x in tensors if x.requires_grad]
+    pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad]
+    return outputs, list(torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs]))
+
+
+def assert_as_accurate_as_eager(run: Callable, reference: Callable, tensors: list[Tensor]) -> None:
+    """The oracle on every output and gradient: eager is the reference in the inputs' dtype, exact in fp64."""
+    widened = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in tensors]
+    results = [outputs_and_gradients(f, x) for f, x in ((run, tensors), (reference, tensors), (reference, widened))]
+    for kind, (got, eager, exact) in zip(("output", "gradient"), zip(*results, strict=True), strict=True):
+        for i, triple in enumerate(zip(got, eager, exact, strict=True)):
+            assert_accurate(*triple, msg=f"{kind} {i}")
+
+
+HEADS = ((2, 6, 5, 16), (2, 2, 5, 16))
+
+CASES = [
+    Case("rms_norm", tigon.rms_norm, rms_norm_reference, ((7, 48), (48,))),
+    Case(
+        "rms_norm offset after",
+        lambda x, w: tigon.rms_norm(x, w, offset=1.0, rounding="after_weight"),
+        lambda x, w: rms_norm_reference(x, w, offset=1.0, rounding="after_weight"),
+        ((7, 48), (48,)),
+    ),
+    Case("rms_norm no weight", lambda x: tigon.rms_norm(x, None), lambda x: rms_norm_reference(x, None), ((7, 33),)),
+    Case("rope", tigon.rope, rope_reference, HEADS, tables=True),
+    Case("swiglu", tigon.swiglu, swiglu_reference, ((7, 48), (7, 48))),
+    Case("swiglu packed", tigon.swiglu, swiglu_reference, ((7, 96),)),
+    Case("geglu", tigon.geglu, geglu_reference, ((7, 48), (7, 48))),
+    Case(
+        "geglu tanh packed",
+        lambda x: tigon.geglu(x, approximate="tanh"),
+        lambda x: geglu_reference(x, approximate="tanh"),
+        ((7, 66),),
+    ),
+    Case("cross_entropy", tigon.cross_entropy, cross_entropy_reference, ((11, 100),), targets=100),
+    Case(
+        "cross_entropy none",
+        lambda x, t: tigon.cross_entropy(x, t, reduction="none", softcap=5.0, z_loss=0.01, label_smoothing=0.1),
+        lambda x, t: cross_entropy_reference(x, t, reduction="none", softcap=5.0, z_loss=0.01, label_smoothing=0.1),
+        ((11, 100),),
+        targets=100,
+    ),
+    Case(
+        "linear_cross_entropy",
+        lambda x, w, b, t: tigon.linear_cross_entropy(x, w, t, linear_bias=b),
+        lambda x, w, b, t: linear_cross_entropy_reference(x, w, t, linear_bias=b),
+        ((11, 24), (100, 24), (100,)),
+        targets=100,
+    ),
+    Case(
+        "linear_cross_entropy none",
+        lambda x, w, t: tigon.linear_cross_entropy(x, w, t, reduction="none"),
+        lambda x, w, t: linear_cross_entropy_reference(x, w, t, reduction="none"),
+        ((11, 24), (100, 24)),
+        targets=100,
+    ),
+]

@@ -1,0 +1,70 @@
+"""The command line without its commands' work: help, env, what is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tigon import cli
+from tigon.environment import environment
+
+typer_testing = pytest.importorskip("typer.testing")
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), list(arguments))
+
+
+def test_help_names_every_command(run):
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(name in result.output for name in ("demo", "bench", "env"))
+
+
+def test_env_prints_versions_and_devices(run):
+    result = run("env")
+    assert result.exit_code == 0
+    lines = dict(line.split(maxsplit=1) for line in result.output.splitlines())
+    assert {"python", "torch", "triton", "tigon", "platform", "cpu"} <= set(lines)
+    assert any(name.startswith("gpu") for name in lines)
+
+
+def test_environment_is_text():
+    assert all(isinstance(name, str) and isinstance(value, str) and value for name, value in environment().items())
+
+
+@pytest.mark.parametrize("command", ["demo", "bench"])
+def test_help_of_a_command_is_its_own(run, command, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"tigon {command}" in result.output
+    assert "--out" in result.output
+
+
+@pytest.mark.parametrize("command", cli._COMMANDS, ids=lambda command: command.name)
+def test_missing_extra_is_named(run, command, monkeypatch):
+    find_spec = cli.importlib.util.find_spec
+    absent = command.needs[0]
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
+    result = run(command.name)
+    assert result.exit_code == 1
+    assert str(result.exception) == f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" or (
+        f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" in result.output
+    )
+
+
+def test_main_without_typer_says_what_to_install(monkeypatch):
+    find_spec = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "typer" else find_spec(name))
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'tigon\[cli\]'"):
+        cli.main()
+
+
+def test_importing_the_command_line_needs_no_extra():
+    """A name in sys.modules that is None makes its import fail, as if it were not installed."""
+    hidden = ("typer", "rich", "transformers", "matplotlib", "tokenizers", "psutil")
+    code = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import tigon.cli, tigon.environment"
+    subprocess.run([sys.executable, "-c", code], check=True)
