@@ -8,7 +8,7 @@ __all__ = ["assert_accurate"]
 ULPS = 2.0
 
 
-def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, msg: str = "") -> None:
+def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, smallest: float = 0.0, msg: str = "") -> None:
     """`actual` is at most twice as far from `exact` as `eager` is, plus two units in the last place.
 
     Both the largest error and the root of the mean square are held to it, so that neither one bad element among
@@ -18,6 +18,9 @@ def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, msg: str = 
         actual: The result under test, of any shape, fp32 | bf16 | fp16.
         eager: The same computed by eager code in the same dtype.
         exact: The same computed in fp32 or fp64.
+        smallest: Values below it are allowed the units in the last place of a value of this size. For losses, 1.0:
+            the logarithm of a sum near one is no more precise than the sum, and a single loss that eager code gets
+            right by luck is no measure.
         msg: What is compared, for the error.
 
     Raises:
@@ -44,7 +47,7 @@ def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, msg: str = 
         where = tuple(odd.nonzero()[0].tolist())
         raise AssertionError(f"{what}at {where} got {actual[where].item()}, expected {exact[where].item()}")
     zero = torch.zeros_like(exact)
-    size = torch.where(finite, exact.abs(), zero)
+    size = torch.where(finite, exact.abs().clamp(min=smallest), zero)
     error = torch.where(finite, (actual - exact).abs(), zero)
     # Where eager itself overflows, it sets no measure.
     eager_error = torch.where(finite & eager.isfinite(), (eager - exact).abs(), zero)

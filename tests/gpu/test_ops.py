@@ -169,6 +169,7 @@ def test_cross_entropy(vocabulary, inplace, options):
         lambda x: tigon.cross_entropy(x.clone(), labels, inplace=inplace, **options),
         lambda x: cross_entropy_reference(x, labels, **options),
         [logits],
+        loss=True,
     )
 
 
@@ -180,6 +181,7 @@ def test_linear_cross_entropy(sizes):
         lambda x, w: tigon.linear_cross_entropy(x, w, labels),
         lambda x, w: linear_cross_entropy_reference(x, w, labels),
         [_random(t, h), _random(v, h, scale=h**-0.5)],
+        loss=True,
     )
 
 

@@ -82,16 +82,22 @@ def _columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
 
 @triton.jit
 def _transformed(a, logit_scale, softcap, SOFTCAP: tl.constexpr):
+    """Raw logits -> x, dx / da."""
     x = a.to(tl.float32) * logit_scale
+    slope = logit_scale
     if SOFTCAP:
-        x = softcap * (1.0 - 2.0 / (1.0 + tl.exp(x * (2.0 / softcap))))
-    return x
+        # tanh u and 1 - tanh^2 u from e = exp(-2 |u|), neither by a difference of nearly equal numbers.
+        e = tl.exp(tl.abs(x) * (-2.0 / softcap))
+        r = 1.0 / (1.0 + e)
+        x = tl.where(x < 0, -softcap, softcap) * ((1.0 - e) * r)
+        slope = 4.0 * e * r * r * logit_scale
+    return x, slope
 
 
 @triton.jit
 def _logits(ptr, cols, V, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    x = _transformed(tl.load(ptr + cols, mask=cols < V, other=0.0), logit_scale, softcap, SOFTCAP)
-    return tl.where(cols < V, x, float("-inf"))
+    x, slope = _transformed(tl.load(ptr + cols, mask=cols < V, other=0.0), logit_scale, softcap, SOFTCAP)
+    return tl.where(cols < V, x, float("-inf")), slope
 
 
 @triton.jit
@@ -119,23 +125,20 @@ def _accumulate(
 
 @triton.jit
 def _row_gradient(
-    x, cols, V, target, weight_ptr, w_t, top, log_total, scale, z_scale, weight_sum,
-    label_smoothing, z_loss, softcap, logit_scale,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr,
+    x, slope, cols, V, target, weight_ptr, w_t, top, log_total, scale, z_scale, weight_sum, label_smoothing, z_loss,
+    SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     hit = scale * (1.0 - label_smoothing) * w_t
-    slope = hit + z_scale * 2.0 * z_loss * (top + log_total)
+    mass = hit + z_scale * 2.0 * z_loss * (top + log_total)
     if SMOOTHING:
-        slope += scale * label_smoothing / V * weight_sum
-    dx = slope * tl.exp2(((x - top) - log_total) * LOG2E) - tl.where(cols == target, hit, 0.0)
+        mass += scale * label_smoothing / V * weight_sum
+    dx = mass * tl.exp2(((x - top) - log_total) * LOG2E) - tl.where(cols == target, hit, 0.0)
     if SMOOTHING:
         w = 1.0
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
         dx -= scale * label_smoothing / V * w
-    if SOFTCAP:
-        dx *= 1.0 - (x / softcap) * (x / softcap)
-    return dx * logit_scale
+    return dx * slope
 
 
 @triton.jit
@@ -177,7 +180,7 @@ def _loss_kernel(
     best = tl.zeros([BLOCK_V // LANE], tl.int32)
     for start in tl.range(0, V, BLOCK_V):
         cols = _columns(start, BLOCK_V, LANE)
-        x = _logits(logits_ptr, cols, V, logit_scale, softcap, SOFTCAP)
+        x, _ = _logits(logits_ptr, cols, V, logit_scale, softcap, SOFTCAP)
         high, total, weighted, best = _accumulate(
             x, cols, V, weight_ptr, high, total, weighted, best, SMOOTHING, PREDICTED
         )  # fmt: skip
@@ -186,7 +189,8 @@ def _loss_kernel(
     log_total = tl.log2(tl.sum(total * tl.exp2((high - top) * LOG2E), axis=0)) * LN2
 
     a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
-    nll = log_total - (_transformed(a_t, logit_scale, softcap, SOFTCAP) - top)
+    x_t, _ = _transformed(a_t, logit_scale, softcap, SOFTCAP)
+    nll = log_total - (x_t - top)
     loss = (1.0 - label_smoothing) * _target_weight(weight_ptr, target, V) * nll
     lse = top + log_total
     if SMOOTHING:
@@ -216,15 +220,15 @@ def _gradient_kernel(
         zeros = tl.zeros([BLOCK_V // LANE, LANE], tl.float32)
         tl.store(dlogits_ptr + cols, zeros, mask=cols < V)
         return
-    x = _logits(logits_ptr + row * stride_logits, cols, V, logit_scale, softcap, SOFTCAP)
+    x, slope = _logits(logits_ptr + row * stride_logits, cols, V, logit_scale, softcap, SOFTCAP)
     dloss = 1.0
     if dloss_ptr is not None:
         dloss = tl.load(dloss_ptr + row * stride_dloss)
     dx = _row_gradient(
-        x, cols, V, target, weight_ptr, _target_weight(weight_ptr, target, V),
+        x, slope, cols, V, target, weight_ptr, _target_weight(weight_ptr, target, V),
         tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1),
-        dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1), tl.load(scales_ptr + 2),
-        label_smoothing, z_loss, softcap, logit_scale, SMOOTHING, SOFTCAP,
+        dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1), tl.load(scales_ptr + 2), label_smoothing, z_loss,
+        SMOOTHING,
     )  # fmt: skip
     tl.store(dlogits_ptr + cols, dx, mask=cols < V)
 
@@ -362,11 +366,15 @@ def gradient(
 # --- the same in torch ---------------------------------------------------------------------------
 
 
-def _transformed_torch(logits: Tensor, options: Options) -> Tensor:
+def _transformed_torch(logits: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
+    """Raw logits -> x, and tanh(scale * a / c) if there is a cap."""
     x = logits.float()
     if options.logit_scale != 1.0:
         x = x * options.logit_scale
-    return x if options.softcap is None else torch.tanh(x / options.softcap) * options.softcap
+    if options.softcap is None:
+        return x, None
+    tanh = torch.tanh(x / options.softcap)
+    return tanh * options.softcap, tanh
 
 
 def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options: Options) -> Tensor:
@@ -379,12 +387,19 @@ def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options:
 
 def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_) -> Statistics:
     v, smoothing = logits.shape[1], options.label_smoothing
-    x, valid = _transformed_torch(logits, options), target != options.ignore_index
+    (x, tanh), valid = _transformed_torch(logits, options), target != options.ignore_index
     at_target = target.clamp(0, v - 1).long()[:, None]
     # With the gradient, a block of log-probabilities serves both; without it, no such block is kept.
     log_p = torch.log_softmax(x, -1) if gradient_ else None
-    lse = torch.logsumexp(x, -1) if options.z_loss or log_p is None else x.new_zeros(len(x))
-    nll = lse - x.gather(1, at_target)[:, 0] if log_p is None else -log_p.gather(1, at_target)[:, 0]
+    if log_p is None:
+        top = x.amax(-1)
+        top = top.where(top != -torch.inf, 0.0)
+        log_total = (x - top[:, None]).exp_().sum(-1).log()
+        nll = log_total - (x.gather(1, at_target)[:, 0] - top)
+    else:
+        top, log_total = torch.logsumexp(x, -1) if options.z_loss else x.new_zeros(len(x)), x.new_zeros(len(x))
+        nll = -log_p.gather(1, at_target)[:, 0]
+    lse = top + log_total
     w_t = _target_weight_torch(target, weight, v, options)
     loss = (1.0 - smoothing) * w_t * nll
     if smoothing:
@@ -395,18 +410,17 @@ def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wan
     loss, z = (scales[0] * loss + z).where(valid, 0.0), z.where(valid, 0.0) if wants_z_loss else z[:0]
     predicted = x.argmax(-1).masked_fill(~valid, -1) if wants_predicted else target.new_empty(0, dtype=torch.int64)
     if log_p is not None:
-        logits.copy_(_gradient_from(log_p.exp_(), x, lse, target, weight, scales, None, options))
-    return Statistics(loss, torch.stack((lse, torch.zeros_like(lse)), -1), z, predicted)
+        logits.copy_(_gradient_from(log_p.exp_(), tanh, lse, target, weight, scales, None, options))
+    return Statistics(loss, torch.stack((top, log_total), -1), z, predicted)
 
 
 def _gradient_torch(logits, target, weight, scales, lse, dloss, options, out) -> Tensor:
-    x = _transformed_torch(logits, options)
-    p = torch.softmax(x, -1)
-    return out.copy_(_gradient_from(p, x, lse.sum(-1), target, weight, scales, dloss, options))
+    x, tanh = _transformed_torch(logits, options)
+    return out.copy_(_gradient_from(torch.softmax(x, -1), tanh, lse.sum(-1), target, weight, scales, dloss, options))
 
 
-def _gradient_from(p, x, lse, target, weight, scales, dloss, options) -> Tensor:
-    """Turn probabilities p [M, V] into da in place; x are the logits that they come from."""
+def _gradient_from(p, tanh, lse, target, weight, scales, dloss, options) -> Tensor:
+    """Turn probabilities p [M, V] into da in place."""
     v, smoothing = p.shape[1], options.label_smoothing
     scale, z_scale = (scales[0], scales[1]) if dloss is None else (dloss * scales[0], dloss * scales[1])
     hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, v, options)
@@ -417,8 +431,8 @@ def _gradient_from(p, x, lse, target, weight, scales, dloss, options) -> Tensor:
     da.scatter_add_(1, target.clamp(0, v - 1).long()[:, None], -hit[:, None])
     if smoothing:
         da.sub_((scale * smoothing / v).expand_as(lse)[:, None] * (1.0 if weight is None else weight.float()))
-    if options.softcap is not None:
-        da.mul_(1.0 - (x / options.softcap).square())
+    if tanh is not None:
+        da.mul_(1.0 - tanh.square())
     if options.logit_scale != 1.0:
         da.mul_(options.logit_scale)
     # Rows by index, not by mask: a mask would cost a pass over all of [M, V].

@@ -1,0 +1,228 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
+from tigon.ops.linear_cross_entropy import MOST_CHUNKS, chunk_size, linear_cross_entropy_reference
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "items": {"num_items": 5},
+    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01},
+    "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "reduction": "none"},
+}
+
+
+def _inputs(t: int = 23, h: int = 16, v: int = 101, bias: bool = True) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    shapes = [(t, h), (v, h), (v,)] if bias else [(t, h), (v, h)]
+    tensors = [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
+    target = torch.randint(v, (t,), generator=generator)
+    target[2::4] = -100
+    return [*tensors, target.to(DEVICE)]
+
+
+def _in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tigon.ops.linear_cross_entropy as module
+
+    monkeypatch.setattr(module, "chunk_size", lambda *_: tokens)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 23, 64], ids=lambda n: f"chunks of {n}")
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_accuracy(options, weighted, chunk, monkeypatch):
+    """In fp32 each chunk adds its part of dW: the chunked sum may err as eager code does, and no more."""
+    if INTERPRETED and chunk == 1:
+        pytest.skip("23 chunks of one token each take the interpreter too long; the references run them")
+    _in_chunks_of(chunk, monkeypatch)
+    *tensors, target = _inputs()
+    weight = torch.rand(101, device=DEVICE) + 0.1 if weighted else None
+    assert_as_accurate_as_eager(
+        lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, weight=weight, **options),
+        lambda x, w, b: linear_cross_entropy_reference(x, w, target, linear_bias=b, weight=weight, **options),
+        tensors,
+        loss=True,
+    )
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch.nn.functional has it from 2.13 on")
+def test_agrees_with_torch():
+    x, w, b, target = _inputs()
+    options = {"linear_bias": b, "label_smoothing": 0.1, "weight": torch.rand(101, device=DEVICE)}
+    ours, theirs = tigon.linear_cross_entropy(x, w, target, **options), F.linear_cross_entropy(x, w, target, **options)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+    for a, e in zip(torch.autograd.grad(ours, (x, w, b)), torch.autograd.grad(theirs, (x, w, b)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+def test_leading_dimensions_and_gaps():
+    x, w, target = _inputs(24, bias=False)
+    flat = tigon.linear_cross_entropy(x, w, target, reduction="none")
+    shaped = tigon.linear_cross_entropy(x.view(2, 3, 4, 16), w, target.view(2, 3, 4), reduction="none")
+    assert torch.equal(shaped, flat.view(2, 3, 4))
+    columns = x.detach().t().contiguous().t().requires_grad_()
+    got = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [columns])
+    expected = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [x])
+    for a, e in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["last backward", "graph kept"])
+@pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
+def test_any_upstream_gradient(factor, retain):
+    *tensors, target = _inputs()
+    run = lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b)
+    expected = torch.autograd.grad(
+        linear_cross_entropy_reference(*tensors[:2], target, linear_bias=tensors[2]), tensors
+    )
+    got = torch.autograd.grad(run(*tensors), tensors, torch.tensor(factor, device=DEVICE), retain_graph=retain)
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, factor * e, rtol=1e-5, atol=1e-6)
+
+
+def test_twice_in_one_graph():
+    x, w, target = _inputs(bias=False)
+    both = lambda f: f(x, w, target) + 2 * f(x.flip(0), w, target)
+    got, expected = (
+        torch.autograd.grad(both(f), (x, w)) for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
+    )
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+class _CountsProducts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.products += function.overloadpacket._qualified_op_name in ("aten::mm", "aten::addmm", "aten::addmm_")
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("needs", "reduction", "products"),
+    [
+        pytest.param((True, True), "mean", 3, id="both"),
+        pytest.param((True, False), "mean", 2, id="frozen head"),
+        pytest.param((False, True), "mean", 2, id="frozen trunk"),
+        pytest.param((False, False), "mean", 1, id="loss only"),
+        pytest.param((True, True), "none", 4, id="both, any gradient"),
+    ],
+)
+def test_only_the_products_that_are_needed(needs, reduction, products):
+    x, w, target = _inputs(bias=False)
+    x.requires_grad_(needs[0])
+    w.requires_grad_(needs[1])
+    with _CountsProducts() as count:
+        loss = tigon.linear_cross_entropy(x, w, target, reduction=reduction)
+        if any(needs):
+            loss.sum().backward()
+    assert count.products == products
+    assert [p.grad is not None for p in (x, w)] == list(needs)
+
+
+def test_no_logits_beyond_the_cap(monkeypatch):
+    """The largest tensor that the op makes in forward and backward is no larger than a chunk of logits (or dW)."""
+    largest = 0
+    new_empty = torch.Tensor.new_empty
+
+    def noted(self, *size, **options):
+        nonlocal largest
+        result = new_empty(self, *size, **options)
+        largest = max(largest, result.numel() * result.element_size())
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", noted)
+    x, w, target = _inputs(512, 4, 8192, bias=False)
+    tigon.linear_cross_entropy(x, w, target, max_logits_mib=1).backward()
+    assert 2**20 // 2 <= largest <= 2**20
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("v", [32000, 128256, 256000])
+@pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 32768, 100_000])
+@pytest.mark.parametrize("mib", [None, 1, 64, 4096])
+def test_chunks(tokens, v, mib, device):
+    chunk = chunk_size(tokens, v, 2, mib, device)
+    count = -(-tokens // chunk)
+    assert chunk >= 1
+    if mib is not None:
+        assert chunk == 1 or chunk * v * 2 <= mib * 2**20
+    elif device == "cuda":
+        assert count <= MOST_CHUNKS
+        assert chunk * v * 2 <= max(512 * 2**20, (tokens / MOST_CHUNKS + 128) * v * 2)
+
+
+def test_ignored_and_out_of_range_targets():
+    x, w, b, target = _inputs()
+    (dx,) = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, linear_bias=b), x)
+    assert (dx[target == -100] == 0).all()
+    everything = torch.full_like(target, -100)
+    loss = tigon.linear_cross_entropy(x, w, everything, linear_bias=b)
+    assert loss == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, w, b)))
+    target[0] = 101
+    loss = tigon.linear_cross_entropy(x, w, target, reduction="none")
+    assert loss.isnan().nonzero().tolist() == [[0]]
+    assert tigon.linear_cross_entropy(x, w, target).isnan()
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+def test_what_may_be_asked_for_beside_the_loss(options):
+    x, w, target = _inputs(bias=False)
+    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    result = tigon.linear_cross_entropy(x, w, target, z_loss=0.1, **asked, **options)
+    expected = tigon.cross_entropy(F.linear(x, w), target, z_loss=0.1, **asked, **options)
+    torch.testing.assert_close(result.loss, expected.loss)
+    torch.testing.assert_close(result.z_loss, expected.z_loss)
+    torch.testing.assert_close(result.token_accuracy, expected.token_accuracy)
+    assert torch.equal(result.predicted_tokens, expected.predicted_tokens)
+    torch.autograd.grad(result.loss.sum(), (x, w))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
+def test_autocast_casts_as_a_linear_layer_does():
+    x, w, target = _inputs(bias=False)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours = tigon.linear_cross_entropy(x, w, target)
+        theirs = F.cross_entropy(F.linear(x, w).float(), target)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for a, e in zip(torch.autograd.grad(ours, (x, w)), torch.autograd.grad(theirs, (x, w)), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, e, rtol=0.02, atol=1e-3)
+
+
+def test_module():
+    x, w, b, target = _inputs()
+    module = tigon.LinearCrossEntropyLoss(label_smoothing=0.1, softcap=5.0, max_logits_mib=1)
+    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, label_smoothing=0.1, softcap=5.0)
+    torch.testing.assert_close(module(x, w, target, b), expected)
+    with pytest.raises(ValueError, match="LinearCrossEntropyLoss: an option must be one of .*got 'inplace'"):
+        tigon.LinearCrossEntropyLoss(inplace=True)
+
+
+def test_bad_input():
+    x, w, b, target = (t.detach() for t in _inputs())
+    for error, message, arguments, options in [
+        (
+            ValueError,
+            r"input must have shape \(..., 16\), .* got \(23, 15\)",
+            (x[:, :15], w, target),
+            {},
+        ),
+        (ValueError, r"linear_weight must have shape \(V, H\), got \(101,\)", (x, w[:, 0], target), {}),
+        (ValueError, r"target must have shape \(23,\), got \(22,\)", (x, w, target[1:]), {}),
+        (ValueError, r"linear_bias must have shape \(101,\), got \(100,\)", (x, w, target), {"linear_bias": b[1:]}),
+        (ValueError, "must have the same dtype, got input torch.float16", (x.half(), w, target), {}),
+        (ValueError, "must have the same device", (x, w.to("meta"), target), {}),
+        (ValueError, "max_logits_mib must be at least 1 or None, got 0", (x, w, target), {"max_logits_mib": 0}),
+        (TypeError, "linear_weight must be a float32", (x, w.int(), target), {}),
+        (TypeError, "target must be an int64 or int32 tensor", (x, w, target.float()), {}),
+    ]:
+        with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
+            tigon.linear_cross_entropy(*arguments, **options)
