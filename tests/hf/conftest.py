@@ -1,4 +1,4 @@
-"""Tiny models of the seven model types of "First light", with random weights and a head size, groups and ties of each."""
+"""Tiny models of seven types, with random weights, and what the tests compare of them."""
 
 import copy
 
@@ -9,6 +9,19 @@ from torch import nn
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 131
+
+SIZE = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 
 # What is unusual about a type, so that it shows: head sizes other than hidden / heads, a part of the head turned,
 # biases, ties, soft caps that bite.
@@ -33,13 +46,10 @@ def model_type(request) -> str:
 
 @pytest.fixture
 def make_model():
-    """make_model(model_type, dtype, **config) -> a model in training mode, its every parameter random and always the same."""
+    """make_model(model_type, dtype, **config) -> a model in training mode, with random parameters, always the same."""
 
     def make(model_type: str = "llama", dtype: torch.dtype = torch.float32, **config) -> nn.Module:
-        size = dict(hidden_size=64, intermediate_size=112, num_hidden_layers=2, vocab_size=VOCABULARY)
-        size |= dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64)
-        size |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=2)
-        config = transformers.AutoConfig.for_model(model_type, **size | CONFIGS.get(model_type, {}) | config)
+        config = transformers.AutoConfig.for_model(model_type, **SIZE | CONFIGS.get(model_type, {}) | config)
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
         generator = torch.Generator().manual_seed(len(model_type))

@@ -111,9 +111,10 @@ def test_heads(pair, batch, assert_same_step, change):
         ("granite", {"logits_scaling": 7.0}, "scale 0.142857"),
         ("gemma2", {"final_logit_softcapping": 5.0}, "softcap 5"),
         ("gemma2", {"final_logit_softcapping": None}, "in the head"),
+        ("mamba", {}, "in the head"),
         ("mixtral", {"output_router_logits": True, "num_local_experts": 4}, "in the head"),
     ],
-    ids=["scale", "divisor", "soft cap", "no soft cap", "router loss"],
+    ids=["scale", "divisor", "soft cap", "no soft cap", "reads the dtype of its head", "router loss"],
 )
 def test_what_a_model_does_to_its_logits_and_its_loss(
     pair, make_model, batch, assert_same_step, model_type, config, said
@@ -389,9 +390,11 @@ def test_a_standard_loss_with_an_option_more_is_fused_until_the_option_is_given(
 
     model.loss_function = loss
     stock = clone(model)
-    tigon.patch(model)
+    report = tigon.patch(model)
     assert is_fused(model(**batch))
     assert torch.equal(model(**batch, temperature=2.0).loss, stock(**batch, temperature=2.0).loss)
+    report.restore()
+    assert model.loss_function is loss
 
 
 def test_a_head_that_is_more_than_a_linear_layer_stays_stock(make_model):
@@ -407,4 +410,10 @@ def test_a_head_that_is_more_than_a_linear_layer_stays_stock(make_model):
 def test_a_forward_replaced_by_another_library_stays(make_model):
     model = make_model()
     model.forward = lambda **kwargs: None
-    assert "LlamaForCausalLM: its forward was already replaced" in left_alone(model)
+    assert "its forward was already replaced (by" in left_alone(model)
+
+
+def test_a_head_replaced_by_another_library_stays(make_model):
+    model = make_model()
+    model.lm_head.forward = lambda x: x
+    assert left_alone(model).startswith("Linear: its forward was already replaced (by")

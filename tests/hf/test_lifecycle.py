@@ -1,4 +1,4 @@
-"""What a model goes through after the patch: copied, saved, compiled, checkpointed, hooked, cast, trained by a Trainer."""
+"""What a model goes through after the patch: copied, saved, compiled, checkpointed, hooked, trained by a Trainer."""
 
 import copy
 import functools
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import tigon
+from tigon.hf.replacement import find_replacement
 
 
 @pytest.fixture
@@ -122,6 +123,8 @@ def test_compiles_with_no_graph_break(patched, make_model, batch, step):
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert compiled(**batch, num_items_in_batch=torch.tensor(7)).logits is None
     given, expected = step(compiled, batch), step(stock, batch)
+    with torch._dynamo.config.patch(error_on_recompile=True):  # what it guards on holds
+        step(compiled, batch)
     for name, value in expected.items():
         torch.testing.assert_close(given[f"_orig_mod.{name}" if name != "loss" else name], value)
     compiled.eval()
@@ -218,6 +221,7 @@ def test_accelerate_hooks_and_patches_leave_each_other_in_place(make_model, batc
     assert model(**batch).logits is not None
     assert {"", "lm_head", "model.norm"} <= set(seen)
     hooks.remove_hook_from_submodules(model)
+    assert not any(find_replacement(m) for m in model.modules())
     assert_same_step(model, stock, batch)
 
 
@@ -231,12 +235,14 @@ def test_hooks_may_go_before_the_patch_does(make_model, batch, hooks):
     assert model(**batch).logits is not None
 
 
-def test_a_wrapper_put_around_the_forward_later_gets_stock_after_restore(make_model, batch):
+def test_a_wrapper_put_around_a_forward_later_gets_stock_after_restore(make_model, batch, monkeypatch):
     model = make_model()
     report = tigon.patch(model)
-    inner = model.forward
-    model.forward = functools.wraps(inner)(lambda **kwargs: inner(**kwargs))
-    assert model(**batch).logits is None
+    for attention in (layer.self_attn for layer in model.model.layers):
+        attention.forward = functools.wraps(attention.forward)(lambda *a, inner=attention.forward, **k: inner(*a, **k))
+    monkeypatch.setattr("tigon.hf.rope.rope", None)
+    with pytest.raises(TypeError):
+        model(**batch)
     report.restore()
     assert model(**batch).logits is not None
 
@@ -273,8 +279,9 @@ def test_the_trainer_trains_as_with_stock(patched, make_model, tmp_path, batch):
     histories = []
     for i, model in enumerate((patched("qwen3"), make_model("qwen3"))):
         arguments = TrainingArguments(
-            output_dir=str(tmp_path / str(i)), per_device_train_batch_size=1, gradient_accumulation_steps=4, max_steps=4,
-            learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", disable_tqdm=True,
+            output_dir=str(tmp_path / str(i)), per_device_train_batch_size=1, gradient_accumulation_steps=4,
+            max_steps=4, learning_rate=1e-3, logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+            disable_tqdm=True,
         )  # fmt: skip
         trainer = Trainer(
             model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator,
@@ -283,7 +290,8 @@ def test_the_trainer_trains_as_with_stock(patched, make_model, tmp_path, batch):
         trainer.train()
         metrics = trainer.evaluate()
         assert metrics["eval_logits"] == 131
-        histories.append([log["loss"] for log in trainer.state.log_history if "loss" in log] + [metrics["eval_loss"]])
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        histories.append([*losses, metrics["eval_loss"]])
         trainer.save_model()
     assert len(histories[0]) == 5
     assert histories[0] == pytest.approx(histories[1], rel=1e-4)

@@ -1,6 +1,7 @@
 """`tigon.patch`: the same numbers as stock for every model type, undone exactly, and a report that tells all."""
 
 import copy
+import os
 import subprocess
 import sys
 import warnings
@@ -40,6 +41,18 @@ def test_every_part_is_recognised(make_model, model_type):
     counts = {entry.part: entry.count for entry in report.replaced}
     norms = sum("Norm" in type(m).__name__ for m in model.modules())
     assert counts == {"rms_norm": norms, "glu": 2, "rope": 2, "loss": 1}
+
+
+def test_what_is_replaced_runs_the_ops(make_model, model_type, batch, monkeypatch):
+    model = make_model(model_type)
+    calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
+    expected = {entry.part: entry.count for entry in tigon.patch(model).replaced if entry.part in calls}
+    for op in calls:
+        module = sys.modules[f"tigon.ops.{op}"]
+        count = lambda x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(x)
+        monkeypatch.setattr(module, "runs_kernels", count)
+    model(**batch)
+    assert calls == expected
 
 
 def test_loss_and_every_gradient_are_stock(make_model, model_type, batch, assert_same_step, clone):
@@ -87,6 +100,29 @@ def test_bf16_training_is_as_accurate_as_stock(make_model, model_type, batch, st
         assert_accurate(value, eager[name], exact[name], msg=name)
 
 
+INTERPRETED = """
+import copy, sys, torch, transformers, tigon
+for model_type in ("qwen3", "gemma2", "phi3"):
+    torch.manual_seed(0)
+    size = dict(hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1)
+    size |= dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    stock = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **size)).train()
+    model = copy.deepcopy(stock)
+    assert {entry.part for entry in tigon.patch(model).replaced} == {"rms_norm", "glu", "rope", "loss"}
+    tokens = torch.randint(64, (1, 6))
+    for each in (model, stock):
+        loss = each(tokens, labels=tokens).loss
+        loss.backward()
+    for given, wanted in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(given.grad, wanted.grad, rtol=0, atol=1e-5 * wanted.grad.abs().max().item())
+    print(model_type)
+"""
+
+
+def test_the_kernels_train_as_stock_in_the_interpreter():
+    assert run_python(INTERPRETED, TRITON_INTERPRET="1").split() == ["qwen3", "gemma2", "phi3"]
+
+
 # --- this instance only, and undone exactly ------------------------------------------------------
 
 
@@ -104,10 +140,15 @@ def test_restore_gives_back_the_very_same_model(make_model, model_type, batch, s
 
 def test_patched_undoes_itself_even_after_an_error(make_model):
     model = make_model()
-    with pytest.raises(KeyError), tigon.patched(model) as report:
-        assert report
-        assert "forward" in vars(model)
-        raise KeyError
+
+    def interrupted() -> None:
+        with tigon.patched(model) as report:
+            assert report
+            assert "forward" in vars(model)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        interrupted()
     assert not any("forward" in vars(m) for m in model.modules())
 
 
@@ -297,8 +338,11 @@ def test_auto_model_builds_patched_models(make_model, tmp_path, batch, assert_sa
     assert "forward" in vars(tigon.AutoModelForCausalLM.from_config(stock.config))
 
 
-def run_python(code: str) -> str:
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+def run_python(code: str, **variables: str) -> str:
+    environment = {**os.environ, **variables}
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert process.returncode == 0, process.stderr
+    return process.stdout
 
 
 def test_importing_tigon_imports_no_transformers():

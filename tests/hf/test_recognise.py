@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import tigon
 from tigon.hf.recognise import GLU, Norm, recognise_glu, recognise_norm
 from tigon.hf.rope import Rope, recognise_rope
 
@@ -47,11 +48,20 @@ def test_a_norm_without_weight():
 
 
 def test_torch_rms_norm_is_one():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it dislikes mixed dtypes, and would say so
-        found = recognise_norm(nn.RMSNorm(48, eps=1e-5))
+    found = recognise_norm(nn.RMSNorm(48, eps=1e-5))
     assert isinstance(found, Norm)
     assert found.eps == "eps"
+
+
+def test_what_a_module_warns_of_when_probed_is_no_news_to_the_user():
+    def compute(x, w, eps):
+        warnings.warn("slow path", stacklevel=1)
+        return w * x_hat(x, eps).to(x.dtype)
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert isinstance(recognise_norm(AnyNorm(compute)), Norm)
+    assert not said
 
 
 @pytest.mark.parametrize(
@@ -64,18 +74,30 @@ def test_torch_rms_norm_is_one():
         lambda x, w, eps: w * x_hat(x.clamp(-50, 50), eps).to(x.dtype),
         lambda x, w, eps: w * x_hat(x[..., :24].repeat(1, 2), eps).to(x.dtype),
         lambda x, w, eps: w * x_hat(x, eps),
+        lambda x, w, eps: (w * x_hat(x, eps).to(x.dtype)).float(),
         lambda x, w, eps: (2.0 + w) * x_hat(x, eps).to(x.dtype),
     ],
-    ids=["no epsilon", "multiplier", "dropout", "centred", "clamped", "part", "wider result", "offset 2"],
+    ids=[
+        "no epsilon",
+        "multiplier",
+        "dropout",
+        "centred",
+        "clamped",
+        "part",
+        "wider product",
+        "wider result",
+        "offset 2",
+    ],
 )
 def test_what_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
     assert recognise_norm(AnyNorm(compute)) == "computes something else than an RMS norm"
 
 
-def test_a_norm_that_acts_otherwise_in_evaluation_is_refused():
+@pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])
+def test_a_norm_that_acts_otherwise_in_one_mode_is_refused_in_both(mode):
     class Moody(AnyNorm):
         def forward(self, x):
-            return super().forward(x) * (1.0 if self.training else 0.5)
+            return super().forward(x) * (0.5 if self.training is mode else 1.0)
 
     norm = Moody(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
     assert recognise_norm(norm) == recognise_norm(norm.eval()) == "computes something else than an RMS norm"
@@ -175,9 +197,11 @@ def test_gates_are_compared_bit_for_bit(act):
     ],
     ids=["multiplier", "dropout", "sparsity"],
 )
-def test_what_a_gated_mlp_does_beside_is_not_lost(change):
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_what_a_gated_mlp_does_beside_is_not_lost(change, training):
     mlp = Split()
     change(mlp)
+    mlp.train(training)
     assert recognise_glu(mlp) == "computes something else than silu, gelu or gelu-tanh gates"
 
 
@@ -270,6 +294,9 @@ def test_what_another_library_replaced_is_left_alone_and_named(replace):
             return super().forward(x)
 
     norm = Norm(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
-    assert not isinstance(recognise_norm(norm), str)
+    with tigon.patched(norm) as report:
+        assert not report.left_alone
     replace(norm)
-    assert "already replaced (by" in recognise_norm(norm)
+    with pytest.warns(UserWarning, match="nothing was recognised"):
+        (entry,) = tigon.patch(norm).left_alone
+    assert "already replaced (by" in entry.detail

@@ -366,14 +366,14 @@ def gradient(
 # --- the same in torch ---------------------------------------------------------------------------
 
 
-def _transformed_torch(logits: Tensor, options: Options) -> tuple[Tensor, Tensor | None]:
-    """Raw logits -> x, and tanh(scale * a / c) if there is a cap."""
+def _transformed_torch(logits: Tensor, options: Options, overwrite: bool) -> tuple[Tensor, Tensor | None]:
+    """Raw logits -> x, and tanh(scale * a / c) if there is a cap; `overwrite` lets the latter take the logits' place."""
     x = logits.float()
-    if options.logit_scale != 1.0:
-        x = x * options.logit_scale
     if options.softcap is None:
-        return x, None
-    tanh = torch.tanh(x / options.softcap)
+        return x if options.logit_scale == 1.0 else x * options.logit_scale, None
+    overwrite = overwrite or x is not logits
+    scale = options.logit_scale / options.softcap
+    tanh = x.mul_(scale).tanh_() if overwrite else (x * scale).tanh_()
     return tanh * options.softcap, tanh
 
 
@@ -387,7 +387,7 @@ def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options:
 
 def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_) -> Statistics:
     v, smoothing = logits.shape[1], options.label_smoothing
-    (x, tanh), valid = _transformed_torch(logits, options), target != options.ignore_index
+    (x, tanh), valid = _transformed_torch(logits, options, gradient_), target != options.ignore_index
     at_target = target.clamp(0, v - 1).long()[:, None]
     # With the gradient, a block of log-probabilities serves both; without it, no such block is kept.
     log_p = torch.log_softmax(x, -1) if gradient_ else None
@@ -409,18 +409,19 @@ def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wan
     # Where, not a product: an ignored row may hold infinities.
     loss, z = (scales[0] * loss + z).where(valid, 0.0), z.where(valid, 0.0) if wants_z_loss else z[:0]
     predicted = x.argmax(-1).masked_fill(~valid, -1) if wants_predicted else target.new_empty(0, dtype=torch.int64)
+    del x  # and its memory, before the gradient's
     if log_p is not None:
         logits.copy_(_gradient_from(log_p.exp_(), tanh, lse, target, weight, scales, None, options))
     return Statistics(loss, torch.stack((top, log_total), -1), z, predicted)
 
 
 def _gradient_torch(logits, target, weight, scales, lse, dloss, options, out) -> Tensor:
-    x, tanh = _transformed_torch(logits, options)
+    x, tanh = _transformed_torch(logits, options, out is logits)
     return out.copy_(_gradient_from(torch.softmax(x, -1), tanh, lse.sum(-1), target, weight, scales, dloss, options))
 
 
 def _gradient_from(p, tanh, lse, target, weight, scales, dloss, options) -> Tensor:
-    """Turn probabilities p [M, V] into da in place."""
+    """Turn probabilities p [M, V] into da, in place; `tanh` is used up."""
     v, smoothing = p.shape[1], options.label_smoothing
     scale, z_scale = (scales[0], scales[1]) if dloss is None else (dloss * scales[0], dloss * scales[1])
     hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, v, options)
@@ -432,7 +433,7 @@ def _gradient_from(p, tanh, lse, target, weight, scales, dloss, options) -> Tens
     if smoothing:
         da.sub_((scale * smoothing / v).expand_as(lse)[:, None] * (1.0 if weight is None else weight.float()))
     if tanh is not None:
-        da.mul_(1.0 - tanh.square())
+        da.mul_(tanh.square_().neg_().add_(1.0))
     if options.logit_scale != 1.0:
         da.mul_(options.logit_scale)
     # Rows by index, not by mask: a mask would cost a pass over all of [M, V].

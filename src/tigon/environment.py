@@ -1,0 +1,79 @@
+"""What this runs on: versions and devices, for bug reports and beside every measurement."""
+
+import contextlib
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+__all__ = ["cpu_name", "device_name", "environment", "versions"]
+
+_PACKAGES = ("tigon", "torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "trl", "liger-kernel")
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of the packages that matter here; those not installed are left out."""
+    found = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    if "tigon" not in found:  # run from its sources
+        import tigon
+
+        found["tigon"] = tigon.__version__
+    return found
+
+
+def cpu_name() -> str:
+    """The processor's own name for itself, or its architecture."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def device_name(device: str) -> str:
+    """A device as a person names it.
+
+    >>> device_name("cpu").endswith("cores")
+    True
+    """
+    if torch.device(device).type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_name()}, {cpu_count()} cores"
+
+
+def cpu_count() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _accelerators() -> dict[str, str]:
+    toolkit = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
+    if not torch.cuda.is_available():
+        return {"gpu": f"none (torch is built for {'the CPU' if toolkit.endswith('None') else toolkit})"}
+    facts = {"toolkit": toolkit}
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        facts[f"gpu {index}"] = (
+            f"{device.name}, {device.total_memory / 2**30:.0f} GiB, {device.multi_processor_count} multiprocessors, "
+            f"capability {device.major}.{device.minor}"
+        )
+    return facts
+
+
+def environment() -> dict[str, str]:
+    """Versions and devices, in the order in which a bug report wants them."""
+    facts = {**versions(), "platform": platform.platform(), "cpu": f"{cpu_name()}, {cpu_count()} cores"}
+    if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
+        facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
+    facts.update(_accelerators())
+    for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+        if name in os.environ:
+            facts[name] = os.environ[name]
+    return facts

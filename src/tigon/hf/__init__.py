@@ -1,0 +1,10 @@
+"""Patch models: recognise what modules compute, replace their forward, fuse the head and the loss, report, undo.
+
+Nothing here imports transformers before a model is built with `AutoModelForCausalLM`.
+"""
+
+from tigon.hf.auto import AutoModelForCausalLM
+from tigon.hf.patch import patch, patched
+from tigon.hf.report import Entry, Report
+
+__all__ = ["AutoModelForCausalLM", "Entry", "Report", "patch", "patched"]

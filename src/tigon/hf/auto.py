@@ -1,0 +1,37 @@
+"""`tigon.AutoModelForCausalLM`: transformers' own, with `tigon.patch` applied."""
+
+from typing import Any
+
+from torch import nn
+
+from tigon.hf.patch import patch
+
+__all__ = ["AutoModelForCausalLM"]
+
+
+def _build(constructor: str, args: tuple, kwargs: dict[str, Any], patch_options: dict[str, Any] | None) -> nn.Module:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("tigon.AutoModelForCausalLM needs transformers: pip install 'tigon[hf]'") from error
+    model = getattr(transformers.AutoModelForCausalLM, constructor)(*args, **kwargs)
+    patch(model, **(patch_options or {}))
+    return model
+
+
+class AutoModelForCausalLM:
+    """Builds the model that `transformers.AutoModelForCausalLM` builds, and patches it with `patch_options`.
+
+    Example:
+        >>> model = tigon.AutoModelForCausalLM.from_config(transformers.LlamaConfig(), patch_options={"rope": False})
+    """
+
+    @staticmethod
+    def from_pretrained(*args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
+        """What `transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)` gives, patched."""
+        return _build("from_pretrained", args, kwargs, patch_options)
+
+    @staticmethod
+    def from_config(*args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
+        """What `transformers.AutoModelForCausalLM.from_config(*args, **kwargs)` gives, patched."""
+        return _build("from_config", args, kwargs, patch_options)

@@ -1,0 +1,208 @@
+"""Learn how a causal language model gets from its head to its loss, by running its own forward on stand-ins.
+
+The body is a stub that returns random hidden states, the head a stub that returns given logits or a linear layer of a
+few features: no weight of the model is read, so it may be on meta, sharded or quantised. The logits have the real
+vocabulary, so that code which addresses single entries shows.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.hf.head import LOSS_ARGUMENTS, CausalLMForward, FusedLoss, HeadForward, LossFunction, Spec, loss_arguments
+from tigon.hf.recognise import describe
+from tigon.hf.replacement import foreign_forward, install
+from tigon.hf.standin import normal, probing, stand_in, without_parameters
+
+__all__ = ["attach", "learn_loss"]
+
+BATCH, LENGTH, FEATURES = 2, 5, 4
+
+
+class NotUnderstood(Exception):
+    """Why a model's loss stays stock."""
+
+
+class _BodyOutputs(tuple):
+    """The outputs of a body: a tuple of hidden states, with every other field empty."""
+
+    def __getattr__(self, name: str) -> Tensor | None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[0] if name == "last_hidden_state" else None
+
+
+def _twin(model: nn.Module, head: str, replaced: Callable, seed: int) -> nn.Module:
+    """The model with `replaced` as its head, a stub for what else has parameters, random parameters of its own."""
+    outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES),))
+    body = lambda *args, **kwargs: outputs
+    stub = lambda child: child if child is None or without_parameters(child) else body
+    children = {name: stub(child) for name, child in model._modules.items()}
+    own = {name: normal(seed, *p.shape) for name, p in model._parameters.items() if p is not None}
+    return stand_in(model, own, children | {head: replaced}, training=True)
+
+
+def _run(twin: nn.Module, **kwargs) -> Any:
+    known = inspect.signature(type(twin).forward).parameters
+    # Auxiliary outputs (a router's loss) are added by the model's own code, of what only the body knows.
+    inputs = {name: False for name in known if name.startswith("output_")}
+    inputs["input_ids"] = torch.zeros(BATCH, LENGTH, dtype=torch.long)
+    if "attention_mask" in known:  # some forwards drop what is masked from the loss
+        inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
+        inputs["attention_mask"][0, -2:] = 0
+    return twin.forward(**inputs, **kwargs)
+
+
+def _labels(vocabulary: int, seed: int) -> Tensor:
+    generator = torch.Generator("cpu").manual_seed(seed)
+    labels = torch.randint(vocabulary, (BATCH, LENGTH), generator=generator, device="cpu")
+    labels[1, :2] = -100
+    return labels
+
+
+def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Tensor, frozenset[str]]:
+    """What the loss gets when the head returns `logits`: the logits, and which of its options arrive."""
+    seen: list[dict[str, Any]] = []
+
+    def loss_function(*args, **kwargs) -> Tensor:
+        seen.append(loss_arguments(args, kwargs))
+        return torch.zeros(())
+
+    def stub(hidden: Tensor) -> Tensor:
+        calls.append(hidden)
+        return logits.clone()
+
+    stub.weight, calls = logits, []  # its dtype is asked for
+    twin = _twin(model, head, stub, seed)
+    twin.loss_function = loss_function
+    labels = _labels(logits.shape[-1], seed)
+    options = {"num_items_in_batch": torch.tensor(7), "ignore_index": -3, "shift_labels": labels.roll(1, -1)}
+    forward = inspect.signature(type(model).forward).parameters
+    if not any(p.kind is p.VAR_KEYWORD for p in forward.values()):
+        options = {name: value for name, value in options.items() if name in forward}
+    outputs = _run(twin, labels=labels, **options)
+    if len(calls) != 1 or len(seen) != 1:
+        raise NotUnderstood(f"its forward calls the head {len(calls)} times, model.loss_function {len(seen)} times")
+    if seen[0]["labels"] is not labels:
+        raise NotUnderstood("its forward changes the labels before the loss")
+    if getattr(outputs, "logits", None) is None:
+        raise NotUnderstood("its output has no logits")
+    forwarded = frozenset(name for name, value in options.items() if seen[0].get(name) is value)
+    return seen[0]["logits"], forwarded
+
+
+def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None, float, frozenset[str]]:
+    """softcap, logit_scale and the options that reach the loss."""
+    found = []
+    for seed in (0, 1):
+        logits = (normal(seed, BATCH, LENGTH, vocabulary) * torch.logspace(-3, 3, LENGTH)[:, None]).double()
+        logits[0, 0, :3] = torch.tensor([1.0, 2.0**-30, (seed + 1) * 1e30])
+        processed, forwarded = _observe(model, head, logits, seed)
+        if processed.shape != logits.shape:
+            raise NotUnderstood("its forward changes the shape of the logits")
+        one, slope, limit = processed[0, 0, :3].double().tolist()
+        softcap = limit if abs(limit) < 1e15 else None
+        scale = one if softcap is None else slope * 2.0**30
+        scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
+        expected = logits * scale if softcap is None else softcap * torch.tanh(logits * scale / softcap)
+        if scale <= 0 or not torch.allclose(processed.double(), expected, rtol=1e-6, atol=0):
+            raise NotUnderstood("its forward does more to the logits than a scale and a soft cap")
+        found.append((softcap, scale, forwarded))
+    if found[0] != found[1]:
+        raise NotUnderstood("what its forward does to the logits is not the same each time")
+    return found[0]
+
+
+def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
+    """Install the three replacements; returns the function that undoes them."""
+    head = getattr(model, spec.head)
+    fused = FusedLoss(spec, head)
+    fused.loss_function = LossFunction(fused, model.loss_function)
+    undo = install(model, CausalLMForward(fused)), install(head, HeadForward(fused))
+    # Hugging Face keeps an assigned loss in the instance; the property reads it from there.
+    slot = "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
+    before = {slot: vars(model)[slot]} if slot in vars(model) else {}
+    model.loss_function = fused.loss_function
+
+    def restore() -> None:
+        for step in undo:
+            step()
+        if vars(model).get(slot) is fused.loss_function:
+            del vars(model)[slot]
+            vars(model).update(before)
+
+    return restore
+
+
+def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
+    """The fused loss of a twin of the model must be its stock loss, whatever options the loss gets."""
+    labels, other = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
+    cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
+    cases += [{"shift_labels": other}, {"ignore_index": int(labels[0, 1])}]
+    weight = normal(7, spec.vocabulary, FEATURES) * 20
+    own = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, spec.vocabulary)})
+    for case in cases:
+        if not case.keys() <= spec.forwarded:
+            continue
+        stock, fused = (_twin(model, spec.head, stand_in(head, own), 9) for _ in range(2))
+        attach(fused, spec)
+        targets = torch.where(labels == -100, case["ignore_index"], labels) if "ignore_index" in case else labels
+        expected = _run(stock, labels=targets, **case).loss
+        outputs = _run(fused, labels=targets, **case)
+        if outputs.logits is not None:
+            raise NotUnderstood("its output keeps the logits out of reach")
+        if expected.dtype != outputs.loss.dtype or not torch.allclose(outputs.loss, expected, rtol=1e-5, atol=1e-6):
+            given = ", ".join(case) or "labels"
+            raise NotUnderstood(
+                f"its loss is not the standard one ({float(expected):.6g} for {float(outputs.loss):.6g} with {given})"
+            )
+
+
+def _is_linear(head: nn.Module) -> bool:
+    """Whether the head is x W^T + b of its parameters `weight` and `bias`, and nothing more."""
+    if head._modules or set(head._parameters) != {"weight", "bias"}:
+        return False
+    own = {"weight": normal(0, 7, 3)} | ({} if head.bias is None else {"bias": normal(1, 7)})
+    twin, x = stand_in(head, own, training=True), normal(2, 2, 5, 3)
+    return torch.equal(type(head).forward(twin, x), nn.functional.linear(x, twin.weight, twin.bias))
+
+
+def learn_loss(model: nn.Module) -> Spec | str | None:
+    """How to compute the loss of a model in its head; a reason if that must stay stock; None without a head."""
+    if not callable(getattr(model, "get_output_embeddings", None)) or not hasattr(type(model), "loss_function"):
+        return None
+    head = model.get_output_embeddings()
+    if head is None:
+        return None
+    if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
+        return "its head is not a child of its own"
+    if foreign := foreign_forward(head):
+        return f"{type(head).__name__}: {foreign}"
+    try:
+        with probing():
+            if not _is_linear(head):
+                return f"its head ({type(head).__name__}) is not a plain linear layer"
+            softcap, scale, forwarded = _measure(model, name, head.out_features)
+            named = lambda f: [
+                p.name
+                for p in inspect.signature(f).parameters.values()
+                if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            ]
+            spec = Spec(
+                head=name,
+                vocabulary=head.out_features,
+                softcap=softcap,
+                logit_scale=scale,
+                positional=tuple(named(type(model).forward)[1:]),
+                forwarded=forwarded,
+                unknown=frozenset(named(model.loss_function)) - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
+            )
+            _verify(model, head, spec)
+    except NotUnderstood as reason:
+        return str(reason)
+    except Exception as error:
+        return f"its forward cannot be run on stand-ins ({describe(error)})"
+    return spec

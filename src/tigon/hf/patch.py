@@ -1,0 +1,122 @@
+"""`tigon.patch`: find what a model computes that Tigon computes better, and let it."""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from tigon.hf.learn import attach, learn_loss
+from tigon.hf.recognise import recognise_glu, recognise_norm
+from tigon.hf.replacement import find_replacement, foreign_forward, install
+from tigon.hf.report import Report
+from tigon.hf.rope import recognise_rope
+
+__all__ = ["patch", "patched"]
+
+# How a module is recognised (a recipe, a reason why not, or None) and how what was found is installed.
+PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
+    "rms_norm": (recognise_norm, install),
+    "glu": (recognise_glu, install),
+    "rope": (recognise_rope, install),
+    "loss": (learn_loss, attach),
+}
+OPTIONS = (*PARTS, "memory")
+
+# Attributes of every module, and what accelerate's hooks leave: nothing that tells what a module computes.
+STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward"}
+
+
+def _choose(options: dict[str, Any]) -> list[str]:
+    """The parts asked for, in the order of the report; refuses what is no option."""
+    for name, value in options.items():
+        if name not in OPTIONS:
+            raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
+        if name == "memory":
+            if value != "default":
+                raise ValueError(f"patch: memory must be one of 'default', got {value!r}")
+        elif not isinstance(value, bool):
+            raise TypeError(f"patch: {name} must be True or False, got {value!r}")
+    return [name for name in PARTS if options.get(name, True)]
+
+
+def _kind(module: nn.Module) -> tuple:
+    """What recognition depends on; modules that agree in it are probed once, whatever a model's number of layers."""
+    state = [(name, value) for name, value in vars(module).items() if name not in STATE]
+    own = tuple((k, v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in state)
+    tensors = (module._parameters | module._buffers).items()
+    shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
+    children = tuple((k, child and _kind(child)) for k, child in module._modules.items())
+    return type(module), own, shapes, children
+
+
+def patch(model: nn.Module, **options: Any) -> Report:
+    """Replace, in this instance only, what computes bit for bit what an op of Tigon computes.
+
+    Modules are recognised by running small twins of them, so the model may be of any class, on any device or on meta,
+    and moved, trained, compiled, copied and saved afterwards as before. Whatever differs keeps its own code.
+
+    Args:
+        model: Any module; a causal language model of transformers profits most.
+        rms_norm: RMS norms.
+        glu: Gated MLPs.
+        rope: Rotary embeddings of attentions.
+        loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
+            the head without holding the logits, and `outputs.logits` is None. Evaluation, generation, calls without
+            labels or with `logits_to_keep` stay stock.
+        memory: "default".
+
+    Returns:
+        A report: `print(report)` shows what was replaced, what was left alone and why; `report.restore()` undoes it.
+        A model in which nothing is recognised is not touched, and a warning says so. What is patched already is kept.
+
+    Raises:
+        TypeError: `model` is no `torch.nn.Module`, or an option is unknown or of the wrong type.
+        ValueError: `memory` is none of its choices.
+
+    Example:
+        >>> report = tigon.patch(model, rope=False)
+        >>> report.restore()
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
+    parts = _choose(options)
+    report, plan = Report(type(model).__name__), []
+    modules = [(name, module) for name, module in model.named_modules() if find_replacement(module) is None]
+    kinds = {module: _kind(module) for _, module in modules}
+    for part in parts:
+        recognise, apply = PARTS[part]
+        found: dict[tuple, Any] = {}
+        for name, module in modules:
+            if (kind := kinds[module]) not in found:
+                found[kind] = recognise(module)
+            if (recipe := found[kind]) is not None:
+                recipe = foreign_forward(module) or recipe
+                left = isinstance(recipe, str)
+                report.add(part, type(module).__name__, not left, str(recipe), name)
+                plan += [] if left else [(apply, module, recipe)]
+    # Everything is known and nothing was refused: only now is the model touched.
+    report.undo = [apply(module, recipe) for apply, module, recipe in plan]
+    already = len(list(model.modules())) - len(modules)
+    if already:
+        report.notes.append(f"{already} modules were patched already and stay as they are")
+    elif not report:
+        report.notes.append("nothing in this model computes what an op of Tigon computes; it was not touched")
+        warnings.warn(f"tigon.patch({report.model}): nothing was recognised", stacklevel=2)
+    return report
+
+
+@contextlib.contextmanager
+def patched(model: nn.Module, **options: Any) -> Iterator[Report]:
+    """`patch` for the length of a `with` block; takes the same options and yields the report.
+
+    Example:
+        >>> with tigon.patched(model):
+        ...     train(model)
+    """
+    report = patch(model, **options)
+    try:
+        yield report
+    finally:
+        report.restore()

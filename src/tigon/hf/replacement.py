@@ -1,0 +1,74 @@
+"""How a module gets another forward: as an attribute of the instance, its class and its siblings stay as they are.
+
+`nn.Module.__call__` looks `forward` up on the instance first, so hooks, sharding and checkpointing see no difference,
+and deleting the attribute gives the stock module back.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+__all__ = ["Replacement", "find_replacement", "foreign_forward", "install"]
+
+
+class Replacement:
+    """`recipe(module, *args, **kwargs)` as the forward of `module`.
+
+    A plain object that names its module: `copy.deepcopy` and `pickle` of the module meet it as part of the module's
+    own state, so a copy's forward reads the copy's parameters (a bound method in its place would not survive pickling).
+    """
+
+    def __init__(self, module: nn.Module, recipe: Callable) -> None:
+        self.module = module
+        self.recipe: Callable | None = recipe  # None once undone: a wrapper that still holds this then gets stock
+
+    def __call__(self, *args, **kwargs) -> Any:
+        if self.recipe is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        return self.recipe(self.module, *args, **kwargs)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the stock forward: the Trainer and `generate` read it to learn what the model takes."""
+        return inspect.signature(type(self.module).forward.__get__(self.module))
+
+
+def _slot(module: nn.Module) -> str:
+    """Where the forward of the model's author is: accelerate's hooks wrap it and keep it as `_old_forward`."""
+    return "_old_forward" if {"_hf_hook", "_old_forward"} <= module.__dict__.keys() else "forward"
+
+
+def find_replacement(module: nn.Module) -> Replacement | None:
+    """The replacement installed on `module`, also one that accelerate has put a hook around since."""
+    found = (vars(module).get(slot) for slot in ("forward", "_old_forward"))
+    return next((forward for forward in found if isinstance(forward, Replacement)), None)
+
+
+def foreign_forward(module: nn.Module) -> str | None:
+    """What stands in place of the forward that the module's class was written with, or None if nothing does."""
+    current = module.__dict__.get(_slot(module))
+    if current is not None and getattr(current, "__func__", None) is not type(module).forward:
+        origin = getattr(current, "__module__", None) or type(current).__module__
+        return f"its forward was already replaced (by {origin})"
+    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    origin = getattr(inspect.unwrap(owner.forward), "__module__", None)
+    if origin != owner.__module__:
+        return f"the forward of its class was already replaced (by {origin})"
+    return None
+
+
+def install(module: nn.Module, recipe: Callable) -> Callable[[], None]:
+    """Give `module` the forward `recipe`; returns the function that undoes it, wherever hooks have moved it since."""
+    replacement, own = Replacement(module, recipe), vars(module)
+    own[_slot(module)] = replacement
+
+    def undo() -> None:
+        replacement.recipe = None
+        if own.get("forward") is replacement:
+            del own["forward"]
+        elif own.get("_old_forward") is replacement:
+            own["_old_forward"] = type(module).forward.__get__(module)
+
+    return undo

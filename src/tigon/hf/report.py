@@ -1,0 +1,96 @@
+"""What `patch` replaced in a model, what it left alone, and why."""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+__all__ = ["Entry", "Report"]
+
+
+@dataclass
+class Entry:
+    """Modules of one class that had the same fate."""
+
+    part: str  # rms_norm, glu, rope, loss
+    module: str  # class name
+    replaced: bool
+    detail: str  # by what, or why not
+    names: list[str] = field(default_factory=list)
+
+    @property
+    def count(self) -> int:
+        return len(self.names)
+
+
+@dataclass
+class Report:
+    """Outcome of `tigon.patch`: true if anything was replaced, as long as the modules that were.
+
+    Example:
+        >>> report = tigon.patch(model)
+        >>> print(report)
+        >>> report.restore()
+    """
+
+    model: str
+    entries: list[Entry] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+
+    @property
+    def replaced(self) -> list[Entry]:
+        """What now runs on Tigon."""
+        return [entry for entry in self.entries if entry.replaced]
+
+    @property
+    def left_alone(self) -> list[Entry]:
+        """What looked like something Tigon has, and keeps its own code."""
+        return [entry for entry in self.entries if not entry.replaced]
+
+    def restore(self) -> None:
+        """Undo this patch exactly; a second call does nothing."""
+        while self.undo:
+            self.undo.pop()()
+
+    def add(self, part: str, module: str, replaced: bool, detail: str, name: str) -> None:
+        """Count the module `name` in."""
+        new = Entry(part, module, replaced, detail)
+        entry = next((e for e in self.entries if dataclasses.replace(e, names=[]) == new), new)
+        if entry is new:
+            self.entries.append(new)
+        entry.names.append(name)
+
+    def __len__(self) -> int:
+        return sum(entry.count for entry in self.replaced)
+
+    def __bool__(self) -> bool:
+        return bool(self.replaced)
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        now = lambda entry: entry.detail if entry.replaced else f"left alone: {entry.detail}"
+        return [(e.part, e.module, str(e.count), now(e)) for e in [*self.replaced, *self.left_alone]]
+
+    def _title(self) -> str:
+        return f"{self.model}: {len(self)} modules patched" if self else f"{self.model}: nothing patched"
+
+    def __str__(self) -> str:
+        rows = [COLUMNS, *self._rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([self._title(), *(lines if self.entries else []), *(f"note: {note}" for note in self.notes)])
+
+    def __rich__(self) -> object:
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(title=self._title(), title_justify="left")
+        for column in COLUMNS:
+            table.add_column(column, justify="right" if column == "count" else "left", overflow="fold")
+        for row in self._rows():
+            table.add_row(*map(Text, row), style="yellow" if row[-1].startswith("left alone") else None)
+        return Group(table, *(Text(f"note: {note}") for note in self.notes)) if self.notes else table
+
+
+COLUMNS = ("part", "module", "count", "now")

@@ -1,0 +1,78 @@
+"""Small twins of modules, to be run in place of the originals: on the CPU, in any dtype, without touching anything."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["in_mode", "linear", "normal", "probing", "stand_in", "without_parameters"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+@contextlib.contextmanager
+def probing() -> Iterator[None]:
+    """Plain eager CPU arithmetic, whatever modes the caller is in; the global random state is as before after it."""
+    with (
+        torch.random.fork_rng(devices=[]),
+        torch.no_grad(),
+        torch.device("cpu"),
+        torch.autocast("cpu", enabled=False),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # what a probe does wrong is no news to the user
+        yield
+
+
+def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Standard normal values from a private generator."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
+
+
+def stand_in(
+    module: M, parameters: dict[str, Tensor] | None = None, children: dict[str, nn.Module] | None = None, **attributes
+) -> M:
+    """A shallow copy with these parameters, children and attributes in place of its own, and without hooks.
+
+    Nothing goes through constructors or `register_parameter`, which loaders replace to build on meta.
+    """
+    twin = object.__new__(type(module))
+    state = twin.__dict__
+    state.update(module.__dict__)
+    for name in ("forward", "_old_forward", "_hf_hook"):
+        state.pop(name, None)
+    for name, value in state.items():
+        if "_hooks" in name and isinstance(value, dict):
+            state[name] = type(value)()
+    wrapped = {name: nn.Parameter(value, requires_grad=False) for name, value in (parameters or {}).items()}
+    state["_parameters"] = {name: wrapped.get(name) for name in module._parameters} | wrapped
+    state["_buffers"] = dict(module._buffers)
+    state["_modules"] = dict(module._modules if children is None else children)
+    state.update(attributes)
+    return twin
+
+
+def linear(seed: int, features_in: int, features_out: int, dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+    """A linear layer with random weights of a size that keeps its outputs near those of its inputs."""
+    layer = object.__new__(nn.Linear)
+    nn.Module.__init__(layer)
+    weight = normal(seed, features_out, features_in) * features_in**-0.5
+    parameters = {"weight": weight.to(dtype)} | ({"bias": normal(seed + 1, features_out, dtype=dtype)} if bias else {})
+    layer = stand_in(layer, parameters, in_features=features_in, out_features=features_out)
+    layer._parameters.setdefault("bias", None)
+    return layer
+
+
+def in_mode(module: M, training: bool) -> M:
+    """A stand-in of a module and all below it, training or evaluating."""
+    children = {name: child and in_mode(child, training) for name, child in module._modules.items()}
+    return stand_in(module, {}, children, training=training)
+
+
+def without_parameters(module: nn.Module) -> bool:
+    """Whether a module holds no tensor at all: an activation, a dropout."""
+    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
