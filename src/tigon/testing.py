@@ -57,7 +57,8 @@ def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, smallest: f
         where = tuple(int(i) for i in torch.unravel_index((error - largest).argmax(), error.shape))
         raise AssertionError(
             f"{what}at {where} got {actual[where].item():.9g}, exact is {exact[where].item():.9g}: error "
-            f"{error[where].item():.3g} over {largest[where].item():.3g} (eager's largest {eager_error.max().item():.3g})"
+            f"{error[where].item():.3g} over {largest[where].item():.3g} "
+            f"(eager's largest {eager_error.max().item():.3g})"
         )
     rms = lambda x: x.square().mean().sqrt().item()
     if rms(error) > 2 * rms(eager_error) + ULPS * eps * rms(size):

@@ -49,17 +49,21 @@ def _step(model: torch.nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_loss_and_every_gradient_are_as_accurate_as_stock(model_type):
     model, batch = _model(model_type), _batch()
-    exact = _step(copy.deepcopy(model).float(), batch)
-    stock = _step(model, batch)
+    # One loss may be right by luck: eager's error is the largest of several.
+    losses = lambda model: torch.stack([model(**_batch(seed=seed)).loss.detach().float() for seed in range(8)])
+    reference = copy.deepcopy(model).float()
+    exact, exact_losses = _step(reference, batch), losses(reference)
+    stock, stock_losses = _step(model, batch), losses(model)
     report = tigon.patch(model)
     assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "loss"}, str(report)
     patched = _step(model, batch)
+    assert_accurate(losses(model), stock_losses, exact_losses, smallest=1.0, msg="losses")
     for name, value in exact.items():
-        assert_accurate(patched[name], stock[name], value, smallest=1.0 if name == "loss" else 0.0, msg=name)
+        if name != "loss":
+            assert_accurate(patched[name], stock[name], value, msg=name)
     report.restore()
-    restored = _step(model, batch)
     # Attention's backward adds in no fixed order, so two stock runs differ in their last bits as well.
-    torch.testing.assert_close(restored["loss"], stock["loss"], rtol=1e-6, atol=0)
+    torch.testing.assert_close(_step(model, batch)["loss"], stock["loss"], rtol=1e-6, atol=0)
 
 
 def test_a_training_step_never_waits_for_the_device():
@@ -92,13 +96,22 @@ def test_logits_are_never_held():
     assert peak["patched"] < 0.3 * peak["stock"]
 
 
-def test_compiles_in_one_graph():
+def test_a_patched_layer_and_the_fused_loss_compile_in_one_graph():
+    """The whole model is compiled in tests/hf; transformers' own wrapper around it is beyond some versions of torch."""
     torch._dynamo.reset()
-    model, batch = _model("llama"), _batch()
-    expected = _step(model, batch)["loss"]
+    model = _model("llama")
     tigon.patch(model)
-    compiled = torch.compile(model, fullgraph=True)
-    loss = compiled(**batch).loss
-    loss.backward()
-    torch.testing.assert_close(loss.detach(), expected, rtol=1e-3, atol=0)
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+    hidden = torch.randn(2, 64, SIZE["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    position_ids = torch.arange(64, device="cuda")[None]
+    tables = model.model.rotary_emb(hidden, position_ids)
+    labels = torch.randint(SIZE["vocab_size"], (2, 64), device="cuda")
+
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = model.model.layers[0](hidden, position_embeddings=tables, position_ids=position_ids)
+        return tigon.linear_cross_entropy(model.model.norm(hidden), model.lm_head.weight, labels)
+
+    expected = loss(hidden)
+    got = torch.compile(loss, fullgraph=True)(hidden)
+    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
+    for a, e in zip(torch.autograd.grad(got, hidden), torch.autograd.grad(expected, hidden), strict=True):
+        torch.testing.assert_close(a, e, rtol=0.05, atol=1e-5)

@@ -18,9 +18,9 @@ from tigon.hf.replacement import find_replacement
 def patched(make_model):
     """patched(model_type, **config) -> a patched model."""
 
-    def make(*args, **config) -> nn.Module:
+    def make(*args, loss: bool = True, **config) -> nn.Module:
         model = make_model(*args, **config)
-        assert tigon.patch(model)
+        assert tigon.patch(model, loss=loss)
         return model
 
     return make
@@ -129,6 +129,28 @@ def test_compiles_with_no_graph_break(patched, make_model, batch, step):
         torch.testing.assert_close(given[f"_orig_mod.{name}" if name != "loss" else name], value)
     compiled.eval()
     assert torch.equal(compiled(batch["input_ids"]).logits, stock.eval()(batch["input_ids"]).logits)
+
+
+@pytest.mark.parametrize("first", ["stock", "patched"])
+def test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart(patched, make_model, batch, monkeypatch, first):
+    torch._dynamo.reset()
+    models = {"stock": make_model(), "patched": patched(loss=False)}
+    marked = lambda q, k, cos, sin: tuple(torch.erfinv(x) for x in (q, k))
+    monkeypatch.setattr("tigon.hf.rope.rope", marked)
+    seen = []
+
+    def backend(graph, inputs):
+        seen.extend(str(node.target) for node in graph.graph.nodes)
+        return graph
+
+    order = [models.pop(first), *models.values()]
+    compiled = torch.compile(lambda x: [model(x).logits for model in order], fullgraph=True, backend=backend)
+    stock, other = compiled(batch["input_ids"])[:: 1 if first == "stock" else -1]
+    assert sum("erfinv" in target for target in seen) == 2 * 2
+    assert torch.equal(stock, make_model()(batch["input_ids"]).logits)
+    assert not torch.equal(stock, other)
+    with torch._dynamo.config.patch(error_on_recompile=True):  # what it guards on holds
+        compiled(batch["input_ids"])
 
 
 def test_compiled_with_checkpointing_and_a_soft_cap(patched, make_model, batch, step):

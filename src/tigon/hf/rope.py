@@ -41,7 +41,8 @@ class Rope:
         self.cls, self.name, self.partial = cls, name, partial
         stock = inspect.getattr_static(cls, "forward")
         scope = {**stock.__globals__, name: _Turn(stock.__globals__[name], partial)}
-        # A module of this name exists and is another scope: torch.compile would look the globals up there.
+        # torch.compile knows globals by their module's name: with it, a graph of a stock and a patched model would take
+        # the same function for both.
         del scope["__name__"]
         self.forward = types.FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
         self.forward.__kwdefaults__, self.forward.__module__ = stock.__kwdefaults__, stock.__module__

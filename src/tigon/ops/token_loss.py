@@ -28,7 +28,7 @@ from tigon.ops.dispatch import COMPILE, Device, device_of, launcher, runs_kernel
 
 __all__ = ["Config", "Options", "Statistics", "gradient", "gradient_scales", "statistics"]
 
-LN2, LOG2E = tl.constexpr(0.6931471805599453), tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Statistics(NamedTuple):
     """What one pass over the logits gives."""
 
     loss: Tensor  # [M] fp32, scaled
-    lse: Tensor  # [M, 2] fp32: max x and log sum exp(x - max x); apart, x - lse loses nothing where it is small
+    lse: Tensor  # [M, 2] fp32: max x and sum exp(x - max x), whose rounding errors stay apart; lse = max + log sum
     z_loss: Tensor  # [M] fp32: the part of `loss` that it is; empty unless asked for
     predicted: Tensor  # [M] int64: argmax, -1 for ignored tokens; empty unless asked for
 
@@ -125,14 +125,14 @@ def _accumulate(
 
 @triton.jit
 def _row_gradient(
-    x, slope, cols, V, target, weight_ptr, w_t, top, log_total, scale, z_scale, weight_sum, label_smoothing, z_loss,
+    x, slope, cols, V, target, weight_ptr, w_t, top, total, scale, z_scale, weight_sum, label_smoothing, z_loss,
     SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     hit = scale * (1.0 - label_smoothing) * w_t
-    mass = hit + z_scale * 2.0 * z_loss * (top + log_total)
+    mass = hit + z_scale * 2.0 * z_loss * (top + tl.log(total))
     if SMOOTHING:
         mass += scale * label_smoothing / V * weight_sum
-    dx = mass * tl.exp2(((x - top) - log_total) * LOG2E) - tl.where(cols == target, hit, 0.0)
+    dx = (mass / total) * tl.exp2((x - top) * LOG2E) - tl.where(cols == target, hit, 0.0)
     if SMOOTHING:
         w = 1.0
         if weight_ptr is not None:
@@ -186,19 +186,19 @@ def _loss_kernel(
         )  # fmt: skip
     highest = tl.max(high, axis=0)
     top = tl.where(highest == float("-inf"), 0.0, highest)
-    log_total = tl.log2(tl.sum(total * tl.exp2((high - top) * LOG2E), axis=0)) * LN2
+    total = tl.sum(total * tl.exp2((high - top) * LOG2E), axis=0)
 
     a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
     x_t, _ = _transformed(a_t, logit_scale, softcap, SOFTCAP)
-    nll = log_total - (x_t - top)
+    nll = tl.log(total) - (x_t - top)
     loss = (1.0 - label_smoothing) * _target_weight(weight_ptr, target, V) * nll
-    lse = top + log_total
+    lse = top + tl.log(total)
     if SMOOTHING:
         loss += label_smoothing / V * (tl.load(scales_ptr + 2) * lse - tl.sum(weighted, axis=0))
     z = tl.load(scales_ptr + 1) * z_loss * lse * lse
     tl.store(loss_ptr + row, tl.load(scales_ptr) * loss + z)
     tl.store(lse_ptr + row * 2, top)
-    tl.store(lse_ptr + row * 2 + 1, log_total)
+    tl.store(lse_ptr + row * 2 + 1, total)
     if z_ptr is not None:
         tl.store(z_ptr + row, z)
     if PREDICTED:
@@ -367,7 +367,7 @@ def gradient(
 
 
 def _transformed_torch(logits: Tensor, options: Options, overwrite: bool) -> tuple[Tensor, Tensor | None]:
-    """Raw logits -> x, and tanh(scale * a / c) if there is a cap; `overwrite` lets the latter take the logits' place."""
+    """Raw logits -> x, and tanh(scale * a / c) if there is a cap, which may `overwrite` the logits."""
     x = logits.float()
     if options.softcap is None:
         return x if options.logit_scale == 1.0 else x * options.logit_scale, None
@@ -394,12 +394,12 @@ def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wan
     if log_p is None:
         top = x.amax(-1)
         top = top.where(top != -torch.inf, 0.0)
-        log_total = (x - top[:, None]).exp_().sum(-1).log()
-        nll = log_total - (x.gather(1, at_target)[:, 0] - top)
+        total = (x - top[:, None]).exp_().sum(-1)
+        nll = total.log() - (x.gather(1, at_target)[:, 0] - top)
     else:
-        top, log_total = torch.logsumexp(x, -1) if options.z_loss else x.new_zeros(len(x)), x.new_zeros(len(x))
+        top, total = torch.logsumexp(x, -1) if options.z_loss else x.new_zeros(len(x)), x.new_ones(len(x))
         nll = -log_p.gather(1, at_target)[:, 0]
-    lse = top + log_total
+    lse = top + total.log()
     w_t = _target_weight_torch(target, weight, v, options)
     loss = (1.0 - smoothing) * w_t * nll
     if smoothing:
@@ -412,12 +412,14 @@ def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wan
     del x  # and its memory, before the gradient's
     if log_p is not None:
         logits.copy_(_gradient_from(log_p.exp_(), tanh, lse, target, weight, scales, None, options))
-    return Statistics(loss, torch.stack((top, log_total), -1), z, predicted)
+    return Statistics(loss, torch.stack((top, total), -1), z, predicted)
 
 
 def _gradient_torch(logits, target, weight, scales, lse, dloss, options, out) -> Tensor:
     x, tanh = _transformed_torch(logits, options, out is logits)
-    return out.copy_(_gradient_from(torch.softmax(x, -1), tanh, lse.sum(-1), target, weight, scales, dloss, options))
+    return out.copy_(
+        _gradient_from(torch.softmax(x, -1), tanh, lse[:, 0] + lse[:, 1].log(), target, weight, scales, dloss, options)
+    )
 
 
 def _gradient_from(p, tanh, lse, target, weight, scales, dloss, options) -> Tensor:
