@@ -1,7 +1,7 @@
 """Gradients that the forward pass made, multiplied in backward by the gradient that arrives.
 
 A loss at the end of a graph almost always receives exactly 1, but only the device knows. The kernel looks there:
-where the factor is one, it ends without touching the gradient. The buffers belong to the op, so they are written in
+where the one factor is one, it ends without touching the gradient. The buffers belong to the op, so they are written in
 place, unless the graph is kept for another backward, which must find them as they were.
 """
 
@@ -10,23 +10,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import COMPILE, runs_kernels
+from tigon.ops.dispatch import COMPILE, device_of, runs_kernels
 
 __all__ = ["rescaled"]
 
 BLOCK = 4096
 
 
-@triton.jit(do_not_specialize=["stride_factor"])
-def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, N, blocks, BLOCK: tl.constexpr):
-    """x [M, N] *= factor [M] or [], one block of a row a program."""
-    row = tl.program_id(0).to(tl.int64) // blocks
-    factor = tl.load(factor_ptr + row * stride_factor).to(tl.float32)
-    if factor != 1.0:
-        cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-        x_ptr += row * stride_x
-        x = tl.load(x_ptr + cols, mask=cols < N, other=0.0).to(tl.float32)
-        tl.store(x_ptr + cols, x * factor, mask=cols < N)
+@triton.jit(do_not_specialize=["stride_factor", "M"])
+def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BLOCK: tl.constexpr):
+    """x [M, N] *= factor, [M] or one value for all (stride 0); a program takes every so many blocks of rows."""
+    if (stride_factor == 0) & (tl.load(factor_ptr) == 1.0):
+        return
+    for block in range(tl.program_id(0).to(tl.int64), M.to(tl.int64) * blocks, tl.num_programs(0)):
+        row = block // blocks
+        cols = (block % blocks) * BLOCK + tl.arange(0, BLOCK)
+        factor = tl.load(factor_ptr + row * stride_factor).to(tl.float32)
+        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < N, other=0.0).to(tl.float32)
+        tl.store(x_ptr + row * stride_x + cols, x * factor, mask=cols < N)
 
 
 def rescaled(x: Tensor, factor: Tensor) -> Tensor:
@@ -38,6 +39,10 @@ def rescaled(x: Tensor, factor: Tensor) -> Tensor:
         return x.mul_(column)
     if x.numel():
         (m, n), blocks = x.shape, triton.cdiv(x.shape[1], BLOCK)
+        # Few programs: nearly always all that they do is look at the factor.
+        programs = min(m * blocks, 8 * device_of(x).multiprocessors)
         stride = factor.stride(0) if factor.dim() else 0
-        _rescale_kernel[(m * blocks,)](x, factor, x.stride(0), stride, n, blocks, BLOCK=BLOCK, num_warps=4, **COMPILE)
+        _rescale_kernel[(programs,)](
+            x, factor, x.stride(0), stride, m, n, blocks, BLOCK=BLOCK, num_warps=8, **COMPILE
+        )  # fmt: skip
     return x
