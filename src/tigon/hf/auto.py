@@ -23,7 +23,7 @@ class AutoModelForCausalLM:
     """Builds the model that `transformers.AutoModelForCausalLM` builds, and patches it with `patch_options`.
 
     Example:
-        >>> model = tigon.AutoModelForCausalLM.from_config(transformers.LlamaConfig(), patch_options={"rope": False})
+        >>> model = tigon.AutoModelForCausalLM.from_config(config, patch_options={"rope": False})
     """
 
     @staticmethod
