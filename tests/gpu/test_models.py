@@ -30,10 +30,9 @@ def _model(model_type: str, **config) -> torch.nn.Module:
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
 
 
-def _batch(b: int = 2, s: int = 256) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(
-        3, SIZE["vocab_size"], (b, s), device="cuda", generator=torch.Generator("cuda").manual_seed(1)
-    )
+def _batch(b: int = 2, s: int = 256, seed: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    tokens = torch.randint(3, SIZE["vocab_size"], (b, s), device="cuda", generator=generator)
     labels = tokens.clone()
     labels[:, :7] = -100
     return {"input_ids": tokens, "labels": labels}
@@ -96,22 +95,14 @@ def test_logits_are_never_held():
     assert peak["patched"] < 0.3 * peak["stock"]
 
 
-def test_a_patched_layer_and_the_fused_loss_compile_in_one_graph():
-    """The whole model is compiled in tests/hf; transformers' own wrapper around it is beyond some versions of torch."""
+def test_compiles_in_one_graph():
     torch._dynamo.reset()
-    model = _model("llama")
+    model, batch = _model("llama"), _batch()
     tigon.patch(model)
-    hidden = torch.randn(2, 64, SIZE["hidden_size"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    position_ids = torch.arange(64, device="cuda")[None]
-    tables = model.model.rotary_emb(hidden, position_ids)
-    labels = torch.randint(SIZE["vocab_size"], (2, 64), device="cuda")
-
-    def loss(hidden: torch.Tensor) -> torch.Tensor:
-        hidden = model.model.layers[0](hidden, position_embeddings=tables, position_ids=position_ids)
-        return tigon.linear_cross_entropy(model.model.norm(hidden), model.lm_head.weight, labels)
-
-    expected = loss(hidden)
-    got = torch.compile(loss, fullgraph=True)(hidden)
-    torch.testing.assert_close(got, expected, rtol=1e-3, atol=0)
-    for a, e in zip(torch.autograd.grad(got, hidden), torch.autograd.grad(expected, hidden), strict=True):
-        torch.testing.assert_close(a, e, rtol=0.05, atol=1e-5)
+    expected = _step(model, batch)
+    got = _step(torch.compile(model, fullgraph=True), batch)
+    torch.testing.assert_close(got["loss"], expected["loss"], rtol=1e-3, atol=0)
+    for name, gradient in expected.items():
+        # Compiled, what is not Tigon's is fused and rounded elsewhere: the directions agree.
+        a, b = got[f"_orig_mod.{name}" if name != "loss" else name].float().flatten(), gradient.float().flatten()
+        assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99, name

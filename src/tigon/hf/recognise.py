@@ -144,7 +144,8 @@ class GLU:
         gate = getattr(module, self.gate)(*args)
         up = None if self.up is None else getattr(module, self.up)(*args)
         # Children of different dtypes: the reference promotes as torch does.
-        op = KINDS[self.kind][reference or (up is not None and up.dtype != gate.dtype)]
+        op, eager = KINDS[self.kind]
+        op = eager if reference or (up is not None and up.dtype != gate.dtype) else op
         return getattr(module, self.down)(op(gate, up))
 
     def __str__(self) -> str:

@@ -113,8 +113,9 @@ def _accumulate(
     else:
         block_high = tl.max(x, axis=1)
     new = tl.maximum(high, block_high)
-    finite = tl.where(new == float("-inf"), 0.0, new) * LOG2E
-    total = total * tl.exp2(high * LOG2E - finite) + tl.sum(tl.exp2(x * LOG2E - finite[:, None]), axis=1)
+    finite = tl.where(new == float("-inf"), 0.0, new)
+    # The difference first: the largest logit then contributes exactly one.
+    total = total * tl.exp2((high - finite) * LOG2E) + tl.sum(tl.exp2((x - finite[:, None]) * LOG2E), axis=1)
     if SMOOTHING:
         w = 1.0
         if weight_ptr is not None:
@@ -132,7 +133,7 @@ def _row_gradient(
     mass = hit + z_scale * 2.0 * z_loss * (top + tl.log(total))
     if SMOOTHING:
         mass += scale * label_smoothing / V * weight_sum
-    dx = (mass / total) * tl.exp2((x - top) * LOG2E) - tl.where(cols == target, hit, 0.0)
+    dx = tl.div_rn(mass, total) * tl.exp2((x - top) * LOG2E) - tl.where(cols == target, hit, 0.0)
     if SMOOTHING:
         w = 1.0
         if weight_ptr is not None:
@@ -262,8 +263,8 @@ def _scales_kernel(
             weights = count
             if weight_ptr is not None:
                 weights = tl.sum(sums, axis=0)
-        tl.store(scales_ptr, tl.where(weights == 0.0, 0.0, 1.0 / weights))
-        tl.store(scales_ptr + 1, tl.where(count == 0.0, 0.0, 1.0 / count))
+        tl.store(scales_ptr, tl.where(weights == 0.0, 0.0, tl.div_rn(1.0, weights)))
+        tl.store(scales_ptr + 1, tl.where(count == 0.0, 0.0, tl.div_rn(1.0, count)))
     else:
         tl.store(scales_ptr, 1.0)
         tl.store(scales_ptr + 1, 1.0)
