@@ -9,6 +9,7 @@ STAMP := $(VENV)/.installed
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
+	@echo "Installing into $(VENV): torch and what the project needs. The first time takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
 	touch $(STAMP)

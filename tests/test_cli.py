@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -61,6 +62,33 @@ def test_main_without_typer_says_what_to_install(monkeypatch):
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "typer" else find_spec(name))
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'tigon\[cli\]'"):
         cli.main()
+
+
+def test_default_folder_is_new(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.time, "strftime", lambda pattern: "now")
+    assert cli.pick_folder(None) == Path("runs/now")
+    Path("runs/now").mkdir(parents=True)
+    assert cli.pick_folder(None) == Path("runs/now_2")
+    assert cli.pick_folder(None, "bench_") == Path("runs/bench_now")
+
+
+@pytest.mark.parametrize("out", [None, Path("new/er")], ids=["default", "given"])
+def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
+    import typer
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
+    with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
+        cli.pick_folder(out)
+
+
+@pytest.mark.parametrize("name", ["tpu", "mps", "cpu:0", "cuda:-1", "cuda:99999", ""])
+def test_a_device_that_is_not_there_is_refused(name):
+    import typer
+
+    with pytest.raises(typer.BadParameter, match=f"got '{name}'"):
+        cli.pick_device(name)
 
 
 def test_importing_the_command_line_needs_no_extra():

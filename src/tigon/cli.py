@@ -5,14 +5,22 @@ Commands with imports of their own are loaded when they are called, after a look
 
 import importlib
 import importlib.util
+import itertools
+import os
+import re
 import sys
+import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import typer
+    from rich.console import Console
 
-__all__ = ["app", "main"]
+__all__ = ["INTERRUPTED", "app", "main", "make_console", "pick_device", "pick_folder"]
+
+INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,56 @@ def app() -> "typer.Typer":
             typer.echo(f"{name:<{width}}  {value}")
 
     return application
+
+
+# --- what commands share ---------------------------------------------------------------------------
+
+
+def make_console() -> "Console":
+    """A console for standard output. A file or a pipe has no width: there it is wide enough for the tables."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+
+
+def pick_device(name: str) -> str:
+    """`name`, or for auto the best there is.
+
+    Raises:
+        typer.BadParameter: `name` is no device, or none that torch sees.
+    """
+    import torch
+    import typer
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise typer.BadParameter(f"must be auto, cpu, cuda or cuda:N, got {name!r}", param_hint="--device")
+    seen = torch.cuda.device_count()
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= seen:
+        raise typer.BadParameter(
+            f"must be a device that torch sees ({seen} of CUDA), got {name!r}", param_hint="--device"
+        )
+    return name
+
+
+def pick_folder(out: Path | None, prefix: str = "") -> Path:
+    """Where results go: `out`, or `runs/<prefix><time>`, which is not there yet. It is not made here.
+
+    Raises:
+        typer.BadParameter: it cannot be written.
+    """
+    import typer
+
+    if out is None:
+        stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
+        names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
+        out = next(folder for name in names if not (folder := Path("runs") / name).exists())
+    # Not Path.exists, which raises inside a folder that is closed to us.
+    nearest = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise typer.BadParameter(f"must be a folder that can be written, got {str(out)!r}", param_hint="--out")
+    return out
 
 
 def main() -> None:

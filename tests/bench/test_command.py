@@ -10,6 +10,7 @@ import torch.nn.functional as F
 import typer
 from typer.testing import CliRunner
 
+from tigon import cli
 from tigon.bench import cases, providers
 from tigon.bench.cases import Case
 from tigon.bench.command import bench
@@ -156,8 +157,9 @@ def test_ctrl_c_leaves_what_was_measured(run, monkeypatch):
 
     monkeypatch.setattr(session, "run_case", interrupted)
     code, output, report = run("--providers", "tigon", "--quick")
-    assert code == 1
-    assert "interrupted" in output
+    assert code == cli.INTERRUPTED
+    assert "Interrupted" in output
+    assert report["settings"]["interrupted"] is True
     assert [row["case"] for row in report["rows"]] == [TINY[0].name]
 
 
@@ -168,13 +170,15 @@ def test_ctrl_c_leaves_what_was_measured(run, monkeypatch):
         (["--cases", "nowhere"], "bench: cases must match"),
         (["--providers", "liga"], "bench: providers must be among"),
         (["--ops", "rms_norm", "--providers", "cce"], "bench: none of the ops chosen has a provider among 'cce'"),
-        (["--device", "tpu"], "bench: device must be cpu, cuda or cuda:N, got 'tpu'"),
+        (["--device", "tpu"], "--device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (["--out", __file__], "--out: must be a folder that can be written, got"),
+        (["--rounds", "0"], "--rounds"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_written(run, arguments, message):
     code, output, report = run(*arguments)
     assert code == 2
-    assert message in " ".join(output.split())
+    assert message in " ".join(output.replace("│", " ").split())
     assert report is None
 
 

@@ -6,14 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from tigon import cli
-from tigon.demo import command
 from tigon.demo.presets import PRESETS, build_model, model_config
 
 TINY = ["--device", "cpu", "--vocab", "512", "--batch", "2", "--seq", "32"]
@@ -88,7 +86,7 @@ def test_ctrl_c_keeps_what_was_measured(text, child_environment, tmp_path):
     finally:
         process.kill()
     said = "".join(lines) + rest
-    assert process.returncode == command._INTERRUPTED == 130, said
+    assert process.returncode == cli.INTERRUPTED == 130, said
     assert "Interrupted" in rest
     found = json.loads((out / "report.json").read_text())
     assert found["interrupted"] is True
@@ -103,7 +101,8 @@ def test_ctrl_c_keeps_what_was_measured(text, child_environment, tmp_path):
         (["--batch", "-1"], "--batch: must be at least 1, got -1"),
         (["--seq", "1"], "--seq: must be at least 2, got 1"),
         (["--vocab", "100"], "--vocab: must be at least 512, got 100"),
-        (["--seed", "-1"], "--seed: must be at least 0, got -1"),
+        (["--seed", "-1"], r"--seed: must be at least 0 and below 2\*\*64, got -1"),
+        (["--seed", str(2**64)], f"--seed: .* got {2**64}"),
         (["--dtype", "float16"], "--dtype: must be one of float32, bfloat16, got 'float16'"),
         (["--device", "tpu"], "--device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
         (["--device", "mps"], "--device: must be auto, cpu, cuda or cuda:N, got 'mps'"),
@@ -125,6 +124,14 @@ def test_bad_values_are_refused_before_anything_runs(arguments, message, text, c
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_cache_that_cannot_be_written_is_refused(text, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    result = invoke(*TINY, "--text", str(text))
+    assert result.exit_code == 2
+    assert "the cache must be a folder that can be written" in re.sub(r"[\s│]+", " ", result.output)
+
+
 def test_a_model_that_cannot_fit_is_refused(text, cache, monkeypatch):
     import psutil
 
@@ -132,16 +139,6 @@ def test_a_model_that_cannot_fit_is_refused(text, cache, monkeypatch):
     result = invoke(*TINY, "--text", str(text))
     assert result.exit_code == 2
     assert "must be a model that fits" in result.output
-
-
-def test_default_folder_is_new(tmp_path, monkeypatch):
-    from tigon.demo import plan
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(plan.time, "strftime", lambda pattern: "now")
-    assert plan.pick_folder(None) == Path("runs/now")
-    Path("runs/now").mkdir(parents=True)
-    assert plan.pick_folder(None) == Path("runs/now_2")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,11 @@ def test_a_loss_that_is_not_finite_never_agrees(losses):
     assert not compare(make_run("stock", losses), make_run("tigon", losses)).agree
 
 
+def test_losses_below_one_are_compared_as_if_they_were_one():
+    assert compare(make_run("stock", [0.0]), make_run("tigon", [1e-6])).differences == [1e-6]
+    assert not compare(make_run("stock", [0.0]), make_run("tigon", [1e-4])).agree
+
+
 def test_curves_of_different_length_are_compared_as_far_as_both_go():
     assert compare(make_run("stock", [3.0, 2.0, 1.0]), make_run("tigon", [3.0])).differences == [0.0]
     assert compare(make_run("stock", [3.0]), make_run("tigon", [])) is None
@@ -92,7 +97,10 @@ def test_median_leaves_the_warm_up_out():
 def test_everything_is_written_whatever_was_measured(tmp_path, stock, tigon):
     runs = make_run("stock", stock), make_run("tigon", tigon, 0.5, 10 * 2**20 if tigon else 0)
     comparison = compare(*runs)
-    print_table(Console(width=100, quiet=True), *runs, comparison)
+    console = Console(width=100)
+    with console.capture() as table:
+        print_table(console, *runs, comparison)
+    assert "nan" not in table.get()
     write_json(
         tmp_path / "report.json",
         runs,

@@ -74,6 +74,21 @@ def test_cache_is_used_again_and_keyed_by_text_and_vocabulary(text, tmp_path):
     assert len(list(cache.iterdir())) == 3  # nothing unfinished is left behind
 
 
+def test_a_process_that_was_faster_is_left_its_cache(text, tmp_path, monkeypatch):
+    corpus, build, faster = read_text(text), module._build, []
+
+    def overtaken(*arguments):
+        if not faster:
+            faster.append(None)
+            faster[0] = (path := tokenise(corpus, 600, tmp_path / "cache").path).stat().st_ino, path
+        build(*arguments)
+
+    monkeypatch.setattr(module, "_build", overtaken)
+    slower = tokenise(corpus, 600, tmp_path / "cache")
+    assert (slower.path.stat().st_ino, slower.path) == faster[0]
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
 @pytest.mark.parametrize("damage", [b"", b"not what it was"], ids=["empty", "garbage"])
 @pytest.mark.parametrize("file", ["tokens.npy", "tokenizer.json"])
 def test_damaged_cache_is_made_again(text, tmp_path, file, damage):

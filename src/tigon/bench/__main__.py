@@ -2,12 +2,8 @@
 
 import sys
 
-try:
-    import typer
-except ModuleNotFoundError:
-    sys.exit("tigon bench needs typer: pip install 'tigon[bench]'")
-
-from tigon.bench.command import bench
+from tigon.cli import main
 
 if __name__ == "__main__":
-    typer.run(bench)
+    sys.argv.insert(1, "bench")
+    main()

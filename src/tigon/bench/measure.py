@@ -7,12 +7,14 @@
 On a GPU the L2 cache is emptied before each call; what a call overwrites is renewed before it. Neither is measured.
 """
 
+import contextlib
 import os
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -256,11 +258,13 @@ DeviceEvent = tuple[str, float, float]  # name, start, duration, both in microse
 _NOT_WORK = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event", "ProfilerStep", "## Call")
 
 
-def _quiet_profile(activities: list[ProfilerActivity], **options: object) -> profile:
+@contextlib.contextmanager
+def _quiet_profile(activities: list[ProfilerActivity], **options: object) -> Iterator[profile]:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes lines of its own between those of the progress bar
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a profile without a schedule keeps one cycle only
-        return profile(activities=activities, **options)
+        with profile(activities=activities, **options) as profiler:
+            yield profiler
 
 
 def _device_events(profiler: profile) -> list[DeviceEvent]:
@@ -276,20 +280,13 @@ def _device_events(profiler: profile) -> list[DeviceEvent]:
 
 
 def kernel_windows(events: Iterable[DeviceEvent], marker: str) -> list[list[float]]:
-    """Durations of the kernels between two markers in a row, which open a window, and the next one, which closes it."""
-    windows: list[list[float]] = []
-    window: list[float] | None = None
-    run = 0  # markers in a row
-    for name, _, duration in events:
-        if name == marker:
-            run += 1
-            if run == 1 and window is not None:
-                windows.append(window)
-                window = None
-            elif run == 2:
-                window = []
-        else:
-            run = 0
-            if window is not None:
-                window.append(duration)
-    return windows
+    """Durations of the kernels between two markers in a row, which open a window, and a single one, which closes it.
+
+    Where the profile has lost one of the three, there is no window.
+    """
+    runs = [(mark, [event[2] for event in run]) for mark, run in groupby(events, lambda event: event[0] == marker)]
+    return [
+        window
+        for (opens, opening), (_, window), (_, closing) in zip(runs, runs[1:], runs[2:], strict=False)
+        if opens and len(opening) == 2 and len(closing) == 1
+    ]

@@ -19,9 +19,17 @@ from tigon.bench.cases import OPS
 from tigon.bench.measure import Roofline
 from tigon.bench.runner import Row
 
-__all__ = ["describe_machine", "markdown", "number", "terminal_table", "versions", "write_json"]
+__all__ = ["LEGEND", "describe_machine", "markdown", "number", "terminal_table", "versions", "write_json"]
 
 PEERS = ("cut-cross-entropy", "nvidia-cutlass-dsl")  # the second changes what Liger runs
+
+
+LEGEND = (
+    "Forward + backward, medians. Kernel ms: GPU kernels summed; host ms: until the call returns; wall ms: until the "
+    "device is done; peak MiB: above the inputs; % roofline: floor / time (more than 100 where more is read than "
+    "written: a copy does both alike); error: |x - exact| / |exact| of the worst output or gradient, in brackets "
+    "eager's of the same."
+)
 
 
 def versions() -> dict[str, str]:
@@ -134,8 +142,7 @@ def markdown(rows: list[Row], roofline: Roofline, machine: dict) -> str:
         f"Roofline measured first: {roofline.bytes_per_second / 1e9:,.0f} GB/s (copy, read + written), "
         f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s (bf16 product).",
         "",
-        "Forward + backward. Kernel ms: GPU kernels summed; host ms: until the call returns; wall ms: until the device "
-        "is done; peak MiB: above the inputs; error: |x - exact| / |exact| of the worst output or gradient.",
+        LEGEND,
     ]
     for _, group in _by_case(rows):
         lines += ["", f"## {_title(group[0])}", ""]

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import math
+import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -56,8 +57,8 @@ class Row:
 
     @property
     def failed(self) -> bool:
-        """Whether the run must end with exit code 1: our own kernel is wrong or raised."""
-        return self.provider == "tigon" and self.status in ("wrong", "error")
+        """Whether the run must end with exit code 1: our own kernel is wrong, raised or could not be imported."""
+        return self.provider == "tigon" and self.status in ("wrong", "error", "missing")
 
     def add_note(self, text: str) -> None:
         self.note = f"{self.note}; {text}" if self.note else text
@@ -186,8 +187,8 @@ def _measure(case: Case, entries: list[_Entry], meter: Meter, rounds: int, tell:
             tell(f"warming up {entry.provider.name}")
             _attempt(entry, meter, lambda entry=entry: _warm_up(entry, inputs, meter))
     for index in range(rounds):
-        first = index % max(1, len(entries))  # each round starts with another: no one always follows the same one
-        for entry in entries[first:] + entries[:first]:
+        # Each round in an order of its own: a hot chip is slow, and no one always follows the same one.
+        for entry in random.Random(index).sample(entries, len(entries)):
             if entry.alive:
                 tell(f"round {index + 1}/{rounds}: {entry.provider.name}")
                 _attempt(entry, meter, lambda entry=entry: _round(entry, inputs, meter))

@@ -1,11 +1,10 @@
 """One run of `tigon bench`: options to cases, cases to rows, rows to the files that are left behind."""
 
-import re
-import sys
 import time
 from pathlib import Path
 
 import torch
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -14,54 +13,55 @@ from tigon.bench import plots, providers, report
 from tigon.bench.cases import Case
 from tigon.bench.measure import make_meter
 from tigon.bench.runner import Row, run_case
+from tigon.cli import INTERRUPTED, make_console, pick_device, pick_folder
 
 __all__ = ["session"]
 
 
 def session(
-    ops: str | None, cases: str | None, provider_names: str | None, rounds: int, device: str | None, quick: bool,
+    ops: str | None, cases: str | None, provider_names: str | None, rounds: int | None, device: str, quick: bool,
     out: Path | None, list_cases: bool,
 ) -> int:  # fmt: skip
-    """Run with the options of the command line; -> the exit code."""
-    # A file or a pipe has no width: wide enough for the tables.
-    console = Console() if sys.stdout.isatty() else Console(width=140)
+    """Run with the options of the command line; -> the exit code.
+
+    Raises:
+        typer.BadParameter: before anything runs, naming the rule and the value.
+    """
+    console = make_console()
+    target = _device(pick_device(device))
     try:
-        target = _device(device)
         chosen = case_table.select(ops, cases or ("first-light" if target.type == "cuda" else "small"))
         selected = {case.op: providers.select(case.op, provider_names) for case in chosen}
         chosen = [case for case in chosen if selected[case.op]]
         if not chosen:
             raise ValueError(f"bench: none of the ops chosen has a provider among {provider_names!r}")
     except ValueError as problem:
-        console.print(str(problem), style="red", markup=False, soft_wrap=True)
-        return 2
+        raise typer.BadParameter(str(problem)) from problem
     if list_cases:
         for case in chosen:
-            console.print(f"{case.name}  [dim]{', '.join(case.tags)}[/dim]", highlight=False, soft_wrap=True)
+            console.print(f"{case.name}  [dim]{', '.join(case.tags)}[/dim]", soft_wrap=True)
         return 0
-    folder = out or Path("runs") / f"bench-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder = pick_folder(out, "bench_")
     folder.mkdir(parents=True, exist_ok=True)
-    settings = {"rounds": 1 if quick else rounds, "quick": quick, "cases": [case.name for case in chosen]}
+    settings = {
+        "rounds": rounds or (1 if quick else 3),
+        "quick": quick,
+        "interrupted": False,
+        "cases": [case.name for case in chosen],
+    }
     rows = _run(chosen, selected, target, settings, folder, console)
     failed = [row for row in rows if row.failed]
     for row in failed:
         console.print(f"{row.case}: tigon: {row.status}: {row.note}", style="bold red", markup=False, soft_wrap=True)
-    complete = {row.case for row in rows} == {case.name for case in chosen}
-    return 1 if failed or not complete else 0
+    return INTERRUPTED if settings["interrupted"] else int(bool(failed))
 
 
-def _device(name: str | None) -> torch.device:
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise ValueError(f"bench: device must be cpu, cuda or cuda:N, got {name!r}")
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"bench: device {name!r} was asked for, but torch sees no GPU")
-        if (device.index or 0) >= torch.cuda.device_count():
-            raise ValueError(f"bench: device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs")
-        torch.cuda.set_device(device.index or 0)  # profiler, markers and peers all use the current device
-        device = torch.device("cuda", device.index or 0)
+def _device(name: str) -> torch.device:
+    """The device of that name; a GPU becomes the current one, which profiler, markers and peers all use."""
+    if name == "cpu":
+        return torch.device(name)
+    device = torch.device("cuda", torch.device(name).index or 0)
+    torch.cuda.set_device(device)
     return device
 
 
@@ -86,8 +86,7 @@ def _run(
         roofline = meter.roofline()
         progress.console.print(
             f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
-            f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products",
-            highlight=False,
+            f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n{report.LEGEND}\n"
         )
         try:
             for case in chosen:
@@ -99,11 +98,12 @@ def _run(
                     progress.console.print(report.terminal_table(done))
                 report.write_json(folder / "bench.json", rows, roofline, machine, settings)
         except KeyboardInterrupt:
-            progress.console.print("interrupted: the report holds what was measured", style="yellow")
+            settings["interrupted"] = True
+            progress.console.print("[bold yellow]Interrupted[/]: the report holds the cases that were done.")
     settings["seconds"] = round(time.perf_counter() - started, 1)
     report.write_json(folder / "bench.json", rows, roofline, machine, settings)
     (folder / "bench.md").write_text(report.markdown(rows, roofline, machine))
     pictures = plots.draw(rows, folder, str(machine["name"]))
     names = ", ".join(["bench.json", "bench.md", *(picture.name for picture in pictures)])
-    console.print(f"{settings['seconds']:.0f} s. Report in {folder}: {names}", highlight=False, soft_wrap=True)
+    console.print(f"{settings['seconds']:.0f} s. Report in {folder}: {names}", soft_wrap=True)
     return rows

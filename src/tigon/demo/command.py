@@ -4,20 +4,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
+from tigon.cli import INTERRUPTED, make_console, pick_device, pick_folder
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from tigon.demo.plan import Plan
     from tigon.demo.report import Comparison
     from tigon.demo.runner import Outcome
 
 __all__ = ["demo"]
 
-_CURVES_PART, _FAILED, _INTERRUPTED = 1, 3, 130  # exit codes; 2 is bad input
+_CURVES_PART, _FAILED = 1, 3  # exit codes; 2 is bad input
 
 
-def _introduce(console: Console, plan: "Plan") -> None:
+def _introduce(console: "Console", plan: "Plan") -> None:
     from tigon.environment import device_name
 
     job, corpus, tokens = plan.first.job, plan.corpus, plan.tokens
@@ -40,7 +43,9 @@ def _introduce(console: Console, plan: "Plan") -> None:
     console.print(f"{preset.steps} steps of {preset.batch} x {preset.seq} tokens with AdamW, from the same seed\n")
 
 
-def _conclude(console: Console, plan: "Plan", comparison: "Comparison | None", outcome: "Outcome", folder: Path) -> int:
+def _conclude(
+    console: "Console", plan: "Plan", comparison: "Comparison | None", outcome: "Outcome", folder: Path
+) -> int:
     """Print the results; return the exit code."""
     from tigon.demo.report import TOLERANCE, memory_sentence, print_table
 
@@ -76,7 +81,7 @@ def _conclude(console: Console, plan: "Plan", comparison: "Comparison | None", o
         console.print(
             f"[bold yellow]Interrupted[/]: of {job.preset.steps} steps were done: {done}. What was measured is kept."
         )
-        code = _INTERRUPTED
+        code = INTERRUPTED
     console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")
     return code
 
@@ -90,7 +95,7 @@ def demo(
     seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None,
     vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None,
     memory: Annotated[
-        str, typer.Option(help="What Tigon does about activations, as in tigon.patch(model, memory=...).")
+        str, typer.Option(help="Which activations Tigon keeps, as in tigon.patch(model, memory=...).")
     ] = "default",
     text: Annotated[
         Path | None,
@@ -109,10 +114,10 @@ def demo(
     Exit code: 0; 1 if the loss curves part by more than the tolerance printed; 2 for bad input; 3 if a run failed;
     130 after Ctrl-C (what was measured is kept).
     """
-    from tigon.demo.plan import make_plan, pick_device, pick_folder, pick_preset
-
-    console = Console(highlight=False)
+    console = make_console()
     try:
+        from tigon.demo.plan import make_plan, pick_preset
+
         device = pick_device(device)
         preset = pick_preset(device, dtype=dtype, vocab_size=vocab, batch=batch, seq=seq, steps=steps)
         folder = pick_folder(out)
@@ -121,12 +126,12 @@ def demo(
         folder.mkdir(parents=True, exist_ok=True)
         code = _run(console, plan, folder)
     except KeyboardInterrupt:
-        console.print("[bold yellow]Interrupted[/]: nothing was measured.")
-        code = _INTERRUPTED
+        console.print("[bold yellow]Interrupted[/]")
+        code = INTERRUPTED
     raise typer.Exit(code)
 
 
-def _run(console: Console, plan: "Plan", folder: Path) -> int:
+def _run(console: "Console", plan: "Plan", folder: Path) -> int:
     """Train, compare, write. Returns the exit code."""
     from tigon.demo.plots import plot_loss, plot_speed_memory
     from tigon.demo.report import compare, write_json

@@ -1,8 +1,5 @@
 """From options to a plan: whatever can be refused is refused here, before anything runs."""
 
-import itertools
-import os
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,10 +9,10 @@ import typer
 
 from tigon.demo.presets import PRESETS, Preset, build_model
 from tigon.demo.report import TOLERANCE, Run
-from tigon.demo.text import MIN_VOCAB, Corpus, Tokens, read_text, tokenise
+from tigon.demo.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
 from tigon.demo.train import Job
 
-__all__ = ["Plan", "make_plan", "pick_device", "pick_folder", "pick_preset"]
+__all__ = ["Plan", "make_plan", "pick_preset"]
 
 
 @dataclass(frozen=True)
@@ -28,25 +25,6 @@ class Plan:
     tokens: Tokens
     model_class: str
     parameters: int
-
-
-def pick_device(name: str) -> str:
-    """`name`, or for auto the best there is."""
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    rule = f"must be auto, cpu, cuda or cuda:N, got {name!r}"
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise typer.BadParameter(rule, param_hint="--device") from None
-    if device.type not in PRESETS:
-        raise typer.BadParameter(rule, param_hint="--device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        seen = torch.cuda.device_count()
-        raise typer.BadParameter(
-            f"must be a device that torch sees ({seen} of CUDA), got {name!r}", param_hint="--device"
-        )
-    return name
 
 
 def _at_least(least: int, value: int, option: str) -> None:
@@ -65,18 +43,6 @@ def pick_preset(device: str, **given: Any) -> Preset:
     _at_least(2, preset.seq, "--seq")  # the first token of a sequence is nobody's target
     _at_least(MIN_VOCAB, preset.vocab_size, "--vocab")
     return preset
-
-
-def pick_folder(out: Path | None) -> Path:
-    """`out`, or `runs/<time>`, which is not there yet."""
-    if out is not None:
-        nearest = next(folder for folder in (out, *out.absolute().parents) if folder.exists())
-        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-            raise typer.BadParameter(f"must be a folder that can be written, got {str(out)!r}", param_hint="--out")
-        return out
-    stem = time.strftime("%Y-%m-%d_%H-%M-%S")
-    names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
-    return next(folder for name in names if not (folder := Path("runs") / name).exists())
 
 
 def _rehearse(model_type: str, preset: Preset, patch: dict[str, Any]) -> tuple[str, int]:
@@ -117,7 +83,8 @@ def make_plan(
     Raises:
         typer.BadParameter: naming the option, the rule and the value.
     """
-    _at_least(0, seed, "--seed")
+    if not 0 <= seed < 2**64:
+        raise typer.BadParameter(f"must be at least 0 and below 2**64, got {seed}", param_hint="--seed")
     try:
         corpus = read_text(text)
     except (ValueError, OSError) as error:
@@ -125,7 +92,13 @@ def make_plan(
     patch = {"memory": memory}
     model_class, parameters = _rehearse(model_type, preset, patch)
     _check_room(parameters, preset, device)
-    tokens = tokenise(corpus, preset.vocab_size)
+    try:
+        tokens = tokenise(corpus, preset.vocab_size)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"the cache must be a folder that can be written, got {str(cache_folder())!r} ({error.strerror}): name "
+            "another in the environment variable XDG_CACHE_HOME"
+        ) from error
     if tokens.count < preset.seq:
         raise typer.BadParameter(
             f"must hold at least one sequence of {preset.seq} tokens, got {tokens.count} tokens in {corpus.name!r}",

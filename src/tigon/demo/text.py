@@ -87,7 +87,8 @@ def read_text(source: Path | None = None) -> Corpus:
     documents: list[str] = []
     room = MAX_CHARACTERS
     for path in files:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(4 * room)  # a character has at most four bytes
         if not data.strip() or b"\0" in data:
             continue
         document = data.decode("utf-8", errors="replace")[:room]
@@ -115,6 +116,13 @@ def _load(folder: Path, cached: bool) -> Tokens:
     entries = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")
     return Tokens(folder / "tokens.npy", len(tokens), entries, cached)
+
+
+def _find(folder: Path) -> Tokens | None:
+    try:
+        return _load(folder, cached=True)
+    except Exception:  # absent, or damaged: `tokenizers` raises plain Exception for both
+        return None
 
 
 def _build(corpus: Corpus, vocab: int, folder: Path) -> None:
@@ -145,21 +153,18 @@ def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
     """
     cache = cache_folder() if cache is None else cache
     folder = cache / _key(corpus, vocab)
-    try:
-        return _load(folder, cached=True)
-    except Exception:  # absent, or damaged: `tokenizers` raises plain Exception for both
-        pass
+    found = _find(folder)
+    if found is not None:
+        return found
     cache.mkdir(parents=True, exist_ok=True)
-    workplace = Path(tempfile.mkdtemp(prefix=folder.name, dir=cache))
+    unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=cache))
     try:
-        _build(corpus, vocab, workplace)
-        try:
-            workplace.rename(folder)
-        except OSError:  # there already: another process was faster, or it is damaged; both are the same text
-            shutil.rmtree(folder, ignore_errors=True)
-            workplace.rename(folder)
+        _build(corpus, vocab, unfinished)
+        if _find(folder) is None:  # or another process was faster, and may be reading it
+            shutil.rmtree(folder, ignore_errors=True)  # damaged, if it is there
+            unfinished.rename(folder)
     finally:
-        shutil.rmtree(workplace, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
     return _load(folder, cached=False)
 
 
