@@ -1,5 +1,6 @@
 """The loss in the head: stock numbers for every way of calling a model, stock code where that cannot be."""
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -135,6 +136,21 @@ def test_all_labels_ignored_gives_zero_and_not_nan(pair, batch):
     assert not any(p.grad.any() for p in model.parameters())
 
 
+def test_a_call_within_a_call_is_a_call_of_its_own(pair, batch, assert_same_step):
+    model, stock = pair()
+    inner = []
+
+    def call_again(layer, args):
+        if not inner:
+            inner.append(None)
+            inner[0] = model(batch["input_ids"]).logits, model(**batch).loss
+
+    model.model.layers[0].register_forward_pre_hook(call_again)
+    assert_same_step(model, stock, batch)
+    assert torch.equal(inner[0][0], stock(batch["input_ids"]).logits)
+    torch.testing.assert_close(inner[0][1], stock(**batch).loss)
+
+
 # --- hooks and shards ----------------------------------------------------------------------------
 
 
@@ -196,9 +212,15 @@ def test_logits_to_keep_gives_those_logits(pair, batch, kept):
     assert torch.equal(outputs.loss, expected.loss)
 
 
-def test_items_that_are_not_one_number_are_stock(pair, batch):
+def test_shift_labels_without_a_batch_are_stock(pair, batch):
     model, stock = pair()
-    items = torch.tensor([3.0, 4.0])
+    batch["shift_labels"] = torch.arange(33)
+    assert torch.equal(model(**batch).loss, stock(**batch).loss)
+
+
+@pytest.mark.parametrize("items", [torch.tensor([3.0, 4.0]), numpy.int64(3)], ids=["two", "numpy"])
+def test_items_that_are_not_one_number_are_stock(pair, batch, items):
+    model, stock = pair()
     assert torch.equal(model(**batch, num_items_in_batch=items).loss, stock(**batch, num_items_in_batch=items).loss)
 
 
@@ -239,6 +261,25 @@ def test_resized_embeddings_keep_training_right(pair, batch, assert_same_step):
         torch.manual_seed(0)
         each.resize_token_embeddings(140)
     assert_same_step(model, stock, batch)
+
+
+def scale_the_output_of_the_head(model):
+    model.lm_head.register_forward_hook(lambda head, args, output: 2 * output)
+
+
+def change_the_soft_cap(model):
+    model.config.final_logit_softcapping = 6.0
+
+
+def remove_the_soft_cap(model):
+    model.config.final_logit_softcapping = None
+
+
+@pytest.mark.parametrize("change", [scale_the_output_of_the_head, change_the_soft_cap, remove_the_soft_cap])
+def test_logits_treated_otherwise_than_was_learnt_give_nan_and_never_a_wrong_loss(pair, batch, step, change):
+    model, _ = pair("gemma2")
+    change(model)
+    assert all(value.isnan().any() for value in step(model, batch).values())
 
 
 class Adapter(nn.Module):
@@ -365,6 +406,24 @@ def test_a_scale_that_is_trained_stays_stock(make_model):
         def forward(self, *args, labels=None, **kwargs):
             outputs = original(self, *args, **kwargs)
             outputs.logits = outputs.logits * self.temperature.abs()
+            if labels is not None:
+                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
+            return outputs
+
+    model.__class__ = Scaled
+    assert left_alone(model) == "what its forward does to the logits is not the same each time"
+
+
+def test_a_scale_in_a_buffer_stays_stock(make_model):
+    model = make_model()
+    model.register_buffer("temperature", torch.ones(()))
+    variant(model, lambda x, model=model: x * model.temperature)
+    original = type(model).forward
+
+    class Scaled(type(model)):
+        def forward(self, *args, labels=None, **kwargs):
+            outputs = original(self, *args, **kwargs)
+            outputs.logits = outputs.logits * self.temperature
             if labels is not None:
                 outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
             return outputs

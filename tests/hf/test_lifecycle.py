@@ -2,9 +2,13 @@
 
 import copy
 import functools
+import gc
 import inspect
 import io
 import pickle
+import sys
+import threading
+import weakref
 
 import pytest
 import torch
@@ -76,6 +80,19 @@ def test_a_copied_head_does_not_drag_the_model_along(patched):
     assert not any(isinstance(m, nn.Embedding) for m in pickle.loads(pickle.dumps(head)).modules())
     x = torch.randn(2, 64)
     assert torch.equal(head(x), nn.functional.linear(x, head.weight))
+
+
+def test_a_deleted_model_is_freed_at_once(patched, batch):
+    model = patched()
+    model(**batch).loss.backward()
+    gc.collect()
+    gc.disable()  # no cycle may hold the weights until the collector runs
+    try:
+        weights = [weakref.ref(parameter) for parameter in model.parameters()]
+        del model
+        assert not any(weight() is not None for weight in weights)
+    finally:
+        gc.enable()
 
 
 def test_state_dicts_are_those_of_stock(make_model, patched, model_type, batch, assert_same_step):
@@ -186,6 +203,47 @@ def test_autocast(patched, make_model, model_type, batch, step):
         assert (given[name] - exact[name]).abs().max() < allowed, name
 
 
+def test_a_function_given_to_the_modelling_file_later_is_used(patched, batch, monkeypatch):
+    model, calls = patched(), []
+    file = sys.modules[type(model).__module__]
+    stock = file.eager_attention_forward
+    monkeypatch.setattr(file, "eager_attention_forward", lambda *a, **k: calls.append(a) or stock(*a, **k))
+    model(**batch)
+    assert len(calls) == 2
+
+
+def test_threads_do_not_see_each_other(patched, make_model, batch):
+    """The second thread begins and ends its call while the first is inside its own."""
+    model, stock, losses = patched(), make_model(), []
+    other = {**batch, "input_ids": batch["input_ids"].flip(0), "labels": batch["labels"].flip(1)}
+
+    def run_other(layer, args):
+        if not losses:
+            losses.append(None)
+            thread = threading.Thread(target=lambda: losses.append(model(**other).loss))
+            thread.start()
+            thread.join()
+
+    model.lm_head.register_forward_pre_hook(run_other)
+    torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
+    torch.testing.assert_close(losses[1], stock(**other).loss)
+
+
+def test_the_call_of_one_thread_is_not_that_of_another(patched, batch):
+    model, outputs = patched(), []
+    x = torch.randn(3, 11, 64)
+
+    def use_the_head(layer, args):
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=lambda: outputs.append(model.lm_head(x)))
+            thread.start()
+            thread.join()
+
+    model.lm_head.register_forward_pre_hook(use_the_head)
+    assert model(**batch).logits is None
+    assert torch.equal(outputs[0], nn.functional.linear(x, model.lm_head.weight))
+
+
 def test_switching_between_training_and_evaluating(patched, batch):
     model = patched()
     for _ in range(2):
@@ -245,6 +303,20 @@ def test_accelerate_hooks_and_patches_leave_each_other_in_place(make_model, batc
     hooks.remove_hook_from_submodules(model)
     assert not any(find_replacement(m) for m in model.modules())
     assert_same_step(model, stock, batch)
+
+
+def test_a_model_unwrapped_from_mixed_precision_stays_patched(make_model, batch, hooks):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(mixed_precision="bf16", cpu=True)
+    model, stock = make_model(), make_model()
+    report = tigon.patch(model)
+    model, stock = (accelerator.unwrap_model(accelerator.prepare(m), keep_fp32_wrapper=False) for m in (model, stock))
+    outputs = model(**batch)
+    assert outputs.logits is None
+    torch.testing.assert_close(outputs.loss, stock(**batch).loss)
+    report.restore()
+    assert torch.equal(model(**batch).logits, stock(**batch).logits)
 
 
 def test_hooks_may_go_before_the_patch_does(make_model, batch, hooks):

@@ -49,7 +49,7 @@ def test_what_is_replaced_runs_the_ops(make_model, model_type, batch, monkeypatc
     expected = {entry.part: entry.count for entry in tigon.patch(model).replaced if entry.part in calls}
     for op in calls:
         module = sys.modules[f"tigon.ops.{op}"]
-        count = lambda x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(x)
+        count = lambda *x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(*x)
         monkeypatch.setattr(module, "runs_kernels", count)
     model(**batch)
     assert calls == expected
@@ -185,6 +185,19 @@ def test_a_second_patch_adds_the_parts_that_the_first_left_out(make_model):
     assert [(e.part, e.count) for e in tigon.patch(model).replaced] == [("rope", 2)]
 
 
+@pytest.mark.parametrize("first", [0, -1])
+def test_patches_are_undone_in_any_order(make_model, batch, step, first):
+    model = make_model()
+    before = step(model, batch)
+    reports = [tigon.patch(model, rope=False, loss=False), tigon.patch(model)]
+    reports.pop(first).restore()
+    assert_close = torch.testing.assert_close
+    assert_close(step(model, batch)["loss"], before["loss"])
+    reports.pop().restore()
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert all(torch.equal(value, before[name]) for name, value in step(model, batch).items())
+
+
 # --- anywhere, at any time -----------------------------------------------------------------------
 
 
@@ -257,6 +270,35 @@ def test_a_deep_model_is_probed_once_for_each_kind(make_model, monkeypatch):
         shallow = len(runs)
         assert len(tigon.patch(make_model("llama", num_hidden_layers=32))) == 32 * 4 + 2
     assert len(runs) == 2 * shallow
+
+
+def exchange_the_activation(mlp):
+    mlp.act_fn = nn.ReLU()
+
+
+def hook_the_activation(mlp):
+    mlp.act_fn.register_forward_hook(lambda act, args, output: output * (output > 1))
+
+
+def replace_the_forward_of_the_activation(mlp):
+    mlp.act_fn.forward = torch.relu
+
+
+CHANGES = [exchange_the_activation, hook_the_activation, replace_the_forward_of_the_activation]
+
+
+@pytest.mark.parametrize("when", ["before the patch", "after the patch"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_an_activation_that_was_changed_is_called(make_model, batch, assert_same_step, change, when):
+    model, stock = make_model(), make_model()
+    tigon.patch(model, loss=False) if when == "after the patch" else None
+    for each in (model, stock):
+        change(each.model.layers[1].mlp)
+    assert_same_step(model, stock, batch)
+    if when == "before the patch":
+        left = tigon.patch(model).left_alone
+        assert [(entry.part, entry.names) for entry in left] == [("glu", ["model.layers.1.mlp"])]
+        assert_same_step(model, stock, batch)
 
 
 # --- what is said --------------------------------------------------------------------------------

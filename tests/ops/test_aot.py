@@ -58,6 +58,7 @@ WORKLOADS = {
     "geglu 14336": lambda: _glu(tigon.geglu),
     "geglu tanh 14336": lambda: _glu(lambda gate, up: tigon.geglu(gate, up, approximate="tanh")),
     "cross_entropy 32000 in place": lambda: _cross_entropy(32000, inplace=True),
+    "cross_entropy of one class": lambda: _cross_entropy(1, inplace=True),
     "cross_entropy 32000": lambda: _cross_entropy(32000),
     "cross_entropy 128256 in place": lambda: _cross_entropy(128256, inplace=True),
     "cross_entropy 256000, every option": lambda: _cross_entropy(256000, weight=torch.ones(256000), **EVERY_OPTION),

@@ -69,6 +69,30 @@ def test_without_gradients_the_outputs_are_the_same(case: Case):
         torch.testing.assert_close(y, expected_y.detach(), rtol=1e-6, atol=1e-6)
 
 
+@every_case
+def test_a_second_derivative_is_right_or_refused(case: Case):
+    """Where the references run, torch differentiates twice; a kernel has no second derivative, and must say so."""
+
+    def penalised(run) -> list[torch.Tensor]:
+        tensors = case.inputs()
+        wanted = [x for x in tensors if x.requires_grad]
+        outputs = run(*tensors)
+        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        total = sum(y.square().sum() for y in outputs)
+        gradients = torch.autograd.grad(total, wanted, create_graph=True)
+        return torch.autograd.grad(total + sum(g.square().sum() for g in gradients), wanted)
+
+    expected = penalised(case.reference)
+    try:
+        got = penalised(case.run)
+    except RuntimeError as error:
+        if "no second derivative" not in str(error):
+            raise
+    else:
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
 def _strided(x: torch.Tensor, step: int) -> torch.Tensor:
     """The same values, with gaps between rows (step 1) or between elements (step 2)."""
     if not x.is_floating_point() or x.dim() < 2:

@@ -219,6 +219,67 @@ def test_int32_targets():
     assert torch.equal(tigon.cross_entropy(logits, target.int()), tigon.cross_entropy(logits, target))
 
 
+def test_none_as_ignore_index_is_torchs_default():
+    logits, target = _logits(8, 30), _target(8, v=30)
+    assert torch.equal(tigon.cross_entropy(logits, target, ignore_index=None), tigon.cross_entropy(logits, target))
+
+
+def test_one_class():
+    logits, target = _logits(5, 1), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    loss = tigon.cross_entropy(logits, target)
+    assert loss == 0
+    assert (torch.autograd.grad(loss, logits)[0] == 0).all()
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
+def test_fp16_gradients_survive_a_loss_scale(inplace):
+    """1 / items is below what fp16 holds; the scale that arrives in backward brings the gradient back."""
+    logits, target = _logits(4, 5000, dtype=torch.float16), _target(4, v=5000)
+    scale = torch.tensor(65536.0, device=DEVICE)
+    run = lambda f: torch.autograd.grad(f(logits * 1.0), logits, scale)[0].float()
+    got = run(lambda x: tigon.cross_entropy(x, target, num_items=8192, inplace=inplace))
+    expected = run(lambda x: F.cross_entropy(x.float(), target, reduction="sum") / 8192)
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
+def test_rows_that_share_memory(inplace):
+    target = torch.tensor([0, 3, 15, 7], device=DEVICE)
+    for overlapping in (lambda: torch.randn(1, 16).expand(4, 16), lambda: torch.randn(64).unfold(0, 16, 1)[:4]):
+        torch.manual_seed(0)
+        logits = overlapping().to(DEVICE)
+        dense = logits.clone().requires_grad_()
+        logits.requires_grad_()
+        got = torch.autograd.grad(tigon.cross_entropy(logits, target, inplace=inplace), logits)[0]
+        torch.testing.assert_close(got, torch.autograd.grad(F.cross_entropy(dense, target), dense)[0])
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
+def test_label_smoothing_of_logits_far_from_zero(weighted):
+    """A shift of all logits changes nothing, and must not eat the digits of the loss either."""
+    logits, target = _logits(16, 5000).detach(), _target(16, v=5000)
+    weight = _class_weights(5000) if weighted else None
+    shifted = logits + 1000.0
+    options = {"label_smoothing": 0.5, "weight": weight}
+    exact = cross_entropy_reference(shifted.double(), target, **options)
+    torch.testing.assert_close(tigon.cross_entropy(shifted, target, **options).double(), exact, rtol=1e-6, atol=0)
+
+
+def test_the_loss_stays_fp32_under_autocast():
+    logits, target = _logits(8, 300), _target(8, v=300)
+    run = lambda: tigon.cross_entropy(logits, target, _class_weights(300), label_smoothing=0.5)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        inside = run()
+    assert torch.equal(inside, run())
+
+
+def test_shapes_alone_on_meta():
+    logits = torch.randn(4, 10, device="meta", requires_grad=True)
+    loss = tigon.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device="meta"))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.shape == (4, 10)
+
+
 def test_module():
     logits, target = _logits(8, 30), _target(8, v=30)
     module = tigon.CrossEntropyLoss(_class_weights(30), label_smoothing=0.1, softcap=5.0).to(DEVICE)
@@ -227,6 +288,9 @@ def test_module():
     assert list(module.state_dict()) == ["weight"]
     with pytest.raises(ValueError, match="CrossEntropyLoss: an option must be one of .*got 'soft_cap'"):
         tigon.CrossEntropyLoss(soft_cap=5.0)
+
+
+SCALE = torch.nn.Parameter(torch.ones(()))
 
 
 def test_bad_input():
@@ -246,8 +310,14 @@ def test_bad_input():
             {"reduction": "avg"},
         ),
         (ValueError, r"label_smoothing must be in \[0, 1\], got 1.5", (logits, target), {"label_smoothing": 1.5}),
-        (ValueError, "softcap must be positive or None, got 0", (logits, target), {"softcap": 0}),
-        (ValueError, "z_loss must not be negative, got -1", (logits, target), {"z_loss": -1}),
+        (ValueError, "softcap must be positive and finite, got 0", (logits, target), {"softcap": 0}),
+        (ValueError, "z_loss must be finite and not negative, got -1", (logits, target), {"z_loss": -1}),
+        (ValueError, r"input must have shape \(..., V\) with V > 0, got \(\)", (logits[0, 0], target[0]), {}),
+        (TypeError, "ignore_index must be an int, got float", (logits, target), {"ignore_index": 1.5}),
+        (TypeError, "logit_scale must be a number, got Parameter", (logits, target), {"logit_scale": SCALE}),
+        (ValueError, "logit_scale must be finite, got nan", (logits, target), {"logit_scale": float("nan")}),
+        (TypeError, "softcap must be a number, got str", (logits, target), {"softcap": "30"}),
+        (TypeError, "num_items must be a number, got str", (logits, target), {"num_items": "4"}),
         (ValueError, "num_items divides a mean", (logits, target), {"num_items": 3, "reduction": "sum"}),
     ]:
         before = logits.clone()

@@ -41,6 +41,22 @@ def test_far_from_zero(run, reference):
     assert_as_accurate_as_eager(run, reference, [gate, up])
 
 
+def test_a_frozen_input_costs_nothing(monkeypatch):
+    import tigon.ops.glu as module
+
+    made, backward = [], module.glu_backward
+    monkeypatch.setattr(module, "glu_backward", lambda *args: made.append(backward(*args)) or made[-1])
+    gate, up = _tensor(4, 64, dtype=torch.float32), _tensor(4, 64, dtype=torch.float32, seed=1).detach()
+    tigon.swiglu(gate, up).sum().backward()
+    if made:  # where the kernels run
+        assert [x.numel() for x in made[-1]] == [256, 0]
+
+
+def test_no_features():
+    empty = torch.randn(3, 0, device=DEVICE)
+    assert tigon.swiglu(empty, empty).shape == (3, 0)
+
+
 def test_halves_of_one_tensor_given_apart():
     packed = _tensor(4, 64, dtype=torch.float32)
     gate, up = packed.chunk(2, -1)

@@ -70,6 +70,14 @@ def test_module_is_torchs_with_the_same_state():
     assert isinstance(ours, torch.nn.RMSNorm)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_modules_default_epsilon_is_torchs(dtype):
+    """Small values show it: an epsilon of half precision would swallow them."""
+    x = (torch.randn(4, 48, device=DEVICE) * 0.01).to(dtype)
+    y, expected = tigon.RMSNorm(48).to(DEVICE)(x), torch.nn.RMSNorm(48).to(DEVICE)(x.float())
+    torch.testing.assert_close(y.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+
+
 DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
 
 
@@ -94,6 +102,10 @@ def test_bad_input():
         tigon.rms_norm([1.0], weight)
     with pytest.raises(ValueError, match="rms_norm: rounding must be one of 'before_weight', 'after_weight', got 'no'"):
         tigon.rms_norm(x, weight, rounding="no")
+    with pytest.raises(ValueError, match="rms_norm: eps must be finite and not negative, got -1"):
+        tigon.rms_norm(x, weight, -1)
+    with pytest.raises(TypeError, match="rms_norm: eps must be a number, got NoneType"):
+        tigon.rms_norm(x, weight, None)
     with pytest.raises(ValueError, match="rms_norm: x and weight must have the same device"):
         tigon.rms_norm(x, weight.to("meta"))
     with pytest.raises(ValueError, match=r"RMSNorm: x must end in \(8,\), got shape \(3, 9\)"):

@@ -82,6 +82,29 @@ def test_the_result_keeps_the_layout_of_its_input():
     assert [y.transpose(1, 2).is_contiguous() for y in turned] == [True, True]
 
 
+def test_overlapping_strides():
+    base = torch.randn(2, 40, device=DEVICE)
+    q = base.as_strided((2, 2, 3, 8), (40, 1, 8, 1)).requires_grad_()
+    _, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8)
+    got = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
+    expected = outputs_and_gradients(tigon.rope, [q.detach().clone().requires_grad_(), k, cos, sin])
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_frozen_input_costs_nothing(monkeypatch):
+    import tigon.ops.rope as module
+
+    made, turn = [], module.rope_turn
+    monkeypatch.setattr(module, "rope_turn", lambda *args: made.append(turn(*args)) or made[-1])
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    q, k = q * 1, (k * 1).detach()
+    outputs = tigon.rope(q, k, cos, sin)
+    if made:  # where the kernels run
+        (outputs[0].sum() + outputs[1].sum()).backward()
+        assert [x.numel() for x in made[-1]] == [q.numel(), 0]
+
+
 def test_wider_tables_widen_the_result():
     q, k, cos, sin = _inputs(1, 2, 1, 3, 8, 8, dtype=torch.float16)
     got, expected = (outputs_and_gradients(f, [q, k, cos.float(), sin.float()]) for f in (tigon.rope, rope_reference))
@@ -103,5 +126,7 @@ def test_bad_input():
         tigon.rope(q, k, cos[..., :15], sin[..., :15])
     with pytest.raises(ValueError, match="rope: unsqueeze_dim must be one of 1, 2, got 3"):
         tigon.rope(q, k, cos, sin, unsqueeze_dim=3)
+    with pytest.raises(ValueError, match="rope: cos and sin must have the same dtype"):
+        tigon.rope(q, k, cos, sin.half())
     with pytest.raises(TypeError, match="rope: sin must be a float32"):
         tigon.rope(q, k, cos, sin.long())

@@ -5,7 +5,9 @@ Three places of the instance change, and no model's forward is copied:
 - `model.forward` notes the labels of the call, runs the stock forward, and takes the placeholder out of its output;
 - `head.forward`, reached through the head's own call (hooks that gather or shard weights fire as ever), returns a
   placeholder of shape [1, 1, 1] where logits would be, after computing the loss of the call;
-- `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph.
+- `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph, and what the
+  placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if something did
+  (a hook that changes the head's output, another soft cap since the patch), for a check would wait for the GPU.
 
 Only in training mode with labels. Any other call, and any that this cannot honour, runs the stock code as it was.
 What the model does to its logits on the way to the loss (a soft cap, a scale) is measured by running the model's own
@@ -16,13 +18,17 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
 import dataclasses
+import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.hf.replacement import find_replacement
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec"]
@@ -49,6 +55,16 @@ class Spec:
     forwarded: frozenset[str]  # which of LOSS_ARGUMENTS the model hands on to its loss
     unknown: frozenset[str]  # arguments of the loss that the standard one does not have: a call that gives one is stock
 
+    @property
+    def token(self) -> float:
+        """What a placeholder holds where the head returns it: a value at which a scale and a soft cap show."""
+        return (self.softcap or 100.0) / self.logit_scale
+
+    @property
+    def token_at_loss(self) -> float:
+        """What it holds where it reaches the loss."""
+        return 100.0 if self.softcap is None else self.softcap * math.tanh(1.0)
+
     def __str__(self) -> str:
         steps = [f"scale {self.logit_scale:g}"] if self.logit_scale != 1.0 else []
         steps += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
@@ -68,13 +84,14 @@ class Call:
 
 
 @dataclass(eq=False)
-class FusedLoss:
-    """What the three replaced places share. It names the head but not the model, so that a copied head stays small."""
+class FusedLoss(threading.local):
+    """What the three replaced places share. It holds no module: a copied head stays small, a deleted model goes."""
 
     spec: Spec
-    head: nn.Module
-    loss_function: "LossFunction | None" = None
-    call: Call | None = None
+    call: Call | None = None  # of this thread
+
+    def __reduce__(self):
+        return FusedLoss, (self.spec,)
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
         """The call to compute in the head, or None where the stock code is to run."""
@@ -83,11 +100,14 @@ class FusedLoss:
         if not model.training or not isinstance(labels, Tensor) or not (isinstance(kept, int) and kept == 0):
             return None
         # The head or the loss was exchanged since (resized embeddings, an adapter): it is theirs now.
-        if getattr(model, spec.head) is not self.head or model.loss_function is not self.loss_function:
+        head = find_replacement(getattr(model, spec.head))
+        places = None if head is None else head.recipe, model.loss_function
+        if any(not isinstance(place, (HeadForward, LossFunction)) or place.fused is not self for place in places):
             return None
         read = {name: given[name] for name in spec.forwarded if name in given}
         num_items = read.get("num_items_in_batch")
-        if any(name in given for name in spec.unknown) or (isinstance(num_items, Tensor) and num_items.dim()):
+        one_number = num_items.dim() == 0 if isinstance(num_items, Tensor) else type(num_items) in (int, float)
+        if any(name in given for name in spec.unknown) or not (one_number or num_items is None):
             return None
         return Call(labels, read.get("shift_labels"), num_items, read.get("ignore_index", IGNORE_INDEX))
 
@@ -99,15 +119,14 @@ class CausalLMForward:
     fused: FusedLoss
 
     def __call__(self, model: nn.Module, *args, **kwargs) -> Any:
-        call = self.fused.begin(model, args, kwargs)
-        if call is None:
-            return type(model).forward(model, *args, **kwargs)
-        self.fused.call = call
+        # A hook may call the model within a call of it.
+        around, self.fused.call = self.fused.call, self.fused.begin(model, args, kwargs)
+        call = self.fused.call
         try:
             outputs = type(model).forward(model, *args, **kwargs)
         finally:
-            self.fused.call = None
-        if call.loss is None:
+            self.fused.call = around
+        if call is None or call.loss is None:
             return outputs
         if isinstance(outputs, tuple):
             return tuple(None if any(item is p for p in call.placeholders) else item for item in outputs)
@@ -125,7 +144,7 @@ class HeadForward:
         if (
             call is None
             or call.loss is not None
-            or hidden.shape[:-1] != call.labels.shape
+            or hidden.shape[:-1] != (call.labels if call.shift_labels is None else call.shift_labels).shape
             or weight.shape != (spec.vocabulary, hidden.shape[-1])  # a shard: its logits are not all
             or type(weight) not in (nn.Parameter, Tensor)  # a DTensor, a quantised weight
         ):
@@ -143,7 +162,8 @@ class HeadForward:
             logit_scale=spec.logit_scale,
             num_items=call.num_items,
         )
-        call.placeholders.append(call.loss.view(1, 1, 1).clone())  # FSDP2 dislikes views as outputs
+        # In the graph of the loss, and no view: FSDP2 dislikes views as outputs.
+        call.placeholders.append(call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss)
         return call.placeholders[0]
 
 
@@ -168,12 +188,14 @@ class LossFunction:
             or given.get("ignore_index", IGNORE_INDEX) != call.ignore_index
         ):
             raise RuntimeError(
-                "tigon: the model gave its loss other arguments than it was called with, and the head has computed "
-                "the loss already; use tigon.patch(model, loss=False) for this model"
+                "tigon: the model gave its loss other arguments than it was called with, or its head was called twice, "
+                "and the head has computed the loss already; use tigon.patch(model, loss=False) for this model"
             )
         call.placeholders.append(logits)
+        change = logits.detach().float() / self.fused.spec.token_at_loss - 1.0  # a cast to bf16 makes 0.004
+        factor = torch.ones_like(change).masked_fill(change.abs() > 0.01, torch.nan).sum()
         # Nothing is added: the sum keeps the head's output in the graph, whose hooks gather sharded weights.
-        return call.loss + 0.0 * logits.sum()
+        return call.loss * factor + 0.0 * logits.sum()
 
 
 def _same(given: Any, used: Any) -> bool:

@@ -41,7 +41,8 @@ def _twin(model: nn.Module, head: str, replaced: Callable, seed: int) -> nn.Modu
     body = lambda *args, **kwargs: outputs
     stub = lambda child: child if child is None or without_parameters(child) else body
     children = {name: stub(child) for name, child in model._modules.items()}
-    own = {name: normal(seed, *p.shape) for name, p in model._parameters.items() if p is not None}
+    tensors = (model._parameters | model._buffers).items()
+    own = {name: normal(seed, *t.shape) for name, t in tensors if t is not None and t.is_floating_point()}
     return stand_in(model, own, children | {head: replaced}, training=True)
 
 
@@ -119,18 +120,18 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
 def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
     """Install the three replacements; returns the function that undoes them."""
     head = getattr(model, spec.head)
-    fused = FusedLoss(spec, head)
-    fused.loss_function = LossFunction(fused, model.loss_function)
+    fused = FusedLoss(spec)
+    loss_function = LossFunction(fused, model.loss_function)
     undo = install(model, CausalLMForward(fused)), install(head, HeadForward(fused))
     # Hugging Face keeps an assigned loss in the instance; the property reads it from there.
     slot = "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
     before = {slot: vars(model)[slot]} if slot in vars(model) else {}
-    model.loss_function = fused.loss_function
+    model.loss_function = loss_function
 
     def restore() -> None:
         for step in undo:
             step()
-        if vars(model).get(slot) is fused.loss_function:
+        if vars(model).get(slot) is loss_function:
             del vars(model)[slot]
             vars(model).update(before)
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.recognise import recognise_glu, recognise_norm
-from tigon.hf.replacement import find_replacement, foreign_forward, install
+from tigon.hf.replacement import find_replacement, foreign_forward, install, is_changed
 from tigon.hf.report import Report
 from tigon.hf.rope import recognise_rope
 
@@ -48,7 +48,7 @@ def _kind(module: nn.Module) -> tuple:
     tensors = (module._parameters | module._buffers).items()
     shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
     children = tuple((k, child and _kind(child)) for k, child in module._modules.items())
-    return type(module), own, shapes, children
+    return type(module), own, shapes, children, is_changed(module)
 
 
 def patch(model: nn.Module, **options: Any) -> Report:
@@ -102,7 +102,7 @@ def patch(model: nn.Module, **options: Any) -> Report:
     if already:
         report.notes.append(f"{already} modules were patched already and stay as they are")
     elif not report:
-        report.notes.append("nothing in this model computes what an op of Tigon computes; it was not touched")
+        report.notes.append(f"nothing was recognised ({', '.join(parts)} asked for); the model was not touched")
         warnings.warn(f"tigon.patch({report.model}): nothing was recognised", stacklevel=2)
     return report
 

@@ -19,6 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from tigon.hf.replacement import is_changed
 from tigon.hf.standin import in_mode, linear, normal, probing, stand_in, without_parameters
 from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
@@ -137,9 +138,12 @@ class GLU:
     gate: str
     up: str | None
     down: str
+    skipped: tuple[tuple[str, type], ...] = ()  # the children that the op does without: the activation
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        if kwargs or len(args) != 1:
+        children = module._modules
+        skips = all(type(children[name]) is cls and not is_changed(children[name]) for name, cls in self.skipped)
+        if kwargs or len(args) != 1 or not skips:
             return type(module).forward(module, *args, **kwargs)
         gate = getattr(module, self.gate)(*args)
         up = None if self.up is None else getattr(module, self.up)(*args)
@@ -191,9 +195,12 @@ def recognise_glu(module: nn.Module) -> GLU | str | None:
     extra += [name for name, tensor in (module._parameters | module._buffers).items() if tensor is not None]
     if extra:
         return f"has more state than a gated MLP ({', '.join(extra)})"
+    if changed := [name for name, child in others.items() if is_changed(child)]:
+        return f"has hooks on {', '.join(changed)}, or another forward there"
+    skipped = tuple((name, type(child)) for name, child in others.items())
     failure = "computes something else than silu, gelu or gelu-tanh gates"
     for wiring in wirings:
-        candidates = [GLU(kind, *wiring) for kind in KINDS]
+        candidates = [GLU(kind, *wiring, skipped) for kind in KINDS]
         try:
             with probing():
                 for seed, dtype in enumerate((FP32, BF16, BF16, FP32)):

@@ -5,12 +5,13 @@ and deleting the attribute gives the stock module back.
 """
 
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Replacement", "find_replacement", "foreign_forward", "install"]
+__all__ = ["Replacement", "find_replacement", "foreign_forward", "install", "is_changed"]
 
 
 class Replacement:
@@ -18,21 +19,29 @@ class Replacement:
 
     A plain object that names its module: `copy.deepcopy` and `pickle` of the module meet it as part of the module's
     own state, so a copy's forward reads the copy's parameters (a bound method in its place would not survive pickling).
+    It does not keep its module: a model that is deleted frees its memory at once, as a stock one does.
     """
 
-    def __init__(self, module: nn.Module, recipe: Callable) -> None:
-        self.module = module
-        self.recipe: Callable | None = recipe  # None once undone: a wrapper that still holds this then gets stock
+    def __init__(self, module: nn.Module, recipe: Callable | None) -> None:
+        self.module = weakref.ref(module)
+        self.recipe = recipe  # None once undone: a wrapper that still holds this then gets stock
+
+    def __reduce__(self):
+        return Replacement, (self.module(), self.recipe)
 
     def __call__(self, *args, **kwargs) -> Any:
+        module = self.module()
+        if args and isinstance(args[0], nn.Module):  # accelerate's unwrap_model made it a method
+            module, *args = args
         if self.recipe is None:
-            return type(self.module).forward(self.module, *args, **kwargs)
-        return self.recipe(self.module, *args, **kwargs)
+            return type(module).forward(module, *args, **kwargs)
+        return self.recipe(module, *args, **kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
         """That of the stock forward: the Trainer and `generate` read it to learn what the model takes."""
-        return inspect.signature(type(self.module).forward.__get__(self.module))
+        module = self.module()
+        return inspect.signature(type(module).forward.__get__(module))
 
 
 def _slot(module: nn.Module) -> str:
@@ -46,10 +55,20 @@ def find_replacement(module: nn.Module) -> Replacement | None:
     return next((forward for forward in found if isinstance(forward, Replacement)), None)
 
 
+def _assigned_forward(module: nn.Module) -> Callable | None:
+    current = module.__dict__.get(_slot(module))
+    return None if getattr(current, "__func__", None) is type(module).forward else current
+
+
+def is_changed(module: nn.Module) -> bool:
+    """Whether a call of the module does anything but the forward of its class."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks) or _assigned_forward(module) is not None
+
+
 def foreign_forward(module: nn.Module) -> str | None:
     """What stands in place of the forward that the module's class was written with, or None if nothing does."""
-    current = module.__dict__.get(_slot(module))
-    if current is not None and getattr(current, "__func__", None) is not type(module).forward:
+    if (current := _assigned_forward(module)) is not None:
         origin = getattr(current, "__module__", None) or type(current).__module__
         return f"its forward was already replaced (by {origin})"
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))

@@ -40,7 +40,9 @@ class Rope:
     def __init__(self, cls: type[nn.Module], name: str, partial: bool) -> None:
         self.cls, self.name, self.partial = cls, name, partial
         stock = inspect.getattr_static(cls, "forward")
-        scope = {**stock.__globals__, name: _Turn(stock.__globals__[name], partial)}
+        self.live, others = stock.__globals__, stock.__code__.co_names
+        scope = {**self.live, name: _Turn(self.live[name], partial)}
+        self.others = [other for other in others if other in scope and other != name]
         # torch.compile knows globals by their module's name: with it, a graph of a stock and a patched model would take
         # the same function for both.
         del scope["__name__"]
@@ -48,6 +50,8 @@ class Rope:
         self.forward.__kwdefaults__, self.forward.__module__ = stock.__kwdefaults__, stock.__module__
 
     def __call__(self, module: nn.Module, *args, **kwargs):
+        if not torch.compiler.is_compiling():  # somebody may give the file another attention function
+            self.forward.__globals__.update({name: self.live[name] for name in self.others})
         return self.forward(module, *args, **kwargs)
 
     def __reduce__(self):

@@ -1,11 +1,12 @@
 """Refusals that every op shares: each names the op, the rule and the value, before anything is written."""
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["choice", "floating", "integer", "same", "shape", "tensor"]
+__all__ = ["choice", "floating", "integer", "number", "same", "shape", "tensor"]
 
 
 def tensor(op: str, **tensors: object) -> None:
@@ -45,6 +46,26 @@ def integer(op: str, **tensors: Tensor) -> None:
         tensor(op, **{name: value})
         if value.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"{op}: {name} must be an int64 or int32 tensor, got {value.dtype}")
+
+
+def number(
+    op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, above: bool = False
+) -> float:
+    """`value` as a float; it must be a finite number in [low, high], or in (low, high] with `above`. No tensor: its
+    gradient would be lost, and reading it would wait for the GPU.
+    """
+    if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
+        raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
+    inside = math.isfinite(value) and (low < value if above else low <= value) and value <= high
+    if not inside:
+        if high < math.inf:
+            rule = f"be in [{low:g}, {high:g}]"
+        elif low == 0:
+            rule = "be positive and finite" if above else "be finite and not negative"
+        else:
+            rule = "be finite"
+        raise ValueError(f"{op}: {name} must {rule}, got {value}")
+    return float(value)
 
 
 def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:

@@ -11,10 +11,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tigon.ops import check
-from tigon.ops.dispatch import launcher
+from tigon.ops.dispatch import first_order, launcher
 from tigon.ops.rescale import rescaled
 from tigon.ops.token_loss import Options, gradient, gradient_scales, statistics
 
@@ -68,7 +67,7 @@ def cross_entropy_reference(
     if reduction == "sum":
         return (loss + z).sum()
     if num_items is not None:
-        return (loss + z).sum() / num_items
+        return (loss + z).sum() / num_items if num_items else (loss + z).sum() * 0
     inverse = lambda total: torch.where(total == 0, 0.0, 1 / total)
     weights = torch.where(valid & inside, w_t, zeros).sum()
     return loss.sum() * inverse(weights) + z.sum() * inverse(valid.sum().to(z.dtype))
@@ -95,14 +94,14 @@ def cross_entropy_forward(
     return list(statistics(logits, target, weight, scales, options, wants_z_loss, wants_predicted))
 
 
-@launcher(fake=lambda logits, *arguments: torch.empty_like(logits))
+@launcher(fake=lambda logits, *arguments: logits.new_empty(logits.shape))
 def cross_entropy_backward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor, dloss: Tensor,
     ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
 ) -> Tensor:  # fmt: skip
     """logits [M, V], lse [M, 2], dloss [M] -> dlogits [M, V]."""
     options = Options(ignore_index, smoothing, softcap, logit_scale, z)
-    return gradient(logits, target, weight, scales, lse, dloss, options, out=torch.empty_like(logits))
+    return gradient(logits, target, weight, scales, lse, dloss, options, out=logits.new_empty(logits.shape))
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -124,7 +123,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss, z_loss, predicted
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dloss, *_):
         if ctx.in_place:
             (dlogits,) = ctx.saved_tensors
@@ -138,8 +137,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def check_loss_arguments(
-    op: str, vocabulary: int, target: Tensor, weight: Tensor | None, reduction: str, label_smoothing: float,
-    softcap: float | None, z_loss: float, num_items: Tensor | float | None, device: torch.device,
+    op: str, vocabulary: int, target: Tensor, weight: Tensor | None, reduction: str,
+    num_items: Tensor | float | None, device: torch.device,
 ) -> None:  # fmt: skip
     """The rules that both losses share."""
     check.integer(op, target=target)
@@ -153,16 +152,28 @@ def check_loss_arguments(
             raise ValueError(f"{op}: weight must be on {device}, as the input is, got {weight.device}")
         if weight.requires_grad:
             raise ValueError(f"{op}: weight must not require gradients: none flows to class weights")
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ValueError(f"{op}: label_smoothing must be in [0, 1], got {label_smoothing}")
-    if softcap is not None and not softcap > 0.0:
-        raise ValueError(f"{op}: softcap must be positive or None, got {softcap}")
-    if not z_loss >= 0.0:
-        raise ValueError(f"{op}: z_loss must not be negative, got {z_loss}")
     if num_items is not None and reduction != "mean":
         raise ValueError(f"{op}: num_items divides a mean, but reduction is {reduction!r}")
-    if isinstance(num_items, Tensor) and num_items.numel() != 1:
-        raise ValueError(f"{op}: num_items must be a number or a tensor of one element, got {tuple(num_items.shape)}")
+    if isinstance(num_items, Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"{op}: num_items must be a number or one element, got shape {tuple(num_items.shape)}")
+    elif num_items is not None:
+        check.number(op, "num_items", num_items, 0.0)
+
+
+def loss_options(
+    op: str, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float
+) -> tuple:
+    """The fields of `Options`, checked."""
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    return (
+        ignore_index,
+        check.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
+        None if softcap is None else check.number(op, "softcap", softcap, 0.0, above=True),
+        check.number(op, "logit_scale", logit_scale),
+        check.number(op, "z_loss", z_loss, 0.0),
+    )
 
 
 def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor | None:
@@ -170,7 +181,7 @@ def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor 
     if num_items is None:
         return None
     if isinstance(num_items, Tensor):
-        return num_items.detach().reshape(()).to(device, non_blocking=True)
+        return num_items.detach().reshape(()).to(device, non_blocking=device.type != "cpu")
     return torch.full((), num_items, dtype=torch.float32, device=device)
 
 
@@ -202,7 +213,7 @@ def cross_entropy(
     target: Tensor,
     weight: Tensor | None = None,
     *,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     reduction: Reduction = "mean",
     label_smoothing: float = 0.0,
     softcap: float | None = None,
@@ -220,15 +231,17 @@ def cross_entropy(
         input: [..., V] logits, fp32 | bf16 | fp16.
         target: [...] class indices, int64 | int32.
         weight: [V] class weights.
-        ignore_index: Targets of this value have no loss and gradient zero.
+        ignore_index: Targets of this value have no loss and gradient zero; None is -100, as in torch.
         reduction: "none" for [...], "sum", or "mean": over the valid targets, by their class weights as in torch.
         label_smoothing: In [0, 1]: the share of the target that is spread over all classes.
         softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2), after `logit_scale`.
         logit_scale: Multiplies the logits (Cohere; the reciprocal of a temperature).
         z_loss: Adds `z_loss * logsumexp(logits)^2` to each token's loss (PaLM); its mean is over the valid targets.
-        num_items: What a mean divides by instead, a number or a tensor (Hugging Face's `num_items_in_batch`).
+        num_items: What a mean divides by instead, a number or a tensor (Hugging Face's `num_items_in_batch`); 0 gives
+            0. Under `torch.compile` a tensor, because each new number compiles anew.
         inplace: Allow the gradient to overwrite `input` in the forward pass, if it needs one. A permission: under
-            `torch.compile`, or where `input` has gaps between its rows' elements, memory is not reused.
+            `torch.compile`, for fp16 (whose gradients need the loss scale that backward brings), or where `input` is
+            not dense, memory is not reused.
         return_z_loss: Also return the z-loss, reduced like the loss.
         return_token_accuracy: Also return the share of valid tokens whose largest logit is the target's.
         return_predicted_tokens: Also return the argmax, shaped as the target, -1 where ignored.
@@ -239,7 +252,7 @@ def cross_entropy(
         every device; nothing waits for the GPU to find it.
 
     Raises:
-        TypeError: `input` is no floating-point tensor, or `target` no integer tensor.
+        TypeError: `input` is no floating-point tensor, `target` no integer tensor, or an option no number.
         ValueError: Shapes or devices do not fit, or an option is out of range.
 
     Source: label smoothing, Szegedy et al., arXiv:1512.00567; z-loss, Chowdhery et al., arXiv:2204.02311; soft cap,
@@ -253,20 +266,25 @@ def cross_entropy(
     op = "cross_entropy"
     check.floating(op, input=input)
     check.tensor(op, target=target)
-    check.shape(op, "target", target, input.shape[:-1])
-    v = input.shape[-1]
-    if input.dim() == 0 or v == 0:
+    if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
+    v = input.shape[-1]
+    check.shape(op, "target", target, input.shape[:-1])
+    ignore_index = -100 if ignore_index is None else ignore_index
+    options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     check_loss_arguments(
-        op, v, target, weight, reduction, label_smoothing, softcap, z_loss, num_items, input.device
+        op, v, target, weight, reduction, num_items, input.device
     )  # fmt: skip
     logits, targets = input.reshape(-1, v), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().contiguous()
     in_place = inplace and torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling()
     in_place = in_place and logits.stride(-1) == 1 and logits.data_ptr() == input.data_ptr()
+    in_place = in_place and (len(logits) < 2 or logits.stride(0) >= v)  # rows that share memory cannot each have theirs
+    in_place = (
+        in_place and input.dtype != torch.float16
+    )  # whose small gradients live by the loss scale that comes later
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
-    options = (ignore_index, float(label_smoothing), softcap, float(logit_scale), float(z_loss))
     losses, z_losses, predicted = _CrossEntropy.apply(
         logits, targets, weight, scales, options, in_place,
         return_z_loss, return_token_accuracy or return_predicted_tokens,
@@ -279,6 +297,8 @@ def cross_entropy(
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` computed by `cross_entropy`, with its further options as keywords.
+
+    Classes stand in the last dimension, also where torch's module takes them from the second.
 
     Args:
         weight: [V] class weights.

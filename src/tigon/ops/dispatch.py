@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["COMPILE", "Device", "device_of", "launcher", "runs_kernels"]
+__all__ = ["COMPILE", "Device", "device_of", "first_order", "launcher", "on_device", "runs_kernels"]
 
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -37,9 +37,11 @@ class Device:
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 
 
-def runs_kernels(x: Tensor) -> bool:
-    """Whether Triton kernels run on `x`: on a CUDA or ROCm device, or on the CPU in Triton's interpreter."""
-    return (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) and x.dtype in KERNEL_DTYPES
+def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
+    """Whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in Triton's interpreter."""
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
+        return False
+    return all(t is None or t.dtype in KERNEL_DTYPES for t in (x, *others))
 
 
 @functools.cache
@@ -58,6 +60,37 @@ def device_of(x: Tensor) -> Device:
     return _device(x.device.index) if x.is_cuda else EMULATED
 
 
+def on_device(function: Callable) -> Callable:
+    """Decorate a function that launches kernels: the device of its first tensor is the current one while it runs."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        device = args[0].device
+        if device.type == "cuda" and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def first_order(backward: Callable) -> Callable:
+    """Decorate the backward of an autograd function that has no second derivative: `create_graph=True` is refused.
+
+    torch's `once_differentiable` raises only where the incoming gradient, or nothing but it, leads to the inputs: a
+    penalty on a gradient would silently be a constant.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx, *gradients):
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            name = type(ctx).__name__.strip("_").removesuffix("Backward")
+            raise RuntimeError(f"tigon: {name} has no second derivative, so it refuses create_graph=True")
+        return backward(ctx, *gradients)
+
+    return call
+
+
 def launcher(fake: Callable) -> Callable[[Callable], Callable]:
     """Decorate a function that launches kernels and returns new tensors.
 
@@ -66,20 +99,13 @@ def launcher(fake: Callable) -> Callable[[Callable], Callable]:
     """
 
     def decorate(function: Callable) -> Callable:
-        @functools.wraps(function)
-        def on_device(*args):
-            device = args[0].device
-            if device.type == "cuda" and device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
-                    return function(*args)
-            return function(*args)
-
-        operator = torch.library.custom_op(f"tigon::{function.__name__}", on_device, mutates_args=())
+        guarded = on_device(function)
+        operator = torch.library.custom_op(f"tigon::{function.__name__}", guarded, mutates_args=())
         operator.register_fake(fake)
 
         @functools.wraps(function)
         def call(*args):
-            return operator(*args) if torch.compiler.is_compiling() else on_device(*args)
+            return operator(*args) if torch.compiler.is_compiling() else guarded(*args)
 
         return call
 

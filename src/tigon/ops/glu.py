@@ -17,10 +17,9 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tigon.ops import check
-from tigon.ops.dispatch import COMPILE, launcher, runs_kernels
+from tigon.ops.dispatch import COMPILE, first_order, launcher, runs_kernels
 
 __all__ = ["GEGLUMLP", "SwiGLUMLP", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
 
@@ -106,21 +105,23 @@ def _forward_kernel(
 def _backward_kernel(
     dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, width, blocks,
-    KIND: tl.constexpr, BLOCK: tl.constexpr,
+    KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, cols, mask = _offsets(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
     act, slope = _activation(gate, KIND)
-    tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * slope, mask=mask)
-    tl.store(dup_ptr + row * stride_dup + cols, dy * act, mask=mask)
+    if NEEDS_DGATE:
+        up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
+        tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * slope, mask=mask)
+    if NEEDS_DUP:
+        tl.store(dup_ptr + row * stride_dup + cols, dy * act, mask=mask)
 
 
 # --- launchers (2-D in, 2-D out, no autograd) ----------------------------------------------------
 
 
-def _launch(kernel, kind: str, *tensors: Tensor) -> None:
+def _launch(kernel, kind: str, *tensors: Tensor, **flags: bool) -> None:
     """Over [M, I] tensors; as one long row where no tensor has gaps, so that no block is cut at a row's end."""
     (m, i), strides = tensors[0].shape, [x.stride(0) for x in tensors]
     # An odd I would make the row's length divisible by 16 or not from batch to batch, and compile twice.
@@ -130,7 +131,7 @@ def _launch(kernel, kind: str, *tensors: Tensor) -> None:
     blocks = triton.cdiv(i, config.block)
     if m * blocks:
         kernel[(m * blocks,)](
-            *tensors, *strides, i, blocks, KIND=kind, BLOCK=config.block, num_warps=config.num_warps, **COMPILE
+            *tensors, *strides, i, blocks, KIND=kind, **flags, BLOCK=config.block, num_warps=config.num_warps, **COMPILE
         )  # fmt: skip
 
 
@@ -142,17 +143,23 @@ def glu_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return y
 
 
-def _gradients(gate: Tensor, packed: bool) -> list[Tensor]:
+def _gradients(gate: Tensor, packed: bool, needs: list[bool]) -> list[Tensor]:
     m, i = gate.shape
-    return [gate.new_empty(m, 2 * i)] if packed else [gate.new_empty(m, i), gate.new_empty(m, i)]
+    if packed:
+        return [gate.new_empty(m, 2 * i)]
+    return [gate.new_empty((m, i) if need else 0) for need in needs]
 
 
-@launcher(fake=lambda dy, gate, up, kind, packed: _gradients(gate, packed))
-def glu_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool) -> list[Tensor]:
-    """dy, gate, up [M, I] -> [dgate, dup], or [dgate | dup] as one tensor [M, 2 I]."""
-    gradients = _gradients(gate, packed)
-    dgate, dup = gradients[0].chunk(2, -1) if packed else gradients
-    _launch(_backward_kernel, kind, dy, gate, up, dgate, dup)
+@launcher(fake=lambda dy, gate, up, kind, packed, needs: _gradients(gate, packed, needs))
+def glu_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool, needs: list[bool]) -> list[Tensor]:
+    """dy, gate, up [M, I] -> [dgate, dup], empty where not needed, or [dgate | dup] as one tensor [M, 2 I]."""
+    gradients = _gradients(gate, packed, needs)
+    if packed:
+        dgate, dup = gradients[0].chunk(2, -1)
+    else:
+        dgate, dup = (g if need else gate for g, need in zip(gradients, needs, strict=True))  # a stand-in, not written
+    flags = {"NEEDS_DGATE": packed or needs[0], "NEEDS_DUP": packed or needs[1]}
+    _launch(_backward_kernel, kind, dy, gate, up, dgate, dup, **flags)
     return gradients
 
 
@@ -173,13 +180,15 @@ class _GLU(torch.autograd.Function):
         return glu_forward(gate, up, kind)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
         shape, packed = gate.shape, up is None
         gate, up = _halves(_rows(gate), None if packed else _rows(up))
-        gradients = [g.view(shape) for g in glu_backward(_rows(dy), gate, up, ctx.kind, packed)]
-        return (*gradients, None, None) if packed else (*gradients, None)
+        needs = list(ctx.needs_input_grad[:2])
+        made = glu_backward(_rows(dy), gate, up, ctx.kind, packed, needs)
+        dgate, dup = (made[0], None) if packed else made
+        return dgate.view(shape) if needs[0] else None, dup.view(shape) if needs[1] else None, None
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -193,7 +202,7 @@ def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Ten
         check.same(op, "dtype", gate=gate, up=up)
     elif gate.dim() == 0 or gate.shape[-1] % 2:
         raise ValueError(f"{op}: packed gate and up must have an even last dimension, got shape {tuple(gate.shape)}")
-    if not runs_kernels(gate) or gate.dim() == 0:
+    if not runs_kernels(gate) or gate.dim() == 0 or gate.shape[-1] == 0:
         return reference(gate, up)
     width = gate.shape[-1] // (2 if up is None else 1)
     return _GLU.apply(gate, up, kind).view(*gate.shape[:-1], width)

@@ -8,7 +8,8 @@ For chunks of C tokens, so that C * V logits fit in a budget:
 
 The forward pass makes the gradients, because the logits are there: three products in all, and backward multiplies
 them by the gradient that arrives (not at all if it is one). With `reduction="none"` that gradient differs from token
-to token and dW is not known before it comes: then backward makes the logits again, four products in all.
+to token and dW is not known before it comes; and in fp16, da / T would vanish without the loss scale that comes with
+it: then backward makes the logits again, four products in all.
 
 Every chunk reads and writes dW once more and rounds it once more, so chunks are few: by default as large as
 `DEFAULT_MIB` allows, but never more than `MOST_CHUNKS`.
@@ -21,7 +22,6 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tigon.ops import check
 from tigon.ops.cross_entropy import (
@@ -30,17 +30,19 @@ from tigon.ops.cross_entropy import (
     as_scalar,
     check_loss_arguments,
     cross_entropy_reference,
+    loss_options,
     loss_output,
 )
-from tigon.ops.dispatch import launcher
+from tigon.ops.dispatch import first_order, launcher, runs_kernels
 from tigon.ops.rescale import rescaled
 from tigon.ops.token_loss import Options, gradient, gradient_scales, statistics
 
 __all__ = ["LinearCrossEntropyLoss", "chunk_size", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
 # On a GPU a chunk must be long enough that its products hide the traffic of dW; on a CPU, short enough for its caches.
-DEFAULT_MIB = {"cuda": 512, "cpu": 32}
-MOST_CHUNKS = 8  # with more, the roundings of a bf16 dW add up to more than twice those of one product
+DEFAULT_MIB = {"cuda": 512, "cpu": 96}
+# With more, the roundings of a bf16 dW add up to more than twice those of one product: then the sum is in fp32.
+MOST_CHUNKS = 8
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -56,10 +58,15 @@ def linear_cross_entropy_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
-def chunk_size(tokens: int, vocabulary: int, itemsize: int, max_logits_mib: int | None, device_type: str) -> int:
+def bytes_per_logit(x: Tensor) -> int:
+    """What a logit of a chunk takes: its own bytes, and where no kernel runs, those of two fp32 values beside it."""
+    return x.element_size() + (0 if runs_kernels(x) else 8)
+
+
+def chunk_size(tokens: int, vocabulary: int, itemsize: int, max_logits_mib: float | None, device_type: str) -> int:
     """Tokens a chunk: equal chunks, in multiples of 128 (a tile of the products) where the budget allows."""
     budget = max_logits_mib or DEFAULT_MIB.get(device_type, DEFAULT_MIB["cpu"])
-    most = max(1, budget * 2**20 // (vocabulary * itemsize))
+    most = max(1, int(budget * 2**20) // (vocabulary * itemsize))
     if max_logits_mib is None and device_type == "cuda":
         most = max(most, -(-tokens // MOST_CHUNKS))
     chunks = max(1, -(-tokens // most))
@@ -117,6 +124,9 @@ def linear_cross_entropy_chunks(
             gradient_of_none.zero_()
         return list(results)
     buffer = x.new_empty(min(chunk, x.shape[0]), weight.shape[0])
+    # The sum of many chunks' dW is kept in fp32: in half precision each would round it once more.
+    many = x.shape[0] > MOST_CHUNKS * chunk and x.element_size() == 2
+    dw = x.new_zeros(weight.shape, dtype=torch.float32) if needs_dw and many else results.dw
     db = x.new_zeros(weight.shape[0] if needs_db else 0, dtype=torch.float32)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
@@ -141,12 +151,16 @@ def linear_cross_entropy_chunks(
 
         if needs_dx:
             torch.mm(logits, weight, out=results.dx[part])
-        if needs_dw and start == 0:
-            torch.mm(logits.t(), rows, out=results.dw)
+        if needs_dw and many:
+            dw += torch.mm(logits.t(), rows)
+        elif needs_dw and start == 0:
+            torch.mm(logits.t(), rows, out=dw)
         elif needs_dw:
-            results.dw.addmm_(logits.t(), rows)
+            dw.addmm_(logits.t(), rows)
         if needs_db:
             db += logits.sum(0, dtype=torch.float32)
+    if needs_dw and many:
+        results.dw.copy_(dw)
     if needs_db:
         results.db.copy_(db)
     return list(results)
@@ -158,31 +172,33 @@ def linear_cross_entropy_chunks(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, target, class_weight, scales, reduce, chunk, needs, wants, options):
-        now = needs if reduce else [False] * 3  # without a reduction, backward makes the gradients
+        at_once = reduce and x.dtype != torch.float16
+        now = needs if at_once else [False] * 3  # if not at once, backward makes the gradients
         results = _Results(
             *linear_cross_entropy_chunks(
                 x, weight, target, bias, class_weight, scales, None, chunk, now, wants, *options
             )
         )
-        if reduce:
+        if at_once:
             ctx.save_for_backward(results.dx, results.dw, results.db)
         else:
             ctx.save_for_backward(x, weight, target, bias, class_weight, scales)
-        ctx.reduce, ctx.chunk, ctx.needs, ctx.options = reduce, chunk, needs, options
+        ctx.at_once, ctx.chunk, ctx.needs, ctx.options = at_once, chunk, needs, options
         loss = results.loss.sum() if reduce else results.loss
         ctx.mark_non_differentiable(results.z_loss, results.predicted)
         return loss, results.z_loss, results.predicted
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dloss, *_):
-        if ctx.reduce:
+        if ctx.at_once:
             gradients = [
                 rescaled(g.view(-1, g.shape[-1]), dloss).view(g.shape) if need else None
                 for g, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
             ]
         else:
             x, weight, target, bias, class_weight, scales = ctx.saved_tensors
+            dloss = dloss.expand(x.shape[0])
             made = linear_cross_entropy_chunks(
                 x, weight, target, bias, class_weight, scales, dloss, ctx.chunk, ctx.needs, [False, False], *ctx.options
             )
@@ -201,13 +217,13 @@ def linear_cross_entropy(
     linear_bias: Tensor | None = None,
     weight: Tensor | None = None,
     reduction: Reduction = "mean",
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     label_smoothing: float = 0.0,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
     num_items: Tensor | float | None = None,
-    max_logits_mib: int | None = None,
+    max_logits_mib: float | None = None,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
@@ -225,8 +241,9 @@ def linear_cross_entropy(
         reduction: "none" for [...] (differentiable with any gradient), "sum" or "mean".
         ignore_index: Targets of this value have no loss and gradients of exactly zero.
         label_smoothing, softcap, logit_scale, z_loss, num_items: As in `cross_entropy`.
-        max_logits_mib: Cap in MiB on the logits held at once, at least one token's. None: 512 on a GPU (more for
-            long inputs, so that there are at most 8 chunks), 32 on a CPU.
+        max_logits_mib: Cap in MiB on the logits held at once, at least one token's, with what else the loss of a chunk
+            needs of their size (nothing on a GPU). None: 512 on a GPU (more for long inputs, so that there are at most
+            8 chunks), 96 on a CPU. A half-precision dW of more than 8 chunks is summed in a buffer in fp32.
         return_z_loss, return_token_accuracy, return_predicted_tokens: As in `cross_entropy`.
 
     Returns:
@@ -259,11 +276,13 @@ def linear_cross_entropy(
         check.shape(op, "linear_bias", linear_bias, (v,))
     check.same(op, "device", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
     check_loss_arguments(
-        op, v, target, weight, reduction, label_smoothing, softcap, z_loss, num_items, input.device
+        op, v, target, weight, reduction, num_items, input.device
     )  # fmt: skip
-    if max_logits_mib is not None and not max_logits_mib >= 1:
+    ignore_index = -100 if ignore_index is None else ignore_index
+    options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    if max_logits_mib is not None and check.number(op, "max_logits_mib", max_logits_mib) < 1:
         raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
-    if torch.is_autocast_enabled(input.device.type):
+    if torch.amp.is_autocast_available(input.device.type) and torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         cast = lambda x: x if x is None or x.dtype == torch.float64 else x.to(dtype)
         input, linear_weight, linear_bias = cast(input), cast(linear_weight), cast(linear_bias)
@@ -276,8 +295,7 @@ def linear_cross_entropy(
     scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
     losses, z_losses, predicted = _LinearCrossEntropy.apply(
         x, linear_weight, linear_bias, targets, weight, scales, reduction != "none",
-        chunk_size(x.shape[0], v, x.element_size(), max_logits_mib, input.device.type), needs, wants,
-        (ignore_index, float(label_smoothing), softcap, float(logit_scale), float(z_loss)),
+        chunk_size(x.shape[0], v, bytes_per_logit(x), max_logits_mib, input.device.type), needs, wants, options,
     )  # fmt: skip
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,

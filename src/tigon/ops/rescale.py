@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import COMPILE, device_of, runs_kernels
+from tigon.ops.dispatch import COMPILE, device_of, on_device, runs_kernels
 
 __all__ = ["rescaled"]
 
@@ -30,8 +30,9 @@ def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BL
         tl.store(x_ptr + row * stride_x + cols, x * factor, mask=cols < N)
 
 
+@on_device
 def rescaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x [M, N] times factor, [] or one value a row [M]: in place where nobody can see it, or in a new tensor."""
+    """x [M, N] times factor, [] or one value a row [M]: in place if this backward is the last, or in a new tensor."""
     column = factor[:, None] if factor.dim() else factor
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return (x * column).to(x.dtype)

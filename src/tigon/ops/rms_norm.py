@@ -15,10 +15,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from tigon.ops import check
-from tigon.ops.dispatch import COMPILE, Device, device_of, launcher, runs_kernels
+from tigon.ops.dispatch import COMPILE, Device, device_of, first_order, launcher, runs_kernels
 
 __all__ = ["RMSNorm", "rms_norm", "rms_norm_reference"]
 
@@ -207,7 +206,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dy):
         x, weight, rstd = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
@@ -238,7 +237,7 @@ def rms_norm(
 
     Raises:
         TypeError: `x` or `weight` is no floating-point tensor.
-        ValueError: `weight` is not of shape [N], lies on another device, or `rounding` is unknown.
+        ValueError: `weight` is not of shape [N] or lies on another device, `rounding` is unknown, or `eps` is negative.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 
@@ -249,18 +248,19 @@ def rms_norm(
     """
     check.floating("rms_norm", x=x, weight=weight)
     check.choice("rms_norm", "rounding", rounding, ("before_weight", "after_weight"))
+    eps, offset = check.number("rms_norm", "eps", eps, 0.0), check.number("rms_norm", "offset", offset)
     if x.dim() == 0:
         raise ValueError("rms_norm: x must have at least one dimension, got a scalar")
     if weight is not None:
         check.shape("rms_norm", "weight", weight, x.shape[-1:])
         check.same("rms_norm", "device", x=x, weight=weight)
     n = x.shape[-1]
-    if not runs_kernels(x) or not 0 < n <= WIDEST:
+    if not runs_kernels(x, weight) or not 0 < n <= WIDEST:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
     rows = x.reshape(-1, n)
     rows = rows if rows.stride(-1) == 1 else rows.contiguous()
     weight = weight if weight is None else weight.contiguous()
-    y = _RMSNorm.apply(rows, weight, float(eps), float(offset), rounding == "before_weight")
+    y = _RMSNorm.apply(rows, weight, eps, offset, rounding == "before_weight")
     return y.view(x.shape)
 
 
@@ -269,7 +269,7 @@ class RMSNorm(nn.RMSNorm):
 
     Args:
         normalized_shape: N, or a shape of one dimension.
-        eps: Added to the mean square; None is the machine epsilon of the input's dtype, as in torch.
+        eps: Added to the mean square; None is the machine epsilon of fp32 (of fp64 for fp64 inputs), as in torch.
         elementwise_affine: Whether there is a weight.
 
     Example:
@@ -285,5 +285,5 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         if x.shape[-1:] != self.normalized_shape:
             raise ValueError(f"RMSNorm: x must end in {tuple(self.normalized_shape)}, got shape {tuple(x.shape)}")
-        eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
+        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
         return rms_norm(x, self.weight, eps, rounding="after_weight")  # as torch rounds

@@ -16,10 +16,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tigon.ops import check
-from tigon.ops.dispatch import COMPILE, launcher, runs_kernels
+from tigon.ops.dispatch import COMPILE, first_order, launcher, runs_kernels
 
 __all__ = ["rope", "rope_reference"]
 
@@ -122,24 +121,39 @@ def _rope_kernel(
 # --- launcher ------------------------------------------------------------------------------------
 
 
+def _empty_like(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """With the strides of `x`, if its features are dense then; empty for no dtype."""
+    if dtype is None:
+        return x.new_empty(0)
+    y = torch.empty_like(x, dtype=dtype)
+    return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
+
+
 def _fake(q, k, cos, sin, backward, q_dtype, k_dtype):
-    return torch.empty_like(q, dtype=q_dtype), torch.empty_like(k, dtype=k_dtype)
+    return _empty_like(q, q_dtype), _empty_like(k, k_dtype)
 
 
 @launcher(fake=_fake)
 def rope_turn(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, backward: bool, q_dtype: torch.dtype, k_dtype: torch.dtype
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    backward: bool,
+    q_dtype: torch.dtype | None,
+    k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, S, D], k [B, Hk, S, D], cos and sin [B | 1, S, R] -> the turned (or turned back) q and k."""
+    """q [B, Hq, S, D], k [B, Hk, S, D], cos, sin [B | 1, S, R] -> q and k turned (back); a dtype of None: not made."""
     (b, hq, s, d), hk, r = q.shape, k.shape[1], cos.shape[-1]
     q_out, k_out = _fake(q, k, cos, sin, backward, q_dtype, k_dtype)
     config = Config.heuristic(max(hq, hk), d)
     if b * s:
         _rope_kernel[(b * s,)](
-            q, k, cos, sin, q_out, k_out, *q.stride()[:3], *k.stride()[:3], *q_out.stride()[:3], *k_out.stride()[:3],
+            q, k, cos, sin, q_out, k_out, *q.stride()[:3], *k.stride()[:3],
+            *(q_out.stride()[:3] if q_dtype else (0, 0, 0)), *(k_out.stride()[:3] if k_dtype else (0, 0, 0)),
             cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
             sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
-            s, HQ=hq, HK=hk, D=d, R=r, BACKWARD=backward, BLOCK_H=config.block_h,
+            s, HQ=hq if q_dtype else 0, HK=hk if k_dtype else 0, D=d, R=r, BACKWARD=backward, BLOCK_H=config.block_h,
             BLOCK_R=triton.next_power_of_2(r // 2), BLOCK_P=triton.next_power_of_2(max(d - r, 1)),
             num_warps=config.num_warps, **COMPILE,
         )  # fmt: skip
@@ -162,11 +176,13 @@ class _Rope(torch.autograd.Function):
         return rope_turn(_dense_features(q), _dense_features(k), cos, sin, False, *widened)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, dq, dk):
         cos, sin = ctx.saved_tensors
-        dq, dk = rope_turn(_dense_features(dq), _dense_features(dk), cos, sin, True, *ctx.dtypes)
-        return dq, dk, None, None
+        needs_dq, needs_dk = ctx.needs_input_grad[:2]
+        q_dtype, k_dtype = ctx.dtypes[0] if needs_dq else None, ctx.dtypes[1] if needs_dk else None
+        dq, dk = rope_turn(_dense_features(dq), _dense_features(dk), cos, sin, True, q_dtype, k_dtype)
+        return dq if needs_dq else None, dk if needs_dk else None, None, None
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -183,6 +199,7 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -
     expected[heads] = k.shape[heads]
     check.shape("rope", "k", k, expected)
     check.same("rope", "device", q=q, k=k, cos=cos, sin=sin)
+    check.same("rope", "dtype", cos=cos, sin=sin)
     batch, length = q.shape[0], q.shape[3 - heads]
     check.shape("rope", "sin", sin, cos.shape)
     if cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
@@ -218,7 +235,7 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int =
     """
     _check(q, k, cos, sin, unsqueeze_dim)
     differentiable_tables = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    if not runs_kernels(q) or not runs_kernels(k) or differentiable_tables or q.shape[-1] > 1024 or not cos.shape[-1]:
+    if not runs_kernels(q, k, cos, sin) or differentiable_tables or q.shape[-1] > 1024 or not cos.shape[-1]:
         return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
     if unsqueeze_dim == 2:
         q, k = q.transpose(1, 2), k.transpose(1, 2)

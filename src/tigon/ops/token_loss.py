@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import COMPILE, Device, device_of, launcher, runs_kernels
+from tigon.ops.dispatch import COMPILE, Device, device_of, launcher, on_device, runs_kernels
 
 __all__ = ["Config", "Options", "Statistics", "gradient", "gradient_scales", "statistics"]
 
@@ -102,10 +102,10 @@ def _logits(ptr, cols, V, logit_scale, softcap, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _accumulate(
-    x, cols, V, weight_ptr, high, total, weighted, best,  # high, total, weighted, best [BLOCK_V / LANE]
+    x, pivot, cols, V, weight_ptr, high, total, weighted, best,  # high, total, weighted, best [BLOCK_V / LANE]
     SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr,
 ):  # fmt: skip
-    """Fold a block of logits into each lane's maximum, sum of 2^(x log2 e - maximum), weighted sum and argmax."""
+    """Fold a block of logits into each lane's maximum, sum of exp(x - maximum), sum of w (x - pivot), and argmax."""
     if PREDICTED:
         block_high, index = tl.max(x, axis=1, return_indices=True)
         first = tl.min(cols, axis=1)
@@ -120,7 +120,7 @@ def _accumulate(
         w = 1.0
         if weight_ptr is not None:
             w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-        weighted += tl.sum(tl.where(cols < V, x * w, 0.0), axis=1)
+        weighted += tl.sum(tl.where(cols < V, (x - pivot) * w, 0.0), axis=1)
     return new, total, weighted, best
 
 
@@ -174,6 +174,10 @@ def _loss_kernel(
             tl.store(predicted_ptr + row, -1)
         return
 
+    a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
+    x_t, _ = _transformed(a_t, logit_scale, softcap, SOFTCAP)
+    pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)  # sums of differences: a shift of all logits costs no digits
+
     PREDICTED: tl.constexpr = predicted_ptr is not None
     high = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V // LANE], tl.float32)
@@ -181,21 +185,20 @@ def _loss_kernel(
     best = tl.zeros([BLOCK_V // LANE], tl.int32)
     for start in tl.range(0, V, BLOCK_V):
         cols = _columns(start, BLOCK_V, LANE)
-        x, _ = _logits(logits_ptr, cols, V, logit_scale, softcap, SOFTCAP)
+        x, _slope = _logits(logits_ptr, cols, V, logit_scale, softcap, SOFTCAP)
         high, total, weighted, best = _accumulate(
-            x, cols, V, weight_ptr, high, total, weighted, best, SMOOTHING, PREDICTED
+            x, pivot, cols, V, weight_ptr, high, total, weighted, best, SMOOTHING, PREDICTED
         )  # fmt: skip
     highest = tl.max(high, axis=0)
     top = tl.where(highest == float("-inf"), 0.0, highest)
     total = tl.sum(total * tl.exp2((high - top) * LOG2E), axis=0)
 
-    a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
-    x_t, _ = _transformed(a_t, logit_scale, softcap, SOFTCAP)
     nll = tl.log(total) - (x_t - top)
     loss = (1.0 - label_smoothing) * _target_weight(weight_ptr, target, V) * nll
     lse = top + tl.log(total)
     if SMOOTHING:
-        loss += label_smoothing / V * (tl.load(scales_ptr + 2) * lse - tl.sum(weighted, axis=0))
+        above = tl.log(total) - (pivot - top)  # lse - pivot
+        loss += label_smoothing / V * (tl.load(scales_ptr + 2) * above - tl.sum(weighted, axis=0))
     z = tl.load(scales_ptr + 1) * z_loss * lse * lse
     tl.store(loss_ptr + row, tl.load(scales_ptr) * loss + z)
     tl.store(lse_ptr + row * 2, top)
@@ -239,7 +242,7 @@ def _scales_kernel(
     target_ptr, weight_ptr, num_items_ptr, scales_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program: 1 / D, 1 / N (0 where nothing is valid) and W."""
-    count, weights, weight_sum = 0.0, 0.0, V.to(tl.float32)
+    count, weights, weight_sum = 0.0, 0.0, V * 1.0
     if weight_ptr is not None:
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, V, BLOCK):
@@ -280,7 +283,7 @@ def gradient_scales(
 ) -> Tensor:
     """target [M], weight [V] | None, num_items [] | None -> scales [3] fp32: 1 / D, 1 / N, W."""
     scales = target.new_empty(3, dtype=torch.float32)
-    if runs_kernels(scales):
+    if runs_kernels(scales, weight):
         _scales_kernel[(1,)](
             target,
             weight,
@@ -323,12 +326,13 @@ def _empty_statistics(logits: Tensor, wants_z_loss: bool, wants_predicted: bool)
     )
 
 
+@on_device
 def statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
     wants_z_loss: bool = False, wants_predicted: bool = False, gradient_: bool = False,
 ) -> Statistics:  # fmt: skip
     """logits [M, V], target [M] -> per-token statistics; `gradient_` also writes d(sum of losses) over the logits."""
-    if not runs_kernels(logits):
+    if not runs_kernels(logits, weight):
         return _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
     (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
     result = _empty_statistics(logits, wants_z_loss, wants_predicted)
@@ -350,7 +354,7 @@ def gradient(
     options: Options, out: Tensor,
 ) -> Tensor:  # fmt: skip
     """d(sum_i dloss_i * loss_i) / d(logits) [M, V] into `out`, perhaps `logits`; dloss [M] | [] | None: ones."""
-    if not runs_kernels(logits):
+    if not runs_kernels(logits, weight):
         return _gradient_torch(logits, target, weight, scales, lse, dloss, options, out)
     (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
     blocks = triton.cdiv(v, config.block_v)
@@ -378,6 +382,14 @@ def _transformed_torch(logits: Tensor, options: Options, overwrite: bool) -> tup
     return tanh * options.softcap, tanh
 
 
+def _weighted_torch(values: Tensor, weight: Tensor | None) -> Tensor:
+    """sum_j w_j values_j [M], in fp32 under autocast too."""
+    if weight is None:
+        return values.sum(-1)
+    with torch.autocast(values.device.type, enabled=False):
+        return values @ weight.float()
+
+
 def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options: Options) -> Tensor:
     """w_t [M]: 0 for ignored tokens, NaN for targets out of range."""
     safe = target.clamp(0, v - 1).long()
@@ -395,17 +407,18 @@ def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wan
     if log_p is None:
         top = x.amax(-1)
         top = top.where(top != -torch.inf, 0.0)
-        total = (x - top[:, None]).exp_().sum(-1)
-        nll = total.log() - (x.gather(1, at_target)[:, 0] - top)
+        shifted = x - top[:, None]
+        nll, off = -shifted.gather(1, at_target)[:, 0], _weighted_torch(shifted, weight) if smoothing else None
+        total = shifted.exp_().sum(-1)
+        nll = nll + total.log()
     else:
         top, total = torch.logsumexp(x, -1) if options.z_loss else x.new_zeros(len(x)), x.new_ones(len(x))
-        nll = -log_p.gather(1, at_target)[:, 0]
+        nll, off = -log_p.gather(1, at_target)[:, 0], _weighted_torch(log_p, weight) if smoothing else None
     lse = top + total.log()
     w_t = _target_weight_torch(target, weight, v, options)
     loss = (1.0 - smoothing) * w_t * nll
     if smoothing:
-        weighted = lambda values: values.sum(-1) if weight is None else values @ weight.float()
-        loss = loss + smoothing / v * (scales[2] * lse - weighted(x) if log_p is None else -weighted(log_p))
+        loss = loss + smoothing / v * (scales[2] * total.log() - off)
     z = (scales[1] * options.z_loss) * lse.square()
     # Where, not a product: an ignored row may hold infinities.
     loss, z = (scales[0] * loss + z).where(valid, 0.0), z.where(valid, 0.0) if wants_z_loss else z[:0]
@@ -439,5 +452,7 @@ def _gradient_from(p, tanh, lse, target, weight, scales, dloss, options) -> Tens
         da.mul_(tanh.square_().neg_().add_(1.0))
     if options.logit_scale != 1.0:
         da.mul_(options.logit_scale)
-    # Rows by index, not by mask: a mask would cost a pass over all of [M, V].
-    return da.index_fill_(0, (target == options.ignore_index).nonzero()[:, 0], 0.0)
+    ignored = target == options.ignore_index
+    if da.device.type == "cpu":  # rows by index: a mask costs a pass over all of [M, V], an index elsewhere a wait
+        return da.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
+    return da.masked_fill_(ignored[:, None], 0.0)
