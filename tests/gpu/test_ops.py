@@ -244,6 +244,17 @@ def test_swiglu_beyond_32_bits():
         assert torch.equal(a[-1:], b)
 
 
+def test_rope_beyond_32_bits():
+    length = HUGE // 4096 + 1
+    q, k = (torch.ones(1, length, heads, 128, device="cuda", dtype=BF16).transpose(1, 2) for heads in (32, 1))
+    q[:, :, -1] = _random(1, 32, 128, grad=False)
+    angles = torch.rand(1, length, 128, device="cuda")
+    tables = angles.cos().to(BF16), angles.sin().to(BF16)
+    turned, _ = tigon.rope(q, k, *tables)
+    expected, _ = tigon.rope(q[:, :, -1:], k[:, :, -1:], *(t[:, -1:] for t in tables))
+    assert torch.equal(turned[:, :, -1:], expected)
+
+
 def test_cross_entropy_beyond_32_bits():
     rows = HUGE // 128256 + 1
     logits = torch.zeros(rows, 128256, device="cuda", dtype=BF16)

@@ -282,7 +282,7 @@ def linear_cross_entropy(
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     if max_logits_mib is not None and check.number(op, "max_logits_mib", max_logits_mib) < 1:
         raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
-    if torch.amp.is_autocast_available(input.device.type) and torch.is_autocast_enabled(input.device.type):
+    if input.device.type != "meta" and torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         cast = lambda x: x if x is None or x.dtype == torch.float64 else x.to(dtype)
         input, linear_weight, linear_bias = cast(input), cast(linear_weight), cast(linear_bias)

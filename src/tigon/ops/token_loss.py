@@ -17,7 +17,6 @@ Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
 """
 
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
 
 import torch
 import triton
@@ -25,30 +24,17 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.dispatch import COMPILE, Device, device_of, launcher, on_device, runs_kernels
+from tigon.ops.token_loss_torch import (
+    Options,
+    Statistics,
+    gradient_scales_torch,
+    gradient_torch,
+    statistics_torch,
+)
 
 __all__ = ["Config", "Options", "Statistics", "gradient", "gradient_scales", "statistics"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What defines the loss of a token, besides logits, target and class weights."""
-
-    ignore_index: int = -100
-    label_smoothing: float = 0.0
-    softcap: float | None = None
-    logit_scale: float = 1.0
-    z_loss: float = 0.0
-
-
-class Statistics(NamedTuple):
-    """What one pass over the logits gives."""
-
-    loss: Tensor  # [M] fp32, scaled
-    lse: Tensor  # [M, 2] fp32: max x and sum exp(x - max x), whose rounding errors stay apart; lse = max + log sum
-    z_loss: Tensor  # [M] fp32: the part of `loss` that it is; empty unless asked for
-    predicted: Tensor  # [M] int64: argmax, -1 for ignored tokens; empty unless asked for
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -81,59 +67,66 @@ def _columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
 
 
 @triton.jit
-def _transformed(a, logit_scale, softcap, SOFTCAP: tl.constexpr):
+def _transformed(a, logit_scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
     """Raw logits -> x, dx / da."""
-    x = a.to(tl.float32) * logit_scale
-    slope = logit_scale
+    x = a.to(tl.float32)
+    slope = 1.0
+    if SCALED:
+        x = x * logit_scale
+        slope = logit_scale
     if SOFTCAP:
         # tanh u and 1 - tanh^2 u from e = exp(-2 |u|), neither by a difference of nearly equal numbers.
         e = tl.exp(tl.abs(x) * (-2.0 / softcap))
         r = 1.0 / (1.0 + e)
         x = tl.where(x < 0, -softcap, softcap) * ((1.0 - e) * r)
-        slope = 4.0 * e * r * r * logit_scale
+        slope *= 4.0 * e * r * r
     return x, slope
 
 
 @triton.jit
-def _logits(ptr, cols, V, logit_scale, softcap, SOFTCAP: tl.constexpr):
-    x, slope = _transformed(tl.load(ptr + cols, mask=cols < V, other=0.0), logit_scale, softcap, SOFTCAP)
-    return tl.where(cols < V, x, float("-inf")), slope
-
-
-@triton.jit
 def _accumulate(
-    x, pivot, cols, V, weight_ptr, high, total, weighted, best,  # high, total, weighted, best [BLOCK_V / LANE]
-    SMOOTHING: tl.constexpr, PREDICTED: tl.constexpr,
+    start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap,
+    high, total, weighted, best,  # [BLOCK_V / LANE] each
+    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
+    LAST: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """Fold a block of logits into each lane's maximum, sum of exp(x - maximum), sum of w (x - pivot), and argmax."""
+    cols = _columns(start, BLOCK_V, LANE)
+    inside = cols < V if LAST else None
+    x, _ = _transformed(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
+    if SMOOTHING:
+        difference = x - pivot
+        if weight_ptr is not None:
+            difference *= tl.load(weight_ptr + cols, mask=inside).to(tl.float32)
+        if LAST:
+            difference = tl.where(inside, difference, 0.0)
+        weighted += tl.sum(difference, axis=1)
+    if LAST:  # the others need no mask, and the arithmetic has no time for one
+        x = tl.where(inside, x, float("-inf"))
     if PREDICTED:
         block_high, index = tl.max(x, axis=1, return_indices=True)
-        first = tl.min(cols, axis=1)
-        best = tl.where(block_high > high, first + index, best)
+        best = tl.where(block_high > high, tl.min(cols, axis=1) + index, best)
     else:
         block_high = tl.max(x, axis=1)
     new = tl.maximum(high, block_high)
     finite = tl.where(new == float("-inf"), 0.0, new)
     # The difference first: the largest logit then contributes exactly one.
     total = total * tl.exp2((high - finite) * LOG2E) + tl.sum(tl.exp2((x - finite[:, None]) * LOG2E), axis=1)
-    if SMOOTHING:
-        w = 1.0
-        if weight_ptr is not None:
-            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-        weighted += tl.sum(tl.where(cols < V, (x - pivot) * w, 0.0), axis=1)
     return new, total, weighted, best
 
 
 @triton.jit
 def _row_gradient(
-    x, slope, cols, V, target, weight_ptr, w_t, top, total, scale, z_scale, weight_sum, label_smoothing, z_loss,
+    x, slope, cols, V, target, here, weight_ptr, w_t, top, total, scale, z_scale, weight_sum, label_smoothing, z_loss,
     SMOOTHING: tl.constexpr,
 ):  # fmt: skip
     hit = scale * (1.0 - label_smoothing) * w_t
     mass = hit + z_scale * 2.0 * z_loss * (top + tl.log(total))
     if SMOOTHING:
         mass += scale * label_smoothing / V * weight_sum
-    dx = tl.div_rn(mass, total) * tl.exp2((x - top) * LOG2E) - tl.where(cols == target, hit, 0.0)
+    dx = tl.div_rn(mass, total) * tl.exp2((x - top) * LOG2E)
+    if here:
+        dx -= tl.where(cols == target, hit, 0.0)
     if SMOOTHING:
         w = 1.0
         if weight_ptr is not None:
@@ -158,7 +151,8 @@ def _loss_kernel(
     loss_ptr, lse_ptr, z_ptr, predicted_ptr,  # [M], [M, 2], [M] or None, [M] or None
     stride_logits, V,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row a program."""
     row = tl.program_id(0).to(tl.int64)
@@ -175,7 +169,7 @@ def _loss_kernel(
         return
 
     a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
-    x_t, _ = _transformed(a_t, logit_scale, softcap, SOFTCAP)
+    x_t, _ = _transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
     pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)  # sums of differences: a shift of all logits costs no digits
 
     PREDICTED: tl.constexpr = predicted_ptr is not None
@@ -183,11 +177,16 @@ def _loss_kernel(
     total = tl.zeros([BLOCK_V // LANE], tl.float32)
     weighted = tl.zeros([BLOCK_V // LANE], tl.float32)
     best = tl.zeros([BLOCK_V // LANE], tl.int32)
-    for start in tl.range(0, V, BLOCK_V):
-        cols = _columns(start, BLOCK_V, LANE)
-        x, _slope = _logits(logits_ptr, cols, V, logit_scale, softcap, SOFTCAP)
+    whole = V // BLOCK_V * BLOCK_V
+    for start in tl.range(0, whole, BLOCK_V):
         high, total, weighted, best = _accumulate(
-            x, pivot, cols, V, weight_ptr, high, total, weighted, best, SMOOTHING, PREDICTED
+            start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, weighted, best,
+            SMOOTHING, SCALED, SOFTCAP, PREDICTED, False, BLOCK_V, LANE,
+        )  # fmt: skip
+    if whole < V:
+        high, total, weighted, best = _accumulate(
+            whole, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, weighted, best,
+            SMOOTHING, SCALED, SOFTCAP, PREDICTED, True, BLOCK_V, LANE,
         )  # fmt: skip
     highest = tl.max(high, axis=0)
     top = tl.where(highest == float("-inf"), 0.0, highest)
@@ -214,22 +213,26 @@ def _gradient_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr, dloss_ptr, dlogits_ptr,
     stride_logits, stride_dloss, stride_dlogits, V, blocks,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
-    SMOOTHING: tl.constexpr, SOFTCAP: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) // blocks
-    cols = _columns((tl.program_id(0) % blocks) * BLOCK_V, BLOCK_V, LANE)
+    start = (tl.program_id(0) % blocks) * BLOCK_V
+    cols = _columns(start, BLOCK_V, LANE)
     target = tl.load(target_ptr + row)
     dlogits_ptr += row * stride_dlogits
     if target == ignore_index:
         zeros = tl.zeros([BLOCK_V // LANE, LANE], tl.float32)
         tl.store(dlogits_ptr + cols, zeros, mask=cols < V)
         return
-    x, slope = _logits(logits_ptr + row * stride_logits, cols, V, logit_scale, softcap, SOFTCAP)
+    a = tl.load(logits_ptr + row * stride_logits + cols, mask=cols < V, other=0.0)
+    x, slope = _transformed(a, logit_scale, softcap, SCALED, SOFTCAP)
     dloss = 1.0
     if dloss_ptr is not None:
         dloss = tl.load(dloss_ptr + row * stride_dloss)
     dx = _row_gradient(
-        x, slope, cols, V, target, weight_ptr, _target_weight(weight_ptr, target, V),
+        x, slope, cols, V, target, (target >= start) & (target < start + BLOCK_V), weight_ptr,
+        _target_weight(weight_ptr, target, V),
         tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1),
         dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1), tl.load(scales_ptr + 2), label_smoothing, z_loss,
         SMOOTHING,
@@ -298,22 +301,20 @@ def gradient_scales(
             **COMPILE,
         )
         return scales
-    valid = target != ignore_index
-    count = valid.sum() if num_items is None else num_items
-    weights = count
-    if weight is not None and num_items is None:
-        inside = valid & (target >= 0) & (target < v)
-        weights = torch.where(inside, weight.float()[target.clamp(0, v - 1).long()], 0.0).sum()
-    for i, denominator in enumerate((weights, count)):
-        inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator.float())
-        scales[i] = inverse if mean else 1.0
-    scales[2] = v if weight is None else weight.float().sum()
-    return scales
+    return gradient_scales_torch(target, weight, num_items, v, ignore_index, mean, scales)
 
 
 def _arguments(options: Options) -> tuple:
     ignore_index, label_smoothing, softcap, logit_scale, z_loss = astuple(options)
     return ignore_index, float(label_smoothing), float(softcap or 0.0), float(logit_scale), float(z_loss)
+
+
+def _flags(options: Options) -> dict[str, bool]:
+    return {
+        "SMOOTHING": options.label_smoothing != 0,
+        "SCALED": options.logit_scale != 1,
+        "SOFTCAP": options.softcap is not None,
+    }
 
 
 def _empty_statistics(logits: Tensor, wants_z_loss: bool, wants_predicted: bool) -> Statistics:
@@ -333,7 +334,7 @@ def statistics(
 ) -> Statistics:  # fmt: skip
     """logits [M, V], target [M] -> per-token statistics; `gradient_` also writes d(sum of losses) over the logits."""
     if not runs_kernels(logits, weight):
-        return _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
+        return statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
     (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
     result = _empty_statistics(logits, wants_z_loss, wants_predicted)
     if m:
@@ -341,8 +342,7 @@ def statistics(
             logits, target, weight, scales, result.loss, result.lse,
             result.z_loss if wants_z_loss else None, result.predicted if wants_predicted else None,
             logits.stride(0), v, *_arguments(options),
-            SMOOTHING=options.label_smoothing != 0, SOFTCAP=options.softcap is not None,
-            BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps, **COMPILE,
+            **_flags(options), BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps, **COMPILE,
         )  # fmt: skip
     if gradient_:
         gradient(logits, target, weight, scales, result.lse, None, options, out=logits)
@@ -355,104 +355,14 @@ def gradient(
 ) -> Tensor:  # fmt: skip
     """d(sum_i dloss_i * loss_i) / d(logits) [M, V] into `out`, perhaps `logits`; dloss [M] | [] | None: ones."""
     if not runs_kernels(logits, weight):
-        return _gradient_torch(logits, target, weight, scales, lse, dloss, options, out)
+        return gradient_torch(logits, target, weight, scales, lse, dloss, options, out)
     (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
     blocks = triton.cdiv(v, config.block_v)
     if m:
         _gradient_kernel[(m * blocks,)](
             logits, target, weight, scales, lse, dloss, out,
             logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,
-            *_arguments(options), SMOOTHING=options.label_smoothing != 0, SOFTCAP=options.softcap is not None,
+            *_arguments(options), **_flags(options),
             BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps, **COMPILE,
         )  # fmt: skip
     return out
-
-
-# --- the same in torch ---------------------------------------------------------------------------
-
-
-def _transformed_torch(logits: Tensor, options: Options, overwrite: bool) -> tuple[Tensor, Tensor | None]:
-    """Raw logits -> x, and tanh(scale * a / c) if there is a cap, which may `overwrite` the logits."""
-    x = logits.float()
-    if options.softcap is None:
-        return x if options.logit_scale == 1.0 else x * options.logit_scale, None
-    overwrite = overwrite or x is not logits
-    scale = options.logit_scale / options.softcap
-    tanh = x.mul_(scale).tanh_() if overwrite else (x * scale).tanh_()
-    return tanh * options.softcap, tanh
-
-
-def _weighted_torch(values: Tensor, weight: Tensor | None) -> Tensor:
-    """sum_j w_j values_j [M], in fp32 under autocast too."""
-    if weight is None:
-        return values.sum(-1)
-    with torch.autocast(values.device.type, enabled=False):
-        return values @ weight.float()
-
-
-def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options: Options) -> Tensor:
-    """w_t [M]: 0 for ignored tokens, NaN for targets out of range."""
-    safe = target.clamp(0, v - 1).long()
-    w_t = torch.ones_like(target, dtype=torch.float32) if weight is None else weight.float()[safe]
-    w_t = w_t.masked_fill(safe != target, float("nan"))
-    return w_t.masked_fill(target == options.ignore_index, 0.0)
-
-
-def _statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_) -> Statistics:
-    v, smoothing = logits.shape[1], options.label_smoothing
-    (x, tanh), valid = _transformed_torch(logits, options, gradient_), target != options.ignore_index
-    at_target = target.clamp(0, v - 1).long()[:, None]
-    # With the gradient, a block of log-probabilities serves both; without it, no such block is kept.
-    log_p = torch.log_softmax(x, -1) if gradient_ else None
-    if log_p is None:
-        top = x.amax(-1)
-        top = top.where(top != -torch.inf, 0.0)
-        shifted = x - top[:, None]
-        nll, off = -shifted.gather(1, at_target)[:, 0], _weighted_torch(shifted, weight) if smoothing else None
-        total = shifted.exp_().sum(-1)
-        nll = nll + total.log()
-    else:
-        top, total = torch.logsumexp(x, -1) if options.z_loss else x.new_zeros(len(x)), x.new_ones(len(x))
-        nll, off = -log_p.gather(1, at_target)[:, 0], _weighted_torch(log_p, weight) if smoothing else None
-    lse = top + total.log()
-    w_t = _target_weight_torch(target, weight, v, options)
-    loss = (1.0 - smoothing) * w_t * nll
-    if smoothing:
-        loss = loss + smoothing / v * (scales[2] * total.log() - off)
-    z = (scales[1] * options.z_loss) * lse.square()
-    # Where, not a product: an ignored row may hold infinities.
-    loss, z = (scales[0] * loss + z).where(valid, 0.0), z.where(valid, 0.0) if wants_z_loss else z[:0]
-    predicted = x.argmax(-1).masked_fill(~valid, -1) if wants_predicted else target.new_empty(0, dtype=torch.int64)
-    del x  # and its memory, before the gradient's
-    if log_p is not None:
-        logits.copy_(_gradient_from(log_p.exp_(), tanh, lse, target, weight, scales, None, options))
-    return Statistics(loss, torch.stack((top, total), -1), z, predicted)
-
-
-def _gradient_torch(logits, target, weight, scales, lse, dloss, options, out) -> Tensor:
-    x, tanh = _transformed_torch(logits, options, out is logits)
-    return out.copy_(
-        _gradient_from(torch.softmax(x, -1), tanh, lse[:, 0] + lse[:, 1].log(), target, weight, scales, dloss, options)
-    )
-
-
-def _gradient_from(p, tanh, lse, target, weight, scales, dloss, options) -> Tensor:
-    """Turn probabilities p [M, V] into da, in place; `tanh` is used up."""
-    v, smoothing = p.shape[1], options.label_smoothing
-    scale, z_scale = (scales[0], scales[1]) if dloss is None else (dloss * scales[0], dloss * scales[1])
-    hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, v, options)
-    slope = hit + 2.0 * options.z_loss * z_scale * lse
-    if smoothing:
-        slope = slope + scale * smoothing / v * scales[2]
-    da = p.mul_(slope[:, None])
-    da.scatter_add_(1, target.clamp(0, v - 1).long()[:, None], -hit[:, None])
-    if smoothing:
-        da.sub_((scale * smoothing / v).expand_as(lse)[:, None] * (1.0 if weight is None else weight.float()))
-    if tanh is not None:
-        da.mul_(tanh.square_().neg_().add_(1.0))
-    if options.logit_scale != 1.0:
-        da.mul_(options.logit_scale)
-    ignored = target == options.ignore_index
-    if da.device.type == "cpu":  # rows by index: a mask costs a pass over all of [M, V], an index elsewhere a wait
-        return da.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
-    return da.masked_fill_(ignored[:, None], 0.0)
