@@ -212,23 +212,6 @@ def test_a_function_given_to_the_modelling_file_later_is_used(patched, batch, mo
     assert len(calls) == 2
 
 
-def test_threads_do_not_see_each_other(patched, make_model, batch):
-    """The second thread begins and ends its call while the first is inside its own."""
-    model, stock, losses = patched(), make_model(), []
-    other = {**batch, "input_ids": batch["input_ids"].flip(0), "labels": batch["labels"].flip(1)}
-
-    def run_other(layer, args):
-        if not losses:
-            losses.append(None)
-            thread = threading.Thread(target=lambda: losses.append(model(**other).loss))
-            thread.start()
-            thread.join()
-
-    model.lm_head.register_forward_pre_hook(run_other)
-    torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
-    torch.testing.assert_close(losses[1], stock(**other).loss)
-
-
 def test_the_call_of_one_thread_is_not_that_of_another(patched, batch):
     model, outputs = patched(), []
     x = torch.randn(3, 11, 64)

@@ -381,7 +381,7 @@ def test_auto_model_builds_patched_models(make_model, tmp_path, batch, assert_sa
 
 
 def run_python(code: str, **variables: str) -> str:
-    environment = {**os.environ, **variables}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert process.returncode == 0, process.stderr
     return process.stdout

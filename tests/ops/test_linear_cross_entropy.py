@@ -41,7 +41,8 @@ def test_accuracy(options, weighted, chunk, monkeypatch):
     if INTERPRETED and chunk == 1:
         pytest.skip("23 chunks of one token each take the interpreter too long; the references run them")
     _in_chunks_of(chunk, monkeypatch)
-    *tensors, target = _inputs()
+    # On a GPU small products of other sizes take other kernels: more tokens for eager's largest error to be typical.
+    *tensors, target = _inputs(203 if DEVICE == "cuda" else 23)
     generator = torch.Generator().manual_seed(chunk)
     weight = (torch.rand(101, generator=generator) + 0.1).to(DEVICE) if weighted else None
     assert_as_accurate_as_eager(

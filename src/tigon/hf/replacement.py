@@ -46,7 +46,8 @@ class Replacement:
 
 def _slot(module: nn.Module) -> str:
     """Where the forward of the model's author is: accelerate's hooks wrap it and keep it as `_old_forward`."""
-    return "_old_forward" if {"_hf_hook", "_old_forward"} <= module.__dict__.keys() else "forward"
+    hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__  # in words that torch.compile knows
+    return "_old_forward" if hooked else "forward"
 
 
 def find_replacement(module: nn.Module) -> Replacement | None:

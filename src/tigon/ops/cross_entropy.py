@@ -80,7 +80,7 @@ def _fake_forward(logits, target, weight, scales, ignore_index, smoothing, softc
     rows, (wants_z_loss, wants_predicted) = logits.shape[0], wants
     fp32 = lambda n: logits.new_empty(n, dtype=torch.float32)
     predicted = target.new_empty(rows if wants_predicted else 0, dtype=torch.int64)
-    return [fp32(rows), logits.new_empty(rows, 2, dtype=torch.float32), fp32(rows if wants_z_loss else 0), predicted]
+    return fp32(rows), logits.new_empty(rows, 2, dtype=torch.float32), fp32(rows if wants_z_loss else 0), predicted
 
 
 @launcher(fake=_fake_forward)
@@ -88,10 +88,10 @@ def cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor,
     ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
     wants_z_loss: bool, wants_predicted: bool,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """logits [M, V] -> loss [M], lse [M, 2], z-loss [M], predicted [M] (the last two empty unless wanted)."""
     options = Options(ignore_index, smoothing, softcap, logit_scale, z)
-    return list(statistics(logits, target, weight, scales, options, wants_z_loss, wants_predicted))
+    return tuple(statistics(logits, target, weight, scales, options, wants_z_loss, wants_predicted))
 
 
 @launcher(fake=lambda logits, *arguments: logits.new_empty(logits.shape))

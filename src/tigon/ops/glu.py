@@ -143,16 +143,18 @@ def glu_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return y
 
 
-def _gradients(gate: Tensor, packed: bool, needs: list[bool]) -> list[Tensor]:
+def _gradients(gate: Tensor, packed: bool, needs: list[bool]) -> tuple[Tensor, Tensor]:
     m, i = gate.shape
     if packed:
-        return [gate.new_empty(m, 2 * i)]
-    return [gate.new_empty((m, i) if need else 0) for need in needs]
+        return gate.new_empty(m, 2 * i), gate.new_empty(0)
+    return gate.new_empty((m, i) if needs[0] else 0), gate.new_empty((m, i) if needs[1] else 0)
 
 
 @launcher(fake=lambda dy, gate, up, kind, packed, needs: _gradients(gate, packed, needs))
-def glu_backward(dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool, needs: list[bool]) -> list[Tensor]:
-    """dy, gate, up [M, I] -> [dgate, dup], empty where not needed, or [dgate | dup] as one tensor [M, 2 I]."""
+def glu_backward(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool, needs: list[bool]
+) -> tuple[Tensor, Tensor]:
+    """dy, gate, up [M, I] -> dgate, dup, empty where not needed; packed: [dgate | dup] [M, 2 I] and nothing."""
     gradients = _gradients(gate, packed, needs)
     if packed:
         dgate, dup = gradients[0].chunk(2, -1)
@@ -186,8 +188,7 @@ class _GLU(torch.autograd.Function):
         shape, packed = gate.shape, up is None
         gate, up = _halves(_rows(gate), None if packed else _rows(up))
         needs = list(ctx.needs_input_grad[:2])
-        made = glu_backward(_rows(dy), gate, up, ctx.kind, packed, needs)
-        dgate, dup = (made[0], None) if packed else made
+        dgate, dup = glu_backward(_rows(dy), gate, up, ctx.kind, packed, needs)
         return dgate.view(shape) if needs[0] else None, dup.view(shape) if needs[1] else None, None
 
 

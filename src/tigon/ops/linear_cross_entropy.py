@@ -103,7 +103,7 @@ def _allocate(x, weight, needs, wants) -> _Results:
 
 
 def _fake(x, weight, target, bias, class_weight, scales, dloss, chunk, needs, wants, *options):
-    return list(_allocate(x, weight, needs, wants))
+    return tuple(_allocate(x, weight, needs, wants))
 
 
 @launcher(fake=_fake)
@@ -111,7 +111,7 @@ def linear_cross_entropy_chunks(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
     dloss: Tensor | None, chunk: int, needs: list[bool], wants: list[bool],
     ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-) -> list[Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x [T, H], weight [V, H] -> `_Results`; `needs` dx, dW, db, each of sum_i dloss_i * loss_i (None: of ones)."""
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     results, (needs_dx, needs_dw, needs_db), (wants_z_loss, wants_predicted) = (
@@ -122,7 +122,7 @@ def linear_cross_entropy_chunks(
     if x.shape[0] == 0:
         for gradient_of_none in results[3:]:
             gradient_of_none.zero_()
-        return list(results)
+        return tuple(results)
     buffer = x.new_empty(min(chunk, x.shape[0]), weight.shape[0])
     # The sum of many chunks' dW is kept in fp32: in half precision each would round it once more.
     many = x.shape[0] > MOST_CHUNKS * chunk and x.element_size() == 2
@@ -163,7 +163,7 @@ def linear_cross_entropy_chunks(
         results.dw.copy_(dw)
     if needs_db:
         results.db.copy_(db)
-    return list(results)
+    return tuple(results)
 
 
 # --- autograd ------------------------------------------------------------------------------------
