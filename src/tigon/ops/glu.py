@@ -143,24 +143,24 @@ def glu_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
     return y
 
 
-def _gradients(gate: Tensor, packed: bool, needs: list[bool]) -> tuple[Tensor, Tensor]:
+def _fake_backward(dy, gate, up, kind, packed, needs_dgate, needs_dup):
     m, i = gate.shape
     if packed:
         return gate.new_empty(m, 2 * i), gate.new_empty(0)
-    return gate.new_empty((m, i) if needs[0] else 0), gate.new_empty((m, i) if needs[1] else 0)
+    return gate.new_empty((m, i) if needs_dgate else 0), gate.new_empty((m, i) if needs_dup else 0)
 
 
-@launcher(fake=lambda dy, gate, up, kind, packed, needs: _gradients(gate, packed, needs))
+@launcher(fake=_fake_backward)
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool, needs: list[bool]
+    dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool, needs_dgate: bool, needs_dup: bool
 ) -> tuple[Tensor, Tensor]:
     """dy, gate, up [M, I] -> dgate, dup, empty where not needed; packed: [dgate | dup] [M, 2 I] and nothing."""
-    gradients = _gradients(gate, packed, needs)
+    gradients = _fake_backward(dy, gate, up, kind, packed, needs_dgate, needs_dup)
     if packed:
         dgate, dup = gradients[0].chunk(2, -1)
-    else:
-        dgate, dup = (g if need else gate for g, need in zip(gradients, needs, strict=True))  # a stand-in, not written
-    flags = {"NEEDS_DGATE": packed or needs[0], "NEEDS_DUP": packed or needs[1]}
+    else:  # what is not needed is not written: `gate` stands in
+        dgate, dup = gradients[0] if needs_dgate else gate, gradients[1] if needs_dup else gate
+    flags = {"NEEDS_DGATE": packed or needs_dgate, "NEEDS_DUP": packed or needs_dup}
     _launch(_backward_kernel, kind, dy, gate, up, dgate, dup, **flags)
     return gradients
 
@@ -187,8 +187,8 @@ class _GLU(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         shape, packed = gate.shape, up is None
         gate, up = _halves(_rows(gate), None if packed else _rows(up))
-        needs = list(ctx.needs_input_grad[:2])
-        dgate, dup = glu_backward(_rows(dy), gate, up, ctx.kind, packed, needs)
+        needs = ctx.needs_input_grad[:2]
+        dgate, dup = glu_backward(_rows(dy), gate, up, ctx.kind, packed, *needs)
         return dgate.view(shape) if needs[0] else None, dup.view(shape) if needs[1] else None, None
 
 

@@ -89,9 +89,8 @@ class _Results(NamedTuple):
     db: Tensor  # [V]
 
 
-def _allocate(x, weight, needs, wants) -> _Results:
+def _allocate(x, weight, needs_dx, needs_dw, needs_db, wants_z_loss, wants_predicted) -> _Results:
     (t, h), v = x.shape, weight.shape[0]
-    (needs_dx, needs_dw, needs_db), (wants_z_loss, wants_predicted) = needs, wants
     return _Results(
         x.new_empty(t, dtype=torch.float32),
         x.new_empty(t if wants_z_loss else 0, dtype=torch.float32),
@@ -102,23 +101,21 @@ def _allocate(x, weight, needs, wants) -> _Results:
     )
 
 
-def _fake(x, weight, target, bias, class_weight, scales, dloss, chunk, needs, wants, *options):
-    return tuple(_allocate(x, weight, needs, wants))
+def _fake(x, weight, target, bias, class_weight, scales, dloss, chunk, *arguments):
+    return tuple(_allocate(x, weight, *arguments[:5]))
 
 
 @launcher(fake=_fake)
 def linear_cross_entropy_chunks(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
-    dloss: Tensor | None, chunk: int, needs: list[bool], wants: list[bool],
+    dloss: Tensor | None, chunk: int,
+    needs_dx: bool, needs_dw: bool, needs_db: bool, wants_z_loss: bool, wants_predicted: bool,
     ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [T, H], weight [V, H] -> `_Results`; `needs` dx, dW, db, each of sum_i dloss_i * loss_i (None: of ones)."""
+    """x [T, H], weight [V, H] -> `_Results`; the gradients are those of sum_i dloss_i * loss_i (None: of ones)."""
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    results, (needs_dx, needs_dw, needs_db), (wants_z_loss, wants_predicted) = (
-        _allocate(x, weight, needs, wants),
-        needs,
-        wants,
-    )
+    results = _allocate(x, weight, needs_dx, needs_dw, needs_db, wants_z_loss, wants_predicted)
+    needed = needs_dx or needs_dw or needs_db
     if x.shape[0] == 0:
         for gradient_of_none in results[3:]:
             gradient_of_none.zero_()
@@ -137,11 +134,11 @@ def linear_cross_entropy_chunks(
         else:
             torch.addmm(bias, rows, weight.t(), out=logits)
 
-        at_once = any(needs) and dloss is None
+        at_once = needed and dloss is None
         found = statistics(
             logits, targets, class_weight, scales, options, wants_z_loss, wants_predicted, gradient_=at_once
         )  # fmt: skip
-        if any(needs) and not at_once:
+        if needed and not at_once:
             gradient(logits, targets, class_weight, scales, found.lse, dloss[part], options, out=logits)
         results.loss[part] = found.loss
         if wants_z_loss:
@@ -176,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         now = needs if at_once else [False] * 3  # if not at once, backward makes the gradients
         results = _Results(
             *linear_cross_entropy_chunks(
-                x, weight, target, bias, class_weight, scales, None, chunk, now, wants, *options
+                x, weight, target, bias, class_weight, scales, None, chunk, *now, *wants, *options
             )
         )
         if at_once:
@@ -200,7 +197,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, weight, target, bias, class_weight, scales = ctx.saved_tensors
             dloss = dloss.expand(x.shape[0])
             made = linear_cross_entropy_chunks(
-                x, weight, target, bias, class_weight, scales, dloss, ctx.chunk, ctx.needs, [False, False], *ctx.options
+                x, weight, target, bias, class_weight, scales, dloss, ctx.chunk, *ctx.needs, False, False, *ctx.options
             )
             gradients = [g if need else None for g, need in zip(made[3:], ctx.needs, strict=True)]
         return *gradients, *[None] * 8
