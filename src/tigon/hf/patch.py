@@ -64,7 +64,8 @@ def patch(model: nn.Module, **options: Any) -> Report:
         rope: Rotary embeddings of attentions.
         loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
             the head without holding the logits, and `outputs.logits` is None. Evaluation, generation, calls without
-            labels or with `logits_to_keep` stay stock.
+            labels or with `logits_to_keep` stay stock. If the logits are changed on their way after the patch (a hook
+            on the head, another soft cap in the config), the loss is NaN instead of wrong.
         memory: "default".
 
     Returns:
