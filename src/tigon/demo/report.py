@@ -47,10 +47,13 @@ TOLERANCE = {
         "Sums are taken in another order, and training amplifies what that rounds differently: stock against itself "
         "(--noise) came apart by 2e-07 in 30 steps, by 1e-03 in 150.",
     ),
+    # Measured on an H200 with the CUDA preset: stock against itself 9e-4 (llama, 30 steps) and 7e-4 (phi3, 12 steps);
+    # patched against stock, which rounds in more places, up to 1.7e-3 (seven model types, 12 to 30 steps) in bf16, and
+    # 1.7e-6 in fp32 (phi3, 8 steps). Training in bf16 and in fp32, both stock, are 1e-2 apart from step 6 on (phi3).
     "bfloat16": Tolerance(
-        1e-3,
-        "Sums are taken in another order, and bf16 rounds to three digits: stock against itself (--noise) came apart "
-        "by up to 2e-03 in 30 steps, and from fp32 training by 3e-03. For a sharper comparison: --dtype float32.",
+        2e-3,
+        "bf16 rounds to three digits, stock in more places than Tigon: stock in bf16 is itself up to 1e-02 away from "
+        "stock in fp32 within 8 steps. For a sharper comparison: --dtype float32.",
     ),
 }
 
