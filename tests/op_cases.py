@@ -47,12 +47,16 @@ class Case:
         return tensors
 
 
+def as_list(outputs: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
+    """The outputs of an op that has one or several."""
+    return [outputs] if isinstance(outputs, Tensor) else list(outputs)
+
+
 def outputs_and_gradients(
     function: Callable, tensors: list[Tensor], seed: int = 1
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Outputs, and the gradients of the inputs that need one, for the same random gradients of the outputs."""
-    outputs = function(*tensors)
-    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    outputs = as_list(function(*tensors))
     generator = torch.Generator().manual_seed(seed)
     upstream = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
     wanted = [x for x in tensors if x.requires_grad]

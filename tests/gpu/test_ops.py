@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tigon
-from op_cases import CASES, Case, assert_as_accurate_as_eager, outputs_and_gradients
+from op_cases import CASES, Case, as_list, assert_as_accurate_as_eager, outputs_and_gradients
 from tigon.ops.cross_entropy import cross_entropy_reference
 from tigon.ops.glu import swiglu_reference
 from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
@@ -35,7 +35,7 @@ def test_never_waits_for_the_device(case: Case):
     torch.cuda.set_sync_debug_mode("error")
     try:
         outputs = case.run(*tensors)
-        torch.autograd.grad([outputs] if isinstance(outputs, torch.Tensor) else outputs, wanted, upstream)
+        torch.autograd.grad(as_list(outputs), wanted, upstream)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -54,8 +54,7 @@ def test_runs_in_a_cuda_graph(case: Case):
     static, other = case.inputs(BF16), case.inputs(BF16, seed=5)
 
     def step() -> list[torch.Tensor]:
-        outputs = case.run(*static)
-        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        outputs = as_list(case.run(*static))
         wanted = [x for x in static if x.requires_grad]
         return [*outputs, *torch.autograd.grad(outputs, wanted, [torch.ones_like(y) for y in outputs])]
 

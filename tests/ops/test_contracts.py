@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from op_cases import CASES, DTYPES, INTERPRETED, Case, assert_as_accurate_as_eager, outputs_and_gradients
+from op_cases import CASES, DTYPES, INTERPRETED, Case, as_list, assert_as_accurate_as_eager, outputs_and_gradients
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -20,8 +20,7 @@ def test_is_as_accurate_as_eager_code(case: Case, dtype: torch.dtype):
 def test_writes_nothing_of_the_callers(case: Case, dtype: torch.dtype):
     tensors = case.inputs(dtype)
     before = [x.detach().clone() for x in tensors]
-    outputs = case.run(*tensors)
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    outputs = as_list(case.run(*tensors))
     kept = [y.detach().clone() for y in outputs]
     upstream = [torch.rand_like(y) for y in outputs]
     upstream_before = [dy.clone() for dy in upstream]
@@ -33,14 +32,12 @@ def test_writes_nothing_of_the_callers(case: Case, dtype: torch.dtype):
 @every_case
 def test_a_second_backward_gives_the_same_gradients(case: Case):
     tensors = case.inputs()
-    outputs = case.run(*tensors)
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    outputs = as_list(case.run(*tensors))
     wanted = [x for x in tensors if x.requires_grad]
     upstream = [torch.rand_like(y) for y in outputs]
     first = [g.clone() for g in torch.autograd.grad(outputs, wanted, upstream, retain_graph=True)]
-    torch.autograd.grad(
-        outputs, wanted, [2 * dy for dy in upstream], retain_graph=True
-    )  # and one of other size between
+    # And one of other size between.
+    torch.autograd.grad(outputs, wanted, [2 * dy for dy in upstream], retain_graph=True)
     again = torch.autograd.grad(outputs, wanted, upstream)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -62,8 +59,7 @@ def test_without_gradients_the_outputs_are_the_same(case: Case):
     tensors = case.inputs()
     expected, _ = outputs_and_gradients(case.run, tensors)
     with torch.no_grad():
-        outputs = case.run(*tensors)
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        outputs = as_list(case.run(*tensors))
     for y, expected_y in zip(outputs, expected, strict=True):
         assert not y.requires_grad
         torch.testing.assert_close(y, expected_y.detach(), rtol=1e-6, atol=1e-6)
@@ -76,8 +72,7 @@ def test_a_second_derivative_is_right_or_refused(case: Case):
     def penalised(run) -> list[torch.Tensor]:
         tensors = case.inputs()
         wanted = [x for x in tensors if x.requires_grad]
-        outputs = run(*tensors)
-        outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+        outputs = as_list(run(*tensors))
         total = sum(y.square().sum() for y in outputs)
         gradients = torch.autograd.grad(total, wanted, create_graph=True)
         return torch.autograd.grad(total + sum(g.square().sum() for g in gradients), wanted)
@@ -116,8 +111,7 @@ def test_strides_do_not_matter(case: Case, step: int):
 @every_case
 def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
     tensors = case.inputs()
-    outputs = case.run(*tensors)
-    outputs = [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+    outputs = as_list(case.run(*tensors))
     wanted = [x for x in tensors if x.requires_grad]
     expanded = [y.new_tensor(0.5).expand(y.shape) for y in outputs]
     dense = [y.new_full(y.shape, 0.5) for y in outputs]
@@ -137,8 +131,7 @@ def test_zero_rows(case: Case):
         shape[rows] = 0
     empty = Case(case.name, case.run, case.reference, tuple(map(tuple, shapes)), case.targets, case.tables)
     outputs, gradients = outputs_and_gradients(case.run, empty.inputs())
-    expected = case.reference(*empty.inputs())
-    expected = [expected] if isinstance(expected, torch.Tensor) else expected
+    expected = as_list(case.reference(*empty.inputs()))
     assert [y.shape for y in outputs] == [y.shape for y in expected]
     assert all((y == 0).all() for y in outputs)
     assert all((g == 0).all() for g in gradients)

@@ -196,10 +196,9 @@ def loss_output(
         return loss
     accuracy = None
     if return_token_accuracy:
-        valid = (target != ignore_index).sum()
-        accuracy = (predicted.view(target.shape) == target).logical_and(target != ignore_index).sum() / valid.clamp(
-            min=1
-        )
+        valid = target != ignore_index
+        right = valid & (predicted.view(target.shape) == target)
+        accuracy = right.sum() / valid.sum().clamp(min=1)
     return LossOutput(
         loss,
         reduced(z_losses) if return_z_loss else None,

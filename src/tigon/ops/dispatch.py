@@ -77,8 +77,8 @@ def on_device(function: Callable) -> Callable:
 def first_order(backward: Callable) -> Callable:
     """Decorate the backward of an autograd function that has no second derivative: `create_graph=True` is refused.
 
-    torch's `once_differentiable` raises only where the incoming gradient, or nothing but it, leads to the inputs: a
-    penalty on a gradient would silently be a constant.
+    torch's `once_differentiable` raises only where the incoming gradient itself needs a gradient: a penalty on the
+    gradient of a plain loss would silently be a constant.
     """
 
     @functools.wraps(backward)

@@ -116,14 +116,15 @@ def linear_cross_entropy_chunks(
     options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
     results = _allocate(x, weight, needs_dx, needs_dw, needs_db, wants_z_loss, wants_predicted)
     needed = needs_dx or needs_dw or needs_db
+    at_once = needed and dloss is None
     if x.shape[0] == 0:
         for gradient_of_none in results[3:]:
             gradient_of_none.zero_()
         return tuple(results)
     buffer = x.new_empty(min(chunk, x.shape[0]), weight.shape[0])
     # The sum of many chunks' dW is kept in fp32: in half precision each would round it once more.
-    many = x.shape[0] > MOST_CHUNKS * chunk and x.element_size() == 2
-    dw = x.new_zeros(weight.shape, dtype=torch.float32) if needs_dw and many else results.dw
+    many = needs_dw and x.shape[0] > MOST_CHUNKS * chunk and x.element_size() == 2
+    dw = x.new_zeros(weight.shape, dtype=torch.float32) if many else results.dw
     db = x.new_zeros(weight.shape[0] if needs_db else 0, dtype=torch.float32)
     for start in range(0, x.shape[0], chunk):
         part = slice(start, start + chunk)
@@ -134,7 +135,6 @@ def linear_cross_entropy_chunks(
         else:
             torch.addmm(bias, rows, weight.t(), out=logits)
 
-        at_once = needed and dloss is None
         found = statistics(
             logits, targets, class_weight, scales, options, wants_z_loss, wants_predicted, gradient_=at_once
         )  # fmt: skip
@@ -148,7 +148,7 @@ def linear_cross_entropy_chunks(
 
         if needs_dx:
             torch.mm(logits, weight, out=results.dx[part])
-        if needs_dw and many:
+        if many:
             dw += torch.mm(logits.t(), rows)
         elif needs_dw and start == 0:
             torch.mm(logits.t(), rows, out=dw)
@@ -156,7 +156,7 @@ def linear_cross_entropy_chunks(
             dw.addmm_(logits.t(), rows)
         if needs_db:
             db += logits.sum(0, dtype=torch.float32)
-    if needs_dw and many:
+    if many:
         results.dw.copy_(dw)
     if needs_db:
         results.db.copy_(db)

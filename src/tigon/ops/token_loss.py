@@ -288,25 +288,16 @@ def gradient_scales(
     scales = target.new_empty(3, dtype=torch.float32)
     if runs_kernels(scales, weight):
         _scales_kernel[(1,)](
-            target,
-            weight,
-            num_items,
-            scales,
-            target.numel(),
-            v,
-            ignore_index,
-            MEAN=mean,
-            BLOCK=4096,
-            num_warps=8,
-            **COMPILE,
-        )
+            target, weight, num_items, scales, target.numel(), v, ignore_index,
+            MEAN=mean, BLOCK=4096, num_warps=8, **COMPILE,
+        )  # fmt: skip
         return scales
     return gradient_scales_torch(target, weight, num_items, v, ignore_index, mean, scales)
 
 
 def _arguments(options: Options) -> tuple:
     ignore_index, label_smoothing, softcap, logit_scale, z_loss = astuple(options)
-    return ignore_index, float(label_smoothing), float(softcap or 0.0), float(logit_scale), float(z_loss)
+    return ignore_index, label_smoothing, softcap or 0.0, logit_scale, z_loss
 
 
 def _flags(options: Options) -> dict[str, bool]:
