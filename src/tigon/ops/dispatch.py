@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from triton.runtime.jit import JITFunction
 
-__all__ = ["COMPILE", "Device", "device_of", "first_order", "launcher", "on_device", "runs_kernels"]
+__all__ = ["Device", "device_of", "first_order", "launch", "launcher", "on_device", "runs_kernels"]
 
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -58,6 +59,12 @@ def _device(index: int) -> Device:
 def device_of(x: Tensor) -> Device:
     """Properties of the device that holds `x`."""
     return _device(x.device.index) if x.is_cuda else EMULATED
+
+
+def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: object) -> None:
+    """Run `programs` programs of a kernel; `constants` are its constexprs by name, and `num_warps`. None run for 0."""
+    if programs:
+        kernel[(programs,)](*arguments, **constants, **COMPILE)
 
 
 def on_device(function: Callable) -> Callable:

@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from tigon.ops import check
-from tigon.ops.dispatch import COMPILE, first_order, launcher, runs_kernels
+from tigon.ops.dispatch import first_order, launch, launcher, runs_kernels
 
 __all__ = ["GEGLUMLP", "SwiGLUMLP", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
 
@@ -129,10 +129,10 @@ def _launch(kernel, kind: str, *tensors: Tensor, **flags: bool) -> None:
         m, i, strides = 1, m * i, [0] * len(strides)
     config = Config.heuristic(kind)
     blocks = triton.cdiv(i, config.block)
-    if m * blocks:
-        kernel[(m * blocks,)](
-            *tensors, *strides, i, blocks, KIND=kind, **flags, BLOCK=config.block, num_warps=config.num_warps, **COMPILE
-        )  # fmt: skip
+    launch(
+        kernel, m * blocks, *tensors, *strides, i, blocks,
+        KIND=kind, **flags, BLOCK=config.block, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 @launcher(fake=lambda gate, up, kind: gate.new_empty(gate.shape))

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import COMPILE, device_of, on_device, runs_kernels
+from tigon.ops.dispatch import device_of, launch, on_device, runs_kernels
 
 __all__ = ["rescaled"]
 
@@ -43,7 +43,5 @@ def rescaled(x: Tensor, factor: Tensor) -> Tensor:
         # Few programs: nearly always all that they do is look at the factor.
         programs = min(m * blocks, 8 * device_of(x).multiprocessors)
         stride = factor.stride(0) if factor.dim() else 0
-        _rescale_kernel[(programs,)](
-            x, factor, x.stride(0), stride, m, n, blocks, BLOCK=BLOCK, num_warps=8, **COMPILE
-        )  # fmt: skip
+        launch(_rescale_kernel, programs, x, factor, x.stride(0), stride, m, n, blocks, BLOCK=BLOCK, num_warps=8)
     return x

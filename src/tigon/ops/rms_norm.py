@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from tigon.ops import check
-from tigon.ops.dispatch import COMPILE, Device, device_of, first_order, launcher, runs_kernels
+from tigon.ops.dispatch import Device, device_of, first_order, launch, launcher, runs_kernels
 
 __all__ = ["RMSNorm", "rms_norm", "rms_norm_reference"]
 
@@ -161,12 +161,11 @@ def rms_norm_forward(
     """x [M, N], weight [N] | None -> y [M, N], rstd [M] fp32."""
     (m, n), config = x.shape, Config.heuristic(x.shape[1], x.element_size(), device_of(x))
     y, rstd = _fake_forward(x, weight, eps, offset, round_first)
-    if m:
-        _forward_kernel[(triton.cdiv(m, config.block_m),)](
-            x, weight, y, rstd, x.stride(0), y.stride(0), m, n, eps, offset,
-            ROUND_FIRST=round_first, BLOCK_M=config.block_m, BLOCK_N=config.block_n,
-            num_warps=config.num_warps, **COMPILE,
-        )  # fmt: skip
+    launch(
+        _forward_kernel, triton.cdiv(m, config.block_m),
+        x, weight, y, rstd, x.stride(0), y.stride(0), m, n, eps, offset,
+        ROUND_FIRST=round_first, BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
     return y, rstd
 
 
@@ -183,14 +182,12 @@ def rms_norm_backward(
     dx = x.new_empty(x.shape if needs_dx else (0, 0))
     programs = min(config.programs, triton.cdiv(m, config.block_m))
     dw = x.new_empty((programs, n) if needs_dw else 0, dtype=torch.float32)
-    if m:
-        _backward_kernel[(programs,)](
-            dy, x, weight, rstd, dx, dw, dy.stride(0), x.stride(0), dx.stride(0), m, n, offset,
-            NEEDS_DX=needs_dx, NEEDS_DW=needs_dw,
-            KEEPS_W=weight is not None and config.keeps_w, EVEN=n == config.block_n,
-            BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages,
-            num_warps=config.num_warps, **COMPILE,
-        )  # fmt: skip
+    launch(
+        _backward_kernel, programs,
+        dy, x, weight, rstd, dx, dw, dy.stride(0), x.stride(0), dx.stride(0), m, n, offset,
+        NEEDS_DX=needs_dx, NEEDS_DW=needs_dw, KEEPS_W=weight is not None and config.keeps_w, EVEN=n == config.block_n,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+    )  # fmt: skip
     return dx, dw.sum(0).to(weight.dtype) if needs_dw else x.new_empty(0)
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.ops import check
-from tigon.ops.dispatch import COMPILE, first_order, launcher, runs_kernels
+from tigon.ops.dispatch import first_order, launch, launcher, runs_kernels
 
 __all__ = ["rope", "rope_reference"]
 
@@ -147,16 +147,16 @@ def rope_turn(
     (b, hq, s, d), hk, r = q.shape, k.shape[1], cos.shape[-1]
     q_out, k_out = _fake(q, k, cos, sin, backward, q_dtype, k_dtype)
     config = Config.heuristic(max(hq, hk), d)
-    if b * s:
-        _rope_kernel[(b * s,)](
-            q, k, cos, sin, q_out, k_out, *q.stride()[:3], *k.stride()[:3],
-            *(q_out.stride()[:3] if q_dtype else (0, 0, 0)), *(k_out.stride()[:3] if k_dtype else (0, 0, 0)),
-            cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-            sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
-            s, HQ=hq if q_dtype else 0, HK=hk if k_dtype else 0, D=d, R=r, BACKWARD=backward, BLOCK_H=config.block_h,
-            BLOCK_R=triton.next_power_of_2(r // 2), BLOCK_P=triton.next_power_of_2(max(d - r, 1)),
-            num_warps=config.num_warps, **COMPILE,
-        )  # fmt: skip
+    launch(
+        _rope_kernel, b * s,
+        q, k, cos, sin, q_out, k_out, *q.stride()[:3], *k.stride()[:3],
+        *(q_out.stride()[:3] if q_dtype else (0, 0, 0)), *(k_out.stride()[:3] if k_dtype else (0, 0, 0)),
+        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
+        sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
+        s, HQ=hq if q_dtype else 0, HK=hk if k_dtype else 0, D=d, R=r, BACKWARD=backward, BLOCK_H=config.block_h,
+        BLOCK_R=triton.next_power_of_2(r // 2), BLOCK_P=triton.next_power_of_2(max(d - r, 1)),
+        num_warps=config.num_warps,
+    )  # fmt: skip
     return q_out, k_out
 
 

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import COMPILE, Device, device_of, launcher, on_device, runs_kernels
+from tigon.ops.dispatch import Device, device_of, launch, launcher, on_device, runs_kernels
 from tigon.ops.token_loss_torch import (
     Options,
     Statistics,
@@ -287,9 +287,9 @@ def gradient_scales(
     """target [M], weight [V] | None, num_items [] | None -> scales [3] fp32: 1 / D, 1 / N, W."""
     scales = target.new_empty(3, dtype=torch.float32)
     if runs_kernels(scales, weight):
-        _scales_kernel[(1,)](
-            target, weight, num_items, scales, target.numel(), v, ignore_index,
-            MEAN=mean, BLOCK=4096, num_warps=8, **COMPILE,
+        launch(
+            _scales_kernel, 1, target, weight, num_items, scales, target.numel(), v, ignore_index,
+            MEAN=mean, BLOCK=4096, num_warps=8,
         )  # fmt: skip
         return scales
     return gradient_scales_torch(target, weight, num_items, v, ignore_index, mean, scales)
@@ -328,13 +328,12 @@ def statistics(
         return statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
     (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
     result = _empty_statistics(logits, wants_z_loss, wants_predicted)
-    if m:
-        _loss_kernel[(m,)](
-            logits, target, weight, scales, result.loss, result.lse,
-            result.z_loss if wants_z_loss else None, result.predicted if wants_predicted else None,
-            logits.stride(0), v, *_arguments(options),
-            **_flags(options), BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps, **COMPILE,
-        )  # fmt: skip
+    launch(
+        _loss_kernel, m, logits, target, weight, scales, result.loss, result.lse,
+        result.z_loss if wants_z_loss else None, result.predicted if wants_predicted else None,
+        logits.stride(0), v, *_arguments(options),
+        **_flags(options), BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
+    )  # fmt: skip
     if gradient_:
         gradient(logits, target, weight, scales, result.lse, None, options, out=logits)
     return result
@@ -349,11 +348,10 @@ def gradient(
         return gradient_torch(logits, target, weight, scales, lse, dloss, options, out)
     (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
     blocks = triton.cdiv(v, config.block_v)
-    if m:
-        _gradient_kernel[(m * blocks,)](
-            logits, target, weight, scales, lse, dloss, out,
-            logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,
-            *_arguments(options), **_flags(options),
-            BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps, **COMPILE,
-        )  # fmt: skip
+    launch(
+        _gradient_kernel, m * blocks, logits, target, weight, scales, lse, dloss, out,
+        logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,
+        *_arguments(options), **_flags(options),
+        BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
+    )  # fmt: skip
     return out
