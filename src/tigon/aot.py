@@ -22,6 +22,7 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
 from tigon.ops import dispatch
@@ -41,7 +42,11 @@ class Chip:
 
 def _chip(name: str, backend: str, arch: int | str, multiprocessors: int, shared_kib: int) -> Chip:
     warp_size = 64 if backend == "hip" else 32
-    return Chip(name, GPUTarget(backend, arch, warp_size), Device(multiprocessors, warp_size, shared_kib * 1024))
+    return Chip(
+        name,
+        GPUTarget(backend, arch, warp_size),
+        Device(multiprocessors, warp_size, shared_kib * 1024, backend == "cuda"),
+    )
 
 
 CHIPS = (
@@ -78,8 +83,10 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
 
     def record(kernel: JITFunction, *values: object, grid: object, warmup: bool, **keywords: object) -> None:
         arguments = dict(zip(kernel.arg_names, values, strict=False))
-        arguments |= {name: keywords.pop(name) for name in list(keywords) if name in kernel.arg_names}
-        launches.append(Launch(kernel, arguments, keywords))
+        arguments |= {name: value for name, value in keywords.items() if name in kernel.arg_names}
+        # A Gluon kernel takes num_warps both ways: its layouts are made of it.
+        options = {name: value for name, value in keywords.items() if name not in arguments or name == "num_warps"}
+        launches.append(Launch(kernel, arguments, options))
 
     with (
         patch.object(JITFunction, "run", record),
@@ -105,7 +112,8 @@ def _source(launch: Launch) -> ASTSource:
             signature[name], aligned = "fp32", False
         if aligned and specialised:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    return ASTSource(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+    source = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    return source(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
 def resources(launch: Launch, chip: Chip) -> dict[str, object]:

@@ -27,12 +27,18 @@ class Device:
     multiprocessors: int
     warp_size: int  # 32 on NVIDIA, 64 on the Instinct chips of AMD
     shared_memory: int  # bytes that one workgroup may use
+    async_copy: bool = False  # from global to shared memory by single threads: NVIDIA since Ampere
 
     @property
     def max_warps(self) -> int:
         """A workgroup holds 1024 threads on either vendor."""
         return 1024 // self.warp_size
 
+
+_LARGE = 2**31  # Triton passes such ints in 64 bits
+
+# Compiled kernels by what their choice depends on, with the values of their constexprs.
+_variants: dict[tuple, tuple[object, list]] = {}
 
 # What kernels launched on CPU tensors take for their device: the interpreter's, or one that is compiled for.
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
@@ -53,6 +59,7 @@ def _device(index: int) -> Device:
         warp_size=properties.warp_size,
         # ROCm builds report no opt-in limit; the Instinct chips have 64 KiB.
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 65536),
+        async_copy=torch.version.hip is None and properties.major >= 8,
     )
 
 
@@ -61,10 +68,43 @@ def device_of(x: Tensor) -> Device:
     return _device(x.device.index) if x.is_cuda else EMULATED
 
 
+def _variant_key(arguments: tuple) -> list:
+    """What Triton specialises a kernel on: dtypes, alignment, absent tensors, and ints that are 1 or multiples of 16.
+
+    It does so for ints that it was told to leave alone (M) too: a variant may be listed twice, never wrongly found.
+    """
+    key = []
+    for value in arguments:
+        kind = type(value)
+        if kind is int:
+            key.append(value if value >= _LARGE else value == 1 or (value % 16 == 0 and 16))
+        elif kind is float or value is None:
+            key.append(kind)
+        else:
+            key += value.dtype, value.data_ptr() % 16 == 0
+    return key
+
+
 def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: object) -> None:
-    """Run `programs` programs of a kernel; `constants` are its constexprs by name, and `num_warps`. None run for 0."""
-    if programs:
+    """Run `programs` programs of a kernel; `constants` are its constexprs by name, and `num_warps`. None run for 0.
+
+    Triton finds out anew at every launch which compiled variant the arguments call for; here it is looked up by what
+    that depends on, because small models wait for the host.
+    """
+    if not programs:
+        return
+    device = arguments[0].get_device()
+    if device < 0:  # the interpreter's
         kernel[(programs,)](*arguments, **constants, **COMPILE)
+        return
+    key = (id(kernel), device, *_variant_key(arguments), *constants.values())
+    found = _variants.get(key)
+    if found is None:
+        variant = kernel[(programs,)](*arguments, **constants, **COMPILE)
+        _variants[key] = variant, [constants[name] for name in kernel.arg_names[len(arguments) :]]
+    else:
+        variant, tail = found
+        variant[(programs, 1, 1)](*arguments, *tail)
 
 
 def on_device(function: Callable) -> Callable:
@@ -72,8 +112,8 @@ def on_device(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        device = args[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
+        device = args[0].get_device()  # -1 for the CPU
+        if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):
                 return function(*args, **kwargs)
         return function(*args, **kwargs)

@@ -23,7 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tigon.ops import token_loss_row
 from tigon.ops.dispatch import Device, device_of, launch, launcher, on_device, runs_kernels
+from tigon.ops.token_loss_maths import LOG2E, target_weight, transformed
 from tigon.ops.token_loss_torch import (
     Options,
     Statistics,
@@ -33,8 +35,6 @@ from tigon.ops.token_loss_torch import (
 )
 
 __all__ = ["Config", "Options", "Statistics", "gradient", "gradient_scales", "statistics"]
-
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -51,8 +51,7 @@ class Config:
     @staticmethod
     def heuristic(v: int, itemsize: int, device: Device) -> "Config":
         # 8192 x 128256 on an H200: 0.485 ms to read, 0.991 ms to read and write, at 4.33 and 4.24 TB/s; blocks of 4096
-        # are as fast but short of registers with every option, 8192 take 5 % longer. Two such passes are faster than
-        # programs that hold a row together and wait for each other's statistics (one read, but 1.9 ms).
+        # are as fast but short of registers with every option, 8192 take 5 % longer.
         block_v = min(max(triton.next_power_of_2(v), 64), 2048)
         return Config(block_v, 16 // itemsize, max(1, min(block_v // 512, 128 // device.warp_size)))
 
@@ -67,23 +66,6 @@ def _columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
 
 
 @triton.jit
-def _transformed(a, logit_scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Raw logits -> x, dx / da."""
-    x = a.to(tl.float32)
-    slope = 1.0
-    if SCALED:
-        x = x * logit_scale
-        slope = logit_scale
-    if SOFTCAP:
-        # tanh u and 1 - tanh^2 u from e = exp(-2 |u|), neither by a difference of nearly equal numbers.
-        e = tl.exp(tl.abs(x) * (-2.0 / softcap))
-        r = 1.0 / (1.0 + e)
-        x = tl.where(x < 0, -softcap, softcap) * ((1.0 - e) * r)
-        slope *= 4.0 * e * r * r
-    return x, slope
-
-
-@triton.jit
 def _accumulate(
     start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap,
     high, total, weighted, best,  # [BLOCK_V / LANE] each
@@ -93,7 +75,7 @@ def _accumulate(
     """Fold a block of logits into each lane's maximum, sum of exp(x - maximum), sum of w (x - pivot), and argmax."""
     cols = _columns(start, BLOCK_V, LANE)
     inside = cols < V if LAST else None
-    x, _ = _transformed(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
+    x, _ = transformed(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
     if SMOOTHING:
         difference = x - pivot
         if weight_ptr is not None:
@@ -136,16 +118,6 @@ def _row_gradient(
 
 
 @triton.jit
-def _target_weight(weight_ptr, target, V):
-    """w_t, NaN for a target out of range."""
-    inside = (target >= 0) & (target < V)
-    w = 1.0
-    if weight_ptr is not None:
-        w = tl.load(weight_ptr + target, mask=inside, other=0.0).to(tl.float32)
-    return tl.where(inside, w, float("nan"))
-
-
-@triton.jit
 def _loss_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr,  # [M, V], [M], [V] or None, [3]
     loss_ptr, lse_ptr, z_ptr, predicted_ptr,  # [M], [M, 2], [M] or None, [M] or None
@@ -169,7 +141,7 @@ def _loss_kernel(
         return
 
     a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
-    x_t, _ = _transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
+    x_t, _ = transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
     pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)  # sums of differences: a shift of all logits costs no digits
 
     PREDICTED: tl.constexpr = predicted_ptr is not None
@@ -193,7 +165,7 @@ def _loss_kernel(
     total = tl.sum(total * tl.exp2((high - top) * LOG2E), axis=0)
 
     nll = tl.log(total) - (x_t - top)
-    loss = (1.0 - label_smoothing) * _target_weight(weight_ptr, target, V) * nll
+    loss = (1.0 - label_smoothing) * target_weight(weight_ptr, target, V) * nll
     lse = top + tl.log(total)
     if SMOOTHING:
         above = tl.log(total) - (pivot - top)  # lse - pivot
@@ -226,13 +198,13 @@ def _gradient_kernel(
         tl.store(dlogits_ptr + cols, zeros, mask=cols < V)
         return
     a = tl.load(logits_ptr + row * stride_logits + cols, mask=cols < V, other=0.0)
-    x, slope = _transformed(a, logit_scale, softcap, SCALED, SOFTCAP)
+    x, slope = transformed(a, logit_scale, softcap, SCALED, SOFTCAP)
     dloss = 1.0
     if dloss_ptr is not None:
         dloss = tl.load(dloss_ptr + row * stride_dloss)
     dx = _row_gradient(
         x, slope, cols, V, target, (target >= start) & (target < start + BLOCK_V), weight_ptr,
-        _target_weight(weight_ptr, target, V),
+        target_weight(weight_ptr, target, V),
         tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1),
         dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1), tl.load(scales_ptr + 2), label_smoothing, z_loss,
         SMOOTHING,
@@ -326,8 +298,14 @@ def statistics(
     """logits [M, V], target [M] -> per-token statistics; `gradient_` also writes d(sum of losses) over the logits."""
     if not runs_kernels(logits, weight):
         return statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
-    (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
+    (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = _empty_statistics(logits, wants_z_loss, wants_predicted)
+    if gradient_ and token_loss_row.takes(logits, options, wants_predicted):
+        row_config = token_loss_row.Config.heuristic(v, itemsize, device)
+        if row_config is not None:
+            token_loss_row.row_losses(logits, target, weight, scales, result, options, row_config, device)
+            return result
+    config = Config.heuristic(v, itemsize, device)
     launch(
         _loss_kernel, m, logits, target, weight, scales, result.loss, result.lse,
         result.z_loss if wants_z_loss else None, result.predicted if wants_predicted else None,

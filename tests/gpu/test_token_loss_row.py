@@ -1,0 +1,85 @@
+"""The kernel that keeps a row of logits on the chip, at sizes where its slots wrap, overflow and stand empty."""
+
+import pytest
+import torch
+
+import tigon
+from op_cases import assert_as_accurate_as_eager
+from tigon.ops import token_loss_row
+from tigon.ops.cross_entropy import cross_entropy_reference
+from tigon.ops.token_loss_row import Config
+
+OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}]
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The configurations that the kernel was launched with."""
+    seen, row_losses = [], token_loss_row.row_losses
+
+    def noted(*arguments):
+        seen.append(arguments[-2])
+        row_losses(*arguments)
+
+    monkeypatch.setattr(token_loss_row, "row_losses", noted)
+    return seen
+
+
+def _check(m: int, v: int, dtype: torch.dtype, weighted: bool, options: dict) -> None:
+    generator = torch.Generator("cuda").manual_seed(m + v)
+    logits = (torch.randn(m, v, device="cuda", generator=generator) * 3).to(dtype).requires_grad_()
+    labels = torch.randint(v, (m,), device="cuda", generator=generator)
+    weight = torch.rand(v, device="cuda", generator=generator) if weighted else None
+    if m > 4:
+        labels[1::4] = -100
+    run = lambda x: tigon.cross_entropy(x.clone(), labels, weight, inplace=True, **options)
+    reference = lambda x: cross_entropy_reference(x, labels, weight, **options)
+    assert_as_accurate_as_eager(run, reference, [logits], loss=True)
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("v", "slots"), [(4096, 4), (4000, 4), (4000, 2), (4000, 1), (16, 1), (16, 3), (10000, 2)], ids=str
+)
+@pytest.mark.parametrize("m", [1, 7, 700])
+def test_any_fit_of_row_and_slots(m, v, slots, dtype, options, monkeypatch, launches):
+    lane = 16 // dtype.itemsize
+    config = Config(slots, 2 * 128 * lane, lane, 4, 2)  # two rounds of 128 threads a slot
+    monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
+    _check(m, v, dtype, weighted=v == 4000, options=options)
+    assert launches
+
+
+@pytest.mark.parametrize("v", [8192, 32000, 50304, 65536, 128256, 151936, 256000])
+def test_real_vocabularies(v, launches):
+    _check(300, v, torch.bfloat16, weighted=False, options={})
+    assert launches
+
+
+def test_ignored_rows_are_not_looked_at(launches):
+    logits = torch.randn(300, 32000, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(32000, (300,), device="cuda")
+    labels[::3] = -100
+    logits[::3] = torch.tensor([float("inf"), float("nan")], device="cuda").repeat(16000)
+    logits.requires_grad_()
+    hidden = logits.clone()
+    loss = tigon.cross_entropy(hidden, labels, inplace=True)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert launches
+    assert loss.isfinite()
+    assert (gradient[::3] == 0).all()
+    assert gradient.isfinite().all()
+
+
+def test_is_the_same_from_run_to_run():
+    logits = torch.randn(2000, 128256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.randint(128256, (2000,), device="cuda")
+    runs = []
+    for _ in range(3):
+        hidden = logits.clone()
+        loss = tigon.cross_entropy(hidden, labels, reduction="none", inplace=True)
+        runs.append((loss, torch.autograd.grad(loss.sum(), hidden)[0]))
+    for loss, gradient in runs[1:]:
+        assert torch.equal(loss, runs[0][0])
+        assert torch.equal(gradient, runs[0][1])
