@@ -8,6 +8,8 @@ from torch import Tensor
 
 __all__ = ["choice", "floating", "integer", "number", "same", "shape", "tensor"]
 
+_FLOATING = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+
 
 def tensor(op: str, **tensors: object) -> None:
     """Each value must be a tensor."""
@@ -21,8 +23,9 @@ def floating(op: str, **tensors: Tensor | None) -> None:
     for name, value in tensors.items():
         if value is None:
             continue
-        tensor(op, **{name: value})
-        if not value.is_floating_point() or value.dtype.itemsize == 1:
+        if not isinstance(value, Tensor):
+            tensor(op, **{name: value})
+        if value.dtype not in _FLOATING:
             raise TypeError(f"{op}: {name} must be a float32, bfloat16 or float16 tensor, got {value.dtype}")
 
 

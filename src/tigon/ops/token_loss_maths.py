@@ -3,9 +3,10 @@
 import triton
 import triton.language as tl
 
-__all__ = ["LOG2E", "target_weight", "transformed"]
+__all__ = ["LN2", "LOG2E", "target_weight", "transformed"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit

@@ -6,8 +6,8 @@ sum of exponentials as it arrives, and then turns the slots into gradients. A sl
 the same chunk of the program's next row, so memory is busy throughout: 2 V numbers. What of a row is longer than the
 slots is read again, mostly from L2. Shared memory by hand and asynchronous copies are what Gluon adds to Triton.
 
-Exponentials are 2^(x log2(e) - c) with one rounding (a fused product and sum), with c the rounded product of the
-maximum and log2(e); 2^(maximum log2(e) - c), within an ulp of c of one, is divided out of the sum.
+Exponentials are 2^(x log2(e) - c) with one rounding (a fused product and sum); c, the largest x log2(e) after rounding,
+is a pivot like any other, so nothing else need know that it is rounded.
 
 Shapes: M tokens, V vocabulary. A chunk is [R, THREADS, LANE]: a thread takes LANE neighbours R times, so sums over
 the chunk need no exchange until the row's end.
@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from tigon.ops.dispatch import Device, launch
-from tigon.ops.token_loss_maths import LOG2E, target_weight, transformed
+from tigon.ops.token_loss_maths import LN2, LOG2E, target_weight, transformed
 from tigon.ops.token_loss_torch import Options, Statistics
 
 try:
@@ -57,13 +57,13 @@ class Config:
         """None where two passes are as good, or the device cannot do this."""
         if gluon is None or not device.async_copy or v * itemsize < 8192:
             return None
-        # Short rows: several programs overlap their phases. V = 32000: 0.285 (two passes 0.390), 50304: 0.440 (0.604).
+        # Short rows: several programs overlap their phases. V = 32000: 0.284 (two passes 0.390), 50304: 0.450 (0.604).
         block, warps = 8192 // itemsize, 4
         slots = triton.cdiv(v, block)
         together = min(16, device.shared_memory // (slots * block * itemsize + RESERVED))
         if together < 2:
             # One long row a multiprocessor, in chunks as large as registers allow, because each costs three barriers:
-            # V = 128256: 1.104 with chunks of 16384, 1.243 with 8192 (two passes 1.502); 102400: 0.879 (1.208).
+            # V = 128256: 1.091 with chunks of 16384, 1.20 with 8192 (two passes 1.502); 102400: 0.879 (1.208).
             block, warps, together = 32768 // itemsize, 16, 1
             slots = min(triton.cdiv(v, block), (device.shared_memory - RESERVED) // (block * itemsize))
             # V = 256000 keeps 45 % and still gains 4 %; with less on the chip there is nothing to gain.
@@ -78,14 +78,14 @@ if gluon is not None:
 
     @gluon.jit
     def _fold(a, inside, high, total, logit_scale, SCALED: gl.constexpr):
-        """Fold logits [R, T, L] into each thread's maximum and sum of exponentials [T]; None is inside everywhere."""
+        """Fold logits [R, T, L] into each thread's maximum of x log2(e) and sum [T]; None is inside everywhere."""
         x, _ = transformed(a, logit_scale, 0.0, SCALED, False)
         if inside is not None:
             x = gl.where(inside, x, float("-inf"))
-        new = gl.maximum(high, gl.max(gl.max(x, axis=2), axis=0))
-        c = gl.where(new == float("-inf"), 0.0, new) * LOG2E
+        new = gl.maximum(high, gl.max(gl.max(x, axis=2), axis=0) * LOG2E)
+        c = gl.where(new == float("-inf"), 0.0, new)
         e = gl.exp2(gl.fma(x, LOG2E, -c[None, :, None]))
-        return new, total * gl.exp2(gl.fma(high, LOG2E, -c)) + gl.sum(gl.sum(e, axis=2), axis=0)
+        return new, total * gl.exp2(high - c) + gl.sum(gl.sum(e, axis=2), axis=0)
 
     @gluon.jit
     def _gradient(a, c, factor, logit_scale, SCALED: gl.constexpr):
@@ -154,28 +154,28 @@ if gluon is not None:
                 rest = gl.load(base + (held + cols), mask=held + cols < end, other=0.0)
 
             highest = gl.max(high, axis=0)
-            top = gl.where(highest == float("-inf"), 0.0, highest)
-            c = top * LOG2E
-            mass = gl.sum(total * gl.exp2(gl.fma(high, LOG2E, -c)), axis=0)
-            total_row = mass * gl.exp2(-gl.fma(top, LOG2E, -c))
-            lse = top + gl.log(total_row)
+            c = gl.where((highest == float("-inf")) | (target == ignore_index), 0.0, highest)
+            mass = gl.sum(total * gl.exp2(high - c), axis=0)
             x_t, slope_t = transformed(a_t, logit_scale, 0.0, SCALED, False)
             hit = scale * target_weight(weight_ptr, target, V)
+            nll = (gl.log2(mass) - gl.fma(x_t, LOG2E, -c)) * LN2
+            top = c * LN2
+            total_row = mass * gl.exp2(-gl.fma(top, LOG2E, -c))
+            lse = top + gl.log(total_row)
             z = z_scale * z_loss * lse * lse
-            gl.store(loss_ptr + row, gl.where(valid, hit * (gl.log(total_row) - (x_t - top)) + z, 0.0))
+            gl.store(loss_ptr + row, gl.where(valid, hit * nll + z, 0.0))
             gl.store(lse_ptr + row * 2, gl.where(valid, top, 0.0))
             gl.store(lse_ptr + row * 2 + 1, gl.where(valid, total_row, 0.0))
             if z_ptr is not None:
                 gl.store(z_ptr + row, gl.where(valid, z, 0.0))
 
             factor = gl.where(valid, gl.div_rn(hit + z_scale * 2.0 * z_loss * lse, mass), 0.0)
-            c = gl.where(valid, c, 0.0)
             for start in range(0, held, BLOCK):
                 slot = slots.index(start // BLOCK)
-                dx = _gradient(slot.load(CHUNK), c, factor, logit_scale, SCALED)
-                gl.store(base + (start + cols), dx, mask=start + cols < V)
+                a = slot.load(CHUNK)
                 copy(slot, next_base + (start + cols), mask=start + cols < next_end)
                 commit_group()
+                gl.store(base + (start + cols), _gradient(a, c, factor, logit_scale, SCALED), mask=start + cols < V)
             if LONG:
                 for start in range(held, V, BLOCK):
                     a = rest
