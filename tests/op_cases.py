@@ -5,6 +5,7 @@ A case makes its tensors from a generator; `run` is the op, `reference` its defi
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,9 +13,16 @@ from torch import Tensor
 import tigon
 from tigon.ops.cross_entropy import cross_entropy_reference
 from tigon.ops.glu import geglu_reference, swiglu_reference
+from tigon.ops.jsd import jsd_reference
+from tigon.ops.kl_div import kl_div_reference
+from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.ops.rms_norm import rms_norm_reference
+from tigon.ops.qk_norm_rope import qk_norm_rope_reference
+from tigon.ops.relu2 import relu2_reference
+from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.ops.rope import rope_reference
+from tigon.ops.softmax import softmax_reference
+from tigon.ops.tvd import tvd_reference
 from tigon.testing import assert_accurate
 
 # The interpreter truncates bf16 stores, and its dot of bf16 is wrong: bf16 is for a GPU, or for the references.
@@ -30,7 +38,7 @@ class Case:
     reference: Callable
     shapes: tuple[tuple[int, ...], ...]  # of the differentiable inputs
     targets: int | None = None  # the vocabulary, where the op takes class indices as its last input
-    tables: bool = False  # cos and sin of the shape that q and k want, as the last inputs
+    tables: int = 0  # so many axes have cos and sin, of the shape that q and k want, as the last inputs
 
     def inputs(self, dtype: torch.dtype = torch.float32, seed: int = 0) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
@@ -42,7 +50,8 @@ class Case:
             tensors.append(target.to(DEVICE))
         if self.tables:
             b, _, s, d = self.shapes[0]
-            angles = torch.randn((b, s, d), generator=generator).to(DEVICE)
+            axes = (self.tables,) if self.tables > 1 else ()
+            angles = torch.randn((*axes, b, s, d), generator=generator).to(DEVICE)
             tensors += [angles.cos().to(dtype), angles.sin().to(dtype)]
         return tensors
 
@@ -76,6 +85,32 @@ def assert_as_accurate_as_eager(run: Callable, reference: Callable, tensors: lis
 
 HEADS = ((2, 6, 5, 16), (2, 2, 5, 16))
 
+
+GEMMA = {"offset": 1.0, "rounding": "after_weight"}
+INTERLEAVED = {"layout": "interleaved", "sections": (1,) * 6 + (2,)}
+
+
+def _rotary(
+    name: str, run: Callable, reference: Callable, *weights: tuple[int], tables: int = 1, **options
+) -> Case:  # fmt: skip
+    return Case(name, partial(run, **options), partial(reference, **options), (*HEADS, *weights), tables=tables)
+
+
+def _divergence(name: str, run: Callable, reference: Callable, **options) -> Case:
+    """Logits, or numbers of the size of (log-)probabilities; the teacher is the student backwards, not too like it."""
+    logits, logs = "from_logits" in options, run is tigon.jsd or "log_target" in options
+
+    def with_teacher(function: Callable) -> Callable:
+        def call(x: Tensor, labels: Tensor) -> Tensor:
+            student = x if logits else x.abs() * (-32.0 if logs else 1 / 64)  # both exact in fp16
+            teacher = student.detach().flip(-1)
+            return function(student, teacher / 2 if logits else teacher, labels=labels, **options)
+
+        return call
+
+    return Case(name, with_teacher(run), with_teacher(reference), ((11, 100),), targets=100)
+
+
 CASES = [
     Case("rms_norm", tigon.rms_norm, rms_norm_reference, ((7, 48), (48,))),
     Case(
@@ -85,7 +120,30 @@ CASES = [
         ((7, 48), (48,)),
     ),
     Case("rms_norm no weight", lambda x: tigon.rms_norm(x, None), lambda x: rms_norm_reference(x, None), ((7, 33),)),
-    Case("rope", tigon.rope, rope_reference, HEADS, tables=True),
+    Case("add_rms_norm", tigon.add_rms_norm, add_rms_norm_reference, ((7, 48), (7, 48), (48,))),
+    Case("layer_norm", tigon.layer_norm, layer_norm_reference, ((7, 48), (48,), (48,))),
+    Case("layer_norm no bias", tigon.layer_norm, layer_norm_reference, ((7, 33), (33,))),
+    Case("rope", tigon.rope, rope_reference, HEADS, tables=1),
+    _rotary("rope interleaved", tigon.rope, rope_reference, layout="interleaved"),
+    _rotary("rope deinterleaved", tigon.rope, rope_reference, layout="deinterleaved"),
+    _rotary("rope sections", tigon.rope, rope_reference, tables=3, sections=(2, 3, 3)),
+    Case(
+        "rope of one tensor",
+        lambda q, cos, sin: tigon.rope(q, None, cos, sin)[0],
+        lambda q, cos, sin: rope_reference(q, None, cos, sin)[0],
+        HEADS[:1],
+        tables=1,
+    ),
+    _rotary("qk_norm_rope", tigon.qk_norm_rope, qk_norm_rope_reference, (16,), (16,)),
+    _rotary("qk_norm_rope offset after", tigon.qk_norm_rope, qk_norm_rope_reference, (16,), (16,), **GEMMA),
+    _rotary("qk_norm_rope over all heads", tigon.qk_norm_rope, qk_norm_rope_reference, (96,), (32,)),
+    Case(
+        "qk_norm_rope sections no weight",
+        lambda q, k, cos, sin: tigon.qk_norm_rope(q, k, None, None, cos, sin, **INTERLEAVED),
+        lambda q, k, cos, sin: qk_norm_rope_reference(q, k, None, None, cos, sin, **INTERLEAVED),
+        HEADS,
+        tables=3,
+    ),
     Case("swiglu", tigon.swiglu, swiglu_reference, ((7, 48), (7, 48))),
     Case("swiglu packed", tigon.swiglu, swiglu_reference, ((7, 96),)),
     Case("geglu", tigon.geglu, geglu_reference, ((7, 48), (7, 48))),
@@ -94,6 +152,15 @@ CASES = [
         lambda x: tigon.geglu(x, approximate="tanh"),
         lambda x: geglu_reference(x, approximate="tanh"),
         ((7, 66),),
+    ),
+    Case("relu2", tigon.relu2, relu2_reference, ((7, 66),)),
+    Case("softmax", tigon.softmax, softmax_reference, ((7, 48),)),
+    Case("softmax of wide rows", tigon.softmax, softmax_reference, ((3, 33000),)),
+    Case(
+        "softmax of another dimension",
+        lambda x: tigon.softmax(x, 1),
+        lambda x: softmax_reference(x, 1),
+        ((3, 5, 16),),
     ),
     Case("cross_entropy", tigon.cross_entropy, cross_entropy_reference, ((11, 100),), targets=100),
     Case(
@@ -117,4 +184,13 @@ CASES = [
         ((11, 24), (100, 24)),
         targets=100,
     ),
+    _divergence("kl_div", tigon.kl_div, kl_div_reference, log_target=True),
+    _divergence("kl_div none", tigon.kl_div, kl_div_reference, log_target=True, reduction="none"),
+    _divergence("kl_div logits", tigon.kl_div, kl_div_reference, from_logits=True, temperature=2.0),
+    _divergence("jsd", tigon.jsd, jsd_reference, beta=0.1),
+    _divergence("jsd logits", tigon.jsd, jsd_reference, from_logits=True, reduction="sum"),
+    _divergence("jsd logits none", tigon.jsd, jsd_reference, from_logits=True, temperature=0.7, reduction="none"),
+    _divergence("jsd reverse", tigon.jsd, jsd_reference, beta=1.0, reduction="mean"),
+    _divergence("tvd", tigon.tvd, tvd_reference),
+    _divergence("tvd logits", tigon.tvd, tvd_reference, from_logits=True),
 ]

@@ -10,9 +10,16 @@ import importlib
 
 from tigon.ops.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy
 from tigon.ops.glu import GEGLUMLP, SwiGLUMLP, geglu, swiglu
+from tigon.ops.jsd import JSDLoss, jsd
+from tigon.ops.kl_div import KLDivLoss, kl_div
+from tigon.ops.layer_norm import LayerNorm, layer_norm
 from tigon.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from tigon.ops.rms_norm import RMSNorm, rms_norm
+from tigon.ops.qk_norm_rope import qk_norm_rope
+from tigon.ops.relu2 import ReLU2MLP, relu2
+from tigon.ops.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from tigon.ops.rope import rope
+from tigon.ops.softmax import Softmax, softmax
+from tigon.ops.tvd import TVDLoss, tvd
 
 __version__ = "0.1.0"
 
@@ -22,18 +29,32 @@ __all__ = [
     "GEGLUMLP",
     "AutoModelForCausalLM",
     "CrossEntropyLoss",
+    "JSDLoss",
+    "KLDivLoss",
+    "LayerNorm",
     "LinearCrossEntropyLoss",
     "LossOutput",
     "RMSNorm",
+    "ReLU2MLP",
+    "Softmax",
     "SwiGLUMLP",
+    "TVDLoss",
+    "add_rms_norm",
     "cross_entropy",
     "geglu",
+    "jsd",
+    "kl_div",
+    "layer_norm",
     "linear_cross_entropy",
     "patch",
     "patched",
+    "qk_norm_rope",
+    "relu2",
     "rms_norm",
     "rope",
+    "softmax",
     "swiglu",
+    "tvd",
 ]
 
 

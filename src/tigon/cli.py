@@ -1,4 +1,4 @@
-"""The command line: `tigon demo`, `tigon bench`, `tigon env`.
+"""The command line: `tigon demo`, `tigon bench`, `tigon resources`, `tigon env`.
 
 Commands with imports of their own are loaded when they are called, after a look at whether those are there.
 """
@@ -25,11 +25,12 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 @dataclass(frozen=True)
 class _Command:
-    """A command that is the function `name` of the module `tigon.<name>.command`."""
+    """A command that is the function `name` of a module: `tigon.<name>.command`, or the one given."""
 
     name: str
     help: str
-    needs: tuple[str, ...]  # modules beyond torch; the extra that installs them has the command's name
+    needs: tuple[str, ...] = ()  # modules beyond torch; the extra that installs them has the command's name
+    module: str = ""
 
 
 _COMMANDS = (
@@ -39,6 +40,9 @@ _COMMANDS = (
         needs=("transformers", "tokenizers", "matplotlib", "psutil", "numpy"),
     ),
     _Command("bench", "Measure speed and memory of every op beside its peers.", needs=("matplotlib",)),
+    _Command(
+        "resources", "Compile every kernel for every chip and print what it takes.", module="tigon.bench.resources"
+    ),
 )
 
 
@@ -48,7 +52,8 @@ def _call(command: _Command, arguments: list[str]) -> None:
     missing = [name for name in command.needs if importlib.util.find_spec(name) is None]
     if missing:
         sys.exit(f"tigon {command.name} needs {', '.join(missing)}: pip install 'tigon[{command.name}]'")
-    function = getattr(importlib.import_module(f"tigon.{command.name}.command"), command.name)
+    module = importlib.import_module(command.module or f"tigon.{command.name}.command")
+    function = getattr(module, command.name)
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     application.command()(function)
     application(arguments, prog_name=f"tigon {command.name}")

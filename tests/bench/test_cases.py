@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tigon.bench.cases import CASES, OPS, Case, select
+from tigon.bench.eager import EAGER
 
 CPU = torch.device("cpu")
 by_name = {case.name: case for case in CASES}
@@ -16,9 +17,32 @@ def test_names_are_unique():
     assert len(by_name) == len(CASES)
 
 
-def test_every_op_has_a_case_for_the_gpu_and_a_small_one():
-    for tag in ("first-light", "small"):
-        assert {case.op for case in CASES if tag in case.tags} == set(OPS)
+def test_every_op_has_a_small_case_one_of_a_model_and_a_sweep():
+    tagged = lambda *tags: {case.op for case in CASES if set(tags) & set(case.tags)}
+    assert tagged("small") == tagged("sweep") == tagged("first-light", "roofline", "more") == set(OPS)
+
+
+def test_roofline_cases_are_those_of_the_table():
+    assert [(case.op, "x".join(map(str, case.shape))) for case in CASES if "roofline" in case.tags] == [
+        ("rms_norm", "16384x4096"),
+        ("rms_norm", "8192x8192"),
+        ("rms_norm", "4096x16384"),
+        ("rms_norm", "16384x2048"),
+        ("rms_norm", "64x4096"),
+        ("add_rms_norm", "16384x4096"),
+        ("layer_norm", "16384x4096"),
+        ("rope", "4x4096x32x8x128"),
+        ("qk_norm_rope", "4x4096x32x8x128"),
+        ("swiglu", "16384x14336"),
+        ("geglu", "16384x14336"),
+        ("softmax", "16384x4096"),
+        ("cross_entropy_inplace", "8192x128256"),
+        ("cross_entropy_inplace", "8192x32000"),
+        ("cross_entropy", "8192x128256"),
+        ("kl_div", "4096x128256"),
+        ("jsd", "4096x128256"),
+    ]
+    assert [case.shape for case in CASES if "host" in case.tags] == [(64, 4096)]
 
 
 # Milliseconds at 4.3 TB/s: reading and writing each tensor once.
@@ -34,6 +58,14 @@ def test_every_op_has_a_case_for_the_gpu_and_a_small_one():
         ("geglu/gemma-2-9b/16384x14336/approximate=tanh", 0.874),
         ("cross_entropy_inplace/llama-3-8b/8192x128256", 0.978),
         ("cross_entropy/llama-2-7b/8192x32000", 0.244),
+        ("add_rms_norm/llama-3-8b/16384x4096", 0.250),
+        ("layer_norm/gpt-j-6b/16384x4096", 0.156),
+        ("qk_norm_rope/qwen3-8b/4x4096x32x8x128", 0.196),
+        ("softmax/llama-3-8b/16384x4096", 0.156),
+        ("relu2/minitron-8b/16384x16384", 0.624),
+        ("kl_div/llama-3-8b/4096x128256", 0.733),
+        ("jsd/llama-3-8b/4096x128256", 0.733),
+        ("tvd/llama-3-8b/4096x128256", 0.733),
     ],
 )
 def test_memory_floor(name, floor):
@@ -81,6 +113,35 @@ def test_logits_are_as_peaked_as_a_trained_models(op):
     assert (losses < 0.2).float().mean() > 0.05  # some tokens are certain
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if "small" in case.tags], ids=lambda case: case.name)
+def test_inputs_want_gradients_and_have_one_upstream_for_each_output(case):
+    inputs = case.make(CPU)
+    assert inputs.wanted
+    assert inputs.tensors[inputs.wanted[0]].dtype == case.dtype
+    for tensor in (*inputs.tensors.values(), *inputs.upstream):
+        assert not tensor.is_floating_point() or tensor.isfinite().all()
+    outputs = EAGER[case.op](case)(*inputs.tensors.values())
+    shapes = [gradient.shape for gradient in inputs.upstream] or [torch.Size([])]  # or a scalar loss
+    assert [output.shape for output in outputs] == shapes
+
+
+@pytest.mark.parametrize("op", ["kl_div", "jsd", "tvd"])
+def test_a_student_is_near_its_teacher(op):
+    case = Case(op, "tiny", (64, 4096), dtype=torch.float32)
+    input, target = case.make(CPU).tensors.values()
+    student, teacher = (x if op == "tvd" or (op == "kl_div" and x is target) else x.exp() for x in (input, target))
+    for probabilities in (student, teacher):
+        assert (probabilities.sum(-1) - 1).abs().max() < 1e-4
+    assert 0.01 < (student - teacher).abs().sum(-1).mean() / 2 < 0.5
+
+
+def test_logits_and_log_targets_on_request():
+    logits = Case("jsd", "tiny", (8, 64), options={"from_logits": True}).make(CPU).tensors["target"]
+    assert logits.max() > 0
+    log_target = Case("kl_div", "tiny", (8, 64), options={"log_target": True}).make(CPU).tensors["target"]
+    assert log_target.max() <= 0
+
+
 def test_ignored_share_and_frozen_inputs():
     case = Case("linear_cross_entropy", "tiny", (64, 8, 32), ignored=0.75, frozen=("linear_weight",))
     inputs = case.make(CPU)
@@ -102,7 +163,7 @@ def test_select_by_tag_by_name_and_all():
 @pytest.mark.parametrize(
     ("ops", "cases", "message"),
     [
-        ("softmax", "all", "bench: ops must be among rms_norm.*got 'softmax'"),
+        ("sofmax", "all", "bench: ops must be among rms_norm.*got 'sofmax'"),
         (None, "nowhere", "bench: cases must match.*got 'nowhere'"),
     ],
 )

@@ -57,7 +57,7 @@ def test_a_run_leaves_json_markdown_and_pictures(run, tmp_path):
     out = tmp_path / "out"
     names = {file.name for file in out.iterdir()}
     assert names == {"bench.json", "bench.md", "rms_norm.png", "cross_entropy.png", "linear_cross_entropy.png"}
-    assert "Report in" in output
+    assert output.index("Summary") < output.index("Report in")
 
     assert report["schema"] == 1
     assert report["machine"]["type"] == "cpu"
@@ -77,7 +77,8 @@ def test_a_run_leaves_json_markdown_and_pictures(run, tmp_path):
     assert floor["error"] is None
 
     markdown = (out / "bench.md").read_text()
-    assert "## rms_norm/tiny/16x64 (M x N, bfloat16): floor" in markdown
+    assert "### rms_norm/tiny/16x64 (M x N, bfloat16): floor" in markdown
+    assert markdown.index("## Summary") < markdown.index("| rms_norm/tiny/16x64 | ") < markdown.index("## Cases")
     assert "| tigon | " in markdown
     assert "| liger | - | - | - | - | missing: needs a GPU |" in markdown
 
@@ -166,7 +167,9 @@ def test_ctrl_c_leaves_what_was_measured(run, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--ops", "softmax"], "bench: ops must be among"),
+        (["--ops", "sofmax"], "bench: ops must be among"),
+        (["--against", "no-such-ref"], "bench: --against must name a commit of"),
+        (["--against", "--quick"], "--against"),
         (["--cases", "nowhere"], "bench: cases must match"),
         (["--providers", "liga"], "bench: providers must be among"),
         (["--ops", "rms_norm", "--providers", "cce"], "bench: none of the ops chosen has a provider among 'cce'"),

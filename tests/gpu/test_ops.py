@@ -1,5 +1,7 @@
 """What only a GPU shows of the ops: no waits, graphs, addresses beyond 2^31, compilations, memory, real shapes."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,9 +9,16 @@ import tigon
 from op_cases import CASES, Case, as_list, assert_as_accurate_as_eager, outputs_and_gradients
 from tigon.ops.cross_entropy import cross_entropy_reference
 from tigon.ops.glu import swiglu_reference
+from tigon.ops.jsd import jsd_reference
+from tigon.ops.kl_div import kl_div_reference
+from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.ops.rms_norm import rms_norm_reference
+from tigon.ops.qk_norm_rope import qk_norm_rope_reference
+from tigon.ops.relu2 import relu2_reference
+from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.ops.rope import rope_reference
+from tigon.ops.softmax import softmax_reference
+from tigon.ops.tvd import tvd_reference
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BF16 = torch.bfloat16
@@ -86,12 +95,36 @@ def _compilations() -> int:
     return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
 
+def _turned(n: int, batch: int = 2, axes: int = 0, norm: tuple[int, ...] = (), **options) -> None:
+    """A step of rope, or of qk_norm_rope with weights of the sizes `norm`, over n tokens."""
+    q, k = (_random(batch, n, heads, 32).transpose(1, 2) for heads in (4, 2))
+    tables = [_random(*([axes] if axes else []), 1, n, 32, grad=False) for _ in range(2)]
+    op = tigon.qk_norm_rope if norm else tigon.rope
+    torch.autograd.backward([y.sum() for y in op(q, k, *map(_random, norm), *tables, **options)])
+
+
 @pytest.mark.parametrize(
     "step",
     [
         pytest.param(lambda n: tigon.rms_norm(_random(n, 96), _random(96)).sum().backward(), id="rms_norm"),
+        pytest.param(
+            lambda n: tigon.add_rms_norm(_random(n, 96), _random(n, 96), _random(96))[0].sum().backward(),
+            id="add_rms_norm",
+        ),
+        pytest.param(
+            lambda n: tigon.layer_norm(_random(2, n, 96), _random(96), _random(96)).sum().backward(), id="layer_norm"
+        ),
+        pytest.param(
+            lambda n: tigon.layer_norm(_random(n, 16384), _random(16384), _random(16384)).sum().backward(),
+            id="layer_norm in two launches",
+        ),
         pytest.param(lambda n: tigon.swiglu(_random(n, 96), _random(n, 96)).sum().backward(), id="swiglu"),
         pytest.param(lambda n: tigon.swiglu(_random(n, 66)).sum().backward(), id="swiglu packed odd"),
+        pytest.param(lambda n: tigon.relu2(_random(2, n, 96)).sum().backward(), id="relu2"),
+        pytest.param(lambda n: tigon.relu2(_random(n, 65)).sum().backward(), id="relu2 odd"),
+        pytest.param(lambda n: tigon.softmax(_random(2, n, 96)).sum().backward(), id="softmax"),
+        pytest.param(lambda n: tigon.softmax(_random(n, 4096)).sum().backward(), id="softmax of one row a tile"),
+        pytest.param(lambda n: tigon.softmax(_random(n, 50257)).sum().backward(), id="softmax in blocks"),
         pytest.param(
             lambda n: tigon.rope(
                 _random(2, n, 4, 32).transpose(1, 2), _random(2, n, 2, 32).transpose(1, 2),
@@ -99,6 +132,11 @@ def _compilations() -> int:
             )[0].sum().backward(),
             id="rope",
         ),
+        pytest.param(lambda n: _turned(n, layout="interleaved"), id="rope interleaved"),
+        pytest.param(lambda n: _turned(n, axes=3, sections=(4, 6, 6)), id="rope sections"),
+        pytest.param(lambda n: _turned(n, norm=(32, 32)), id="qk_norm_rope"),
+        pytest.param(lambda n: _turned(n, norm=(4 * 32, 2 * 32)), id="qk_norm_rope over all heads"),
+        pytest.param(lambda n: _turned(n, norm=(32, 32), batch=n % 7 + 1), id="qk_norm_rope of another batch"),
         pytest.param(
             lambda n: tigon.cross_entropy(_random(n, 500), torch.zeros(n, dtype=torch.long, device="cuda")).backward(),
             id="cross_entropy",
@@ -108,6 +146,27 @@ def _compilations() -> int:
                 _random(n, 64), _random(40000, 64), torch.zeros(n, dtype=torch.long, device="cuda")
             ).backward(),
             id="linear_cross_entropy",
+        ),
+        pytest.param(
+            lambda n: tigon.kl_div(_random(n, 500), _random(n, 500, grad=False), log_target=True).backward(),
+            id="kl_div",
+        ),
+        pytest.param(
+            lambda n: tigon.jsd(
+                _random(n, 500), _random(n, 500, grad=False), labels=torch.zeros(n, dtype=torch.long, device="cuda")
+            ).backward(),
+            id="jsd with labels",
+        ),
+        pytest.param(
+            lambda n: tigon.jsd(_random(n, 4999), _random(n, 4999, grad=False), from_logits=True).backward(),
+            id="jsd from logits",
+        ),
+        pytest.param(
+            lambda n: (
+                tigon.tvd(_random(n, 512), _random(n, 512, grad=False), reduction="none").sum(-1)
+                * torch.rand(n, device="cuda")
+            ).sum().backward(),
+            id="tvd, elementwise",
         ),
     ],
 )  # fmt: skip
@@ -132,15 +191,91 @@ def test_rms_norm(shape, rounding):
     )
 
 
-def test_rope():
-    angles = torch.rand(2, 512, 128, device="cuda") * 6
-    tables = [angles.cos().to(BF16), angles.sin().to(BF16)]
-    q, k = (_random(2, 512, h, 128).transpose(1, 2) for h in (32, 8))
-    assert_as_accurate_as_eager(tigon.rope, rope_reference, [q, k, *tables])
+NORMED = [(30000, 128), (4096, 1024), (4096, 4096), (1000, 5120), (1024, 8192), (300, 12288), (512, 16384)]
+
+
+@pytest.mark.parametrize("shape", [*NORMED, (64, 24576), (1, 4096)], ids=str)
+@pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
+def test_add_rms_norm(shape, rounding):
+    assert_as_accurate_as_eager(
+        lambda x, r, w: tigon.add_rms_norm(x, r, w, rounding=rounding),
+        lambda x, r, w: add_rms_norm_reference(x, r, w, rounding=rounding),
+        [_random(*shape), _random(*shape), _random(shape[-1])],
+    )
+
+
+@pytest.mark.parametrize("shape", [*NORMED, (64, 32768), (1, 4096)], ids=str)
+def test_layer_norm(shape):
+    assert_as_accurate_as_eager(
+        tigon.layer_norm, layer_norm_reference, [_random(*shape), _random(shape[-1]), _random(shape[-1])]
+    )
+
+
+def _tables(*axes: int, length: int = 512, r: int = 128) -> list[torch.Tensor]:
+    angles = torch.rand(*axes, 2, length, r, device="cuda") * 6
+    return [angles.cos().to(BF16), angles.sin().to(BF16)]
+
+
+ROTATIONS = [
+    pytest.param((32, 8), 128, 128, {}, id="split_half"),
+    pytest.param((32, 2), 128, 64, {"layout": "interleaved"}, id="interleaved, half of the head"),
+    pytest.param((128, 1), 64, 64, {"layout": "deinterleaved"}, id="deinterleaved"),
+    pytest.param((28, 4), 128, 128, {"sections": (16, 24, 24)}, id="sections"),
+    pytest.param((32, 8), 128, 128, {"sections": (1,) * 60 + (4,)}, id="alternating sections"),
+]
+
+
+@pytest.mark.parametrize(("heads", "d", "r", "options"), ROTATIONS)
+def test_rope(heads, d, r, options):
+    q, k = (_random(2, 512, h, d).transpose(1, 2) for h in heads)
+    tables = _tables(*([3] if "sections" in options else []), r=r)
+    assert_as_accurate_as_eager(partial(tigon.rope, **options), partial(rope_reference, **options), [q, k, *tables])
+
+
+@pytest.mark.parametrize(
+    ("heads", "d", "r", "over", "options"),
+    [
+        pytest.param((32, 8), 128, 128, (1, 1), {}, id="each head"),
+        pytest.param((8, 4), 256, 256, (1, 1), {"offset": 1.0, "rounding": "after_weight"}, id="offset, after"),
+        pytest.param((16, 2), 256, 64, (1, 1), {"offset": 1.0}, id="a quarter of the head"),
+        pytest.param((32, 8), 128, 128, (1, 1), {"layout": "interleaved"}, id="interleaved"),
+        pytest.param((32, 32), 128, 128, (32, 32), {"rounding": "after_weight"}, id="over all heads"),
+        pytest.param((40, 8), 128, 128, (40, 8), {"rounding": "after_weight"}, id="over all of head counts apart"),
+        pytest.param((128, 8), 128, 128, (128, 8), {}, id="over 16384 features"),
+    ],
+)
+def test_qk_norm_rope(heads, d, r, over, options):
+    q, k = (_random(2, 512, h, d).transpose(1, 2) for h in heads)
+    weights = [_random(n * d) for n in over]
+    op, definition = (partial(f, **options) for f in (tigon.qk_norm_rope, qk_norm_rope_reference))
+    assert_as_accurate_as_eager(op, definition, [q, k, *weights, *_tables(r=r)])
 
 
 def test_swiglu():
     assert_as_accurate_as_eager(tigon.swiglu, swiglu_reference, [_random(1024, 14336), _random(1024, 14336)])
+
+
+def test_relu2():
+    assert_as_accurate_as_eager(tigon.relu2, relu2_reference, [_random(1024, 16384)])
+
+
+SCORES = [(30000, 128), (3, 16, 512, 1000), (4096, 4096), (1024, 16384), (512, 32000), (256, 50257), (256, 128256)]
+
+
+@pytest.mark.parametrize("scale", [1.0, 8.0], ids=["flat", "peaked"])
+@pytest.mark.parametrize("shape", [*SCORES, (64, 256000)], ids=str)
+def test_softmax(shape, scale):
+    assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_random(*shape, scale=scale)])
+
+
+def test_softmax_of_masked_scores():
+    """The largest negative number, as Hugging Face masks: a row of padding alone is uniform; -inf alone is NaN."""
+    for width in (1000, 40000):
+        scores = _random(8, width, grad=False)
+        scores[:6, 10:] = torch.finfo(BF16).min
+        scores[2] = torch.finfo(BF16).min
+        scores[3], scores[4, :20] = -torch.inf, -torch.inf
+        torch.testing.assert_close(tigon.softmax(scores), torch.softmax(scores, -1), equal_nan=True)
 
 
 def _labels(rows: int, vocabulary: int) -> torch.Tensor:
@@ -182,6 +317,62 @@ def test_linear_cross_entropy(sizes):
         [_random(t, h), _random(v, h, scale=h**-0.5)],
         loss=True,
     )
+
+
+DIVERGENCES = {
+    "kl_div": (tigon.kl_div, kl_div_reference, {"log_target": True}),
+    "kl_div of probabilities": (tigon.kl_div, kl_div_reference, {}),
+    "jsd 0.1": (tigon.jsd, jsd_reference, {"beta": 0.1}),
+    "jsd 0.5": (tigon.jsd, jsd_reference, {}),
+    "reverse KL": (tigon.jsd, jsd_reference, {"beta": 1.0}),
+    "tvd": (tigon.tvd, tvd_reference, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocabulary", [32000, 50257, 128256])
+@pytest.mark.parametrize("form", DIVERGENCES)
+def test_divergences(form, vocabulary, dtype):
+    """Peaked students, and teachers that mostly agree with them: the losses are small, their terms are not."""
+    run, reference, options = DIVERGENCES[form]
+    labels = _labels(256, vocabulary)
+    logits = _peaked(256, vocabulary, labels).float().detach()
+    student = logits.log_softmax(-1)
+    teacher = (logits + 0.3 * torch.randn_like(logits)).log_softmax(-1)
+    student = student.exp() if form == "tvd" else student
+    teacher = teacher.exp() if form in ("tvd", "kl_div of probabilities") else teacher
+    assert_as_accurate_as_eager(
+        lambda x, y: run(x, y, labels=labels, reduction="batchmean", **options),
+        lambda x, y: reference(x, y, labels=labels, reduction="batchmean", **options),
+        [student.to(dtype).requires_grad_(), teacher.to(dtype)],
+        loss=True,
+    )
+
+
+@pytest.mark.parametrize("vocabulary", [32000, 128256])
+@pytest.mark.parametrize("form", ["kl_div", "jsd 0.1", "jsd 0.5", "reverse KL"])
+def test_divergences_from_logits(form, vocabulary):
+    run, reference, options = DIVERGENCES[form]
+    labels = _labels(256, vocabulary)
+    student = _peaked(256, vocabulary, labels)
+    teacher = (student.detach() + 0.3 * torch.randn_like(student)).to(BF16)
+    options = options | {"from_logits": True, "temperature": 2.0, "reduction": "batchmean"}
+    assert_as_accurate_as_eager(
+        lambda x, y: run(x, y, labels=labels, **options),
+        lambda x, y: reference(x, y, labels=labels, **options),
+        [student, teacher],
+        loss=True,
+    )
+
+
+def test_equal_distributions_have_jsd_and_gradient_of_exactly_zero():
+    student = _random(64, 32000).detach().float().log_softmax(-1)
+    for dtype in (BF16, torch.float16, torch.float32):
+        x = student.to(dtype).requires_grad_()
+        for beta in (0.1, 0.3, 0.5, 0.99):
+            loss = tigon.jsd(x, x.detach(), beta=beta)
+            assert loss == 0
+            assert (torch.autograd.grad(loss, x)[0] == 0).all()
 
 
 # --- memory --------------------------------------------------------------------------------------
@@ -229,6 +420,23 @@ def test_rms_norm_beyond_32_bits():
     assert torch.equal(dx[-2:], torch.autograd.grad(expected.sum(), tail)[0])
 
 
+def test_layer_norm_beyond_32_bits():
+    x = torch.ones(HUGE // 4096 + 1, 4096, device="cuda", dtype=BF16)
+    x[-2:] = _random(2, 4096, grad=False)
+    weight, bias = _random(4096), _random(4096)
+    tail = x[-2:].clone().requires_grad_()
+    y, expected = (tigon.layer_norm(t, weight, bias) for t in (x.requires_grad_(), tail))
+    dy = torch.zeros_like(y)
+    dy[-2:] = _random(2, 4096, grad=False)
+    assert torch.equal(y[-2:], expected)
+    got, wanted = (
+        torch.autograd.grad(*pair) for pair in ((y, (x, weight, bias), dy), (expected, (tail, weight, bias), dy[-2:]))
+    )
+    assert torch.equal(got[0][-2:], wanted[0])
+    for a, b in zip(got[1:], wanted[1:], strict=True):  # of which the last two rows alone have a part
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-6)
+
+
 def test_swiglu_beyond_32_bits():
     rows = HUGE // 8192 + 1
     gate, up = (torch.ones(rows, 8192, device="cuda", dtype=BF16, requires_grad=True) for _ in range(2))
@@ -243,15 +451,34 @@ def test_swiglu_beyond_32_bits():
         assert torch.equal(a[-1:], b)
 
 
-def test_rope_beyond_32_bits():
+@pytest.mark.parametrize(("op", "width"), [("relu2", 8192), ("softmax", 8192), ("softmax", 40960)])
+def test_beyond_32_bits(op, width):
+    run = getattr(tigon, op)
+    x = torch.ones(HUGE // width + 1, width, device="cuda", dtype=BF16)
+    x[-2:] = _random(2, width, grad=False)
+    tail = x[-2:].clone().requires_grad_()
+    y, expected = run(x.requires_grad_()), run(tail)
+    dy = torch.ones_like(y)
+    dy[-2:] = _random(2, width, grad=False)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(y[-2:], expected)
+    assert torch.equal(dx[-2:], torch.autograd.grad(expected, tail, dy[-2:])[0])
+
+
+@pytest.mark.parametrize("norm", [False, True], ids=["rope", "qk_norm_rope"])
+def test_rope_beyond_32_bits(norm):
     length = HUGE // 4096 + 1
+    op = partial(tigon.qk_norm_rope, q_weight=None, k_weight=None) if norm else tigon.rope
     q, k = (torch.ones(1, length, heads, 128, device="cuda", dtype=BF16).transpose(1, 2) for heads in (32, 1))
     q[:, :, -1] = _random(1, 32, 128, grad=False)
     angles = torch.rand(1, length, 128, device="cuda")
-    tables = angles.cos().to(BF16), angles.sin().to(BF16)
-    turned, _ = tigon.rope(q, k, *tables)
-    expected, _ = tigon.rope(q[:, :, -1:], k[:, :, -1:], *(t[:, -1:] for t in tables))
+    tables = {"cos": angles.cos().to(BF16), "sin": angles.sin().to(BF16)}
+    last = [x[:, :, -1:].clone().requires_grad_() for x in (q, k)]
+    turned, _ = op(q.requires_grad_(), k, **tables)
+    expected, _ = op(*last, **{name: table[:, -1:] for name, table in tables.items()})
     assert torch.equal(turned[:, :, -1:], expected)
+    (dq,) = torch.autograd.grad(turned, q, turned.detach())
+    assert torch.equal(dq[:, :, -1:], torch.autograd.grad(expected, last[0], expected.detach())[0])
 
 
 def test_cross_entropy_beyond_32_bits():
@@ -277,3 +504,18 @@ def test_a_target_out_of_range_is_nan_and_no_memory_fault():
     torch.cuda.synchronize()
     assert loss.isnan().tolist() == [False, True, True, True]
     assert logits.grad.isnan().any(-1).tolist() == [False, True, True, True]
+
+
+def test_jsd_beyond_32_bits():
+    rows = HUGE // 128256 + 1
+    student = torch.full((rows, 128256), -11.75, device="cuda", dtype=BF16)
+    teacher = student.clone()
+    student[-1] = _random(128256, grad=False) - 12.0
+    last = student[-1:].clone().requires_grad_()
+    student.requires_grad_()
+    loss = tigon.jsd(student, teacher, reduction="sum")
+    (dx,) = torch.autograd.grad(loss, student)
+    expected = tigon.jsd(last, teacher[-1:], reduction="sum")
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    assert torch.equal(dx[-1:], torch.autograd.grad(expected, last)[0])
+    assert (dx[:2] == 0).all()

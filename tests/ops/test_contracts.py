@@ -127,7 +127,8 @@ def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
 def test_zero_rows(case: Case):
     rows = -2 if case.tables else 0  # of rope, the sequence
     shapes = [list(shape) for shape in case.shapes]
-    for shape in shapes if case.tables or (len(shapes) > 1 and shapes[1] == shapes[0]) else shapes[:1]:
+    like_first = lambda shape: len(shape) == 4 if case.tables else tuple(shape) == case.shapes[0]
+    for shape in filter(like_first, shapes):
         shape[rows] = 0
     empty = Case(case.name, case.run, case.reference, tuple(map(tuple, shapes)), case.targets, case.tables)
     outputs, gradients = outputs_and_gradients(case.run, empty.inputs())

@@ -3,6 +3,7 @@ import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
+from tigon.ops.dispatch import runs_kernels
 from tigon.ops.glu import geglu_reference, swiglu_reference
 
 KINDS = {
@@ -61,6 +62,19 @@ def test_halves_of_one_tensor_given_apart():
     packed = _tensor(4, 64, dtype=torch.float32)
     gate, up = packed.chunk(2, -1)
     assert torch.equal(tigon.swiglu(gate, up), tigon.swiglu(packed))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_one_node_of_autograd_whose_result_may_be_changed_in_place(packed):
+    """A view made outside the function is a node more; one made inside cannot be written to."""
+    tensors = [_tensor(2, 3, 64, dtype=torch.float32, seed=seed) for seed in range(1 if packed else 2)]
+    y = tigon.swiglu(*tensors)
+    expected = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
+    if runs_kernels(y):
+        assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node} == {"AccumulateGrad"}
+    got = torch.autograd.grad(y.mul_(2).sum(), tensors)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, 2 * b)
 
 
 @pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])

@@ -1,22 +1,40 @@
+import functools
+import importlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.rope import rope_reference
+from tigon.ops.rope import Config, axes_of, rope_reference
+
+LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 
 
-def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD"):
+def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD", axes=()):
     generator = torch.Generator().manual_seed(hq * s + d)
     normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype)
     if stored == "BSHD":
         q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
     else:
         q, k = normal(b, hq, s, d), normal(b, hk, s, d)
-    angles = torch.rand((1 if shared else b, s, r), generator=generator).to(DEVICE) * 100
+    angles = torch.rand((*axes, 1 if shared else b, s, r), generator=generator).to(DEVICE) * 100
     return [q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
+def _both(*options, **keywords):
+    """The op and its definition, with the same options."""
+    return [functools.partial(f, *options, **keywords) for f in (tigon.rope, rope_reference)]
+
+
+def _assert_close(results, expected, rtol=1e-5, atol=1e-6):
+    """Two results of `outputs_and_gradients`."""
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("stored", ["BHSD", "BSHD"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -30,8 +48,166 @@ def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD"
         pytest.param((1, 1, 1, 1, 2, 2), id="one of each"),
     ],
 )
-def test_accuracy(sizes, dtype, stored):
-    assert_as_accurate_as_eager(tigon.rope, rope_reference, _inputs(*sizes, dtype=dtype, stored=stored))
+def test_accuracy(sizes, dtype, stored, layout):
+    assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, stored=stored))
+
+
+SECTIONS = [
+    pytest.param(16, (2, 3, 3), id="three"),
+    pytest.param(16, (1,) * 6 + (2,), id="alternating, then one"),
+    pytest.param(16, (0, 1, 1, 0, 1, 1, 4), id="two alternating, then the third"),
+    pytest.param(16, (8,), id="one axis"),
+    pytest.param(80, (0, 0, 40), id="the last axis, wider than a word of bits"),
+    pytest.param(6, (1, 1, 1), id="odd"),
+]
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a table each", "one table"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("r", "sections"), SECTIONS)
+def test_accuracy_with_sections(r, sections, layout, shared):
+    inputs = _inputs(2, 4, 2, 3, 80, r, shared=shared, axes=(3,))
+    assert_as_accurate_as_eager(*_both(layout=layout, sections=sections), inputs)
+
+
+# --- the functions of Hugging Face ---------------------------------------------------------------
+
+
+def _model(name: str):
+    pytest.importorskip("transformers")
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def _frequencies(*axes: int, r: int = 16) -> torch.Tensor:
+    return torch.rand((*axes, 2, 3, r // 2), generator=torch.Generator().manual_seed(7)).to(DEVICE) * 100
+
+
+def _twice(frequencies: torch.Tensor) -> list[torch.Tensor]:
+    """The tables that the op takes."""
+    angles = torch.cat((frequencies, frequencies), -1)
+    return [angles.cos(), angles.sin()]
+
+
+def _assert_equals(theirs, tables, frequencies, **options):
+    """In fp32 the definition has the very bits of their function, given its own tables, and the op its values."""
+    for heads in (1, 2):
+        q, k, *_ = _inputs(2, 4, 2, 3, 24, 16)
+        q, k = (x.transpose(1, heads).detach().requires_grad_() for x in (q, k))
+        stock = functools.partial(theirs, cos=tables[0], sin=tables[1], unsqueeze_dim=heads)
+        expected = outputs_and_gradients(stock, [q, k])
+        op, definition = (functools.partial(f, unsqueeze_dim=heads) for f in _both(**options))
+        results = outputs_and_gradients(definition, [q, k, *_twice(frequencies)])
+        assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
+        _assert_close(results, expected)
+        _assert_close(outputs_and_gradients(op, [q, k, *_twice(frequencies)]), expected)
+
+
+def _on_a_part(function):
+    """Their function for the whole head, on the first 16 features."""
+
+    def call(q, k, cos, sin, unsqueeze_dim):
+        turned = function(q[..., :16], k[..., :16], cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return tuple(torch.cat((y, x[..., 16:]), -1) for x, y in zip((q, k), turned, strict=True))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "partial"),
+    [
+        ("llama", "split_half", False),
+        ("glm4_moe", "split_half", True),
+        ("glm", "interleaved", True),
+        ("glm4", "interleaved", True),
+        ("ernie4_5", "interleaved", False),
+        ("helium", "interleaved", False),
+        ("deepseek_v3", "deinterleaved", False),
+    ],
+)
+def test_equals_hugging_faces_function(model, layout, partial):
+    module = _model(model)
+    function = module.apply_rotary_pos_emb_interleave if layout == "deinterleaved" else module.apply_rotary_pos_emb
+    _assert_equals(function if partial else _on_a_part(function), _twice(_frequencies()), _frequencies(), layout=layout)
+
+
+def test_equals_hugging_faces_function_on_tables_spread_in_pairs():
+    """Cohere's tables hold each frequency twice in a row; the op takes the frequencies in order, then again."""
+    spread = _frequencies().repeat_interleave(2, -1)
+    _assert_equals(
+        _on_a_part(_model("cohere").apply_rotary_pos_emb), [spread.cos(), spread.sin()], _frequencies(),
+        layout="interleaved",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "rotary", "given", "sections", "layout"),
+    [
+        ("qwen2_vl", "Qwen2VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
+        ("qwen2_5_vl", "Qwen2_5_VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
+        ("glm4v", "Glm4vTextRotaryEmbedding", (2, 3, 3), (2, 3, 3), "interleaved"),
+        # Frequencies 0 to 5 from axes 0, 1, 2, 0, 1, 2, the last two from the first.
+        ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", (4, 2, 2), (1,) * 6 + (2,), "split_half"),
+        # Height and width alternate, time follows. Their tables have all of height before all of width.
+        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextRotaryEmbedding", (2, 2, 4), (0, 1, 1, 0, 1, 1, 4), "interleaved"),
+    ],
+)
+def test_equals_hugging_faces_sections(model, rotary, given, sections, layout):
+    """The rotary module picks the axes, or in other versions `apply_multimodal_rotary_pos_emb`."""
+    module, frequencies = _model(model), _frequencies(3)
+    if hasattr(module, "apply_multimodal_rotary_pos_emb"):
+        function, tables = module.apply_multimodal_rotary_pos_emb, _twice(frequencies)
+        theirs = _on_a_part(lambda *args, **options: function(*args, mrope_section=list(given), **options))
+    else:
+        pick = getattr(module, rotary).recomposition_frequencies
+        order = [0, 2, 1, 3, 4, 5, 6, 7] if model == "ernie4_5_vl_moe" else list(range(8))
+        sections_of = SimpleNamespace(mrope_section=list(given))
+        tables = [pick(sections_of, table[..., order]) for table in (frequencies.cos(), frequencies.sin())]
+        theirs = _on_a_part(module.apply_rotary_pos_emb)
+    _assert_equals(theirs, tables, frequencies, layout=layout, sections=sections)
+
+
+def test_equals_hugging_faces_function_of_one_tensor():
+    q, _, _, _ = _inputs(2, 4, 2, 3, 16, 16)
+    tables = _twice(_frequencies())
+    expected = outputs_and_gradients(lambda q: _model("gemma3n").apply_rotary_pos_emb(q, *tables), [q])
+    _assert_close(outputs_and_gradients(lambda q: tigon.rope(q, None, *tables)[0], [q]), expected)
+
+
+# --- tables, strides, frozen inputs --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_keys_none_comes_back(layout):
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    alone, nothing = tigon.rope(q, None, cos, sin, layout=layout)
+    assert nothing is None
+    assert torch.equal(alone, tigon.rope(q, k, cos, sin, layout=layout)[0])
+    assert rope_reference(q, None, cos, sin, layout=layout)[1] is None
+
+
+def test_axes_of_sections():
+    assert axes_of((2, 1, 3)) == "001222"
+    assert axes_of((1,) * 6 + (2,)) == "01201200"
+    assert axes_of((0, 1, 1, 0, 1, 1, 4)) == "12120000"
+    assert axes_of(None) == ""
+
+
+def test_only_one_output_used():
+    """The gradient of the other is not made up of zeros, and nothing is computed from it."""
+    for used in (0, 1):
+        q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+        tigon.rope(q, k, cos, sin)[used].sum().backward()
+        kept, other = (q, k) if used == 0 else (k, q)
+        assert kept.grad is not None
+        assert other.grad is None or not other.grad.any()
+
+
+@pytest.mark.parametrize("heads", [1, 2, 8, 14, 40])
+@pytest.mark.parametrize("size", [2, 64, 80, 128, 1024])
+def test_heuristic(heads, size):
+    config = Config.heuristic(heads, size)
+    assert 1 <= config.block_h < 2 * heads
+    assert config.block_h * size <= 2048
 
 
 def test_one_table_for_the_whole_batch():
@@ -126,6 +302,19 @@ def test_bad_input():
         tigon.rope(q, k, cos[..., :15], sin[..., :15])
     with pytest.raises(ValueError, match="rope: unsqueeze_dim must be one of 1, 2, got 3"):
         tigon.rope(q, k, cos, sin, unsqueeze_dim=3)
+    with pytest.raises(
+        ValueError, match="rope: layout must be one of 'split_half', 'interleaved', 'deinterleaved', got"
+    ):
+        tigon.rope(q, k, cos, sin, layout="halves")
+    with pytest.raises(ValueError, match=r"rope: cos must have shape \(3, 1 or 2, 3, R\), got \(2, 3, 16\)"):
+        tigon.rope(q, k, cos, sin, sections=(2, 3, 3))
+    with pytest.raises(ValueError, match=r"rope: cos must have shape \(1 or 2, 3, R\), got \(3, 2, 3, 16\)"):
+        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1))
+    for sections in ((2, 3, 4), (9, -1), (4.0, 4.0)):
+        with pytest.raises(ValueError, match=r"rope: sections must be lengths that sum up to R / 2 = 8, got \("):
+            tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=sections)
+    with pytest.raises(TypeError, match="rope: q must be a Tensor, got NoneType"):
+        tigon.rope(None, k, cos, sin)
     with pytest.raises(ValueError, match="rope: cos and sin must have the same dtype"):
         tigon.rope(q, k, cos, sin.half())
     with pytest.raises(TypeError, match="rope: sin must be a float32"):

@@ -10,8 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.bench.cases import Case, Inputs
-from tigon.bench.providers import EAGER, Provider, head_logits
+from tigon.bench.cases import Case
+from tigon.bench.eager import EAGER, SUMMED, head_logits
+from tigon.bench.inputs import Inputs
+from tigon.bench.providers import Provider
 from tigon.testing import assert_accurate
 
 __all__ = ["Bound", "Results", "Verdict", "eager_results", "exact_results", "judge"]
@@ -77,8 +79,8 @@ def exact_results(case: Case, inputs: Inputs) -> Results:
     """The case computed with more digits: in fp32 (fp64 for a case in fp32), and fp64 for the softmax of the losses."""
     if case.op == "linear_cross_entropy":
         return _exact_linear_cross_entropy(case, inputs)
-    if case.family == "cross_entropy":
-        return _exact_cross_entropy(case, inputs)
+    if case.op in SUMMED:
+        return _exact_loss(case, inputs)
     eager = _eager(case)
     wide = inputs.map(lambda _, x: x.to(_wide(case)) if x.is_floating_point() else x)
     return Bound(eager, eager.load(case), wide).results()
@@ -97,13 +99,14 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
-def _exact_cross_entropy(case: Case, inputs: Inputs) -> Results:
-    logits, target = inputs.tensors["input"].detach(), inputs.tensors["target"]
-    gradient = torch.empty_like(logits, dtype=_wide(case))
-    loss, count = 0.0, (target >= 0).sum()
-    for rows in _chunks(*logits.shape):
-        chunk = logits[rows].double().requires_grad_()
-        part = F.cross_entropy(chunk, target[rows], reduction="sum") / count
+def _exact_loss(case: Case, inputs: Inputs) -> Results:
+    input, target = inputs.tensors["input"].detach(), inputs.tensors["target"]
+    distributions = target.is_floating_point()
+    gradient = torch.empty_like(input, dtype=_wide(case))
+    loss, count = 0.0, len(target) if distributions else (target >= 0).sum()
+    for rows in _chunks(*input.shape):
+        chunk = input[rows].double().requires_grad_()
+        part = SUMMED[case.op](case, chunk, target[rows].double() if distributions else target[rows]) / count
         gradient[rows] = torch.autograd.grad(part, chunk)[0]
         loss = loss + part.detach()
     return {"output 0": loss, "gradient of input": gradient}
@@ -172,7 +175,9 @@ def judge(actual: Results, eager: Results, exact: Results) -> Verdict:
 
 def _first_error(name: str, found: Tensor, plain: Tensor, right: Tensor) -> str:
     try:
-        if right.numel() <= JUDGED_ELEMENTS:
+        if right.dim() == 0:
+            assert_accurate(found, plain, right, smallest=1.0, msg=name)
+        elif right.numel() <= JUDGED_ELEMENTS:
             assert_accurate(found, plain, right, msg=name)
         else:
             parts = [x.reshape(-1).split(JUDGED_ELEMENTS) for x in (found, plain, right)]

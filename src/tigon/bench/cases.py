@@ -1,38 +1,18 @@
-"""Cases of `tigon bench`: shapes of real models, the work a perfect kernel must do for them, and inputs as in training.
+"""Cases of `tigon bench`: shapes of real models, and the work that a perfect kernel must do for them.
 
 Shapes: M rows, N features; B batch, S sequence, Hq / Hk query / key heads, D head size; T tokens, I intermediate,
 H hidden, V vocabulary.
 """
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-__all__ = ["CASES", "OPS", "Case", "Inputs", "Op", "select"]
+from tigon.bench import inputs
+from tigon.bench.inputs import Inputs, Maker
 
-
-@dataclass
-class Inputs:
-    """What one forward + backward is given."""
-
-    tensors: dict[str, Tensor]  # the op's arguments in order; those that require grad get one
-    upstream: tuple[Tensor, ...] = ()  # a gradient for each output; () for a scalar loss
-
-    @property
-    def wanted(self) -> tuple[str, ...]:
-        """Names of the tensors whose gradient is taken."""
-        return tuple(name for name, tensor in self.tensors.items() if tensor.requires_grad)
-
-    def map(self, change: Callable[[str, Tensor], Tensor]) -> "Inputs":
-        """The same inputs with `change(name, tensor)` in place of each; upstream gradients are named "upstream"."""
-        tensors = {
-            name: change(name, tensor.detach()).requires_grad_(tensor.requires_grad)
-            for name, tensor in self.tensors.items()
-        }
-        return Inputs(tensors, tuple(change("upstream", gradient) for gradient in self.upstream))
+__all__ = ["CASES", "OPS", "Case", "Op", "select"]
 
 
 @dataclass(frozen=True)
@@ -55,10 +35,15 @@ class Case:
     @property
     def name(self) -> str:
         """`op/model/shape`, followed by what is unusual; unique."""
-        extras = [f"{key}={value}" for key, value in self.options.items()]
-        extras += [f"ignored={self.ignored:g}"] if self.ignored else []
-        extras += [f"frozen={name}" for name in self.frozen]
-        return "/".join([self.op, self.model, "x".join(map(str, self.shape)), *extras])
+        return "/".join([self.op, self.model, "x".join(map(str, self.shape)), *self.extras])
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """What is unusual, in words."""
+        text = lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else value
+        found = [f"{key}={text(value)}" for key, value in self.options.items()]
+        found += [f"ignored={self.ignored:g}"] if self.ignored else []
+        return (*found, *(f"frozen={name}" for name in self.frozen))
 
     @property
     def family(self) -> str:
@@ -77,86 +62,17 @@ class Case:
         return None if count is None else count(self)
 
     def make(self, device: torch.device, seed: int = 0) -> Inputs:
-        """Fresh inputs from a private generator: the global random state is neither read nor advanced."""
-        generator = torch.Generator(device).manual_seed(seed)
-        inputs = OPS[self.op].inputs(self, device, generator)
+        """Fresh inputs, the same for the same seed."""
+        made = OPS[self.op].inputs(Maker(self, device, torch.Generator(device).manual_seed(seed)))
         for name in self.frozen:
-            inputs.tensors[name].requires_grad_(False)
-        return inputs
+            made.tensors[name].requires_grad_(False)
+        return made
 
     def smaller(self) -> "Case":
         """The case with half the rows, tokens or sequence: for checks that do not fit."""
         axis = OPS[self.op].rows_axis
         shape = tuple(max(1, size // 2) if i == axis else size for i, size in enumerate(self.shape))
         return replace(self, shape=shape)
-
-
-# --- inputs --------------------------------------------------------------------------------------
-
-
-def _normal(*shape: int, case: Case, device: torch.device, generator: torch.Generator) -> Tensor:
-    return torch.randn(*shape, dtype=case.dtype, device=device, generator=generator)
-
-
-def _norm_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    m, n = case.shape
-    make = lambda *shape: _normal(*shape, case=case, device=device, generator=generator)
-    x, upstream = make(m, n), make(m, n)
-    weight = make(n).mul_(0.1).add_(1 - float(case.options.get("offset", 0.0)))  # scales near one, as trained ones are
-    return Inputs({"x": x.requires_grad_(), "weight": weight.requires_grad_()}, (upstream,))
-
-
-def _glu_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    gate, up, upstream = (_normal(*case.shape, case=case, device=device, generator=generator) for _ in range(3))
-    return Inputs({"gate": gate.requires_grad_(), "up": up.requires_grad_()}, (upstream,))
-
-
-def _rope_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    b, s, query_heads, key_heads, d = case.shape
-    # Projections store (B, S, heads, D) and attention sees (B, heads, S, D); gradients come back in that layout too.
-    make = lambda heads: _normal(b, s, heads, d, case=case, device=device, generator=generator).transpose(1, 2)
-    q, k, dq, dk = make(query_heads), make(key_heads), make(query_heads), make(key_heads)
-    frequency = 500_000.0 ** (-torch.arange(0, d, 2, device=device, dtype=torch.float32) / d)
-    angle = torch.arange(s, device=device, dtype=torch.float32)[:, None] * frequency
-    angle = torch.cat((angle, angle), -1)[None]  # [1, S, D]
-    cos, sin = angle.cos().to(case.dtype), angle.sin().to(case.dtype)
-    return Inputs({"q": q.requires_grad_(), "k": k.requires_grad_(), "cos": cos, "sin": sin}, (dq, dk))
-
-
-# Logits of a trained model: N(0, SPREAD^2) over the vocabulary, the right token far above, by an amount that varies.
-# Its mean puts the right token level with the log-sum-exp of the others, so losses run from about 0 to several nats.
-SPREAD = 2.0
-
-
-def _targets(case: Case, t: int, v: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    targets = torch.randint(0, v, (t,), device=device, generator=generator)
-    targets[: round(case.ignored * t)] = -100
-    return targets[torch.randperm(t, device=device, generator=generator)]
-
-
-def _target_logits(t: int, v: int, device: torch.device, generator: torch.Generator) -> Tensor:
-    level = math.log(v) + SPREAD**2 / 2
-    return level + 3.0 * torch.randn(t, device=device, generator=generator)
-
-
-def _cross_entropy_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    t, v = case.shape
-    logits = _normal(t, v, case=case, device=device, generator=generator).mul_(SPREAD)
-    targets = _targets(case, t, v, device, generator)
-    peak = _target_logits(t, v, device, generator).to(case.dtype)
-    logits.scatter_(1, targets.clamp(min=0)[:, None], peak[:, None])
-    return Inputs({"input": logits.requires_grad_(), "target": targets})
-
-
-def _linear_cross_entropy_inputs(case: Case, device: torch.device, generator: torch.Generator) -> Inputs:
-    t, h, v = case.shape
-    weight = _normal(v, h, case=case, device=device, generator=generator).mul_(SPREAD / math.sqrt(h))
-    targets = _targets(case, t, v, device, generator)
-    # Adding a * W[target] to a hidden state raises the target's logit by a * |W[target]|^2 = a * SPREAD^2.
-    lift = _target_logits(t, v, device, generator) / SPREAD**2
-    hidden = _normal(t, h, case=case, device=device, generator=generator)
-    hidden.add_(weight[targets.clamp(min=0)] * lift.to(case.dtype)[:, None])
-    return Inputs({"input": hidden.requires_grad_(), "linear_weight": weight.requires_grad_(), "target": targets})
 
 
 # --- ops -----------------------------------------------------------------------------------------
@@ -168,7 +84,7 @@ class Op:
 
     family: str  # ops of a family share a picture
     legend: str  # what the numbers of a shape are
-    inputs: Callable[[Case, torch.device, torch.Generator], Inputs]
+    inputs: Callable[[Maker], Inputs]
     elements: Callable[..., int] | None = None
     flops: Callable[[Case], int] | None = None
     rows_axis: int = 0
@@ -182,43 +98,74 @@ def _linear_cross_entropy_flops(case: Case) -> int:
 
 # Forward reads its inputs and writes its outputs; backward reads inputs and upstream gradients and writes gradients.
 OPS: dict[str, Op] = {
-    "rms_norm": Op("rms_norm", "M x N", _norm_inputs, lambda m, n: 5 * m * n + 3 * n),
+    "rms_norm": Op("rms_norm", "M x N", inputs.norm, lambda m, n: 5 * m * n + 3 * n),
+    # Forward also reads the residual and writes the sum, backward also reads its gradient; x and residual share theirs.
+    "add_rms_norm": Op("add_rms_norm", "M x N", inputs.add_norm, lambda m, n: 8 * m * n + 3 * n),
+    "layer_norm": Op("layer_norm", "M x N", inputs.layer_norm, lambda m, n: 5 * m * n + 5 * n),
     "rope": Op(
-        "rope", "B x S x Hq x Hk x D", _rope_inputs,
+        "rope", "B x S x Hq x Hk x D", inputs.rope,
         lambda b, s, hq, hk, d: 4 * b * s * (hq + hk) * d + 4 * s * d,  # backward needs cos and sin, not q and k
         rows_axis=1,
     ),
-    "swiglu": Op("glu", "T x I", _glu_inputs, lambda t, i: 8 * t * i),
-    "geglu": Op("glu", "T x I", _glu_inputs, lambda t, i: 8 * t * i),
-    # Logits read once, gradient written once: a row is kept on the chip. What reads them twice stands at 67 %.
-    "cross_entropy": Op("cross_entropy", "T x V", _cross_entropy_inputs, lambda t, v: 2 * t * v),
-    "cross_entropy_inplace": Op("cross_entropy", "T x V", _cross_entropy_inputs, lambda t, v: 2 * t * v),
-    "linear_cross_entropy": Op(
-        "linear_cross_entropy", "T x H x V", _linear_cross_entropy_inputs, flops=_linear_cross_entropy_flops
+    "qk_norm_rope": Op(
+        "qk_norm_rope", "B x S x Hq x Hk x D", inputs.qk_norm_rope,
+        lambda b, s, hq, hk, d: 5 * b * s * (hq + hk) * d + 4 * s * d + 6 * d,  # the norms' backward needs q and k
+        rows_axis=1,
     ),
+    "swiglu": Op("glu", "T x I", inputs.glu, lambda t, i: 8 * t * i),
+    "geglu": Op("glu", "T x I", inputs.glu, lambda t, i: 8 * t * i),
+    "relu2": Op("relu2", "T x I", inputs.rows, lambda t, i: 5 * t * i),
+    "softmax": Op("softmax", "M x N", inputs.rows, lambda m, n: 5 * m * n),
+    # Logits read once, gradient written once: a row is kept on the chip. What reads them twice stands at 67 %.
+    "cross_entropy": Op("cross_entropy", "T x V", inputs.cross_entropy, lambda t, v: 2 * t * v),
+    "cross_entropy_inplace": Op("cross_entropy", "T x V", inputs.cross_entropy, lambda t, v: 2 * t * v),
+    "linear_cross_entropy": Op(
+        "linear_cross_entropy", "T x H x V", inputs.linear_cross_entropy, flops=_linear_cross_entropy_flops
+    ),
+    # Both distributions read once, one gradient written.
+    "kl_div": Op("divergence", "T x V", inputs.kl_div, lambda t, v: 3 * t * v),
+    "jsd": Op("divergence", "T x V", inputs.jsd, lambda t, v: 3 * t * v),
+    "tvd": Op("divergence", "T x V", inputs.tvd, lambda t, v: 3 * t * v),
 }  # fmt: skip
 
-_MORE, _SMALL = ("more",), ("small",)
+
+# --- cases ---------------------------------------------------------------------------------------
+
+# `first-light` and `roofline` are measured by default; `roofline` are the shapes that docs/performance.md is about.
+_FIRST, _ROOFLINE = ("first-light", "roofline"), ("roofline",)
+_MORE, _SMALL, _SWEEP = ("more",), ("small",), ("sweep",)
 _TANH = {"approximate": "tanh"}
 _GEMMA_NORM = {"offset": 1.0, "rounding": "after_weight"}
 
-CASES: tuple[Case, ...] = (
-    Case("rms_norm", "llama-3-8b", (16384, 4096)),
-    Case("rms_norm", "llama-3-70b", (8192, 8192)),
-    Case("rms_norm", "llama-3.1-405b", (4096, 16384)),
-    Case("rms_norm", "llama-3.2-1b", (16384, 2048)),
+_MODELS = (
+    Case("rms_norm", "llama-3-8b", (16384, 4096), _FIRST),
+    Case("rms_norm", "llama-3-70b", (8192, 8192), _FIRST),
+    Case("rms_norm", "llama-3.1-405b", (4096, 16384), _FIRST),
+    Case("rms_norm", "llama-3.2-1b", (16384, 2048), _FIRST),
     Case("rms_norm", "qwen3-4b", (16384, 2560), _MORE),
     Case("rms_norm", "gemma-2-2b", (16384, 2304), _MORE, _GEMMA_NORM),
-    Case("rms_norm", "llama-3-8b", (64, 4096), ("more", "host")),  # so little work that the host shows
-    Case("rope", "llama-3-8b", (4, 4096, 32, 8, 128)),
+    Case("rms_norm", "llama-3-8b", (64, 4096), ("roofline", "more", "host")),  # so little work that the host shows
+    Case("add_rms_norm", "llama-3-8b", (16384, 4096), _ROOFLINE),
+    Case("add_rms_norm", "qwen3-4b", (16384, 2560), _MORE),
+    Case("layer_norm", "gpt-j-6b", (16384, 4096), _ROOFLINE),
+    Case("layer_norm", "starcoder2-3b", (16384, 3072), _MORE),
+    Case("rope", "llama-3-8b", (4, 4096, 32, 8, 128), _FIRST),
     Case("rope", "gemma-2-2b", (4, 4096, 8, 4, 256), _MORE),
-    Case("swiglu", "llama-3-8b", (16384, 14336)),
+    Case("rope", "helium-1-preview-2b", (4, 4096, 20, 20, 128), _MORE, {"layout": "interleaved"}),
+    Case("rope", "deepseek-v3", (4, 4096, 128, 1, 64), _MORE, {"layout": "deinterleaved"}),
+    Case("rope", "qwen2.5-vl-7b", (4, 4096, 28, 4, 128), _MORE, {"sections": (16, 24, 24)}),
+    Case("qk_norm_rope", "qwen3-8b", (4, 4096, 32, 8, 128), _ROOFLINE),
+    Case("qk_norm_rope", "gemma-3-4b", (4, 4096, 8, 4, 256), _MORE, _GEMMA_NORM),
+    Case("swiglu", "llama-3-8b", (16384, 14336), _FIRST),
     Case("swiglu", "qwen3-4b", (16384, 9728), _MORE),
-    Case("geglu", "gemma-2-9b", (16384, 14336), options=_TANH),
+    Case("geglu", "gemma-2-9b", (16384, 14336), _FIRST, _TANH),
     Case("geglu", "gemma-2-2b", (16384, 9216), _MORE, _TANH),
-    Case("cross_entropy_inplace", "llama-3-8b", (8192, 128256)),
-    Case("cross_entropy_inplace", "llama-2-7b", (8192, 32000)),
-    Case("cross_entropy", "llama-3-8b", (8192, 128256)),
+    Case("relu2", "minitron-8b", (16384, 16384), _MORE),
+    Case("softmax", "llama-3-8b", (16384, 4096), _ROOFLINE),  # attention over 4096 keys
+    Case("softmax", "gpt-2", (16384, 50257), _MORE),
+    Case("cross_entropy_inplace", "llama-3-8b", (8192, 128256), _FIRST),
+    Case("cross_entropy_inplace", "llama-2-7b", (8192, 32000), _FIRST),
+    Case("cross_entropy", "llama-3-8b", (8192, 128256), _FIRST),
     Case("cross_entropy", "llama-2-7b", (8192, 32000)),
     Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256)),
     Case("linear_cross_entropy", "llama-3-8b", (32768, 4096, 128256)),
@@ -227,14 +174,48 @@ CASES: tuple[Case, ...] = (
     Case("linear_cross_entropy", "qwen3-1.7b", (16384, 2048, 151936)),
     Case("linear_cross_entropy", "llama-3-8b", (16384, 4096, 128256), _MORE, ignored=0.75),  # as in instruction tuning
     Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256), _MORE, frozen=("linear_weight",)),
+    Case("kl_div", "llama-3-8b", (4096, 128256), _ROOFLINE),
+    Case("kl_div", "llama-3-8b", (4096, 128256), _MORE, {"log_target": True}),
+    Case("jsd", "llama-3-8b", (4096, 128256), _ROOFLINE),
+    Case("jsd", "llama-3-8b", (4096, 128256), _MORE, {"from_logits": True}),
+    Case("tvd", "llama-3-8b", (4096, 128256), _MORE),
     Case("rms_norm", "small", (512, 1024), _SMALL),
+    Case("add_rms_norm", "small", (512, 1024), _SMALL),
+    Case("layer_norm", "small", (512, 1024), _SMALL),
     Case("rope", "small", (1, 256, 8, 2, 64), _SMALL),
+    Case("qk_norm_rope", "small", (1, 256, 8, 2, 64), _SMALL),
     Case("swiglu", "small", (512, 2048), _SMALL),
     Case("geglu", "small", (512, 2048), _SMALL, _TANH),
+    Case("relu2", "small", (512, 2048), _SMALL),
+    Case("softmax", "small", (512, 1024), _SMALL),
     Case("cross_entropy_inplace", "small", (512, 16384), _SMALL),
     Case("cross_entropy", "small", (512, 16384), _SMALL),
     Case("linear_cross_entropy", "small", (1024, 128, 16384), _SMALL),
+    Case("kl_div", "small", (256, 16384), _SMALL),
+    Case("jsd", "small", (256, 16384), _SMALL),
+    Case("tvd", "small", (256, 16384), _SMALL),
 )
+
+_WIDTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+_INTERMEDIATE = (2048, 4096, 8192, 14336, 28672)
+_LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+_VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
+
+# One axis varied: pictures of speed and memory over the size.
+_SWEEPS = (
+    *(Case(op, "sweep", (4096, n), _SWEEP) for op in ("rms_norm", "add_rms_norm", "layer_norm") for n in _WIDTHS),
+    *(Case(op, "sweep", (1, s, 32, 8, 128), _SWEEP) for op in ("rope", "qk_norm_rope") for s in _LENGTHS),
+    *(Case("swiglu", "sweep", (4096, i), _SWEEP) for i in _INTERMEDIATE),
+    *(Case("geglu", "sweep", (4096, i), _SWEEP, _TANH) for i in _INTERMEDIATE),
+    *(Case("relu2", "sweep", (4096, i), _SWEEP) for i in _INTERMEDIATE),
+    *(Case("softmax", "sweep", (4096, n), _SWEEP) for n in _WIDTHS),
+    *(Case("cross_entropy_inplace", "sweep", (4096, v), _SWEEP) for v in _VOCABULARIES),
+    *(Case("cross_entropy", "sweep", (4096, v), _SWEEP) for v in _VOCABULARIES),
+    *(Case("linear_cross_entropy", "sweep", (t, 4096, 128256), _SWEEP) for t in _LENGTHS),
+    *(Case(op, "sweep", (2048, v), _SWEEP) for op in ("kl_div", "jsd", "tvd") for v in _VOCABULARIES),
+)
+
+CASES: tuple[Case, ...] = _MODELS + _SWEEPS
 
 
 def select(ops: str | None, cases: str) -> list[Case]:

@@ -13,12 +13,20 @@ def bench(
     cases: Annotated[
         str | None,
         typer.Option(
-            help="Tags (first-light, more, host, small, all) or parts of case names, separated by commas. "
-            "By default first-light on a GPU, small on a CPU."
+            help="Tags (roofline, first-light, more, host, sweep, small, all) or parts of case names, separated by "
+            "commas. By default roofline and first-light on a GPU, small on a CPU; sweep varies one size an op."
         ),
     ] = None,
     providers: Annotated[
         str | None, typer.Option(help="Only these, separated by commas; or -NAME to drop one: --providers=-compile.")
+    ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(
+            metavar="GIT_REF",
+            help="Compare this Tigon with that of a commit, branch or tag of its checkout, in turn; alone unless "
+            "--providers names others.",
+        ),
     ] = None,
     rounds: Annotated[
         int | None,
@@ -31,11 +39,12 @@ def bench(
 ) -> None:
     """Measure forward + backward of every op beside its peers, after checking that each is right.
 
-    Writes bench.json, bench.md and one picture an op family. A peer that is not installed or raises is a line in the
-    report. Exit code: 0; 1 if Tigon raised or was wrong, which is not timed; 2 for bad input; 130 after Ctrl-C.
+    Writes bench.json, bench.md (a summary first) and one picture an op family. A peer that is not installed or raises
+    is a line in the report. Exit code: 0; 1 if Tigon raised or was wrong, which is not timed; 2 for bad input; 130
+    after Ctrl-C.
     """
     from tigon.bench.session import session
 
-    code = session(ops, cases, providers, rounds, device, quick, out, list_cases)
+    code = session(ops, cases, providers, against, rounds, device, quick, out, list_cases)
     if code:
         raise typer.Exit(code)

@@ -6,21 +6,20 @@ may raise `ImportError` (not installed) or `Unsupported` (cannot do this case): 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
-from tigon.bench.cases import Case
+from tigon.bench import peers
+from tigon.bench.cases import OPS, Case
+from tigon.bench.eager import EAGER
+from tigon.bench.peers import Unsupported
 
-__all__ = ["EAGER", "PROVIDERS", "Provider", "Run", "Unsupported", "head_logits", "select"]
+__all__ = ["PROVIDERS", "Provider", "Run", "Unsupported", "select", "tigon_provider"]
 
 Run = Callable[..., tuple[Tensor, ...]]
-
-
-class Unsupported(Exception):
-    """The provider cannot compute this case; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -40,240 +39,131 @@ class Provider:
     on_request: bool = False  # measured only when named
 
 
-# --- eager: the operations that Hugging Face models run, one by one --------------------------------
+# --- Tigon, eager, torch.compile -----------------------------------------------------------------
 
 
-def _eager_rms_norm(case: Case) -> Run:
-    offset, after_weight = case.options.get("offset", 0.0), case.options.get("rounding") == "after_weight"
-
-    def run(x: Tensor, weight: Tensor) -> tuple[Tensor]:
-        x_hat = x if x.dtype == torch.float64 else x.float()  # fp64 for exact results only
-        x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + 1e-6)
-        if after_weight:
-            return ((x_hat * (offset + weight.to(x_hat.dtype))).to(x.dtype),)
-        return ((offset + weight if offset else weight) * x_hat.to(x.dtype),)
-
-    return run
-
-
-def _eager_rope(case: Case) -> Run:
-    def turn(x: Tensor) -> Tensor:  # the second half, negated, before the first
-        first, second = x.chunk(2, -1)
-        return torch.cat((-second, first), -1)
-
-    def run(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = cos[:, None], sin[:, None]
-        return q * cos + turn(q) * sin, k * cos + turn(k) * sin
-
-    return run
-
-
-def _eager_cross_entropy(case: Case) -> Run:
-    return lambda input, target: (F.cross_entropy(input.float(), target),)
-
-
-def head_logits(input: Tensor, linear_weight: Tensor, softcap: float | None) -> Tensor:
-    """Logits as a model's head makes them: [T, H], [V, H] -> [T, V] in the dtype of the inputs."""
-    logits = F.linear(input, linear_weight)
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
-
-
-def _eager_linear_cross_entropy(case: Case) -> Run:
-    softcap = case.options.get("softcap")
-
-    def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor]:
-        return (F.cross_entropy(head_logits(input, linear_weight, softcap).float(), target),)
-
-    return run
-
-
-EAGER: dict[str, Callable[[Case], Run]] = {
-    "rms_norm": _eager_rms_norm,
-    "rope": _eager_rope,
-    "swiglu": lambda case: lambda gate, up: (F.silu(gate) * up,),
-    "geglu": lambda case: lambda gate, up: (F.gelu(gate, **case.options) * up,),
-    "cross_entropy": _eager_cross_entropy,
-    "cross_entropy_inplace": _eager_cross_entropy,
-    "linear_cross_entropy": _eager_linear_cross_entropy,
+# Where an op is not the function of its name with the options of the case: function, fixed options, what it destroys.
+_CALLS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
+    "cross_entropy_inplace": ("cross_entropy", {"inplace": True}, ("input",)),
+    "kl_div": ("kl_div", {"reduction": "batchmean"}, ()),
 }
+
+
+def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") -> Provider:
+    """The op as `package` has it: this revision of Tigon, or another one."""
+    function_name, fixed, destroys = _CALLS.get(op, (op, {}, ()))
+
+    def load(case: Case) -> Run:
+        function = getattr(package, function_name, None)
+        if function is None:
+            raise Unsupported(f"no {function_name} in this revision")
+
+        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+            result = function(*tensors, **case.options, **fixed)
+            return result if isinstance(result, tuple) else (result,)
+
+        return run
+
+    return Provider(name, load, destroys)
 
 
 def _compiled(op: str) -> Callable[[Case], Run]:
     return lambda case: torch.compile(EAGER[op](case), dynamic=False)
 
 
-# --- torch's own ---------------------------------------------------------------------------------
+# What eager code is where one would not guess it.
+_EAGER_NOTES = {
+    "layer_norm": "F.layer_norm, which models call",
+    "softmax": "F.softmax in fp32, then rounded",
+    "cross_entropy_inplace": "writes a new gradient buffer",
+}
 
 
-def _torch_rms_norm(case: Case) -> Run:
-    if case.options:
-        raise Unsupported("no offset and no choice of rounding")
-    return lambda x, weight: (F.rms_norm(x, weight.shape, weight, 1e-6),)
-
-
-def _torch_linear_cross_entropy(case: Case) -> Run:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise Unsupported("torch.nn.functional.linear_cross_entropy is in torch 2.13 and later")
-    if case.options:
-        raise Unsupported(f"no {', '.join(case.options)}")
-    return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
-
-
-# --- Tigon ---------------------------------------------------------------------------------------
-
-
-def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
-
-
-def _tigon(name: str, **fixed: object) -> Callable[[Case], Run]:
-    def load(case: Case) -> Run:
-        op = getattr(tigon, name)
-        return lambda *tensors: _tuple(op(*tensors, **case.options, **fixed))
-
-    return load
-
-
-# --- Liger ---------------------------------------------------------------------------------------
-
-
-def _liger_rms_norm(case: Case) -> Run:
-    from liger_kernel.ops import LigerRMSNormFunction
-
-    casting = "gemma" if case.options.get("rounding") == "after_weight" else "llama"
-    offset = case.options.get("offset", 0.0)
-    return lambda x, weight: (LigerRMSNormFunction.apply(x, weight, 1e-6, offset, casting, False),)
-
-
-def _liger_rope(case: Case) -> Run:
-    from liger_kernel.transformers import liger_rotary_pos_emb
-
-    return lambda q, k, cos, sin: tuple(liger_rotary_pos_emb(q, k, cos, sin))
-
-
-def _liger_swiglu(case: Case) -> Run:
-    from liger_kernel.ops import LigerSiLUMulFunction
-
-    return lambda gate, up: (LigerSiLUMulFunction.apply(gate, up),)
-
-
-def _liger_geglu(case: Case) -> Run:
-    from liger_kernel.ops import LigerGELUMulFunction
-
-    if case.options.get("approximate") != "tanh":
-        raise Unsupported("tanh only")
-    return lambda gate, up: (LigerGELUMulFunction.apply(gate, up),)
-
-
-def _liger_cross_entropy(copy: bool) -> Callable[[Case], Run]:
-    def load(case: Case) -> Run:
-        from liger_kernel.transformers import LigerCrossEntropyLoss
-
-        loss = LigerCrossEntropyLoss()
-        return lambda input, target: (loss(input.clone() if copy else input, target),)
-
-    return load
-
-
-def _liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Case], Run]:
-    def load(case: Case) -> Run:
-        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-        loss = LigerFusedLinearCrossEntropyLoss(softcap=case.options.get("softcap"), accum_dtype=accum_dtype)
-        return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
-
-    return load
-
-
-# --- cut-cross-entropy, and the floor ------------------------------------------------------------
-
-
-def _cce(exact: bool) -> Callable[[Case], Run]:
-    def load(case: Case) -> Run:
-        from cut_cross_entropy import linear_cross_entropy
-
-        options = {"impl": "cce", "softcap": case.options.get("softcap"), **({"filter_eps": None} if exact else {})}
-        return lambda input, linear_weight, target: (linear_cross_entropy(input, linear_weight, target, **options),)
-
-    return load
-
-
-def _products(case: Case) -> Run:
-    """Logits and the gradients asked for as bare products of the valid rows, a chunk at a time, and no softmax."""
-    valid = round(case.shape[0] * (1 - case.ignored))
-
-    def run(input: Tensor, linear_weight: Tensor, target: Tensor, chunk: int = 8192) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            dinput = torch.empty_like(input) if input.requires_grad else None
-            dweight = None
-            for start in range(0, valid, chunk):
-                rows = slice(start, min(start + chunk, valid))
-                logits = F.linear(input[rows], linear_weight)
-                if dinput is not None:
-                    torch.mm(logits, linear_weight, out=dinput[rows])
-                if linear_weight.requires_grad and dweight is None:
-                    dweight = logits.t() @ input[rows]
-                elif linear_weight.requires_grad:
-                    dweight.addmm_(logits.t(), input[rows])
-            return tuple(gradient for gradient in (dinput, dweight) if gradient is not None)
-
-    return run
-
-
-# --- the table -----------------------------------------------------------------------------------
-
-
-def _common(op: str, tigon_provider: Provider, eager_note: str = "") -> tuple[Provider, ...]:
+def _common(op: str) -> tuple[Provider, ...]:
+    note = _EAGER_NOTES.get(op, "")
     return (
-        tigon_provider,
-        Provider("eager", EAGER[op], note=eager_note),
-        Provider("compile", _compiled(op), note=eager_note),
+        tigon_provider(op),
+        Provider("eager", EAGER[op], note=note),
+        Provider("compile", _compiled(op), note=note),
     )
 
 
-_NEW_BUFFER = "writes a new gradient buffer"
+# --- peers ---------------------------------------------------------------------------------------
 
-PROVIDERS: dict[str, tuple[Provider, ...]] = {
+
+def _torch(load: Callable[[Case], Run], note: str) -> Provider:
+    return Provider("torch", load, note=note)
+
+
+def _liger(load: Callable[[Case], Run], *destroys: str, name: str = "liger", **options: object) -> Provider:
+    return Provider(name, load, destroys, needs_gpu=True, **options)
+
+
+def _cute(function: str, *destroys: str) -> Provider:
+    return Provider("liger-cute", peers.liger_cute(function), destroys, needs_gpu=True)
+
+
+def _quack(load: Callable[[Case], Run], *destroys: str) -> Provider:
+    return Provider("quack", load, destroys, needs_gpu=True)
+
+
+_PEERS: dict[str, tuple[Provider, ...]] = {
     "rms_norm": (
-        *_common("rms_norm", Provider("tigon", _tigon("rms_norm"))),
-        Provider("torch", _torch_rms_norm, note="F.rms_norm"),
-        Provider("liger", _liger_rms_norm, needs_gpu=True),
+        _torch(peers.torch_rms_norm, "F.rms_norm"),
+        _liger(peers.liger_rms_norm),
+        _cute("rms_norm"),
+        _quack(peers.quack_rms_norm),
     ),
-    "rope": (
-        *_common("rope", Provider("tigon", _tigon("rope"))),
-        Provider("liger", _liger_rope, destroys=("q", "k", "upstream"), needs_gpu=True),
+    "add_rms_norm": (
+        _liger(peers.liger_add_rms_norm),
+        _cute("fused_add_rms_norm"),
+        _quack(peers.quack_add_rms_norm),
     ),
-    "swiglu": (
-        *_common("swiglu", Provider("tigon", _tigon("swiglu"))),
-        Provider("liger", _liger_swiglu, destroys=("gate", "up"), needs_gpu=True),
+    "layer_norm": (_liger(peers.liger_layer_norm), _cute("layer_norm")),
+    # Its rope writes over q, k and the incoming gradients.
+    "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), _quack(peers.quack_rope)),
+    "qk_norm_rope": (
+        _liger(peers.liger_qk_norm_rope, "upstream", note="its norm of each head, then its rope"),
+        _quack(peers.quack_qk_norm_rope),
     ),
-    "geglu": (
-        *_common("geglu", Provider("tigon", _tigon("geglu"))),
-        Provider("liger", _liger_geglu, destroys=("gate", "up"), needs_gpu=True),
+    "swiglu": (_liger(peers.liger_swiglu, "gate", "up"), _cute("swiglu", "gate", "up")),
+    "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),
+    "relu2": (_liger(peers.liger_relu2),),
+    "softmax": (
+        _torch(peers.torch_softmax, "F.softmax"),
+        _liger(peers.liger_softmax),
+        _cute("softmax"),
+        _quack(peers.quack_softmax),
     ),
     "cross_entropy": (
-        *_common("cross_entropy", Provider("tigon", _tigon("cross_entropy"))),
-        Provider("torch", lambda case: lambda input, target: (F.cross_entropy(input, target),), note="loss in bf16"),
-        Provider("liger", _liger_cross_entropy(copy=True), needs_gpu=True, note="in place on a clone of the logits"),
+        _torch(peers.torch_cross_entropy, "loss in bf16"),
+        _liger(peers.liger_cross_entropy(copy=True), note="in place on a clone of the logits"),
+        _quack(peers.quack_cross_entropy(inplace=False)),
     ),
     "cross_entropy_inplace": (
-        *_common(
-            "cross_entropy_inplace",
-            Provider("tigon", _tigon("cross_entropy", inplace=True), destroys=("input",)),
-            eager_note=_NEW_BUFFER,
-        ),
-        Provider("liger", _liger_cross_entropy(copy=False), destroys=("input",), needs_gpu=True),
+        _liger(peers.liger_cross_entropy(copy=False), "input"),
+        _quack(peers.quack_cross_entropy(inplace=True), "input"),
     ),
     "linear_cross_entropy": (
-        *_common("linear_cross_entropy", Provider("tigon", _tigon("linear_cross_entropy"))),
-        Provider("torch", _torch_linear_cross_entropy, note="F.linear_cross_entropy"),
-        Provider("liger", _liger_linear_cross_entropy(None), needs_gpu=True),
-        Provider("liger-fp32", _liger_linear_cross_entropy(torch.float32), needs_gpu=True, on_request=True),
-        Provider("cce", _cce(exact=False), needs_gpu=True, note="skips small gradients"),
-        Provider("cce-exact", _cce(exact=True), needs_gpu=True, on_request=True),
-        Provider("products", _products, autograd=False, note="the three matrix products alone: the floor"),
+        _torch(peers.torch_linear_cross_entropy, "F.linear_cross_entropy"),
+        _liger(peers.liger_linear_cross_entropy(None)),
+        _liger(peers.liger_linear_cross_entropy(torch.float32), name="liger-fp32", on_request=True),
+        Provider("cce", peers.cce(exact=False), needs_gpu=True, note="skips small gradients"),
+        Provider("cce-exact", peers.cce(exact=True), needs_gpu=True, on_request=True),
+        _quack(peers.quack_linear_cross_entropy),
+        Provider("trl", peers.trl_linear_cross_entropy, needs_gpu=True, note="four products"),
+        Provider("products", peers.products, autograd=False, note="the three matrix products alone: the floor"),
     ),
-}  # fmt: skip
+    "kl_div": (
+        _torch(peers.torch_kl_div, "F.kl_div, loss in bf16"),
+        _liger(peers.liger_kl_div),
+        _cute("kl_div"),
+    ),
+    "jsd": (_liger(peers.liger_jsd),),
+    "tvd": (_liger(peers.liger_tvd),),
+}
+
+PROVIDERS: dict[str, tuple[Provider, ...]] = {op: (*_common(op), *_PEERS[op]) for op in OPS}
 
 
 def select(op: str, words: str | None) -> list[Provider]:
@@ -284,7 +174,7 @@ def select(op: str, words: str | None) -> list[Provider]:
 
     Example:
         >>> [provider.name for provider in select("rope", "-compile")]
-        ['tigon', 'eager', 'liger']
+        ['tigon', 'eager', 'liger', 'quack']
     """
     listed = [word.strip() for word in (words or "").split(",") if word.strip()]
     names = {provider.name for row in PROVIDERS.values() for provider in row}

@@ -1,10 +1,26 @@
-"""What a run leaves behind: JSON with everything, a Markdown table, and a table for the terminal."""
+"""What a run leaves behind: JSON with everything, Markdown tables, and tables for the terminal.
+
+`bench.json` is one object:
+
+    schema      1
+    versions    {package: version}, Python's among them
+    machine     type "cpu" or "cuda", name, and what numbers depend on: threads or multiprocessors, memory, L2 cache
+    roofline    bytes_per_second, flops_per_second: as measured before the cases
+    settings    rounds, quick, interrupted, cases (names), seconds; with --against: ref, commit, title, provider of it
+    rows        a list of `runner.Row`, one for each provider of each case, in the order in which they ran
+
+A row has case, op, family, model, shape, dtype, provider; status ("ok", "missing", "unsupported", "wrong", "error" or
+"out of memory") and note; kernel_ms, wall_ms and host_ms, medians of the lists samples.kernel, .wall and .host
+(kernel_source says whether the profiler or events timed them; a CPU has wall time only); peak_mib above the inputs;
+bytes or flops that a perfect kernel moves or does, floor_ms in which the machine could, percent_of_roofline; and of the
+check accurate, error and eager_error. What was not measured is null.
+"""
 
 import contextlib
 import importlib.metadata
 import json
 import platform
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -19,10 +35,19 @@ from tigon.bench.cases import OPS
 from tigon.bench.measure import Roofline
 from tigon.bench.runner import Row
 
-__all__ = ["LEGEND", "describe_machine", "markdown", "number", "terminal_table", "versions", "write_json"]
+__all__ = [
+    "LEGEND",
+    "describe_machine",
+    "markdown",
+    "markdown_table",
+    "number",
+    "summary_table",
+    "terminal_table",
+    "versions",
+    "write_json",
+]
 
-PEERS = ("cut-cross-entropy", "nvidia-cutlass-dsl")  # the second changes what Liger runs
-
+PEERS = ("cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")  # the last changes what Liger runs
 
 LEGEND = (
     "Forward + backward, medians. Kernel ms: GPU kernels summed; host ms: until the call returns; wall ms: until the "
@@ -90,6 +115,10 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
+def _percent(row: Row) -> str:
+    return "-" if row.percent_of_roofline is None else f"{row.percent_of_roofline:.0f}"
+
+
 def _error(row: Row) -> str:
     return "-" if row.error is None or row.eager_error is None else f"{row.error:.1e} ({row.eager_error:.1e})"
 
@@ -110,7 +139,7 @@ _TIMES: tuple[Column, ...] = (
 )
 _REST: tuple[Column, ...] = (
     ("peak MiB", lambda row: number(row.peak_mib)),
-    ("% roofline", lambda row: "-" if row.percent_of_roofline is None else f"{row.percent_of_roofline:.0f}"),
+    ("% roofline", _percent),
     ("error (eager's)", _error),
     ("note", _note),
 )
@@ -131,9 +160,70 @@ def _by_case(rows: Iterable[Row]) -> Iterable[tuple[str, list[Row]]]:
     return ((case, list(group)) for case, group in groupby(rows, key=lambda row: row.case))
 
 
-def markdown(rows: list[Row], roofline: Roofline, machine: dict) -> str:
-    """The report as Markdown: the machine, then one table a case."""
+# --- summary -------------------------------------------------------------------------------------
+
+
+def _faster(than: Row | None, ours: Row) -> str:
+    return f"{than.time_ms / ours.time_ms:.2f}x" if than and than.time_ms and ours.time_ms else "-"
+
+
+def _best(group: list[Row]) -> Row | None:
+    peers = [row for row in group if row.is_peer and row.status == "ok" and row.time_ms]
+    return min(peers, key=lambda row: row.time_ms, default=None)
+
+
+def _named(group: list[Row], name: str) -> Row | None:
+    return next((row for row in group if row.provider == name and row.status == "ok"), None)
+
+
+def _summary(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
+    """Titles and cells: Tigon in a line a case; columns with nothing in them are left out."""
+    other = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
+    titles = ["case", "tigon ms", "% roofline", "best peer", "its ms", "speed-up", "liger ms", "speed-up over liger"]
+    titles += ["host ms (liger's)", f"{other} ms", f"speed-up over {other}"]
+    lines = []
+    for case, group in _by_case(rows):
+        ours = next((row for row in group if row.provider == "tigon"), None)
+        if ours is None:
+            continue
+        best, liger, before = _best(group), _named(group, "liger"), _named(group, other)
+        time = lambda row: number(row.time_ms if row else None)
+        lines.append([
+            case, time(ours) if ours.status == "ok" else ours.status, _percent(ours),
+            "-" if best is None else best.provider + (" (inaccurate)" if best.accurate is False else ""),
+            time(best), _faster(best, ours), time(liger), _faster(liger, ours),
+            "-" if ours.host_ms is None else f"{number(ours.host_ms)} ({number(liger.host_ms if liger else None)})",
+            time(before), _faster(before, ours),
+        ])  # fmt: skip
+    used = [i for i in range(len(titles)) if any(line[i] != "-" for line in lines)]
+    return [titles[i] for i in used], [[line[i] for i in used] for line in lines]
+
+
+def summary_table(rows: list[Row]) -> Table:
+    """The summary for the terminal."""
+    titles, lines = _summary(rows)
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, title="Summary", title_justify="left")
+    for title in titles:
+        table.add_column(title, justify="left" if title in ("case", "best peer") else "right", overflow="fold")
+    for line in lines:
+        table.add_row(*map(Text, line))
+    return table
+
+
+def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str]) -> list[str]:
+    """Lines of a Markdown table; the columns titled `left` are aligned so, the others to the right."""
+    rule = "|".join("---" if title in left else "---:" for title in titles)
+    rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
+    return [f"| {' | '.join(titles)} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
+
+
+# --- the report ----------------------------------------------------------------------------------
+
+
+def markdown(rows: list[Row], roofline: Roofline, machine: dict, settings: dict) -> str:
+    """The report as Markdown: the machine, a summary, then one table a case."""
     columns = _columns(rows)
+    against = settings.get("against")
     lines = [
         "# tigon bench",
         "",
@@ -142,15 +232,17 @@ def markdown(rows: list[Row], roofline: Roofline, machine: dict) -> str:
         f"Roofline measured first: {roofline.bytes_per_second / 1e9:,.0f} GB/s (copy, read + written), "
         f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s (bf16 product).",
         "",
-        LEGEND,
     ]
+    if against:
+        lines += [f"{against['provider']} is {against['commit'][:12]} ({against['title']}).", ""]
+    titles, cells = _summary(rows)
+    if cells:
+        lines += ["## Summary", "", *markdown_table(titles, cells, ("case", "best peer")), ""]
+    lines += ["## Cases", "", LEGEND]
     for _, group in _by_case(rows):
-        lines += ["", f"## {_title(group[0])}", ""]
-        lines += ["| provider | " + " | ".join(title for title, _ in columns) + " |"]
-        lines += ["|---|" + "---:|" * (len(columns) - 1) + "---|"]
-        for row in group:
-            cells = [cell(row).replace("|", "\\|") for _, cell in columns]
-            lines.append(f"| {row.provider} | " + " | ".join(cells) + " |")
+        titles = ["provider", *(title for title, _ in columns)]
+        cells = [[row.provider, *(cell(row) for _, cell in columns)] for row in group]
+        lines += ["", f"### {_title(group[0])}", "", *markdown_table(titles, cells, ("provider", "note"))]
     return "\n".join(lines) + "\n"
 
 

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass, field
 import torch
 
 from tigon.bench.accuracy import Bound, Results, Verdict, eager_results, exact_results, judge
-from tigon.bench.cases import Case, Inputs
+from tigon.bench.cases import Case
+from tigon.bench.inputs import Inputs
 from tigon.bench.measure import Meter, Roofline, Samples
 from tigon.bench.providers import Provider, Run, Unsupported
 
@@ -25,7 +26,8 @@ class Row:
     """One provider on one case, as it stands in the report.
 
     `status` is "ok" (measured), "missing" (not installed or no GPU), "unsupported", "wrong" (ours, refused), "error" or
-    "out of memory"; `note` says more. Times are medians in milliseconds; None is "not measured".
+    "out of memory"; `note` says more. Times are medians in milliseconds; `accurate` is the verdict of the check, whose
+    worst tensor has the relative errors `error` and, of eager code, `eager_error`. None is "not measured".
     """
 
     case: str
@@ -48,12 +50,18 @@ class Row:
     percent_of_roofline: float | None = None
     error: float | None = None
     eager_error: float | None = None
+    accurate: bool | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def time_ms(self) -> float | None:
         """What providers are ranked by: kernel time on a GPU, wall time on a CPU."""
         return self.kernel_ms if self.kernel_ms is not None else self.wall_ms
+
+    @property
+    def is_peer(self) -> bool:
+        """Whether it is what Tigon is compared with: no other revision, and not the floor."""
+        return self.provider.partition("@")[0] not in ("tigon", "products")
 
     @property
     def failed(self) -> bool:
@@ -169,6 +177,7 @@ def _verdict(entry: _Entry, inputs: Inputs, eager: Results, exact: Results, mete
 def _judge_row(row: Row, verdict: Verdict, checked_at: str) -> None:
     # JSON has no NaN.
     row.error, row.eager_error = (x if math.isfinite(x) else None for x in (verdict.error, verdict.eager_error))
+    row.accurate = not verdict.wrong
     if checked_at:
         row.add_note(f"checked at {checked_at}")
     if verdict.wrong and row.provider == "tigon":

@@ -1,5 +1,6 @@
 """One run of `tigon bench`: options to cases, cases to rows, rows to the files that are left behind."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tigon.bench import cases as case_table
 from tigon.bench import plots, providers, report
+from tigon.bench.against import Revision, find_revision
 from tigon.bench.cases import Case
 from tigon.bench.measure import make_meter
 from tigon.bench.runner import Row, run_case
@@ -19,8 +21,8 @@ __all__ = ["session"]
 
 
 def session(
-    ops: str | None, cases: str | None, provider_names: str | None, rounds: int | None, device: str, quick: bool,
-    out: Path | None, list_cases: bool,
+    ops: str | None, cases: str | None, provider_names: str | None, against: str | None, rounds: int | None,
+    device: str, quick: bool, out: Path | None, list_cases: bool,
 ) -> int:  # fmt: skip
     """Run with the options of the command line; -> the exit code.
 
@@ -30,8 +32,11 @@ def session(
     console = make_console()
     target = _device(pick_device(device))
     try:
-        chosen = case_table.select(ops, cases or ("first-light" if target.type == "cuda" else "small"))
-        selected = {case.op: providers.select(case.op, provider_names) for case in chosen}
+        revision = None if against is None else find_revision(against)
+        chosen = case_table.select(ops, cases or ("first-light,roofline" if target.type == "cuda" else "small"))
+        # Two revisions are compared with each other, and with others where these are named.
+        names = provider_names or ("tigon" if revision else None)
+        selected = {case.op: providers.select(case.op, names) for case in chosen}
         chosen = [case for case in chosen if selected[case.op]]
         if not chosen:
             raise ValueError(f"bench: none of the ops chosen has a provider among {provider_names!r}")
@@ -41,19 +46,35 @@ def session(
         for case in chosen:
             console.print(f"{case.name}  [dim]{', '.join(case.tags)}[/dim]", soft_wrap=True)
         return 0
-    folder = pick_folder(out, "bench_")
-    folder.mkdir(parents=True, exist_ok=True)
     settings = {
         "rounds": rounds or (1 if quick else 3),
         "quick": quick,
         "interrupted": False,
         "cases": [case.name for case in chosen],
     }
-    rows = _run(chosen, selected, target, settings, folder, console)
+    with contextlib.ExitStack() as stack:
+        if revision:
+            settings["against"] = _add_revision(revision, selected, stack)
+        folder = pick_folder(out, "bench_")
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = _run(chosen, selected, target, settings, folder, console)
     failed = [row for row in rows if row.failed]
     for row in failed:
         console.print(f"{row.case}: tigon: {row.status}: {row.note}", style="bold red", markup=False, soft_wrap=True)
     return INTERRUPTED if settings["interrupted"] else int(bool(failed))
+
+
+def _add_revision(
+    revision: Revision, selected: dict[str, list[providers.Provider]], stack: contextlib.ExitStack
+) -> dict[str, str]:
+    """Load the revision for as long as `stack` and put it first or behind Tigon; -> what the report says of it."""
+    try:
+        package = stack.enter_context(revision.package())
+    except Exception as problem:
+        raise typer.BadParameter(f"bench: --against {revision.ref} cannot be imported: {problem!r}") from problem
+    for op, row in selected.items():
+        row.insert(1 if row[0].name == "tigon" else 0, providers.tigon_provider(op, package, revision.name))
+    return {"ref": revision.ref, "commit": revision.commit, "title": revision.title, "provider": revision.name}
 
 
 def _device(name: str) -> torch.device:
@@ -102,8 +123,10 @@ def _run(
             progress.console.print("[bold yellow]Interrupted[/]: the report holds the cases that were done.")
     settings["seconds"] = round(time.perf_counter() - started, 1)
     report.write_json(folder / "bench.json", rows, roofline, machine, settings)
-    (folder / "bench.md").write_text(report.markdown(rows, roofline, machine))
+    (folder / "bench.md").write_text(report.markdown(rows, roofline, machine, settings))
     pictures = plots.draw(rows, folder, str(machine["name"]))
+    if len(settings["cases"]) > 1 or "against" in settings:
+        console.print(report.summary_table(rows))
     names = ", ".join(["bench.json", "bench.md", *(picture.name for picture in pictures)])
     console.print(f"{settings['seconds']:.0f} s. Report in {folder}: {names}", soft_wrap=True)
     return rows

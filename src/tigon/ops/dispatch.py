@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
@@ -20,7 +21,7 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 takes the
 COMPILE = {"enable_fp_fusion": True}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # compared by identity, for heuristics that cache: there is one for each device
 class Device:
     """The properties that launch parameters depend on."""
 
@@ -37,8 +38,8 @@ class Device:
 
 _LARGE = 2**31  # Triton passes such ints in 64 bits
 
-# Compiled kernels by what their choice depends on, with the values of their constexprs.
-_variants: dict[tuple, tuple[object, list]] = {}
+# Compiled kernels by what their choice depends on: how to run them, and the values of their constexprs.
+_variants: dict[tuple, tuple] = {}
 
 # What kernels launched on CPU tensors take for their device: the interpreter's, or one that is compiled for.
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
@@ -77,7 +78,7 @@ def _variant_key(arguments: tuple) -> list:
     for value in arguments:
         kind = type(value)
         if kind is int:
-            key.append(value if value >= _LARGE else value == 1 or (value % 16 == 0 and 16))
+            key.append(value == 1 or (value % 16 == 0 and 16) if -_LARGE <= value < _LARGE else value)
         elif kind is float or value is None:
             key.append(kind)
         else:
@@ -88,23 +89,32 @@ def _variant_key(arguments: tuple) -> list:
 def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: object) -> None:
     """Run `programs` programs of a kernel; `constants` are its constexprs by name, and `num_warps`. None run for 0.
 
-    Triton finds out anew at every launch which compiled variant the arguments call for; here it is looked up by what
-    that depends on, because small models wait for the host.
+    Triton finds out anew at every launch which compiled variant the arguments call for (11 us); here it is looked up by
+    what that depends on, because small models wait for the host.
     """
     if not programs:
         return
     device = arguments[0].get_device()
-    if device < 0:  # the interpreter's
+    if device < 0 or _hooked():  # the interpreter's; a profiler's, which wants to be told of every launch
         kernel[(programs,)](*arguments, **constants, **COMPILE)
         return
-    key = (id(kernel), device, *_variant_key(arguments), *constants.values())
+    key = (id(kernel), device, *_variant_key(arguments), *constants, *constants.values())
     found = _variants.get(key)
     if found is None:
-        variant = kernel[(programs,)](*arguments, **constants, **COMPILE)
-        _variants[key] = variant, [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        compiled = kernel[(programs,)](*arguments, **constants, **COMPILE)
+        tail = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+        _variants[key] = compiled.run, compiled.function, compiled.packed_metadata, tail
     else:
-        variant, tail = found
-        variant[(programs, 1, 1)](*arguments, *tail)
+        run, function, metadata, tail = found
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *tail)
+
+
+def _hooked() -> bool:
+    """Whether launches must go through Triton itself: its hooks are set, or it is older than what is known here."""
+    runtime = triton.knobs.runtime if hasattr(triton, "knobs") else None
+    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook) if runtime else (True,)
+    return any(getattr(hook, "calls", hook) for hook in hooks)
 
 
 def on_device(function: Callable) -> Callable:

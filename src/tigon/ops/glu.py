@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, launch, launcher, runs_kernels
+from tigon.ops.dispatch import first_order, launcher, runs_kernels
+from tigon.ops.rows import block_of_row, dense_rows, launch_blocks
 
 __all__ = ["GEGLUMLP", "SwiGLUMLP", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
 
@@ -82,19 +83,12 @@ def _activation(x, KIND: tl.constexpr):
     return x * gate, gate + x * (gate * rest) * slope
 
 
-@triton.jit
-def _offsets(width, blocks, BLOCK: tl.constexpr):
-    pid = tl.program_id(0).to(tl.int64)
-    cols = (pid % blocks) * BLOCK + tl.arange(0, BLOCK)
-    return pid // blocks, cols, cols < width
-
-
 @triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(
     gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, width, blocks,  # [M, I] each
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, cols, mask = _offsets(width, blocks, BLOCK)
+    row, cols, mask = block_of_row(width, blocks, BLOCK)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
     act, _ = _activation(gate, KIND)
@@ -103,11 +97,11 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [M, I] each
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, width, blocks,
     KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, cols, mask = _offsets(width, blocks, BLOCK)
+    row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     act, slope = _activation(gate, KIND)
@@ -118,59 +112,63 @@ def _backward_kernel(
         tl.store(dup_ptr + row * stride_dup + cols, dy * act, mask=mask)
 
 
-# --- launchers (2-D in, 2-D out, no autograd) ----------------------------------------------------
+# --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
-def _launch(kernel, kind: str, *tensors: Tensor, **flags: bool) -> None:
-    """Over [M, I] tensors; as one long row where no tensor has gaps, so that no block is cut at a row's end."""
-    (m, i), strides = tensors[0].shape, [x.stride(0) for x in tensors]
-    # An odd I would make the row's length divisible by 16 or not from batch to batch, and compile twice.
-    if i % 16 == 0 and all(stride == i for stride in strides):
-        m, i, strides = 1, m * i, [0] * len(strides)
+def _dense_halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
+    """gate and up as rows, and the strides of these."""
+    gate, stride = dense_rows(gate)
+    if up is None:
+        return *gate.chunk(2, -1), stride, stride
+    up, stride_up = dense_rows(up)
+    return gate, up, stride, stride_up
+
+
+def _launch(kernel, kind: str, tensors: tuple[Tensor, ...], strides: tuple[int, ...], **flags: bool) -> None:
     config = Config.heuristic(kind)
-    blocks = triton.cdiv(i, config.block)
-    launch(
-        kernel, m * blocks, *tensors, *strides, i, blocks,
-        KIND=kind, **flags, BLOCK=config.block, num_warps=config.num_warps,
-    )  # fmt: skip
+    launch_blocks(
+        kernel, tensors[0].shape[-1], tensors, strides, config.block, KIND=kind, **flags, num_warps=config.num_warps
+    )
 
 
-@launcher(fake=lambda gate, up, kind: gate.new_empty(gate.shape))
-def glu_forward(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    """gate, up [M, I] -> act(gate) * up [M, I]."""
-    y = gate.new_empty(gate.shape)
-    _launch(_forward_kernel, kind, gate, up, y)
+def _fake_forward(gate, up, kind):
+    return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
+
+
+@launcher(fake=_fake_forward)
+def glu_forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    """gate, up [..., I], or packed [gate | up] [..., 2 I] and None -> act(gate) * up [..., I]."""
+    y = _fake_forward(gate, up, kind)
+    gate, up, stride_gate, stride_up = _dense_halves(gate, up)
+    _launch(_forward_kernel, kind, (gate, up, y), (stride_gate, stride_up, y.shape[-1]))
     return y
 
 
-def _fake_backward(dy, gate, up, kind, packed, needs_dgate, needs_dup):
-    m, i = gate.shape
-    if packed:
-        return gate.new_empty(m, 2 * i), gate.new_empty(0)
-    return gate.new_empty((m, i) if needs_dgate else 0), gate.new_empty((m, i) if needs_dup else 0)
+def _fake_backward(dy, gate, up, kind, needs_dgate, needs_dup):
+    return tuple(gate.new_empty(gate.shape if needed else 0) for needed in (needs_dgate, needs_dup))
 
 
 @launcher(fake=_fake_backward)
 def glu_backward(
-    dy: Tensor, gate: Tensor, up: Tensor, kind: str, packed: bool, needs_dgate: bool, needs_dup: bool
+    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, needs_dgate: bool, needs_dup: bool
 ) -> tuple[Tensor, Tensor]:
-    """dy, gate, up [M, I] -> dgate, dup, empty where not needed; packed: [dgate | dup] [M, 2 I] and nothing."""
-    gradients = _fake_backward(dy, gate, up, kind, packed, needs_dgate, needs_dup)
+    """dy [..., I], gate and up -> dgate and dup, empty where not needed; packed: [dgate | dup] [..., 2 I] and empty."""
+    gradients, packed = _fake_backward(dy, gate, up, kind, needs_dgate, needs_dup), up is None
+    dy, stride_dy = dense_rows(dy)
+    gate, up, stride_gate, stride_up = _dense_halves(gate, up)
     if packed:
-        dgate, dup = gradients[0].chunk(2, -1)
-    else:  # what is not needed is not written: `gate` stands in
-        dgate, dup = gradients[0] if needs_dgate else gate, gradients[1] if needs_dup else gate
-    flags = {"NEEDS_DGATE": packed or needs_dgate, "NEEDS_DUP": packed or needs_dup}
-    _launch(_backward_kernel, kind, dy, gate, up, dgate, dup, **flags)
+        *halves, stride_dgate, stride_dup = _dense_halves(gradients[0], None)
+    else:  # what is not needed is not written: `gate` and its stride stand in
+        halves = [made if made.numel() else gate for made in gradients]
+        stride_dgate, stride_dup = (dy.shape[-1] if made.numel() else stride_gate for made in gradients)
+    _launch(
+        _backward_kernel, kind, (dy, gate, up, *halves), (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup),
+        NEEDS_DGATE=needs_dgate, NEEDS_DUP=packed or needs_dup,
+    )  # fmt: skip
     return gradients
 
 
 # --- autograd ------------------------------------------------------------------------------------
-
-
-def _rows(x: Tensor) -> Tensor:
-    x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _GLU(torch.autograd.Function):
@@ -178,18 +176,15 @@ class _GLU(torch.autograd.Function):
     def forward(ctx, gate, up, kind):
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
-        gate, up = _halves(_rows(gate), None if up is None else _rows(up))
         return glu_forward(gate, up, kind)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
         gate, up = ctx.saved_tensors
-        shape, packed = gate.shape, up is None
-        gate, up = _halves(_rows(gate), None if packed else _rows(up))
         needs = ctx.needs_input_grad[:2]
-        dgate, dup = glu_backward(_rows(dy), gate, up, ctx.kind, packed, *needs)
-        return dgate.view(shape) if needs[0] else None, dup.view(shape) if needs[1] else None, None
+        dgate, dup = glu_backward(dy, gate, up, ctx.kind, *needs)
+        return dgate if needs[0] else None, dup if needs[1] else None, None
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -205,8 +200,7 @@ def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Ten
         raise ValueError(f"{op}: packed gate and up must have an even last dimension, got shape {tuple(gate.shape)}")
     if not runs_kernels(gate) or gate.dim() == 0 or gate.shape[-1] == 0:
         return reference(gate, up)
-    width = gate.shape[-1] // (2 if up is None else 1)
-    return _GLU.apply(gate, up, kind).view(*gate.shape[:-1], width)
+    return _GLU.apply(gate, up, kind)
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -1,16 +1,24 @@
 r"""Rotary position embedding of queries and keys in one launch (Su et al., arXiv:2104.09864).
 
-Each pair (x1, x2) = (x[i], x[i + R/2]) of the first R features turns by its angle; the others pass through:
+Each pair (x1, x2) of the first R features turns by its angle; the others pass through:
 
     y1 = x1 * cos1 - x2 * sin1          dx1 = dy1 * cos1 + dy2 * sin2
     y2 = x2 * cos2 + x1 * sin2          dx2 = dy2 * cos2 - dy1 * sin1
 
-cos1 and cos2 are the two halves of a row of `cos`; they are equal for every usual table, but nothing here needs it.
+    layout           pair i of x                pair i of y                cos1 and cos2 in a row of `cos`
+    split_half       (x[i], x[i + R/2])         (y[i], y[i + R/2])         cos[i], cos[i + R/2]
+    interleaved      (x[2 i], x[2 i + 1])       (y[2 i], y[2 i + 1])       both cos[i]
+    deinterleaved    (x[2 i], x[2 i + 1])       (y[i], y[i + R/2])         both cos[i]
+
+The halves of a row of a table are equal for every usual table, but nothing here needs it.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
 
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import triton
@@ -22,21 +30,47 @@ from tigon.ops.dispatch import first_order, launch, launcher, runs_kernels
 
 __all__ = ["rope", "rope_reference"]
 
+Layout = Literal["split_half", "interleaved", "deinterleaved"]
+
+# Whether the features of a pair are neighbours in memory, in x and in y.
+PAIRED = {"split_half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
+
+WIDEST = 1024  # the widest head that the kernels take; the reference takes wider ones
+
 
 # --- reference -----------------------------------------------------------------------------------
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _pick_axes(table: Tensor, sections: Sequence[int]) -> Tensor:
+    """[3, B, S, R] -> [B, S, R]: of each half, the sections from axes 0, 1, 2, 0, ... in turn."""
+    parts = table.split((*sections, *sections), -1)
+    return torch.cat([part[i % len(sections) % 3] for i, part in enumerate(parts)], -1)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+    x_paired, y_paired = PAIRED[layout]
+    join = lambda first, second: (
+        torch.stack((first, second), -1).flatten(-2) if y_paired else torch.cat((first, second), -1)
+    )
     x, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-    first, second = x.chunk(2, -1)
-    turned = x * cos + torch.cat((-second, first), -1) * sin
+    x1, x2 = (x[..., ::2], x[..., 1::2]) if x_paired else x.chunk(2, -1)
+    if x_paired:
+        cos, sin = (join(first, first) for first in (cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]))
+    if x_paired != y_paired:
+        x = join(x1, x2)
+    turned = x * cos + join(-x2, x1) * sin
     return torch.cat((turned, passed), -1) if passed.shape[-1] else turned
 
 
-def rope_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+def rope_reference(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, layout: Layout = "split_half",
+    sections: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Eager definition of `rope`; the tests' ground truth and the CPU path."""
+    if sections is not None:
+        cos, sin = _pick_axes(cos, sections), _pick_axes(sin, sections)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return _rotate(q, cos, sin, layout), None if k is None else _rotate(k, cos, sin, layout)
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -60,108 +94,202 @@ class Config:
 
 
 @triton.jit
+def load_heads(
+    ptrs, inside,  # [H, 1]: where each head starts, and whether there is such a head
+    D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """x1, x2 [H, R / 2] of the pairs, and the rest [H, D - R] that no angle turns ([1, 1] of zero if none); fp32."""
+    if PAIRED:
+        # Read as they lie, so that a thread takes 16 bytes at once, and parted in its registers.
+        cols = tl.arange(0, 2 * BLOCK_R)[None, :]
+        x = tl.load(ptrs + cols, mask=inside & ((cols < R) | (2 * BLOCK_R == R)), other=0.0)
+        x1, x2 = tl.split(tl.reshape(x, [x.shape[0], BLOCK_R, 2]))
+    else:
+        cols = tl.arange(0, BLOCK_R)[None, :]
+        mask = inside & ((cols < R // 2) | (2 * BLOCK_R == R))
+        x1, x2 = tl.load(ptrs + cols, mask=mask, other=0.0), tl.load(ptrs + R // 2 + cols, mask=mask, other=0.0)
+    if R < D:
+        cols = R + tl.arange(0, BLOCK_P)[None, :]
+        rest = tl.load(ptrs + cols, mask=inside & ((cols < D) | (BLOCK_P == D - R)), other=0.0).to(tl.float32)
+    else:
+        rest = tl.zeros([1, 1], tl.float32)
+    return x1.to(tl.float32), x2.to(tl.float32), rest
+
+
+@triton.jit
+def store_heads(
+    ptrs, inside, y1, y2, rest,
+    D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """What `load_heads` loads."""
+    if PAIRED:
+        cols = tl.arange(0, 2 * BLOCK_R)[None, :]
+        y = tl.reshape(tl.join(y1, y2), [y1.shape[0], 2 * BLOCK_R])
+        tl.store(ptrs + cols, y.to(ptrs.dtype.element_ty), mask=inside & ((cols < R) | (2 * BLOCK_R == R)))
+    else:
+        cols = tl.arange(0, BLOCK_R)[None, :]
+        mask = inside & ((cols < R // 2) | (2 * BLOCK_R == R))
+        tl.store(ptrs + cols, y1, mask=mask)
+        tl.store(ptrs + R // 2 + cols, y2, mask=mask)
+    if R < D:
+        cols = R + tl.arange(0, BLOCK_P)[None, :]
+        tl.store(ptrs + cols, rest, mask=inside & ((cols < D) | (BLOCK_P == D - R)))
+
+
+@triton.jit
+def load_angles(
+    ptr, stride_a, R: tl.constexpr, PAIRED: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """A token's row of a table [R], or of one of three axes [3, R], for the first and the second of each pair; fp32."""
+    cols = tl.arange(0, BLOCK_R)
+    mask = (cols < R // 2) | (2 * BLOCK_R == R)
+    offsets = cols
+    if AXES is not None:  # two bits a frequency, taken eight frequencies at a time: Triton's ints hold no more
+        axis = tl.zeros([BLOCK_R], tl.int32)
+        for start in tl.static_range(0, R // 2, 8):
+            bits = tl.zeros([BLOCK_R], tl.int32) + ((AXES >> (2 * start)) & 65535)
+            axis = tl.where(cols // 8 == start // 8, (bits >> (2 * (cols % 8))) & 3, axis)
+        offsets = axis.to(tl.int64) * stride_a + cols
+    first = tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
+    second = first
+    if not PAIRED:
+        second = tl.load(ptr + R // 2 + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
+    return first, second
+
+
+@triton.jit
+def turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
+    """Each pair by its angle, or the gradient of that."""
+    if BACKWARD:
+        y1, y2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
+    else:
+        y1, y2 = x1 * cos1 - x2 * sin1, x2 * cos2 + x1 * sin2
+    return y1, y2
+
+
+@triton.jit
 def _turn_heads(
-    x_ptr, y_ptr, stride_xh, stride_yh, cos1, cos2, sin1, sin2,  # one token: [H, D]; cos, sin [R / 2]
-    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    x_ptr, y_ptr, stride_xh, stride_yh, cos1, cos2, sin1, sin2,  # one token: [H, D]; cos, sin [1, R / 2]
+    H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    cols = tl.arange(0, BLOCK_R)
     for start in range(0, H, BLOCK_H):
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
-        mask = (heads < H) & (cols[None, :] < R // 2)
-        x1_ptrs, y1_ptrs = x_ptr + heads * stride_xh + cols, y_ptr + heads * stride_yh + cols
-        x1 = tl.load(x1_ptrs, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_H, R / 2]
-        x2 = tl.load(x1_ptrs + R // 2, mask=mask, other=0.0).to(tl.float32)
-        if BACKWARD:
-            y1 = x1 * cos1 + x2 * sin2
-            y2 = x2 * cos2 - x1 * sin1
-        else:
-            y1 = x1 * cos1 - x2 * sin1
-            y2 = x2 * cos2 + x1 * sin2
-        tl.store(y1_ptrs, y1, mask=mask)
-        tl.store(y1_ptrs + R // 2, y2, mask=mask)
-        if R < D:
-            rest = R + tl.arange(0, BLOCK_P)
-            mask = (heads < H) & (rest[None, :] < D)
-            tl.store(y_ptr + heads * stride_yh + rest, tl.load(x_ptr + heads * stride_xh + rest, mask=mask), mask=mask)
+        inside = (heads < H) | (H % BLOCK_H == 0)
+        x1, x2, rest = load_heads(x_ptr + heads * stride_xh, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
+        y1, y2 = turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD)
+        store_heads(y_ptr + heads * stride_yh, inside, y1, y2, rest, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
 
 
-@triton.jit(do_not_specialize=["S"])
+@triton.jit(do_not_specialize=["stride_ca", "S"])
 def _rope_kernel(
-    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,  # [B, H, S, D] by strides; cos, sin [B, S, R] by strides
+    q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,  # [B, H, S, D] by strides; cos, sin [3, B, S, R] by strides
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
     stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos,
-    stride_cb, stride_cs, stride_sb, stride_ss,
-    S,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr, BACKWARD: tl.constexpr,
+    stride_ca, stride_cb, stride_cs, S,  # sin has the strides of cos
+    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    b, s = token // S, token % S
+    token = tl.program_id(0)
+    b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
 
-    cols = tl.arange(0, BLOCK_R)
-    mask = cols < R // 2
-    cos_ptr += b * stride_cb + s * stride_cs
-    sin_ptr += b * stride_sb + s * stride_ss
-    cos1 = tl.load(cos_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-    cos2 = tl.load(cos_ptr + R // 2 + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-    sin1 = tl.load(sin_ptr + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-    sin2 = tl.load(sin_ptr + R // 2 + cols, mask=mask, other=0.0).to(tl.float32)[None, :]
-
+    row, PAIRED = b * stride_cb + s * stride_cs, X_PAIRED or Y_PAIRED
+    cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R)
+    sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R)
     _turn_heads(
         q_ptr + b * stride_qb + s * stride_qs, q_out_ptr + b * stride_qob + s * stride_qos, stride_qh, stride_qoh,
-        cos1, cos2, sin1, sin2, HQ, D, R, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
+        cos1, cos2, sin1, sin2, HQ, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
     )  # fmt: skip
-    _turn_heads(
-        k_ptr + b * stride_kb + s * stride_ks, k_out_ptr + b * stride_kob + s * stride_kos, stride_kh, stride_koh,
-        cos1, cos2, sin1, sin2, HK, D, R, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
-    )  # fmt: skip
+    if HK:
+        _turn_heads(
+            k_ptr + b * stride_kb + s * stride_ks, k_out_ptr + b * stride_kob + s * stride_kos, stride_kh, stride_koh,
+            cos1, cos2, sin1, sin2, HK, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
+        )  # fmt: skip
 
 
 # --- launcher ------------------------------------------------------------------------------------
 
 
-def _empty_like(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """With the strides of `x`, if its features are dense then; empty for no dtype."""
-    if dtype is None:
-        return x.new_empty(0)
+def empty_like(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """With the strides of `x`, if its features are dense then; without `x`, an empty tensor beside `like`."""
+    if x is None:
+        return like.new_empty(0)
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
 
 
-def _fake(q, k, cos, sin, backward, q_dtype, k_dtype):
-    return _empty_like(q, q_dtype), _empty_like(k, k_dtype)
+def dense_features(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """The tables, of the same strides and with dense features."""
+    same = cos.stride() == sin.stride() and cos.stride(-1) == 1
+    return (cos, sin) if same else (cos.contiguous(), sin.contiguous())
+
+
+def head_strides(x: Tensor | None, heads: int) -> tuple[int, int, int]:
+    """Of the batch, the heads (dimension `heads`) and the sequence."""
+    return (0, 0, 0) if x is None else (x.stride(0), x.stride(heads), x.stride(3 - heads))
+
+
+def table_strides(table: Tensor) -> tuple[int, int, int]:
+    """Of the axes, the batch and the sequence; none where there is one for all."""
+    return (
+        table.stride(0) if table.dim() == 4 else 0,
+        table.stride(-3) if table.shape[-3] > 1 else 0,
+        table.stride(-2),
+    )
+
+
+@functools.cache
+def axis_bits(axes: str) -> int | None:
+    """The axis of each frequency, one digit each -> two bits each, from the lowest on; None for tables of one axis."""
+    return int(axes[::-1], 4) if axes else None
+
+
+def blocks(d: int, r: int) -> dict[str, int]:
+    """The constexprs that say how wide a tile is."""
+    return {
+        "D": d, "R": r, "BLOCK_R": triton.next_power_of_2(r // 2), "BLOCK_P": triton.next_power_of_2(max(d - r, 1)),
+    }  # fmt: skip
+
+
+def _fake(q, k, cos, sin, backward, heads, layout, axes, q_dtype, k_dtype):
+    return empty_like(q, q, q_dtype), empty_like(k, q, k_dtype)
 
 
 @launcher(fake=_fake)
 def rope_turn(
     q: Tensor,
-    k: Tensor,
+    k: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     backward: bool,
-    q_dtype: torch.dtype | None,
+    heads: int,
+    layout: str,
+    axes: str,
+    q_dtype: torch.dtype,
     k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
-    """q [B, Hq, S, D], k [B, Hk, S, D], cos, sin [B | 1, S, R] -> q and k turned (back); a dtype of None: not made."""
-    (b, hq, s, d), hk, r = q.shape, k.shape[1], cos.shape[-1]
-    q_out, k_out = _fake(q, k, cos, sin, backward, q_dtype, k_dtype)
-    config = Config.heuristic(max(hq, hk), d)
+    """q, k with heads in dimension `heads`; cos, sin [B | 1, S, R], or [3, B | 1, S, R] with the axis of each frequency
+    in `axes` -> q and k (empty if None) turned, or turned back.
+    """
+    q_out, k_out = _fake(q, k, cos, sin, backward, heads, layout, axes, q_dtype, k_dtype)
+    q, k = dense_features(q), dense_features(k)
+    b, s, d, hq, hk = q.shape[0], q.shape[3 - heads], q.shape[3], q.shape[heads], 0 if k is None else k.shape[heads]
+    config, (x_paired, y_paired) = Config.heuristic(max(hq, hk), d), PAIRED[layout]
     launch(
         _rope_kernel, b * s,
-        q, k, cos, sin, q_out, k_out, *q.stride()[:3], *k.stride()[:3],
-        *(q_out.stride()[:3] if q_dtype else (0, 0, 0)), *(k_out.stride()[:3] if k_dtype else (0, 0, 0)),
-        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1),
-        sin.stride(0) if sin.shape[0] > 1 else 0, sin.stride(1),
-        s, HQ=hq if q_dtype else 0, HK=hk if k_dtype else 0, D=d, R=r, BACKWARD=backward, BLOCK_H=config.block_h,
-        BLOCK_R=triton.next_power_of_2(r // 2), BLOCK_P=triton.next_power_of_2(max(d - r, 1)),
+        q, k, cos, sin, q_out, k_out, *head_strides(q, heads), *head_strides(k, heads),
+        *head_strides(q_out, heads), *head_strides(None if k is None else k_out, heads),
+        *table_strides(cos), s,
+        HQ=hq, HK=hk, X_PAIRED=y_paired if backward else x_paired, Y_PAIRED=x_paired if backward else y_paired,
+        AXES=axis_bits(axes), BACKWARD=backward, BLOCK_H=config.block_h, **blocks(d, cos.shape[-1]),
         num_warps=config.num_warps,
     )  # fmt: skip
     return q_out, k_out
-
-
-def _dense_features(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -169,75 +297,110 @@ def _dense_features(x: Tensor) -> Tensor:
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin):
+    def forward(ctx, q, k, cos, sin, heads, layout, axes):
+        cos, sin = alike(cos, sin)
         ctx.save_for_backward(cos, sin)
-        ctx.dtypes = q.dtype, k.dtype
-        widened = torch.promote_types(q.dtype, cos.dtype), torch.promote_types(k.dtype, cos.dtype)
-        return rope_turn(_dense_features(q), _dense_features(k), cos, sin, False, *widened)
+        ctx.set_materialize_grads(False)
+        ctx.options, ctx.dtypes = (heads, layout, axes), (q.dtype, None if k is None else k.dtype)
+        dtypes = [x if x is None else torch.promote_types(x, cos.dtype) for x in ctx.dtypes]
+        q, turned = rope_turn(q, k, cos, sin, False, *ctx.options, *dtypes)
+        return q, None if k is None else turned
 
     @staticmethod
     @first_order
-    def backward(ctx, dq, dk):
-        cos, sin = ctx.saved_tensors
-        needs_dq, needs_dk = ctx.needs_input_grad[:2]
-        q_dtype, k_dtype = ctx.dtypes[0] if needs_dq else None, ctx.dtypes[1] if needs_dk else None
-        dq, dk = rope_turn(_dense_features(dq), _dense_features(dk), cos, sin, True, q_dtype, k_dtype)
-        return dq if needs_dq else None, dk if needs_dk else None, None, None
+    def backward(ctx, *upstream):
+        gradients: list[Tensor | None] = [None] * 7
+        wanted = [i for i, dy in enumerate(upstream) if dy is not None and ctx.needs_input_grad[i]]
+        if wanted:
+            dys, dtypes = [[x[i] for i in wanted] + [None] * (2 - len(wanted)) for x in (upstream, ctx.dtypes)]
+            turned = rope_turn(*dys, *ctx.saved_tensors, True, *ctx.options, *dtypes)
+            for i, dx in zip(wanted, turned, strict=False):
+                gradients[i] = dx
+        return tuple(gradients)
 
 
 # --- public --------------------------------------------------------------------------------------
 
 
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> None:
-    check.floating("rope", q=q, k=k, cos=cos, sin=sin)
-    check.choice("rope", "unsqueeze_dim", unsqueeze_dim, (1, 2))
-    for name, x in (("q", q), ("k", k)):
-        if x.dim() != 4:
-            raise ValueError(f"rope: {name} must have 4 dimensions, got shape {tuple(x.shape)}")
+def check_rope(
+    op: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
+    unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None,
+) -> None:  # fmt: skip
+    """Refuse what `rope` does not take, in the name of `op`."""
+    check.tensor(op, q=q, cos=cos, sin=sin)
+    check.floating(op, q=q, k=k, cos=cos, sin=sin)
+    check.choice(op, "unsqueeze_dim", unsqueeze_dim, (1, 2))
+    check.choice(op, "layout", layout, tuple(PAIRED))
     heads = unsqueeze_dim
-    expected = list(q.shape)
-    expected[heads] = k.shape[heads]
-    check.shape("rope", "k", k, expected)
-    check.same("rope", "device", q=q, k=k, cos=cos, sin=sin)
-    check.same("rope", "dtype", cos=cos, sin=sin)
-    batch, length = q.shape[0], q.shape[3 - heads]
-    check.shape("rope", "sin", sin, cos.shape)
-    if cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
-        raise ValueError(f"rope: cos must have shape (1 or {batch}, {length}, R), got {tuple(cos.shape)}")
-    if cos.shape[-1] > q.shape[-1] or cos.shape[-1] % 2:
-        raise ValueError(f"rope: R must be even and at most the head size {q.shape[-1]}, got R={cos.shape[-1]}")
+    for name, x in (("q", q), ("k", k)):
+        if x is not None and x.dim() != 4:
+            raise ValueError(f"{op}: {name} must have 4 dimensions, got shape {tuple(x.shape)}")
+    if k is not None:
+        expected = list(q.shape)
+        expected[heads] = k.shape[heads]
+        check.shape(op, "k", k, expected)
+    check.same(op, "device", q=q, k=k, cos=cos, sin=sin)
+    check.same(op, "dtype", cos=cos, sin=sin)
+    batch, length, size = q.shape[0], q.shape[3 - heads], q.shape[3]
+    check.shape(op, "sin", sin, cos.shape)
+    axes = () if sections is None else (3,)
+    *found, rows, columns, r = cos.shape if cos.dim() == 3 + len(axes) else (None, None, None, 0)
+    if tuple(found) != axes or rows not in (1, batch) or columns != length:
+        wanted = ", ".join([*map(str, axes), f"1 or {batch}", str(length), "R"])
+        raise ValueError(f"{op}: cos must have shape ({wanted}), got {tuple(cos.shape)}")
+    if r > size or r % 2:
+        raise ValueError(f"{op}: R must be even and at most the head size {size}, got R={r}")
+    if sections is not None and (not all(type(n) is int and n >= 0 for n in sections) or sum(sections) != r // 2):
+        raise ValueError(f"{op}: sections must be lengths that sum up to R / 2 = {r // 2}, got {tuple(sections)}")
 
 
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
-    """Turn queries and keys by their positions' angles, in the split-half layout, with gradients for both.
+def axes_of(sections: Sequence[int] | None) -> str:
+    """The axis of each frequency, one digit each."""
+    return "" if sections is None else "".join(str(i % 3) * n for i, n in enumerate(sections))
+
+
+def takes_kernels(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool:
+    """Whether the kernels do all that is asked of a rotation."""
+    differentiable_tables = (cos.requires_grad or sin.requires_grad) and torch.is_grad_enabled()
+    return runs_kernels(q, k, cos, sin) and not differentiable_tables and q.shape[3] <= WIDEST and cos.shape[-1] > 0
+
+
+def rope(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, layout: Layout = "split_half",
+    sections: Sequence[int] | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Turn queries and keys by their positions' angles, with gradients for both.
 
     Args:
         q: [B, Hq, S, D] with `unsqueeze_dim=1`, [B, S, Hq, D] with 2; fp32 | bf16 | fp16, any strides.
-        k: The same with Hk heads.
-        cos: [B, S, R], or [1, S, R] for all of the batch; R <= D is even, features from R on pass through.
-        sin: As `cos`. No gradient flows to either.
+        k: The same with Hk heads; None turns `q` alone.
+        cos: [B, S, R], or [1, S, R] for all of the batch; with `sections` [3, B | 1, S, R]. R <= D is even, features
+            from R on pass through. A row is the R / 2 frequencies twice: `torch.cat((freqs, freqs), -1).cos()`.
+        sin: As `cos`. No gradient flows to either from the kernels; tables that need one are computed eagerly.
         unsqueeze_dim: The dimension of the heads.
+        layout: Which features are a pair: "split_half", i and i + R / 2 (Llama); "interleaved", 2 i and 2 i + 1 (GLM);
+            "deinterleaved", 2 i and 2 i + 1 of the input, i and i + R / 2 of the output (DeepSeek V3).
+        sections: Positions have three axes, time, height and width, each with its own row of the tables. Lengths that
+            sum up to R / 2: so many frequencies take their angle from axis 0, 1, 2, then again from 0, 1, 2, and so on.
+            `(16, 24, 24)` is Qwen2-VL, `(1,) * 60 + (4,)` the alternating axes of Qwen3-VL.
 
     Returns:
-        The turned q and k, in the common dtype of each and the tables, with the strides of their inputs.
+        The turned q and k, in the common dtype of each and the tables, with the strides of their inputs. A `k` of None
+        comes back as None.
 
     Raises:
         TypeError: An argument is no floating-point tensor.
-        ValueError: Shapes or devices do not fit together.
+        ValueError: Shapes or devices do not fit together, `layout` is unknown, or `sections` do not sum up to R / 2.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864; split into
-    halves as in GPT-NeoX.
+    halves as in GPT-NeoX; sections: Wang et al., "Qwen2-VL", arXiv:2409.12191.
 
     Example:
         >>> q, k, angles = torch.randn(2, 8, 5, 64), torch.randn(2, 2, 5, 64), torch.randn(1, 5, 64)
         >>> [tuple(x.shape) for x in tigon.rope(q, k, angles.cos(), angles.sin())]
         [(2, 8, 5, 64), (2, 2, 5, 64)]
     """
-    _check(q, k, cos, sin, unsqueeze_dim)
-    differentiable_tables = torch.is_grad_enabled() and (cos.requires_grad or sin.requires_grad)
-    if not runs_kernels(q, k, cos, sin) or differentiable_tables or q.shape[-1] > 1024 or not cos.shape[-1]:
-        return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim)
-    if unsqueeze_dim == 2:
-        q, k = q.transpose(1, 2), k.transpose(1, 2)
-    q, k = _Rope.apply(q, k, _dense_features(cos), _dense_features(sin))
-    return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 2 else (q, k)
+    check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections)
+    if not takes_kernels(q, k, cos, sin):
+        return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections)
+    return _Rope.apply(q, k, cos, sin, unsqueeze_dim, layout, axes_of(sections))

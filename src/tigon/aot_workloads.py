@@ -1,0 +1,121 @@
+"""Small calls of every op at the shapes that matter, for compiling its kernels without running them.
+
+The hidden sizes, heads, MLPs and vocabularies of current decoders; rows do not matter to a compiler. The name of a
+workload begins with its op. `tigon resources` and the tests compile them for every chip.
+"""
+
+import torch
+
+import tigon
+
+__all__ = ["WORKLOADS"]
+
+BF16 = torch.bfloat16
+
+
+def _leaf(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF16, requires_grad=True)
+
+
+def _norm(rows: int, n: int) -> None:
+    y = tigon.rms_norm(_leaf(rows, n), _leaf(n))
+    y.backward(y.detach())
+
+
+def _add_norm(rows: int, n: int) -> None:
+    outputs = tigon.add_rms_norm(_leaf(rows, n), _leaf(rows, n), _leaf(n))
+    torch.autograd.backward(outputs, [y.detach() for y in outputs])
+
+
+def _layer_norm(rows: int, n: int) -> None:
+    y = tigon.layer_norm(_leaf(rows, n), _leaf(n), _leaf(n))
+    y.backward(y.detach())
+
+
+def _rope(heads: tuple[int, int], d: int, r: int, **options) -> None:
+    q, k = (_leaf(1, 4, h, d).transpose(1, 2) for h in heads)
+    tables = torch.zeros(*((3,) if "sections" in options else ()), 1, 4, r, dtype=BF16)
+    q, k = tigon.rope(q, k, tables, tables, **options)
+    torch.autograd.backward([q, k], [q.detach(), k.detach()])
+
+
+def _qk_norm_rope(heads: tuple[int, int], d: int, r: int, over: tuple[int, int] = (1, 1), **options) -> None:
+    q, k = (_leaf(1, 4, h, d).transpose(1, 2) for h in heads)
+    tables = torch.zeros(1, 4, r, dtype=BF16)
+    q, k = tigon.qk_norm_rope(q, k, _leaf(over[0] * d), _leaf(over[1] * d), tables, tables, **options)
+    torch.autograd.backward([q, k], [q.detach(), k.detach()])
+
+
+def _glu(run) -> None:
+    y = run(_leaf(2, 14336), _leaf(2, 14336))
+    y.backward(y.detach())
+
+
+def _cross_entropy(v: int, **options) -> None:
+    result = tigon.cross_entropy(_leaf(2, v), torch.zeros(2, dtype=torch.int64), **options)
+    getattr(result, "loss", result).backward()
+
+
+def _unary(run, *shape: int) -> None:
+    y = run(_leaf(*shape))
+    y.backward(y.detach())
+
+
+def _divergence(run, v: int, **options) -> None:
+    loss = run(_leaf(2, v), torch.zeros(2, v, dtype=BF16), **options)
+    loss.backward(loss.detach())
+
+
+EVERY_OPTION = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "return_predicted_tokens": True}
+
+WORKLOADS = {
+    "rms_norm of heads 128": lambda: _norm(64, 128),
+    "rms_norm 2048": lambda: _norm(2, 2048),
+    "rms_norm 4096": lambda: _norm(2, 4096),
+    "rms_norm 5120": lambda: _norm(2, 5120),
+    "rms_norm 8192": lambda: _norm(2, 8192),
+    "rms_norm 12288": lambda: _norm(2, 12288),
+    "rms_norm 16384": lambda: _norm(2, 16384),
+    "add_rms_norm 4096": lambda: _add_norm(2, 4096),
+    "add_rms_norm 8192": lambda: _add_norm(2, 8192),
+    "layer_norm 1024": lambda: _layer_norm(8, 1024),
+    "layer_norm 4096": lambda: _layer_norm(2, 4096),
+    "layer_norm 16384": lambda: _layer_norm(2, 16384),
+    "rope 32 + 8 x 128": lambda: _rope((32, 8), 128, 128),
+    "rope 16 + 8 x 256, half of the head": lambda: _rope((16, 8), 256, 128),
+    "rope interleaved 32 + 2 x 128, half of the head": lambda: _rope((32, 2), 128, 64, layout="interleaved"),
+    "rope deinterleaved 128 + 1 x 64": lambda: _rope((128, 1), 64, 64, layout="deinterleaved"),
+    "rope sections 28 + 4 x 128": lambda: _rope((28, 4), 128, 128, sections=(16, 24, 24)),
+    "qk_norm_rope 32 + 8 x 128": lambda: _qk_norm_rope((32, 8), 128, 128),
+    "qk_norm_rope 8 + 4 x 256": lambda: _qk_norm_rope((8, 4), 256, 256, offset=1.0, rounding="after_weight"),
+    "qk_norm_rope 16 + 2 x 256, a quarter of the head": lambda: _qk_norm_rope((16, 2), 256, 64),
+    "qk_norm_rope interleaved 32 + 8 x 128": lambda: _qk_norm_rope((32, 8), 128, 128, layout="interleaved"),
+    "qk_norm_rope over all 16 + 16 x 128": lambda: _qk_norm_rope((16, 16), 128, 128, over=(16, 16)),
+    "qk_norm_rope over all 32 + 32 x 128": lambda: _qk_norm_rope((32, 32), 128, 128, over=(32, 32)),
+    "qk_norm_rope over all 40 + 8 x 128": lambda: _qk_norm_rope((40, 8), 128, 128, over=(40, 8)),
+    "swiglu 14336": lambda: _glu(tigon.swiglu),
+    "geglu 14336": lambda: _glu(tigon.geglu),
+    "geglu tanh 14336": lambda: _glu(lambda gate, up: tigon.geglu(gate, up, approximate="tanh")),
+    "relu2 16384": lambda: _unary(tigon.relu2, 2, 16384),
+    "softmax 128": lambda: _unary(tigon.softmax, 64, 128),
+    "softmax 4096": lambda: _unary(tigon.softmax, 2, 4096),
+    "softmax 16384": lambda: _unary(tigon.softmax, 2, 16384),
+    "softmax 32000": lambda: _unary(tigon.softmax, 2, 32000),
+    "softmax 128256": lambda: _unary(tigon.softmax, 2, 128256),
+    "cross_entropy 32000 in place": lambda: _cross_entropy(32000, inplace=True),
+    "cross_entropy of one class": lambda: _cross_entropy(1, inplace=True),
+    "cross_entropy 32000": lambda: _cross_entropy(32000),
+    "cross_entropy 128256": lambda: _cross_entropy(128256),
+    "cross_entropy 128256 in place": lambda: _cross_entropy(128256, inplace=True),
+    "cross_entropy 256000, every option": lambda: _cross_entropy(256000, weight=torch.ones(256000), **EVERY_OPTION),
+    "kl_div 128256": lambda: _divergence(tigon.kl_div, 128256, log_target=True),
+    "kl_div 32000 of probabilities": lambda: _divergence(tigon.kl_div, 32000),
+    "kl_div 32000 from logits": lambda: _divergence(tigon.kl_div, 32000, from_logits=True),
+    "jsd 128256": lambda: _divergence(tigon.jsd, 128256, beta=0.1),
+    "jsd 32000 with labels": lambda: _divergence(tigon.jsd, 32000, labels=torch.zeros(2, dtype=torch.int64)),
+    "jsd 128256 from logits": lambda: _divergence(tigon.jsd, 128256, from_logits=True, temperature=2.0),
+    "jsd 32000 from logits, elementwise": lambda: _divergence(tigon.jsd, 32000, from_logits=True, reduction="none"),
+    "jsd 128256, the reverse KL": lambda: _divergence(tigon.jsd, 128256, beta=1.0),
+    "tvd 128256": lambda: _divergence(tigon.tvd, 128256),
+    "tvd 32000 from logits": lambda: _divergence(tigon.tvd, 32000, from_logits=True),
+}

@@ -1,0 +1,121 @@
+r"""Layer normalisation over the last dimension (Ba, Kiros and Hinton, arXiv:1607.06450).
+
+    mean  = mean(x),  rstd = (mean((x - mean)^2) + eps)^-1/2             (fp32)
+    y     = w * x_hat + b,  x_hat = (x - mean) * rstd
+    dx    = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),  g = dy * w
+    dw    = sum_rows(dy * x_hat),  db = sum_rows(dy)
+
+Everything in fp32, rounded once. The kernels are in `norm.py`. Shapes: M = rows (all leading dimensions), N = features.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.ops import check
+from tigon.ops.dispatch import first_order, runs_kernels
+from tigon.ops.norm import WIDEST, norm_backward, norm_forward
+
+__all__ = ["LayerNorm", "layer_norm", "layer_norm_reference"]
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Eager definition of `layer_norm`; the tests' ground truth and the CPU path."""
+    # torch's own takes no mixture of dtypes on a GPU, and some on a CPU.
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in (x, weight, bias) if t is not None))
+    wide = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
+    return F.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, _, statistics = norm_forward(x, None, weight, bias, eps, 0.0, True, False)
+        ctx.save_for_backward(x, weight, statistics)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, weight, statistics = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
+        dx, dw, db = norm_backward(dy, None, x, weight, statistics, 0.0, True, needs_dx, *dtypes)
+        return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer normalisation of the last dimension, as `F.layer_norm`, with gradients for `x`, `weight` and `bias`.
+
+    Args:
+        x: [..., N], fp32 | bf16 | fp16, any strides.
+        weight: [N], or None for no scale.
+        bias: [N], or None for no shift.
+        eps: Added to the variance.
+
+    Returns:
+        [..., N] in `x.dtype`, also where weight and bias are wider.
+
+    Raises:
+        TypeError: `x`, `weight` or `bias` is no floating-point tensor.
+        ValueError: `weight` or `bias` is not of shape [N] or lies on another device, or `eps` is negative.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
+
+    Example:
+        >>> x, weight, bias = torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64)
+        >>> tigon.layer_norm(x, weight, bias).shape
+        torch.Size([2, 5, 64])
+    """
+    check.floating("layer_norm", x=x, weight=weight, bias=bias)
+    eps = check.number("layer_norm", "eps", eps, 0.0)
+    if x.dim() == 0:
+        raise ValueError("layer_norm: x must have at least one dimension, got a scalar")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            check.shape("layer_norm", name, parameter, x.shape[-1:])
+            check.same("layer_norm", "device", x=x, **{name: parameter})
+    if not runs_kernels(x, weight, bias) or not 0 < x.shape[-1] <= WIDEST:
+        return layer_norm_reference(x, weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` computed by `layer_norm`: same arguments, same state dict.
+
+    Args:
+        normalized_shape: N, or a shape of one dimension.
+        eps: Added to the variance.
+        elementwise_affine: Whether there is a weight.
+        bias: Whether there is a bias beside the weight.
+
+    Example:
+        >>> tigon.LayerNorm(64, bias=False)(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+
+    def __init__(
+        self, normalized_shape, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, **factory
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, **factory)
+        if len(self.normalized_shape) != 1:
+            raise ValueError(f"LayerNorm: normalized_shape must have one dimension, got {tuple(self.normalized_shape)}")
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[-1:] != self.normalized_shape:
+            raise ValueError(f"LayerNorm: x must end in {tuple(self.normalized_shape)}, got shape {tuple(x.shape)}")
+        return layer_norm(x, self.weight, self.bias, self.eps)

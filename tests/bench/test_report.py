@@ -1,0 +1,100 @@
+"""Reports: the summary that stands first, and what JSON holds."""
+
+import json
+from dataclasses import fields
+
+import pytest
+from rich.console import Console
+
+from tigon.bench import report
+from tigon.bench.measure import Roofline
+from tigon.bench.runner import Row
+
+ROOFLINE = Roofline(bytes_per_second=4e12, flops_per_second=7e14)
+MACHINE = {"type": "cuda", "name": "Some GPU"}
+SETTINGS = {"rounds": 3}
+
+
+def row(provider, kernel_ms=None, case="rms_norm/model/16x64", **more):
+    op = case.partition("/")[0]
+    return Row(case, op, op, "model", (16, 64), "bfloat16", provider, kernel_ms=kernel_ms, **({"bytes": 4096} | more))
+
+
+ROWS = [
+    row("tigon", 0.5, percent_of_roofline=90.4, host_ms=0.1),
+    row("tigon@main", 0.6),
+    row("eager", 5.0),
+    row("liger", 1.0, host_ms=0.4),
+    row("quack", 0.75, accurate=False),
+    row("products", 0.1),
+    row("cce", status="missing", note="not installed"),
+]
+
+
+def summary(rows):
+    """{title: cell} of the first line."""
+    titles, lines = report._summary(rows)
+    return dict(zip(titles, lines[0], strict=True))
+
+
+def test_summary_has_tigon_the_best_peer_liger_and_the_other_revision():
+    assert summary(ROWS) == {
+        "case": "rms_norm/model/16x64",
+        "tigon ms": "0.5000",
+        "% roofline": "90",
+        "best peer": "quack (inaccurate)",  # neither the floor nor another revision of ours
+        "its ms": "0.7500",
+        "speed-up": "1.50x",
+        "liger ms": "1.000",
+        "speed-up over liger": "2.00x",
+        "host ms (liger's)": "0.1000 (0.4000)",
+        "tigon@main ms": "0.6000",
+        "speed-up over tigon@main": "1.20x",
+    }
+
+
+def test_summary_leaves_out_what_no_case_has():
+    assert list(summary([row("tigon", 0.5)])) == ["case", "tigon ms"]
+    assert summary([row("tigon", status="wrong"), row("eager", 5.0)])["tigon ms"] == "wrong"
+    assert report._summary([row("eager", 5.0)])[1] == []
+
+
+def test_markdown_opens_with_the_summary():
+    against = {"against": {"provider": "tigon@main", "commit": "0123456789abcdef", "title": "A | B"}}
+    second = [row("tigon", 0.2, case="softmax/model/16x64"), row("eager", 0.3, case="softmax/model/16x64")]
+    text = report.markdown(ROWS + second, ROOFLINE, MACHINE, SETTINGS | against)
+    order = [text.index(part) for part in ("# tigon bench", "Some GPU", "tigon@main is 0123456789ab", "## Summary")]
+    order += [text.index(part) for part in ("| softmax/model/16x64 | 0.2000 |", "## Cases", "### rms_norm/model/16x64")]
+    assert order == sorted(order)
+    tables = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
+    assert len(tables) == 3
+    for table in tables:
+        assert len({line.count("|") for line in table}) == 1
+
+
+def test_terminal_summary_prints():
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(report.summary_table(ROWS))
+    assert "quack (inaccurate)" in capture.get()
+
+
+def test_json_holds_every_field_that_its_schema_names(tmp_path):
+    file = tmp_path / "bench.json"
+    report.write_json(file, ROWS, ROOFLINE, MACHINE, SETTINGS)
+    document = json.loads(file.read_text())
+    assert list(document) == ["schema", "versions", "machine", "roofline", "settings", "rows"]
+    assert len(document["rows"]) == len(ROWS)
+    for field in fields(Row):
+        assert field.name in document["rows"][0]
+        assert field.name in report.__doc__
+    for name in document:
+        assert f"    {name} " in report.__doc__
+
+
+@pytest.mark.parametrize(
+    ("provider", "is_peer"),
+    [("eager", True), ("liger", True), ("tigon", False), ("tigon@HEAD~1", False), ("products", False)],
+)
+def test_what_a_peer_is(provider, is_peer):
+    assert row(provider).is_peer is is_peer
