@@ -39,7 +39,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.ops import check
-from tigon.ops.dispatch import INTERPRETED, Device, device_of, first_order, launch, launcher, runs_kernels
+from tigon.ops.dispatch import INTERPRETED, Device, cdiv, device_of, first_order, launch, launcher, runs_kernels
 from tigon.ops.divergence_torch import DivergenceReduction, divisor
 from tigon.ops.rescale import rescaled
 from tigon.ops.rows import dense_rows
@@ -251,7 +251,7 @@ def _run(
     """One pass over x and y: of loss ([] or [M, V]), G [M] and dx [M, V] those that are asked for."""
     (m, v), device = x.shape, device_of(x)
     config = Config.heuristic(v, device, options.kind == "jsd")
-    parts = triton.cdiv(v, config.block_v * config.span)
+    parts = cdiv(v, config.block_v * config.span)
     elements = options.elements
     losses = x.new_empty((m, v if elements else parts), dtype=torch.float32) if loss else None
     sums = x.new_empty((m, parts), dtype=torch.float32) if slopes else None

@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import Device, device_of, launch, launcher
+from tigon.ops.dispatch import Device, cdiv, device_of, launch, launcher
 from tigon.ops.rows import dense_rows
 
-__all__ = ["Config", "norm_backward", "norm_forward"]
+__all__ = ["Config", "norm_backward", "norm_forward", "sum_rows"]
 
 WIDEST = 32768  # wider rows do not fit in the registers of one workgroup; the references take them
 REGISTERS = 2**18  # bytes that the threads of one workgroup hold at most
@@ -33,10 +33,6 @@ SUM_BLOCK = (256, 32)  # partial sums and columns that a program of `_sum_kernel
 
 
 # --- configuration -------------------------------------------------------------------------------
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)  # triton.cdiv takes 1.7 us, and a small norm's backward has seven
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,8 @@ class Config:
         """How many programs share `m` rows, each with the same number of tiles and with two at least, where `blocks`
         programs share a row: the fewer, the fewer partial sums.
         """
-        tiles, most = _cdiv(m, self.block_m), max(1, self.programs // blocks)
-        return _cdiv(tiles, max(2, _cdiv(tiles, most)))
+        tiles, most = cdiv(m, self.block_m), max(1, self.programs // blocks)
+        return cdiv(tiles, max(2, cdiv(tiles, most)))
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -231,7 +227,16 @@ def _sum_kernel(
 # --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
-def _fake_forward(x, residual, weight, bias, eps, offset, centred, round_first):
+def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_out: Tensor | None = None) -> None:
+    """partial [P, N] fp32 -> out [N], its sum over P; and likewise a second."""
+    p, n = partial.shape
+    launch(
+        _sum_kernel, cdiv(n, SUM_BLOCK[1]), partial, second, out, second_out, p, n,
+        BLOCK_P=SUM_BLOCK[0], BLOCK_N=SUM_BLOCK[1], num_warps=8,
+    )  # fmt: skip
+
+
+def _empty_forward(x, residual, weight, bias, eps, offset, centred, round_first):
     dtype, total = x.dtype, None
     if residual is not None:
         dtype = torch.promote_types(dtype, residual.dtype)
@@ -239,11 +244,10 @@ def _fake_forward(x, residual, weight, bias, eps, offset, centred, round_first):
     if round_first and weight is not None:
         dtype = torch.promote_types(dtype, weight.dtype)
     y = torch.empty_like(x, dtype=dtype, memory_format=DENSE)
-    statistics = x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
-    return y, x.new_empty(0) if total is None else total, statistics
+    return y, total, x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
 
 
-@launcher(fake=_fake_forward)
+@launcher(fake=_empty_forward)
 def norm_forward(
     x: Tensor,
     residual: Tensor | None,
@@ -256,33 +260,31 @@ def norm_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """x, residual [..., N], weight, bias [N] -> y, x + residual [..., N], rstd and, if centred, mean [1 or 2, M] fp32.
 
-    Without a residual, the second is empty. `round_first`: z_hat is rounded to the dtype of z before the weight
+    Without a residual there is no second. `round_first`: z_hat is rounded to the dtype of z before the weight
     multiplies it, and y has the common dtype of the two.
     """
-    made = y, total, statistics = _fake_forward(x, residual, weight, bias, eps, offset, centred, round_first)
+    made = y, total, statistics = _empty_forward(x, residual, weight, bias, eps, offset, centred, round_first)
     n, m = x.shape[-1], statistics.shape[1]
     config = Config.heuristic(n, x.element_size(), device_of(x))
     x, stride_x = dense_rows(x)
     residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
     launch(
-        _forward_kernel, _cdiv(m, config.block_m),
+        _forward_kernel, cdiv(m, config.block_m),
         x, residual, weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous(),
-        y, None if residual is None else total, statistics, stride_x, stride_residual, m, n, eps, offset,
+        y, total, statistics, stride_x, stride_residual, m, n, eps, offset,
         CENTRED=centred, ROUND_FIRST=round_first, EVEN=n == config.block_n,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return made
 
 
-def _fake_backward(dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype):
+def _empty_backward(dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype):
     n = z.shape[-1]
-    dz = torch.empty_like(z, memory_format=DENSE) if needs_dz else z.new_empty(0)
-    dw = z.new_empty(n, dtype=dw_dtype) if dw_dtype else z.new_empty(0)
-    db = z.new_empty(n, dtype=db_dtype) if db_dtype else z.new_empty(0)
-    return dz, dw, db
+    dz = torch.empty_like(z, memory_format=DENSE) if needs_dz else None
+    return dz, *(z.new_empty(n, dtype=dtype) if dtype else None for dtype in (dw_dtype, db_dtype))
 
 
-@launcher(fake=_fake_backward)
+@launcher(fake=_empty_backward)
 def norm_backward(
     dy: Tensor,
     dtotal: Tensor | None,
@@ -295,10 +297,12 @@ def norm_backward(
     dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, dtotal, z [..., N] and what the forward kept -> dz [..., N], dw, db [N]; empty where not needed."""
-    dz, dw, db = made = _fake_backward(dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype)
+    """dy, dtotal, z [..., N] and what the forward kept -> dz [..., N], dw, db [N] that are needed."""
+    dz, dw, db = made = _empty_backward(
+        dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype
+    )
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
-    loads, sums = 2 if dtotal is None else 3, (dw_dtype is not None) + (db_dtype is not None)
+    loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
     config = Config.heuristic(n, z.element_size(), device, loads, sums)
     dy, stride_dy = dense_rows(dy)
     z, stride_z = dense_rows(z)
@@ -313,20 +317,19 @@ def norm_backward(
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.backward_warps,
         )  # fmt: skip
 
-    together = needs_dz and not config.splits
-    if needs_dz and not (together and sums):
+    blocks = 1
+    if needs_dz and (config.splits or not sums):
         run(config, config.balanced(m), dz, None, None)
+        dz = None
     if sums:
-        if not together:
+        if dz is None:
             config = Config.heuristic(min(n, COLUMNS), z.element_size(), device, 2, sums)
-        blocks = _cdiv(n, config.block_n)
+            blocks = cdiv(n, config.block_n)
         programs = config.balanced(m, blocks)
-        partials = [z.new_empty((programs, n), dtype=torch.float32) if x else None for x in (dw_dtype, db_dtype)]
-        run(config, programs * blocks, dz if together else None, *partials)
-        order = (0, 1) if dw_dtype else (1, 0)  # only the second may be absent
-        (first, second), (first_sum, second_sum) = ([pair[i] for i in order] for pair in (partials, (dw, db)))
-        launch(
-            _sum_kernel, _cdiv(n, SUM_BLOCK[1]), first, second, first_sum, second_sum, programs, n,
-            BLOCK_P=SUM_BLOCK[0], BLOCK_N=SUM_BLOCK[1], num_warps=8,
-        )  # fmt: skip
+        dw_parts, db_parts = (None if x is None else z.new_empty((programs, n), dtype=torch.float32) for x in (dw, db))
+        run(config, programs * blocks, dz, dw_parts, db_parts)
+        if dw is None:
+            sum_rows(db_parts, db)
+        else:
+            sum_rows(dw_parts, dw, db_parts, db)
     return made

@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops import check, norm
-from tigon.ops.dispatch import Device, device_of, first_order, launch, launcher, runs_kernels
+from tigon.ops import check
+from tigon.ops.dispatch import Device, cdiv, device_of, first_order, launch, launcher, runs_kernels
+from tigon.ops.norm import sum_rows
 from tigon.ops.rms_norm import Rounding, rms_norm_reference
 from tigon.ops.rope import (
     PAIRED,
@@ -363,7 +364,7 @@ def qk_norm_rope_backward(
     dq_out, dk_out, q, k = (dense_features(x) for x in (dq_out, dk_out, q, k))
     config, constants = _constants(q, k, cos, heads, layout, axes, together, backward=True)
     t, n = rstd.shape[0], dw.shape[0]
-    programs = min(config.programs, t * triton.cdiv(constants["HQ"], constants["BLOCK_HQ"]))
+    programs = min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"]))
     partial = dw.new_empty((programs, n), dtype=torch.float32)
     first = q_weight.shape[0] if needs_dq_weight else 0
     launch(
@@ -373,10 +374,7 @@ def qk_norm_rope_backward(
         *head_strides(dq, heads), *head_strides(dk, heads), n, *table_strides(cos), q.shape[3 - heads], t, offset,
         **constants, KEEPS_W=config.keeps_w, STAGES=config.num_stages, num_warps=config.backward_warps,
     )  # fmt: skip
-    launch(
-        norm._sum_kernel, triton.cdiv(n, norm.SUM_BLOCK[1]), partial, None, dw, None, programs, n,
-        BLOCK_P=norm.SUM_BLOCK[0], BLOCK_N=norm.SUM_BLOCK[1], num_warps=8,
-    )  # fmt: skip
+    sum_rows(partial, dw)
     return made
 
 

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import device_of, launch, on_device, runs_kernels
+from tigon.ops.dispatch import cdiv, device_of, launch, on_device, runs_kernels
 
 __all__ = ["rescaled"]
 
@@ -39,7 +39,7 @@ def rescaled(x: Tensor, factor: Tensor) -> Tensor:
     if not runs_kernels(x):
         return x.mul_(column)
     if x.numel():
-        (m, n), blocks = x.shape, triton.cdiv(x.shape[1], BLOCK)
+        (m, n), blocks = x.shape, cdiv(x.shape[1], BLOCK)
         # Few programs: nearly always all that they do is look at the factor.
         programs = min(m * blocks, 8 * device_of(x).multiprocessors)
         stride = factor.stride(0) if factor.dim() else 0

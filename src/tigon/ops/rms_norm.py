@@ -39,7 +39,9 @@ def rms_norm_reference(
     if rounding == "after_weight":
         return (x_hat * (offset + weight.to(x_hat.dtype))).to(x.dtype)
     if offset:
-        return (x_hat.to(x.dtype).to(x_hat.dtype) * (offset + weight.to(x_hat.dtype))).to(torch.result_type(x, weight))
+        return (x_hat.to(x.dtype).to(x_hat.dtype) * (offset + weight.to(x_hat.dtype))).to(
+            torch.promote_types(x.dtype, weight.dtype)
+        )
     return weight * x_hat.to(x.dtype)
 
 

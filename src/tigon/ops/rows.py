@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from tigon.ops.dispatch import launch
+from tigon.ops.dispatch import cdiv, launch
 
 __all__ = ["block_of_row", "dense_rows", "launch_blocks"]
 
@@ -44,5 +44,5 @@ def launch_blocks(
     # An odd width would make the long row's length divisible by 16 or not from batch to batch, and compile twice.
     if width % 16 == 0 and all(stride == width for stride in strides):
         m, width, strides = 1, m * width, (0,) * len(strides)
-    blocks = triton.cdiv(width, block)
+    blocks = cdiv(width, block)
     launch(kernel, m * blocks, *tensors, *strides, width, blocks, **constants, BLOCK=block)

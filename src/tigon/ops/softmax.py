@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from tigon.ops import check
-from tigon.ops.dispatch import Device, device_of, first_order, launch, launcher, runs_kernels
+from tigon.ops.dispatch import Device, cdiv, device_of, first_order, launch, launcher, runs_kernels
 from tigon.ops.rows import dense_rows
 
 __all__ = ["Softmax", "softmax", "softmax_reference"]
@@ -173,7 +173,7 @@ def softmax_forward(x: Tensor) -> Tensor:
     y, n = x.new_empty(x.shape), x.shape[-1]
     x, stride_x = dense_rows(x)
     m, config = x.numel() // n, Config.heuristic(n, x.element_size(), False, device_of(x))
-    tiles = triton.cdiv(m, config.block_m)
+    tiles = cdiv(m, config.block_m)
     launch(
         _forward_kernel, min(config.programs or tiles, tiles), x, y, stride_x, n, m, n,
         FITS=config.fits, EVEN=n == config.block_n and config.block_m == 1, BLOCK_M=config.block_m,
@@ -188,7 +188,7 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     dx, n = y.new_empty(y.shape), y.shape[-1]
     (dy, stride_dy), (y, stride_y) = dense_rows(dy), dense_rows(y)
     m, config = y.numel() // n, Config.heuristic(n, y.element_size(), True, device_of(y))
-    tiles = triton.cdiv(m, config.block_m)
+    tiles = cdiv(m, config.block_m)
     launch(
         _backward_kernel, min(config.programs or tiles, tiles), dy, y, dx, stride_dy, stride_y, n, m, n,
         FITS=config.fits, EVEN=n == config.block_n and config.block_m == 1, KEEPS_Y=config.keeps_y,

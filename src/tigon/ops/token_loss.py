@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.ops import token_loss_row
-from tigon.ops.dispatch import Device, device_of, launch, launcher, on_device, runs_kernels
+from tigon.ops.dispatch import Device, cdiv, device_of, launch, launcher, on_device, runs_kernels
 from tigon.ops.token_loss_maths import LOG2E, target_weight, transformed
 from tigon.ops.token_loss_torch import (
     Options,
@@ -325,7 +325,7 @@ def gradient(
     if not runs_kernels(logits, weight):
         return gradient_torch(logits, target, weight, scales, lse, dloss, options, out)
     (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
-    blocks = triton.cdiv(v, config.block_v)
+    blocks = cdiv(v, config.block_v)
     launch(
         _gradient_kernel, m * blocks, logits, target, weight, scales, lse, dloss, out,
         logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,

@@ -15,10 +15,9 @@ the chunk need no exchange until the row's end.
 
 from dataclasses import dataclass
 
-import triton
 from torch import Tensor
 
-from tigon.ops.dispatch import Device, launch
+from tigon.ops.dispatch import Device, cdiv, launch
 from tigon.ops.token_loss_maths import LN2, LOG2E, target_weight, transformed
 from tigon.ops.token_loss_torch import Options, Statistics
 
@@ -59,13 +58,13 @@ class Config:
             return None
         # Short rows: several programs overlap their phases. V = 32000: 0.284 (two passes 0.390), 50304: 0.450 (0.604).
         block, warps = 8192 // itemsize, 4
-        slots = triton.cdiv(v, block)
+        slots = cdiv(v, block)
         together = min(16, device.shared_memory // (slots * block * itemsize + RESERVED))
         if together < 2:
             # One long row a multiprocessor, in chunks as large as registers allow, because each costs three barriers:
             # V = 128256: 1.091 with chunks of 16384, 1.20 with 8192 (two passes 1.502); 102400: 0.879 (1.208).
             block, warps, together = 32768 // itemsize, 16, 1
-            slots = min(triton.cdiv(v, block), (device.shared_memory - RESERVED) // (block * itemsize))
+            slots = min(cdiv(v, block), (device.shared_memory - RESERVED) // (block * itemsize))
             # V = 256000 keeps 45 % and still gains 4 %; with less on the chip there is nothing to gain.
             if slots * block < 0.4 * v:
                 return None
