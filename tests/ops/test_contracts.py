@@ -12,7 +12,8 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @dtypes
 @every_case
 def test_is_as_accurate_as_eager_code(case: Case, dtype: torch.dtype):
-    assert_as_accurate_as_eager(case.run, case.reference, case.inputs(dtype), loss=case.targets is not None)
+    loss = case.targets is not None
+    assert_as_accurate_as_eager(case.run, case.reference, case.inputs(dtype), loss=loss, cancels=case.cancels)
 
 
 @dtypes

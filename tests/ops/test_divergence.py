@@ -80,11 +80,18 @@ def test_accuracy(form, shape, reduction, labelled):
     _, run, reference, options = FORMS[form]
     student, teacher = _pair(form, *shape)
     options = options | {"reduction": reduction, "labels": _labels(*shape[:-1]) if labelled else None}
+    cancels = run is tigon.jsd and "from_logits" in options
+    if cancels and shape[-1] == 1:  # all probabilities are one
+        loss, gradient = _value_and_gradient(run, student.requires_grad_(), teacher, **options)
+        assert loss.abs().max() < 1e-6
+        assert gradient.abs().max() < 1e-6
+        return
     assert_as_accurate_as_eager(
         lambda x, y: run(x, y, **options),
         lambda x, y: reference(x, y, **options),
         [student.requires_grad_(), teacher],
         loss=True,
+        cancels=cancels,
     )
 
 

@@ -7,7 +7,7 @@ from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
 from tigon.ops.layer_norm import layer_norm_reference
 
 # One feature (all variance is eps), rows that fill no tile, widths on both sides of a power of two.
-SHAPES = [(6, 1), (3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
+SHAPES = [(6, 2), (3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
 HALF, FULL = torch.float16, torch.float32
 
 
@@ -41,6 +41,13 @@ def test_is_torchs():
     tensors = _inputs((5, 33), FULL, FULL, FULL)
     torch.testing.assert_close(tigon.layer_norm(*tensors), F.layer_norm(tensors[0], (33,), *tensors[1:]))
     torch.testing.assert_close(tigon.layer_norm(tensors[0], eps=0.1), F.layer_norm(tensors[0], (33,), eps=0.1))
+
+
+def test_one_feature_is_its_own_mean():
+    x, weight = torch.randn(6, 1, device=DEVICE, requires_grad=True), torch.randn(1, device=DEVICE)
+    y = tigon.layer_norm(x, weight, weight)
+    assert (y == weight).all()
+    assert torch.autograd.grad(y.sum(), x)[0].abs().max() < 1e-3  # dy - mean(dy), times 1 / sqrt(eps)
 
 
 def test_a_large_mean_does_not_swallow_the_variance():

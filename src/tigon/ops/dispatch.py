@@ -127,6 +127,8 @@ def on_device(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def call(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return function(*args, **kwargs)
         device = args[0].get_device()  # -1 for the CPU
         if device >= 0 and device != torch._C._cuda_getDevice():
             with torch.cuda.device(device):

@@ -150,7 +150,7 @@ def _element(
         return tl.abs(x - y) * (0.5 * unit), g * x if LOGS else g, x * unit
 
 
-@triton.jit(do_not_specialize=["ignore_index"])
+@triton.jit(do_not_specialize=["ignore_index", "stride_dloss"])
 def _divergence_kernel(
     x_ptr, y_ptr, label_ptr, valid_ptr,  # [M, V] twice, [M] or None, 1 / valid rows or None
     x_lse_ptr, y_lse_ptr, slope_ptr,  # [M, 2] twice: max, sum exp(x - max), or None; [M]: G, or None

@@ -132,13 +132,13 @@ def _forward_kernel(
 
 
 @triton.jit
-def _weigh(dy, w, w_ptrs, inside, offset, KEEPS_W: tl.constexpr, EVICT: tl.constexpr):
+def _weigh(dy, w, w_ptr, cols, inside, offset, KEEPS_W: tl.constexpr, EVICT: tl.constexpr):
     """g = dy * (offset + w), w kept or read."""
-    if w_ptrs is None:
+    if w_ptr is None:
         return dy
     if KEEPS_W:
         return dy * w
-    return dy * (offset + tl.load(w_ptrs, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32))
+    return dy * (offset + tl.load(w_ptr + cols, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32))
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -154,11 +154,9 @@ def _backward_kernel(
     pid = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = EVEN | (cols < N)
-    w_ptrs, w = None, 0.0
-    if w_ptr is not None:
-        w_ptrs = w_ptr + cols
-        if KEEPS_W:
-            w = offset + tl.load(w_ptrs, mask=inside, other=0.0).to(tl.float32)  # [1, BN]
+    w = 0.0
+    if KEEPS_W and w_ptr is not None:
+        w = offset + tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)  # [1, BN]
     if dw_ptr is not None:
         dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over its rows once, after the loop
     if db_ptr is not None:
@@ -181,7 +179,7 @@ def _backward_kernel(
         if db_ptr is not None:
             db += dy
         if dz_ptr is not None:
-            g = _weigh(dy, w, w_ptrs, inside, offset, KEEPS_W, "")
+            g = _weigh(dy, w, w_ptr, cols, inside, offset, KEEPS_W, "")
             slope = tl.sum(g * z_hat, axis=1, keep_dims=True) / N
             shift = 0.0
             if CENTRED:
@@ -191,7 +189,7 @@ def _backward_kernel(
                 dy = tl.load(dy_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 z = tl.load(z_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 z_hat = (z - mean) * rstd
-                g = _weigh(dy, w, w_ptrs, inside, offset, KEEPS_W, "evict_last")
+                g = _weigh(dy, w, w_ptr, cols, inside, offset, KEEPS_W, "evict_last")
             dz = rstd * (g - shift - z_hat * slope)
             if dtotal_ptr is not None:
                 dz += tl.load(dtotal_ptr + rows * stride_dtotal + cols, mask=mask, other=0.0).to(tl.float32)
