@@ -22,10 +22,9 @@ import triton
 import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction
 
-from tigon.ops import dispatch
+from tigon.ops import dispatch, token_loss_row
 from tigon.ops.dispatch import Device
 
 __all__ = ["CHIPS", "Chip", "Launch", "recorded", "resources"]
@@ -112,7 +111,9 @@ def _source(launch: Launch) -> ASTSource:
             signature[name], aligned = "fp32", False
         if aligned and specialised:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = GluonASTSource if launch.kernel.is_gluon() else ASTSource
+    source = ASTSource
+    if token_loss_row.gluon is not None and launch.kernel.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource as source
     return source(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 

@@ -13,8 +13,8 @@ __all__ = ["WORKLOADS"]
 BF16 = torch.bfloat16
 
 
-def _leaf(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape, dtype=BF16, requires_grad=True)
+def _leaf(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype, requires_grad=True)
 
 
 def _norm(rows: int, n: int) -> None:
@@ -51,8 +51,8 @@ def _glu(run) -> None:
     y.backward(y.detach())
 
 
-def _cross_entropy(v: int, **options) -> None:
-    result = tigon.cross_entropy(_leaf(2, v), torch.zeros(2, dtype=torch.int64), **options)
+def _cross_entropy(v: int, dtype: torch.dtype = BF16, **options) -> None:
+    result = tigon.cross_entropy(_leaf(2, v, dtype=dtype), torch.zeros(2, dtype=torch.int64), **options)
     getattr(result, "loss", result).backward()
 
 
@@ -66,6 +66,8 @@ def _divergence(run, v: int, **options) -> None:
     loss.backward(loss.detach())
 
 
+# What the kernel that reads logits once takes: the others go to the two passes.
+IN_PLACE = {"inplace": True, "z_loss": 1e-4, "logit_scale": 0.5, "return_z_loss": True}
 EVERY_OPTION = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "return_predicted_tokens": True}
 
 WORKLOADS = {
@@ -107,6 +109,10 @@ WORKLOADS = {
     "cross_entropy 32000": lambda: _cross_entropy(32000),
     "cross_entropy 128256": lambda: _cross_entropy(128256),
     "cross_entropy 128256 in place": lambda: _cross_entropy(128256, inplace=True),
+    "cross_entropy 128256 in place, its options": lambda: _cross_entropy(128256, weight=torch.ones(128256), **IN_PLACE),
+    "cross_entropy 128256 in place, fp32 and its options": lambda: _cross_entropy(
+        128256, torch.float32, weight=torch.ones(128256), **IN_PLACE
+    ),
     "cross_entropy 256000, every option": lambda: _cross_entropy(256000, weight=torch.ones(256000), **EVERY_OPTION),
     "kl_div 128256": lambda: _divergence(tigon.kl_div, 128256, log_target=True),
     "kl_div 32000 of probabilities": lambda: _divergence(tigon.kl_div, 32000),

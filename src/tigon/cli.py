@@ -54,7 +54,8 @@ def _call(command: _Command, arguments: list[str]) -> None:
         sys.exit(f"tigon {command.name} needs {', '.join(missing)}: pip install 'tigon[{command.name}]'")
     module = importlib.import_module(command.module or f"tigon.{command.name}.command")
     function = getattr(module, command.name)
-    application = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    # As Markdown, the lines of a docstring's paragraph are joined, and wrapped at the terminal's width.
+    application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     application.command()(function)
     application(arguments, prog_name=f"tigon {command.name}")
 

@@ -200,3 +200,32 @@ def test_a_missing_extra_is_named(tmp_path):
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert found.returncode == 1
     assert "tigon bench needs matplotlib: pip install 'tigon[bench]'" in found.stderr
+
+
+def test_a_provider_that_writes_over_the_shared_inputs_is_refused(run, monkeypatch):
+    tigon, eager = providers.PROVIDERS["rms_norm"][:2]
+
+    def load(case):
+        norm = eager.load(case)
+
+        def overwriting(x, weight):
+            y = norm(x.clone(), weight)
+            with torch.no_grad():
+                x.mul_(2)
+            return y
+
+        return overwriting
+
+    replace(monkeypatch, "rms_norm", tigon, Provider("a", load), Provider("b", load, destroys=("x",)), eager)
+    code, _, report = run("--ops", "rms_norm", "--quick")
+    assert code == 0
+    status = {row["provider"]: row["status"] for row in report["rows"]}
+    assert status == {"tigon": "ok", "a": "error", "b": "ok", "eager": "ok"}
+    (refused,) = rows_of(report, provider="a")
+    assert (refused["note"], refused["wall_ms"]) == ("not timed: writes over its inputs: x", None)
+    assert rows_of(report, provider="eager")[0]["accurate"]  # what was overwritten has been made again
+
+    replace(monkeypatch, "rms_norm", Provider("tigon", load), eager)
+    code, _, report = run("--ops", "rms_norm", "--quick")
+    assert code == 1
+    assert rows_of(report, provider="tigon")[0]["status"] == "wrong"

@@ -89,3 +89,12 @@ def test_memory_is_logarithmic_where_providers_lie_far_apart(tmp_path, figures):
     plots.draw([row((4096, n), p, peak_mib=m) for n in (1, 2, 4) for p, m in sizes.items()], tmp_path, "Some GPU")
     assert figures[0].axes[1].get_yscale() == "log"
     assert plots.draw([row((4, 4), status="error", kernel_ms=None)], tmp_path, "Some GPU") == []
+
+
+def test_inaccurate_peers_are_called_so(tmp_path, figures):
+    rows = [row((4096, n), p, accurate=p == "tigon") for n in (1024, 2048, 4096) for p in ("tigon", "cce")]
+    rows += [row((64, 512), p, model="llama", accurate=p == "tigon") for p in ("tigon", "cce")]
+    plots.draw(rows, tmp_path, "Some GPU")
+    _, memory, bar_time, _ = figures[0].axes
+    assert [line.get_label() for line in memory.lines] == ["tigon", "cce (inaccurate)"]
+    assert [text.get_text() for text in bar_time.get_yticklabels()] == ["tigon", "cce (inaccurate)"]

@@ -96,6 +96,15 @@ def test_a_wrong_gradient_is_named(monkeypatch, judged_at_once):
         assert "gradient of weight" in judge(eager | {"gradient of weight": spoilt}, eager, exact).wrong
 
 
+def test_a_loss_in_half_precision_is_judged_by_the_units_of_fp32():
+    case = tiny("cross_entropy")
+    inputs = case.make(CPU)
+    exact = exact_results(case, inputs)
+    eager = eager_results(case, inputs, exact)
+    assert eager["output 0"].dtype == torch.float32
+    assert judge(eager | {"output 0": exact["output 0"].bfloat16()}, eager, exact).wrong.startswith("output 0")
+
+
 def test_exact_losses_agree_with_fp64_autograd(monkeypatch):
     monkeypatch.setattr("tigon.bench.accuracy.REFERENCE_ELEMENTS", 512 * 10)  # chunks of 10 rows, the last of 2
     for op in (*SUMMED, "linear_cross_entropy"):

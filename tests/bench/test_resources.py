@@ -75,6 +75,15 @@ def test_what_must_not_ship_is_named(monkeypatch, change, problem):
     assert usages[0].kernel == "glu._forward_kernel"
 
 
+def test_an_op_that_raises_is_a_line(monkeypatch):
+    def raising():
+        raise ValueError("not for this chip")
+
+    monkeypatch.setitem(WORKLOADS, "swiglu 14336", raising)
+    (usage,) = compiled("swiglu 14336", "sm_90")
+    assert usage.problem == "does not run: ValueError: not for this chip"
+
+
 def test_a_problem_fails_the_command_and_stands_in_the_table(run, monkeypatch, tmp_path):
     usages = [
         Usage("rms_norm._forward_kernel", "rms_norm 4096", "gfx90a", 256, 512, 12, 64, problem="spills"),

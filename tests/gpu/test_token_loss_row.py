@@ -83,3 +83,22 @@ def test_is_the_same_from_run_to_run():
     for loss, gradient in runs[1:]:
         assert torch.equal(loss, runs[0][0])
         assert torch.equal(gradient, runs[0][1])
+
+
+@pytest.mark.parametrize(("v", "slots"), [(4000, 4), (4000, 1), (32000, 4)], ids=str)
+def test_an_ignored_row_sees_nothing_of_the_row_before_it_in_its_program(v, slots, monkeypatch, launches):
+    config = Config(slots, 2048, 8, 4, 1)
+    monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
+    m = 4000  # many rows a program, half of them ignored
+    logits = torch.randn(m, v, device="cuda", dtype=torch.bfloat16) * 1000  # exponentials overflow without their pivot
+    labels = torch.randint(v, (m,), device="cuda")
+    ignored = torch.rand(m, device="cuda") < 0.5
+    labels[ignored] = -100
+    gradients = []
+    for function, options in ((tigon.cross_entropy, {"inplace": True}), (cross_entropy_reference, {})):
+        x = logits.clone().requires_grad_()
+        hidden = x * 1.0
+        gradients += torch.autograd.grad(function(hidden, labels, reduction="sum", **options), x)
+    assert launches
+    assert (gradients[0][ignored] == 0).all()
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=2e-2, atol=1e-3)

@@ -13,7 +13,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_case
 def test_is_as_accurate_as_eager_code(case: Case, dtype: torch.dtype):
     loss = case.targets is not None
-    assert_as_accurate_as_eager(case.run, case.reference, case.inputs(dtype), loss=loss, cancels=case.cancels)
+    assert_as_accurate_as_eager(case.run, case.reference, case.inputs(dtype), loss=loss, terms=case.terms)
 
 
 @dtypes

@@ -107,3 +107,5 @@ def test_bad_input():
         tigon.geglu(gate, up, approximate="sigmoid")
     with pytest.raises(TypeError, match="swiglu: gate must be a float32"):
         tigon.swiglu(gate.int(), up.int())
+    with pytest.raises(TypeError, match="swiglu: gate must be a Tensor, got NoneType"):
+        tigon.swiglu(None)

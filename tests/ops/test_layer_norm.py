@@ -83,6 +83,8 @@ def test_bad_input():
         tigon.layer_norm(x, weight, weight[None])
     with pytest.raises(TypeError, match="layer_norm: x must be a float32, bfloat16 or float16 tensor, got torch.int64"):
         tigon.layer_norm(x.long())
+    with pytest.raises(TypeError, match="layer_norm: x must be a Tensor, got NoneType"):
+        tigon.layer_norm(None)
     with pytest.raises(TypeError, match="layer_norm: bias must be a Tensor, got int"):
         tigon.layer_norm(x, weight, 0)
     with pytest.raises(ValueError, match="layer_norm: eps must be finite and not negative, got nan"):

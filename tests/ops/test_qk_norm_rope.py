@@ -7,7 +7,8 @@ import torch
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, outputs_and_gradients
 from tigon.ops.dispatch import Device
-from tigon.ops.qk_norm_rope import Config, qk_norm_rope_reference
+from tigon.ops.norm_rope import Config
+from tigon.ops.qk_norm_rope import qk_norm_rope_reference
 
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 

@@ -79,6 +79,20 @@ def test_dense_input_is_not_copied(view, monkeypatch):
 
 
 @kernels
+def test_a_dimension_of_one_does_not_make_rows_of_one(monkeypatch):
+    """A program takes a block of a row: rows of one feature would be as many programs."""
+    import tigon.ops.relu2 as module
+
+    widths, launch = [], module.launch_blocks
+    monkeypatch.setattr(
+        module, "launch_blocks", lambda *args, **options: widths.append(args[1]) or launch(*args, **options)
+    )
+    x = _input(6, 48, 1).transpose(0, 1)
+    assert torch.equal(tigon.relu2(x), relu2_reference(x))
+    assert widths == [48]
+
+
+@kernels
 def test_keeps_only_the_input():
     x, kept = _input(4, 64), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -120,3 +134,5 @@ def test_bad_input():
         tigon.relu2(torch.ones(3, dtype=torch.int64, device=DEVICE))
     with pytest.raises(TypeError, match="relu2: x must be a Tensor, got float"):
         tigon.relu2(1.0)
+    with pytest.raises(TypeError, match="relu2: x must be a Tensor, got NoneType"):
+        tigon.relu2(None)

@@ -158,6 +158,8 @@ def test_a_residual_of_another_shape_is_refused():
         tigon.add_rms_norm(x, x[:1], weight)
     with pytest.raises(TypeError, match="add_rms_norm: residual must be a Tensor, got float"):
         tigon.add_rms_norm(x, 1.0, weight)
+    with pytest.raises(TypeError, match="add_rms_norm: residual must be a Tensor, got NoneType"):
+        tigon.add_rms_norm(x, None, weight)
     with pytest.raises(ValueError, match="add_rms_norm: x and residual must have the same device"):
         tigon.add_rms_norm(x, x.to("meta"), weight)
     with pytest.raises(ValueError, match=r"add_rms_norm: weight must have shape \(8,\), got \(7,\)"):
@@ -212,6 +214,10 @@ def test_bad_input():
         tigon.rms_norm(x.long(), weight)
     with pytest.raises(TypeError, match="rms_norm: x must be a Tensor, got list"):
         tigon.rms_norm([1.0], weight)
+    with pytest.raises(TypeError, match="rms_norm: x must be a Tensor, got NoneType"):
+        tigon.rms_norm(None, weight)
+    with pytest.raises(ValueError, match="rms_norm: x must have at least one dimension, got a scalar"):
+        tigon.rms_norm(x[0, 0], None)
     with pytest.raises(ValueError, match="rms_norm: rounding must be one of 'before_weight', 'after_weight', got 'no'"):
         tigon.rms_norm(x, weight, rounding="no")
     with pytest.raises(ValueError, match="rms_norm: eps must be finite and not negative, got -1"):

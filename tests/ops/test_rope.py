@@ -313,6 +313,8 @@ def test_bad_input():
     for sections in ((2, 3, 4), (9, -1), (4.0, 4.0)):
         with pytest.raises(ValueError, match=r"rope: sections must be lengths that sum up to R / 2 = 8, got \("):
             tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=sections)
+    with pytest.raises(TypeError, match="rope: sections must be a sequence of ints, got int"):
+        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=8)
     with pytest.raises(TypeError, match="rope: q must be a Tensor, got NoneType"):
         tigon.rope(None, k, cos, sin)
     with pytest.raises(ValueError, match="rope: cos and sin must have the same dtype"):

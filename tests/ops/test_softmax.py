@@ -139,6 +139,15 @@ def test_scalars_and_no_features():
     assert tigon.softmax(torch.randn(3, 0, device=DEVICE)).shape == (3, 0)
 
 
+def test_rows_wider_than_32_bit_columns_are_torchs(monkeypatch):
+    import tigon.ops.softmax as module
+
+    monkeypatch.setattr(module, "WIDEST", 64)
+    monkeypatch.setattr(module, "softmax_forward", None)
+    x = torch.randn(3, 65, device=DEVICE)
+    torch.testing.assert_close(tigon.softmax(x), torch.softmax(x, -1))
+
+
 def test_module_is_torchs():
     x = torch.randn(3, 4, 48, device=DEVICE)
     assert isinstance(tigon.Softmax(), nn.Softmax)
@@ -173,6 +182,8 @@ def test_bad_input():
         tigon.softmax(x.long())
     with pytest.raises(TypeError, match="softmax: x must be a Tensor, got list"):
         tigon.softmax([1.0])
+    with pytest.raises(TypeError, match="softmax: x must be a Tensor, got NoneType"):
+        tigon.softmax(None)
     with pytest.raises(ValueError, match=r"softmax: dim must be in \[-2, 1\], got 2"):
         tigon.softmax(x, 2)
     with pytest.raises(ValueError, match=r"softmax: dim must be in \[-2, 1\], got -3"):

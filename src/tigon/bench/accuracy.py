@@ -1,6 +1,8 @@
 """Is a provider right? Its outputs and gradients against an exact result, judged by what eager code gets wrong.
 
 |actual - exact| <= 2 |eager - exact| + 2 units in the last place          (`tigon.testing.assert_accurate`)
+
+The units are those of eager code's dtype: a loss in half precision is not excused by its own coarseness.
 """
 
 from collections.abc import Callable
@@ -167,7 +169,8 @@ def judge(actual: Results, eager: Results, exact: Results) -> Verdict:
         if found.shape != right.shape:
             return Verdict(f"{name}: shape {tuple(found.shape)} for {tuple(right.shape)}", float("nan"), float("nan"))
         errors.append((_relative(found, right), _relative(plain, right)))
-        wrong = wrong or _first_error(name, found, plain.to(found.dtype), right)
+        common = torch.promote_types(found.dtype, plain.dtype)
+        wrong = wrong or _first_error(name, found.to(common), plain.to(common), right)
     # A NaN compares as neither larger nor smaller: put it first.
     worst = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
     return Verdict(wrong, *worst)

@@ -31,6 +31,7 @@ COLOURS = {
 ANOTHER_REVISION = "#7a3b00"
 BAR, LINES = 0.27, 3.2  # inches
 ENOUGH = 3  # cases make a line
+INACCURATE = " (inaccurate)"  # behind the name of a peer whose results are not those of the others
 
 
 def _colour(provider: str) -> str:
@@ -133,8 +134,9 @@ def _draw_sweep(left: Axes, right: Axes, sweep: Sweep) -> None:
             points = [(size, y) for size, y in points if y is not None]
             ours = provider.startswith("tigon")
             axes.plot(
-                [size for size, _ in points], [y for _, y in points], label=provider, color=_colour(provider),
-                marker="o", markersize=4, linewidth=2.2 if ours else 1.3, zorder=3 if ours else 2,
+                [size for size, _ in points], [y for _, y in points],
+                label=_label(provider, sweep), color=_colour(provider), marker="o", markersize=4,
+                linewidth=2.2 if ours else 1.3, zorder=3 if ours else 2,
                 linestyle="--" if provider == "products" else "-",
             )  # fmt: skip
         axes.set_xscale("log", base=2)
@@ -150,6 +152,11 @@ def _draw_sweep(left: Axes, right: Axes, sweep: Sweep) -> None:
     _memory_axis(right, [row.peak_mib for rows in sweep.cases.values() for row in rows])
     left.set_title(sweep.title, fontsize=9, loc="left")
     right.legend(fontsize=7, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _label(provider: str, sweep: Sweep) -> str:
+    wrong = any(row.accurate is False for rows in sweep.cases.values() for row in rows if row.provider == provider)
+    return provider + INACCURATE * wrong
 
 
 def _memory_axis(axes: Axes, values: list[float | None]) -> None:
@@ -173,9 +180,9 @@ def _draw_case(left: Axes, right: Axes, case: str, rows: list[Row]) -> None:
 
 
 def _bars(axis: Axes, rows: list[Row], values: list[float | None], unit: str) -> None:
-    names = [row.provider for row in rows]
+    names = [row.provider + INACCURATE * (row.accurate is False) for row in rows]
     lengths = [value or 0.0 for value in values]
-    bars = axis.barh(names, lengths, color=[_colour(name) for name in names], height=0.72)
+    bars = axis.barh(names, lengths, color=[_colour(row.provider) for row in rows], height=0.72)
     axis.bar_label(bars, ["" if value is None else f" {number(value)} {unit}" for value in values], fontsize=8)
     axis.invert_yaxis()  # the first provider on top
     axis.set_xlim(0, max([*lengths, 1e-9]) * 1.25)

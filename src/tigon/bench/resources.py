@@ -49,9 +49,12 @@ def compiled(case: str, chip_name: str) -> list[Usage]:
     from tigon.aot_workloads import WORKLOADS
 
     chip = next(chip for chip in CHIPS if chip.name == chip_name)
-    with recorded(chip) as launches:
-        WORKLOADS[case]()
     found: dict[Usage, None] = {}
+    with recorded(chip) as launches:
+        try:
+            WORKLOADS[case]()
+        except Exception as problem:
+            found[Usage("-", case, chip.name, problem=f"does not run: {type(problem).__name__}: {problem}")] = None
     for launch in launches:
         kernel = f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.__name__}"
         try:

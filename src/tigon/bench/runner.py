@@ -160,12 +160,23 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, tell: Tell) -> None:
             elif entry.alive:
                 entry.row.add_note("accuracy not checked: out of memory")
         return
+    untouched = inputs.fingerprints()
     for entry in entries:
         if entry.alive and entry.provider.autograd:
             tell(f"checking {entry.provider.name}")
-            verdict = _attempt(entry, meter, lambda entry=entry: _verdict(entry, inputs, eager, exact, meter))
+            check = lambda entry=entry, inputs=inputs: _verdict(entry, inputs, eager, exact, meter)
+            verdict = _attempt(entry, meter, check)
             if verdict is not None:
                 _judge_row(entry.row, verdict, "" if tried is case else "x".join(map(str, tried.shape)))
+            after = inputs.fingerprints()
+            written = [name for name, fingerprint in untouched.items() if after[name] != fingerprint]
+            if written:
+                # All providers share the inputs: one that is not known to destroy them must not be called again.
+                if entry.alive:
+                    entry.row.status = "wrong" if entry.provider.name == "tigon" else "error"
+                    entry.row.note = f"not timed: writes over its inputs: {', '.join(written)}"
+                check = inputs = None
+                inputs = tried.make(meter.device, seed=1)
 
 
 def _verdict(entry: _Entry, inputs: Inputs, eager: Results, exact: Results, meter: Meter) -> Verdict:

@@ -10,7 +10,17 @@ import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-__all__ = ["Device", "cdiv", "device_of", "first_order", "launch", "launcher", "on_device", "runs_kernels"]
+__all__ = [
+    "Device",
+    "cdiv",
+    "device_of",
+    "first_order",
+    "launch",
+    "launcher",
+    "leave_absent",
+    "on_device",
+    "runs_kernels",
+]
 
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
@@ -36,10 +46,12 @@ class Device:
         return 1024 // self.warp_size
 
 
-_LARGE = 2**31  # Triton passes such ints in 64 bits
+HIP = torch.version.hip is not None
 
-# Compiled kernels by what their choice depends on: how to run them, and the values of their constexprs.
+# Compiled kernels by what their choice depends on: how to run them, the values of their constexprs, and what must live
+# as long: the key has a kernel's id, and Triton may unload a variant that nobody holds.
 _variants: dict[tuple, tuple] = {}
+_keys: dict[tuple, Callable] = {}  # of the types of a launch's arguments: the rest of what the choice depends on
 
 # What kernels launched on CPU tensors take for their device: the interpreter's, or one that is compiled for.
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
@@ -74,25 +86,32 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _variant_key(arguments: tuple) -> list:
-    """What Triton specialises a kernel on: dtypes, alignment, absent tensors, and ints that are 1 or multiples of 16.
+def _key_of(kernel: JITFunction, arguments: tuple) -> Callable:
+    """A function of a launch's arguments, of these types, to what Triton compiles a variant of the kernel for.
 
-    It does so for ints that it was told to leave alone (M) too: a variant may be listed twice, never wrongly found.
+    That is, of tensors the dtype and whether they are aligned to 16 bytes (on AMD also whether they take less than
+    2 GiB), of ints whether they take 64 bits and, unless it leaves them alone (M), whether they are 1 or a multiple of
+    16. Not their values: those of a batch are endless. The function is made once, as source, because small models wait
+    for the host.
     """
-    key = []
-    for value in arguments:
-        kind = type(value)
-        if kind is int:
-            key.append(value == 1 or (value % 16 == 0 and 16) if -_LARGE <= value < _LARGE else value)
-        elif kind is float or value is None:
-            key.append(kind)
-        else:
-            key += value.dtype, value.data_ptr() % 16 == 0
-    return key
+    parts = []
+    for i, value in enumerate(arguments):
+        if type(value) is int:
+            parts.append(f"a{i} >> 31")
+            if not kernel.params[i].do_not_specialize:
+                parts.append(f"a{i} == 1 or (a{i} & 15 == 0 and 16)")
+        elif value is not None and type(value) is not float:
+            parts.append(f"a{i}.dtype, a{i}.data_ptr() & 15")
+            if HIP:
+                parts.append(f"a{i}.untyped_storage().nbytes() >> 31 == 0")
+    names = ", ".join(f"a{i}" for i in range(len(arguments)))
+    return eval(f"lambda {names}: ({', '.join(parts)},)")
 
 
 def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: object) -> None:
     """Run `programs` programs of a kernel; `constants` are its constexprs by name, and `num_warps`. None run for 0.
+
+    `arguments` are all others, in the kernel's order: tensors or None, the first a tensor, then ints and floats.
 
     Triton finds out anew at every launch which compiled variant the arguments call for (11 us); here it is looked up by
     what that depends on, because small models wait for the host.
@@ -103,14 +122,18 @@ def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: 
     if device < 0 or _hooked():  # the interpreter's; a profiler's, which wants to be told of every launch
         kernel[(programs,)](*arguments, **constants, **COMPILE)
         return
-    key = (id(kernel), device, *_variant_key(arguments), *constants, *constants.values())
+    kinds = (id(kernel), *map(type, arguments))
+    key_of = _keys.get(kinds)
+    if key_of is None:
+        key_of = _keys[kinds] = _key_of(kernel, arguments)
+    key = (kinds, device, key_of(*arguments), *constants, *constants.values())
     found = _variants.get(key)
     if found is None:
         compiled = kernel[(programs,)](*arguments, **constants, **COMPILE)
         tail = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        _variants[key] = compiled.run, compiled.function, compiled.packed_metadata, tail
+        _variants[key] = compiled.run, compiled.function, compiled.packed_metadata, tail, (kernel, compiled)
     else:
-        run, function, metadata, tail = found
+        run, function, metadata, tail, _ = found
         stream = torch._C._cuda_getCurrentRawStream(device)
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *tail)
 
@@ -155,6 +178,15 @@ def first_order(backward: Callable) -> Callable:
     return call
 
 
+def leave_absent(ctx) -> None:
+    """In the forward of an autograd function: gradients of outputs that nothing was computed from stay None.
+
+    Not under `torch.compile`, which does not know the method in every version, and makes zeros of them.
+    """
+    if not torch.compiler.is_compiling():
+        ctx.set_materialize_grads(False)
+
+
 def launcher(fake: Callable) -> Callable[[Callable], Callable]:
     """Decorate a function that launches kernels and returns new tensors, and None for what is not asked for.
 
@@ -181,7 +213,11 @@ def launcher(fake: Callable) -> Callable[[Callable], Callable]:
 
         @functools.wraps(function)
         def call(*args):
-            return operator(*args) if torch.compiler.is_compiling() else guarded(*args)
+            if torch.compiler.is_compiling():
+                return operator(*args)
+            device = args[0].get_device()
+            # As `guarded` has it, without one more call: small models wait for the host.
+            return function(*args) if device < 0 or device == torch._C._cuda_getDevice() else guarded(*args)
 
         return call
 

@@ -292,8 +292,10 @@ def divergence_forward(
     options = Options(kind, logs, from_logits, elements, divisor, ignore_index, beta, temperature)
     none, lse = x.new_empty(0, dtype=torch.float32), (None, None)
     if from_logits:
-        targets = x.new_zeros(x.shape[0], dtype=torch.int64) if labels is None else labels
-        scales, softmax = x.new_ones(3, dtype=torch.float32), TokenOptions(ignore_index, logit_scale=1.0 / temperature)
+        targets, ignored = labels, ignore_index
+        if labels is None:  # no row is ignored, whatever `ignore_index` says
+            targets, ignored = x.new_zeros(x.shape[0], dtype=torch.int64), -1
+        scales, softmax = x.new_ones(3, dtype=torch.float32), TokenOptions(ignored, logit_scale=1.0 / temperature)
         lse = tuple(statistics(logits, targets, None, scales, softmax).lse for logits in (x, y))
     slopes = _needs_slope(options) and not elements
     loss, slope, dx = _run(x, y, labels, valid, lse, options, loss=True, slopes=slopes, dx=needs_dx and not slopes)

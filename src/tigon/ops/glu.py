@@ -191,6 +191,7 @@ class _GLU(torch.autograd.Function):
 
 
 def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Tensor:
+    check.tensor(op, gate=gate)
     check.floating(op, gate=gate, up=up)
     if up is not None:
         check.shape(op, "up", up, gate.shape)

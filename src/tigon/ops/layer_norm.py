@@ -72,7 +72,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     Raises:
         TypeError: `x`, `weight` or `bias` is no floating-point tensor.
-        ValueError: `weight` or `bias` is not of shape [N] or lies on another device, or `eps` is negative.
+        ValueError: `x` is a scalar, `weight` or `bias` is not of shape [N] or lies on another device, or `eps` is
+            negative.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
 
@@ -81,6 +82,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         >>> tigon.layer_norm(x, weight, bias).shape
         torch.Size([2, 5, 64])
     """
+    check.tensor("layer_norm", x=x)
     check.floating("layer_norm", x=x, weight=weight, bias=bias)
     eps = check.number("layer_norm", "eps", eps, 0.0)
     if x.dim() == 0:

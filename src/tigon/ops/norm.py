@@ -58,7 +58,7 @@ class Config:
         # with many programs and no pipeline (655360 x 128: 0.145 ms for 0.286), longer ones with few and loads three
         # tiles ahead; 16384 x 4096 takes 0.108 with pairs of rows, 0.109 without; layer norm has no registers for them.
         short, even = block_n <= 1024, n == block_n
-        pairs = block_n == 4096 and sums < 2
+        pairs = block_n == 4096 and sums == 1
         block_m = 2 if pairs else max(1, min(16, 4096 // block_n))
         if short or pairs or block_n == 8192:
             backward_warps = 8
@@ -134,11 +134,12 @@ def _forward_kernel(
 @triton.jit
 def _weigh(dy, w, w_ptr, cols, inside, offset, KEEPS_W: tl.constexpr, EVICT: tl.constexpr):
     """g = dy * (offset + w), w kept or read."""
-    if w_ptr is None:
-        return dy
-    if KEEPS_W:
-        return dy * w
-    return dy * (offset + tl.load(w_ptr + cols, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32))
+    g = dy
+    if w_ptr is not None:
+        if not KEEPS_W:
+            w = offset + tl.load(w_ptr + cols, mask=inside, other=0.0, eviction_policy=EVICT).to(tl.float32)
+        g = dy * w
+    return g
 
 
 @triton.jit(do_not_specialize=["M"])

@@ -68,7 +68,8 @@ def _backward_kernel(
 def _launch(kernel, y: Tensor, *inputs: Tensor) -> None:
     """Write `y`, which has no gaps, in the order in which it lies in memory."""
     if not y.is_contiguous():
-        order = sorted(range(y.dim()), key=y.stride, reverse=True)
+        # Dimensions of one, whose strides say nothing, to the front.
+        order = sorted(range(y.dim()), key=lambda i: (y.shape[i] == 1, y.stride(i)), reverse=True)
         y, *inputs = (x.permute(order) for x in (y, *inputs))
     rows = [dense_rows(x) for x in (*inputs, y)]
     config = Config.heuristic(y.element_size())
@@ -130,6 +131,7 @@ def relu2(x: Tensor) -> Tensor:
         >>> tigon.relu2(torch.tensor([-1.0, 0.5, 3.0]))
         tensor([0.0000, 0.2500, 9.0000])
     """
+    check.tensor("relu2", x=x)
     check.floating("relu2", x=x)
     return _ReLU2.apply(x) if runs_kernels(x) and x.dim() and x.shape[-1] else relu2_reference(x)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, runs_kernels
+from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
 from tigon.ops.norm import WIDEST, norm_backward, norm_forward
 
 __all__ = ["RMSNorm", "add_rms_norm", "add_rms_norm_reference", "rms_norm", "rms_norm_reference"]
@@ -86,8 +86,7 @@ class _AddRMSNorm(torch.autograd.Function):
         y, total, statistics = norm_forward(x, residual, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(total, weight, statistics)
         ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
-        if not torch.compiler.is_compiling():  # which knows no such method, and makes zeros of absent gradients
-            ctx.set_materialize_grads(False)
+        leave_absent(ctx)
         return y, total
 
     @staticmethod
@@ -115,6 +114,7 @@ def _checked(
     op: str, x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding
 ) -> tuple[float, float]:
     """eps and offset as floats; refuses what neither op takes."""
+    check.tensor(op, x=x)
     check.floating(op, x=x, weight=weight)
     check.choice(op, "rounding", rounding, ("before_weight", "after_weight"))
     eps, offset = check.number(op, "eps", eps, 0.0), check.number(op, "offset", offset)
@@ -145,7 +145,8 @@ def rms_norm(
 
     Raises:
         TypeError: `x` or `weight` is no floating-point tensor.
-        ValueError: `weight` is not of shape [N] or lies on another device, `rounding` is unknown, or `eps` is negative.
+        ValueError: `x` is a scalar, `weight` is not of shape [N] or lies on another device, `rounding` is unknown, or
+            `eps` is negative.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
 
@@ -185,8 +186,8 @@ def add_rms_norm(
 
     Raises:
         TypeError: `x`, `residual` or `weight` is no floating-point tensor.
-        ValueError: `residual` has another shape than `x`, `weight` is not of shape [N], one lies on another device,
-            `rounding` is unknown, or `eps` is negative.
+        ValueError: `x` is a scalar, `residual` has another shape than `x`, `weight` is not of shape [N], one lies on
+            another device, `rounding` is unknown, or `eps` is negative.
 
     Source: the residual stream of pre-norm transformers, Xiong et al., arXiv:2002.04745; the norm as in `rms_norm`.
 
@@ -196,6 +197,7 @@ def add_rms_norm(
         >>> torch.equal(total, x + residual)
         True
     """
+    check.tensor("add_rms_norm", residual=residual)
     check.floating("add_rms_norm", residual=residual)
     eps, offset = _checked("add_rms_norm", x, weight, eps, offset, rounding)
     check.shape("add_rms_norm", "residual", residual, x.shape)

@@ -26,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, launch, launcher, runs_kernels
+from tigon.ops.dispatch import first_order, launch, launcher, leave_absent, runs_kernels
 
 __all__ = ["rope", "rope_reference"]
 
@@ -220,6 +220,7 @@ def empty_like(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -> Ten
 
 
 def dense_features(x: Tensor | None) -> Tensor | None:
+    """`x`, copied if its features have gaps."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
@@ -300,7 +301,7 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, heads, layout, axes):
         cos, sin = alike(cos, sin)
         ctx.save_for_backward(cos, sin)
-        ctx.set_materialize_grads(False)
+        leave_absent(ctx)
         ctx.options, ctx.dtypes = (heads, layout, axes), (q.dtype, None if k is None else k.dtype)
         dtypes = [x if x is None else torch.promote_types(x, cos.dtype) for x in ctx.dtypes]
         q, turned = rope_turn(q, k, cos, sin, False, *ctx.options, *dtypes)
@@ -343,6 +344,8 @@ def check_rope(
     check.same(op, "dtype", cos=cos, sin=sin)
     batch, length, size = q.shape[0], q.shape[3 - heads], q.shape[3]
     check.shape(op, "sin", sin, cos.shape)
+    if sections is not None and not isinstance(sections, Sequence):
+        raise TypeError(f"{op}: sections must be a sequence of ints, got {type(sections).__name__}")
     axes = () if sections is None else (3,)
     *found, rows, columns, r = cos.shape if cos.dim() == 3 + len(axes) else (None, None, None, 0)
     if tuple(found) != axes or rows not in (1, batch) or columns != length:
@@ -389,8 +392,9 @@ def rope(
         comes back as None.
 
     Raises:
-        TypeError: An argument is no floating-point tensor.
-        ValueError: Shapes or devices do not fit together, `layout` is unknown, or `sections` do not sum up to R / 2.
+        TypeError: A tensor is no floating-point tensor, or `sections` no sequence.
+        ValueError: Shapes or devices do not fit together, the tables differ in dtype, `layout` or `unsqueeze_dim` is
+            unknown, or `sections` do not sum up to R / 2.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864; split into
     halves as in GPT-NeoX; sections: Wang et al., "Qwen2-VL", arXiv:2409.12191.

@@ -23,6 +23,8 @@ from tigon.ops.rows import dense_rows
 
 __all__ = ["Softmax", "softmax", "softmax_reference"]
 
+WIDEST = 2**30  # the columns of a block are 32-bit ints, also where it ends beyond the row; wider rows are torch's
+
 LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
@@ -244,12 +246,14 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
         tensor([[0.5000, 0.5000],
                 [1.0000, 0.0000]])
     """
+    check.tensor("softmax", x=x)
     check.floating("softmax", x=x)
     _check_dim("softmax", dim)
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
         raise ValueError(f"softmax: dim must be in [{-rank}, {rank - 1}], got {dim}")
-    if not runs_kernels(x) or dim not in (-1, rank - 1) or not x.dim() or not x.shape[-1]:
+    last = x.dim() > 0 and dim in (-1, rank - 1)
+    if not runs_kernels(x) or not last or not 0 < x.shape[-1] <= WIDEST:
         return softmax_reference(x, dim)
     return _Softmax.apply(x)
 

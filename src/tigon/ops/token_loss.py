@@ -232,7 +232,8 @@ def _scales_kernel(
             counts, sums = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
             for start in range(0, M, BLOCK):
                 rows = start + tl.arange(0, BLOCK)
-                target = tl.load(target_ptr + rows, mask=rows < M, other=ignore_index)
+                # Not as the load's `other`, which takes the type of the targets: int32 cannot hold every index.
+                target = tl.where(rows < M, tl.load(target_ptr + rows, mask=rows < M, other=0), ignore_index)
                 counts += tl.where(target != ignore_index, 1.0, 0.0)
                 if weight_ptr is not None:
                     inside = (target != ignore_index) & (target >= 0) & (target < V)
@@ -261,7 +262,7 @@ def gradient_scales(
     if runs_kernels(scales, weight):
         launch(
             _scales_kernel, 1, target, weight, num_items, scales, target.numel(), v, ignore_index,
-            MEAN=mean, BLOCK=4096, num_warps=8,
+            MEAN=mean, BLOCK=2048, num_warps=8,
         )  # fmt: skip
         return scales
     return gradient_scales_torch(target, weight, num_items, v, ignore_index, mean, scales)

@@ -129,7 +129,7 @@ if gluon is not None:
             next_row = row + gl.num_programs(0)
             next_base = logits_ptr + next_row * stride_logits
             next_target = gl.load(target_ptr + next_row, mask=next_row < M, other=ignore_index).to(gl.int64)
-            next_end = gl.where(next_target != ignore_index, V, 0)
+            next_end = gl.where((next_row < M) & (next_target != ignore_index), V, 0)
             inside = valid & (target >= 0) & (target < V)
             a_t = gl.load(base + target, mask=inside, other=0.0)
             if LONG:  # asked for now, used when the slots are folded
@@ -169,6 +169,10 @@ if gluon is not None:
                 gl.store(z_ptr + row, gl.where(valid, z, 0.0))
 
             factor = gl.where(valid, gl.div_rn(hit + z_scale * 2.0 * z_loss * lse, mass), 0.0)
+            if target == ignore_index:
+                # Nothing has waited for this row's zeros: without them, logits of the row before it would stand here,
+                # whose exponentials may be infinite, and the next row's copies could be overtaken.
+                wait_group(0)
             for start in range(0, held, BLOCK):
                 slot = slots.index(start // BLOCK)
                 a = slot.load(CHUNK)
