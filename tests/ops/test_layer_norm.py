@@ -7,7 +7,7 @@ from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
 from tigon.ops.layer_norm import layer_norm_reference
 
 # One feature (all variance is eps), rows that fill no tile, widths on both sides of a power of two.
-SHAPES = [(6, 2), (3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
+SHAPES = [(3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
 HALF, FULL = torch.float16, torch.float32
 
 
