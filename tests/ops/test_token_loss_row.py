@@ -38,11 +38,17 @@ def test_two_passes_where_the_row_is_short_or_the_device_cannot():
 
 
 def test_takes_rows_of_whole_vectors_and_the_plain_loss():
-    logits = torch.zeros(4, 160)
-    assert takes(logits, Options(z_loss=0.1, logit_scale=2.0), False)
-    assert not takes(logits, Options(), True)
-    assert not takes(logits, Options(softcap=30.0), False)
-    assert not takes(logits, Options(label_smoothing=0.1), False)
-    assert not takes(logits[:, :150], Options(), False)
-    assert not takes(logits[:, 2:146], Options(), False)
-    assert not takes(torch.zeros(4, 170)[:, :160], Options(), False)
+    logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int64)
+    assert takes(logits, target, Options(z_loss=0.1, logit_scale=2.0), False)
+    assert not takes(logits, target, Options(), True)
+    assert not takes(logits, target, Options(softcap=30.0), False)
+    assert not takes(logits, target, Options(label_smoothing=0.1), False)
+    assert not takes(logits[:, :150], target, Options(), False)
+    assert not takes(logits[:, 2:146], target, Options(), False)
+    assert not takes(torch.zeros(4, 170)[:, :160], target, Options(), False)
+
+
+def test_targets_must_be_able_to_hold_the_index_to_ignore():
+    logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int32)
+    assert takes(logits, target, Options(), False)
+    assert not takes(logits, target, Options(ignore_index=2**40), False)

@@ -301,7 +301,7 @@ def statistics(
         return statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = _empty_statistics(logits, wants_z_loss, wants_predicted)
-    if gradient_ and token_loss_row.takes(logits, options, wants_predicted):
+    if gradient_ and token_loss_row.takes(logits, target, options, wants_predicted):
         row_config = token_loss_row.Config.heuristic(v, itemsize, device)
         if row_config is not None:
             token_loss_row.row_losses(logits, target, weight, scales, result, options, row_config, device)

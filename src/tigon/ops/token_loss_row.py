@@ -15,6 +15,7 @@ the chunk need no exchange until the row's end.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tigon.ops.dispatch import Device, cdiv, launch
@@ -129,7 +130,7 @@ if gluon is not None:
             next_row = row + gl.num_programs(0)
             next_base = logits_ptr + next_row * stride_logits
             next_target = gl.load(target_ptr + next_row, mask=next_row < M, other=ignore_index).to(gl.int64)
-            next_end = gl.where((next_row < M) & (next_target != ignore_index), V, 0)
+            next_end = gl.where(next_target != ignore_index, V, 0)
             inside = valid & (target >= 0) & (target < V)
             a_t = gl.load(base + target, mask=inside, other=0.0)
             if LONG:  # asked for now, used when the slots are folded
@@ -169,10 +170,9 @@ if gluon is not None:
                 gl.store(z_ptr + row, gl.where(valid, z, 0.0))
 
             factor = gl.where(valid, gl.div_rn(hit + z_scale * 2.0 * z_loss * lse, mass), 0.0)
-            if target == ignore_index:
-                # Nothing has waited for this row's zeros: without them, logits of the row before it would stand here,
-                # whose exponentials may be infinite, and the next row's copies could be overtaken.
-                wait_group(0)
+            # For an ignored row, whose zeros nothing has waited for: without them, logits of the row before would stand
+            # here, whose exponentials may be infinite, and the next row's copies could be overtaken.
+            wait_group(0)
             for start in range(0, held, BLOCK):
                 slot = slots.index(start // BLOCK)
                 a = slot.load(CHUNK)
@@ -196,11 +196,13 @@ if gluon is not None:
 # --- launcher ------------------------------------------------------------------------------------
 
 
-def takes(logits: Tensor, options: Options, wants_predicted: bool) -> bool:
+def takes(logits: Tensor, target: Tensor, options: Options, wants_predicted: bool) -> bool:
     """Whether the kernel computes this. A soft cap is bound by special functions and gains nothing here (2.47 for
     2.40 ms, 8192 x 128256 on an H200).
     """
     plain = options.softcap is None and options.label_smoothing == 0 and not wants_predicted
+    # Rows past the last are given the target `ignore_index`, which must be one.
+    plain = plain and (target.dtype == torch.int64 or abs(options.ignore_index) < 2**31)
     return plain and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0 and logits.data_ptr() % 16 == 0
 
 
