@@ -7,17 +7,23 @@ H hidden, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from tigon.bench.cases import Case
+__all__ = ["Inputs", "Maker", "Problem"]
 
-__all__ = ["Inputs", "Maker"]
+
+class Problem(Protocol):
+    """What inputs depend on: a `cases.Case` is one."""
+
+    shape: tuple[int, ...]
+    options: Mapping[str, object]
+    ignored: float  # share of the targets
+    dtype: torch.dtype
 
 
 @dataclass
@@ -53,7 +59,7 @@ class Inputs:
 class Maker:
     """Draws the tensors of a case on a device."""
 
-    case: Case
+    case: Problem
     device: torch.device
     generator: torch.Generator
 
@@ -169,7 +175,7 @@ def linear_cross_entropy(make: Maker) -> Inputs:
     return Inputs({"input": hidden.requires_grad_(), "linear_weight": weight.requires_grad_(), "target": targets})
 
 
-def _divergence(kinds: Callable[[Case], tuple[str, str]]) -> Callable[[Maker], Inputs]:
+def _divergence(kinds: Callable[[Problem], tuple[str, str]]) -> Callable[[Maker], Inputs]:
     """A student's and its teacher's distributions over the vocabulary, each as logits, log_probs or probs."""
 
     def make_inputs(make: Maker) -> Inputs:
