@@ -12,7 +12,7 @@ import torch
 from tigon.bench import inputs
 from tigon.bench.inputs import Inputs, Maker
 
-__all__ = ["CASES", "OPS", "Case", "Op", "select"]
+__all__ = ["CASES", "OPS", "Case", "Op", "listed", "select"]
 
 
 @dataclass(frozen=True)
@@ -230,12 +230,12 @@ def select(ops: str | None, cases: str) -> list[Case]:
         >>> [case.name for case in select("rope", "small")]
         ['rope/small/1x256x8x2x64']
     """
-    wanted_ops = _words(ops) if ops else list(OPS)
+    wanted_ops = listed(ops) if ops else list(OPS)
     for op in wanted_ops:
         if op not in OPS:
             raise ValueError(f"bench: ops must be among {', '.join(OPS)}, got {op!r}")
     tags = {tag for case in CASES for tag in case.tags}
-    words = _words(cases)
+    words = listed(cases)
 
     def matches(case: Case) -> bool:
         return any(word == "all" or (word in case.tags if word in tags else word in case.name) for word in words)
@@ -249,5 +249,6 @@ def select(ops: str | None, cases: str) -> list[Case]:
     return chosen
 
 
-def _words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",") if word.strip()]
+def listed(text: str | None) -> list[str]:
+    """What a comma-separated option lists."""
+    return [word.strip() for word in (text or "").split(",") if word.strip()]

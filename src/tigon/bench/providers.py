@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tigon
 from tigon.bench import peers
-from tigon.bench.cases import OPS, Case
+from tigon.bench.cases import OPS, Case, listed
 from tigon.bench.eager import EAGER
 from tigon.bench.peers import Unsupported
 
@@ -176,13 +176,13 @@ def select(op: str, words: str | None) -> list[Provider]:
         >>> [provider.name for provider in select("rope", "-compile")]
         ['tigon', 'eager', 'liger', 'quack']
     """
-    listed = [word.strip() for word in (words or "").split(",") if word.strip()]
+    wanted = listed(words)
     names = {provider.name for row in PROVIDERS.values() for provider in row}
-    for word in listed:
+    for word in wanted:
         if word.removeprefix("-") not in names:
             raise ValueError(f"bench: providers must be among {', '.join(sorted(names))} (-name drops), got {word!r}")
-    dropped = {word[1:] for word in listed if word.startswith("-")}
-    kept = {word for word in listed if not word.startswith("-")}
+    dropped = {word[1:] for word in wanted if word.startswith("-")}
+    kept = {word for word in wanted if not word.startswith("-")}
     return [
         provider
         for provider in PROVIDERS[op]

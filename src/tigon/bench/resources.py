@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tigon import environment
+from tigon.bench.cases import listed
 from tigon.bench.report import markdown_table
 from tigon.cli import INTERRUPTED, make_console
 
@@ -124,7 +125,7 @@ def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[s
 
     op_of = lambda case: case.split()[0]
     known_ops, known_chips = list(dict.fromkeys(map(op_of, WORKLOADS))), [chip.name for chip in CHIPS]
-    wanted_ops, wanted_chips = _words(ops, known_ops, "--ops"), _words(chip, known_chips, "--chip")
+    wanted_ops, wanted_chips = _known(ops, known_ops, "--ops"), _known(chip, known_chips, "--chip")
     if out is not None and (out.suffix not in (".md", ".json") or not out.absolute().parent.is_dir()):
         raise typer.BadParameter(
             f"must be a .md or .json file in a folder that is there, got {str(out)!r}", param_hint="--out"
@@ -132,8 +133,8 @@ def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[s
     return [case for case in WORKLOADS if op_of(case) in wanted_ops], wanted_chips
 
 
-def _words(text: str | None, known: list[str], option: str) -> list[str]:
-    words = [word.strip() for word in (text or "").split(",") if word.strip()]
+def _known(text: str | None, known: list[str], option: str) -> list[str]:
+    words = listed(text)
     for word in words:
         if word not in known:
             raise typer.BadParameter(f"must be among {', '.join(known)}, got {word!r}", param_hint=option)

@@ -72,7 +72,7 @@ def _device(index: int) -> Device:
         warp_size=properties.warp_size,
         # ROCm builds report no opt-in limit; the Instinct chips have 64 KiB.
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 65536),
-        async_copy=torch.version.hip is None and properties.major >= 8,
+        async_copy=not HIP and properties.major >= 8,
     )
 
 

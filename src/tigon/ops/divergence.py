@@ -39,17 +39,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.ops import check
-from tigon.ops.dispatch import INTERPRETED, Device, cdiv, device_of, first_order, launch, launcher, runs_kernels
+from tigon.ops.dispatch import HIP, INTERPRETED, Device, cdiv, device_of, first_order, launch, launcher, runs_kernels
 from tigon.ops.divergence_torch import DivergenceReduction, divisor
 from tigon.ops.rescale import rescaled
 from tigon.ops.rows import dense_rows
 from tigon.ops.token_loss import Options as TokenOptions
 from tigon.ops.token_loss import gradient_scales, statistics
+from tigon.ops.token_loss_maths import LN2, LOG2E
 
 __all__ = ["Config", "divergence", "native_log2"]
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e4)  # stands for -inf in differences; its exponential is zero
 EVERY = tl.constexpr(tl.PropagateNan.ALL)
 
@@ -78,7 +77,7 @@ def native_log2(x: Tensor, device: Device) -> bool:
     It hides under the rounding of half precision; Triton's own logarithm takes 35 instructions, and JSD has time for 40
     in all. The interpreter knows no instructions.
     """
-    return x.element_size() == 2 and device.warp_size == 32 and torch.version.hip is None and not INTERPRETED
+    return x.element_size() == 2 and device.warp_size == 32 and not HIP and not INTERPRETED
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -234,13 +233,13 @@ class Options(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What backward needs of the second half is empty where it does not."""
+    """None is what is not asked for, or what backward does not need."""
 
     loss: Tensor  # [], or [M, V] if elementwise; fp32
-    dx: Tensor  # [M, V]
-    x_lse: Tensor  # [M, 2] fp32, from logits
-    y_lse: Tensor
-    slope: Tensor  # [M] fp32: G, from logits
+    dx: Tensor | None  # [M, V]
+    x_lse: Tensor | None  # [M, 2] fp32, from logits
+    y_lse: Tensor | None
+    slope: Tensor | None  # [M] fp32: G, from logits
 
 
 def _run(
@@ -273,13 +272,12 @@ def _needs_slope(options: Options, weighted: bool = False) -> bool:
 def _fake_forward(x, y, labels, valid, needs_dx, *options):
     options, (m, v) = Options(*options), x.shape
     fp32 = lambda *shape: x.new_empty(shape, dtype=torch.float32)
-    lse = (m, 2) if options.from_logits else (0,)
-    return (
+    return _Results(
         fp32(m, v) if options.elements else fp32(),
-        x.new_empty((m, v) if needs_dx else 0),
-        fp32(*lse), fp32(*lse),
-        fp32(m if _needs_slope(options) and not options.elements else 0),
-    )  # fmt: skip
+        x.new_empty(m, v) if needs_dx else None,
+        *(fp32(m, 2) if options.from_logits else None for _ in range(2)),
+        fp32(m) if _needs_slope(options) and not options.elements else None,
+    )
 
 
 @launcher(fake=_fake_forward)
@@ -290,7 +288,7 @@ def divergence_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """x, y [M, V], labels [M] | None, valid: 1 / valid rows | None -> `_Results`."""
     options = Options(kind, logs, from_logits, elements, divisor, ignore_index, beta, temperature)
-    none, lse = x.new_empty(0, dtype=torch.float32), (None, None)
+    lse = (None, None)
     if from_logits:
         targets, ignored = labels, ignore_index
         if labels is None:  # no row is ignored, whatever `ignore_index` says
@@ -301,14 +299,13 @@ def divergence_forward(
     loss, slope, dx = _run(x, y, labels, valid, lse, options, loss=True, slopes=slopes, dx=needs_dx and not slopes)
     if needs_dx and slopes:
         *_, dx = _run(x, y, labels, valid, lse, options, dx=True, slope=slope)
-    dx = dx if needs_dx else x.new_empty(0)
-    return loss, dx, *(lse if from_logits else (none, none.clone())), slope if slopes else none.clone()
+    return loss, dx, *lse, slope
 
 
 @launcher(fake=lambda dloss, x, *arguments: x.new_empty(x.shape))
 def divergence_backward(
     dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, valid: Tensor | None,
-    x_lse: Tensor, y_lse: Tensor, slope: Tensor,
+    x_lse: Tensor | None, y_lse: Tensor | None, slope: Tensor | None,
     kind: str, logs: bool, from_logits: bool, elements: bool, divisor: int, ignore_index: int, beta: float,
     temperature: float,
 ) -> Tensor:  # fmt: skip

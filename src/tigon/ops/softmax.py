@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from tigon.ops import check
 from tigon.ops.dispatch import Device, cdiv, device_of, first_order, launch, launcher, runs_kernels
 from tigon.ops.rows import dense_rows
+from tigon.ops.token_loss_maths import LOG2E
 
 __all__ = ["Softmax", "softmax", "softmax_reference"]
 
 WIDEST = 2**30  # the columns of a block are 32-bit ints, also where it ends beyond the row; wider rows are torch's
 
-LOG2E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
 
 
