@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tigon
-from tigon.ops.cross_entropy import cross_entropy_reference
+from tigon.ops.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
 from tigon.ops.glu import geglu_reference, swiglu_reference
 from tigon.ops.jsd import jsd_reference
 from tigon.ops.kl_div import kl_div_reference
@@ -104,6 +104,10 @@ def _rotary(
     return Case(name, partial(run, **options), partial(reference, **options), (*HEADS, *weights), tables=tables)
 
 
+def _loss_log_probs_entropy(result: tigon.LossOutput) -> tuple[Tensor, Tensor, Tensor]:
+    return result.loss, result.log_probs, result.entropy
+
+
 def _divergence(name: str, run: Callable, reference: Callable, **options) -> Case:
     """Logits, or numbers of the size of (log-)probabilities; the teacher is the student backwards, not too like it."""
     logits, logs = "from_logits" in options, run is tigon.jsd or "log_target" in options
@@ -176,6 +180,20 @@ CASES = [
         "cross_entropy none",
         lambda x, t: tigon.cross_entropy(x, t, reduction="none", softcap=5.0, z_loss=0.01, label_smoothing=0.1),
         lambda x, t: cross_entropy_reference(x, t, reduction="none", softcap=5.0, z_loss=0.01, label_smoothing=0.1),
+        ((11, 100),),
+        targets=100,
+    ),
+    Case(
+        "cross_entropy token scaling",
+        lambda x, t: tigon.cross_entropy(x, t, token_scaling=True, z_loss=0.01, label_smoothing=0.1),
+        lambda x, t: cross_entropy_reference(x, t, token_scaling=True, z_loss=0.01, label_smoothing=0.1),
+        ((11, 100),),
+        targets=100,
+    ),
+    Case(
+        "cross_entropy with log-probabilities and entropy",
+        lambda x, t: _loss_log_probs_entropy(tigon.cross_entropy(x, t, return_log_probs=True, return_entropy=True)),
+        lambda x, t: (cross_entropy_reference(x, t), *log_probs_and_entropy_reference(x, t)),
         ((11, 100),),
         targets=100,
     ),

@@ -7,6 +7,7 @@ workload begins with its op. `tigon resources` and the tests compile them for ev
 import torch
 
 import tigon
+from tigon.ops import token_loss
 
 __all__ = ["WORKLOADS"]
 
@@ -53,7 +54,19 @@ def _glu(run) -> None:
 
 def _cross_entropy(v: int, dtype: torch.dtype = BF16, **options) -> None:
     result = tigon.cross_entropy(_leaf(2, v, dtype=dtype), torch.zeros(2, dtype=torch.int64), **options)
-    getattr(result, "loss", result).backward()
+    outputs = [y for y in result if y is not None and y.requires_grad] if isinstance(result, tuple) else [result]
+    torch.autograd.backward(outputs, [y.detach() for y in outputs])
+
+
+def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options) -> None:
+    """What a rank computes where the vocabulary is cut over several; with options, everything that can be asked for."""
+    logits, target, shard = _leaf(2, v).detach(), torch.zeros(2, dtype=torch.int64), token_loss.Shard(v, vocabulary)
+    weight, wants = torch.ones(vocabulary) if options else None, token_loss.Wants(*[bool(options)] * 4)
+    asked = token_loss.Options(**options)
+    token_loss.partial_statistics(logits, target, weight, asked, shard, wants)
+    found = token_loss.empty_statistics(logits, asked, wants)
+    upstream = token_loss.Upstream(None, found.log_probs, found.entropy) if options else token_loss.Upstream()
+    token_loss.gradient(logits, target, weight, found.loss.new_ones(3), found, upstream, asked, logits, shard)
 
 
 def _unary(run, *shape: int) -> None:
@@ -68,7 +81,9 @@ def _divergence(run, v: int, **options) -> None:
 
 # What the kernel that reads logits once takes: the others go to the two passes.
 IN_PLACE = {"inplace": True, "z_loss": 1e-4, "logit_scale": 0.5, "return_z_loss": True}
-EVERY_OPTION = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4, "return_predicted_tokens": True}
+EVERY_OUTPUT = {"return_log_probs": True, "return_entropy": True}
+EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
+EVERY_OPTION = {**EVERY_TERM, "return_predicted_tokens": True}
 
 WORKLOADS = {
     "rms_norm of heads 128": lambda: _norm(64, 128),
@@ -109,11 +124,22 @@ WORKLOADS = {
     "cross_entropy 32000": lambda: _cross_entropy(32000),
     "cross_entropy 128256": lambda: _cross_entropy(128256),
     "cross_entropy 128256 in place": lambda: _cross_entropy(128256, inplace=True),
+    "cross_entropy 128256 in place, token scaling": lambda: _cross_entropy(128256, inplace=True, token_scaling=True),
     "cross_entropy 128256 in place, its options": lambda: _cross_entropy(128256, weight=torch.ones(128256), **IN_PLACE),
     "cross_entropy 128256 in place, fp32 and its options": lambda: _cross_entropy(
         128256, torch.float32, weight=torch.ones(128256), **IN_PLACE
     ),
     "cross_entropy 256000, every option": lambda: _cross_entropy(256000, weight=torch.ones(256000), **EVERY_OPTION),
+    "cross_entropy 128256, token scaling": lambda: _cross_entropy(128256, token_scaling=True),
+    "cross_entropy 128256, log-probabilities and entropy": lambda: _cross_entropy(128256, **EVERY_OUTPUT),
+    "cross_entropy 256000, every option and output": lambda: _cross_entropy(
+        256000, weight=torch.ones(256000), token_scaling=True, **EVERY_OPTION, **EVERY_OUTPUT
+    ),
+    "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
+    "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
+        128000, 256000, token_scaling=True, **EVERY_TERM
+    ),
+    "linear_cross_entropy, the rows that count": lambda: tigon.ValidRows(torch.zeros(8, dtype=torch.int64)),
     "kl_div 128256": lambda: _divergence(tigon.kl_div, 128256, log_target=True),
     "kl_div 32000 of probabilities": lambda: _divergence(tigon.kl_div, 32000),
     "kl_div 32000 from logits": lambda: _divergence(tigon.kl_div, 32000, from_logits=True),

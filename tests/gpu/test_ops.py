@@ -7,7 +7,7 @@ import torch
 
 import tigon
 from op_cases import CASES, Case, as_list, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.cross_entropy import cross_entropy_reference
+from tigon.ops.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
 from tigon.ops.glu import swiglu_reference
 from tigon.ops.jsd import jsd_reference
 from tigon.ops.kl_div import kl_div_reference
@@ -305,6 +305,22 @@ def test_cross_entropy(vocabulary, inplace, options):
         [logits],
         loss=True,
     )
+
+
+@pytest.mark.parametrize("vocabulary", [50257, 128256])
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0, "z_loss": 1e-4, "token_scaling": True}], ids=str)
+def test_cross_entropy_with_log_probs_and_entropy(vocabulary, options):
+    labels = _labels(256, vocabulary)
+
+    def run(x):
+        result = tigon.cross_entropy(x, labels, return_log_probs=True, return_entropy=True, **options)
+        return result.loss, result.log_probs, result.entropy
+
+    def reference(x):
+        beside = log_probs_and_entropy_reference(x, labels, softcap=options.get("softcap"))
+        return cross_entropy_reference(x, labels, **options), *beside
+
+    assert_as_accurate_as_eager(run, reference, [_peaked(256, vocabulary, labels)], loss=True)
 
 
 @pytest.mark.parametrize("sizes", [(1024, 1024, 32000), (4096, 2048, 128256), (1000, 768, 50257)], ids=str)

@@ -7,9 +7,10 @@ import tigon
 from op_cases import assert_as_accurate_as_eager
 from tigon.ops import token_loss_row
 from tigon.ops.cross_entropy import cross_entropy_reference
+from tigon.ops.token_loss import Options, Wants, statistics
 from tigon.ops.token_loss_row import Config
 
-OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}]
+OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}, {"token_scaling": True, "z_loss": 1e-3}]
 
 
 @pytest.fixture
@@ -55,6 +56,21 @@ def test_any_fit_of_row_and_slots(m, v, slots, dtype, options, monkeypatch, laun
 def test_real_vocabularies(v, launches):
     _check(300, v, torch.bfloat16, weighted=False, options={})
     assert launches
+
+
+@pytest.mark.parametrize("v", [32000, 128256, 256000])
+def test_log_probabilities(v, launches):
+    logits = torch.randn(300, v, device="cuda", dtype=torch.bfloat16)
+    labels = torch.randint(v, (300,), device="cuda")
+    labels[::3], labels[1] = -100, v
+    expected = torch.log_softmax(logits.double(), -1).gather(1, labels.clamp(0, v - 1)[:, None])[:, 0]
+    expected[1] = torch.nan
+    scales = torch.ones(3, device="cuda")
+    found = statistics(logits, labels, None, scales, Options(), Wants(log_probs=True), gradient_=True)
+    assert launches
+    expected = expected.masked_fill(labels == -100, 0.0).float()
+    torch.testing.assert_close(found.log_probs, expected, rtol=1e-6, atol=2e-6, equal_nan=True)
+    assert (found.loss[::3] == 0).all()
 
 
 def test_ignored_rows_are_not_looked_at(launches):

@@ -6,7 +6,7 @@ import torch
 from tigon.ops import token_loss_row
 from tigon.ops.dispatch import Device
 from tigon.ops.token_loss_row import Config, takes
-from tigon.ops.token_loss_torch import Options
+from tigon.ops.token_loss_torch import LOSS_ALONE, Options, Wants
 
 HOPPER = Device(132, 32, 227 * 1024, async_copy=True)
 AMPERE = Device(108, 32, 163 * 1024, async_copy=True)
@@ -39,16 +39,18 @@ def test_two_passes_where_the_row_is_short_or_the_device_cannot():
 
 def test_takes_rows_of_whole_vectors_and_the_plain_loss():
     logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int64)
-    assert takes(logits, target, Options(z_loss=0.1, logit_scale=2.0), False)
-    assert not takes(logits, target, Options(), True)
-    assert not takes(logits, target, Options(softcap=30.0), False)
-    assert not takes(logits, target, Options(label_smoothing=0.1), False)
-    assert not takes(logits[:, :150], target, Options(), False)
-    assert not takes(logits[:, 2:146], target, Options(), False)
-    assert not takes(torch.zeros(4, 170)[:, :160], target, Options(), False)
+    assert takes(logits, target, Options(z_loss=0.1, logit_scale=2.0), LOSS_ALONE)
+    assert takes(logits, target, Options(token_scaling=True), Wants(z_loss=True, log_probs=True))
+    assert not takes(logits, target, Options(), Wants(entropy=True))
+    assert not takes(logits, target, Options(), Wants(predicted=True))
+    assert not takes(logits, target, Options(softcap=30.0), LOSS_ALONE)
+    assert not takes(logits, target, Options(label_smoothing=0.1), LOSS_ALONE)
+    assert not takes(logits[:, :150], target, Options(), LOSS_ALONE)
+    assert not takes(logits[:, 2:146], target, Options(), LOSS_ALONE)
+    assert not takes(torch.zeros(4, 170)[:, :160], target, Options(), LOSS_ALONE)
 
 
 def test_targets_must_be_able_to_hold_the_index_to_ignore():
     logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int32)
-    assert takes(logits, target, Options(), False)
-    assert not takes(logits, target, Options(ignore_index=2**40), False)
+    assert takes(logits, target, Options(), LOSS_ALONE)
+    assert not takes(logits, target, Options(ignore_index=2**40), LOSS_ALONE)

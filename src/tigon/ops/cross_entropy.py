@@ -13,9 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, launcher
+from tigon.ops.dispatch import first_order, launcher, leave_absent
 from tigon.ops.rescale import rescaled
-from tigon.ops.token_loss import Options, gradient, gradient_scales, statistics
+from tigon.ops.token_loss import (
+    Options,
+    Statistics,
+    Upstream,
+    Wants,
+    empty_statistics,
+    gradient,
+    gradient_scales,
+    statistics,
+)
 
 __all__ = ["CrossEntropyLoss", "LossOutput", "Reduction", "cross_entropy", "cross_entropy_reference"]
 
@@ -23,15 +32,26 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class LossOutput(NamedTuple):
-    """A loss with what was asked for beside it; the other fields are None. Only `loss` carries gradients."""
+    """A loss with what was asked for beside it; the other fields are None.
+
+    `loss`, `log_probs` and `entropy` carry gradients.
+    """
 
     loss: Tensor
     z_loss: Tensor | None = None  # the part of `loss` that the z-loss is, reduced like it
     token_accuracy: Tensor | None = None  # fp32 scalar: the share of valid tokens whose largest logit is the target's
     predicted_tokens: Tensor | None = None  # int64, shaped as the target: the argmax; -1 where ignored
+    log_probs: Tensor | None = None  # fp32, shaped as the target: log of its probability; 0 where ignored
+    entropy: Tensor | None = None  # fp32, shaped as the target: of the probabilities, in nats; 0 where ignored
 
 
 # --- reference -----------------------------------------------------------------------------------
+
+
+def _transformed_reference(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+    x = logits if logits.dtype == torch.float64 else logits.float()
+    x = x * logit_scale
+    return x if softcap is None else softcap * torch.tanh(x / softcap)
 
 
 def cross_entropy_reference(
@@ -45,23 +65,25 @@ def cross_entropy_reference(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    token_scaling: bool = False,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
     """Eager definition of `cross_entropy`, differentiated by autograd: the tests' ground truth."""
-    x = input if input.dtype == torch.float64 else input.float()
-    x = x * logit_scale
-    x = x if softcap is None else softcap * torch.tanh(x / softcap)
+    x = _transformed_reference(input, softcap, logit_scale)
     v = x.shape[-1]
     w = x.new_ones(v) if weight is None else weight.to(x.dtype)
     log_p, lse, valid = torch.log_softmax(x, -1), torch.logsumexp(x, -1), target != ignore_index
     inside = (target >= 0) & (target < v)
     safe = target.where(inside, 0)
     w_t = w[safe].where(inside | ~valid, torch.nan)  # an ignored target may stand outside [0, V)
-    loss = -(1 - label_smoothing) * w_t * log_p.gather(-1, safe[..., None])[..., 0]
+    log_p_t = log_p.gather(-1, safe[..., None])[..., 0]
+    loss, z = -(1 - label_smoothing) * w_t * log_p_t, z_loss * lse.square()
     if label_smoothing:
         loss = loss - label_smoothing / v * (log_p * w).sum(-1)
+    if token_scaling:
+        loss, z = (log_p_t.detach().exp() * term for term in (loss, z))
     zeros = torch.zeros_like(lse)
-    loss, z = torch.where(valid, loss, zeros), torch.where(valid, z_loss * lse.square(), zeros)
+    loss, z = torch.where(valid, loss, zeros), torch.where(valid, z, zeros)
     if reduction == "none":
         return loss + z
     if reduction == "sum":
@@ -73,35 +95,48 @@ def cross_entropy_reference(
     return loss.sum() * inverse(weights) + z.sum() * inverse(valid.sum().to(z.dtype))
 
 
+def log_probs_and_entropy_reference(
+    input: Tensor, target: Tensor, *, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0
+) -> tuple[Tensor, Tensor]:
+    """Eager definition of what `cross_entropy` returns by these names."""
+    log_p, valid = torch.log_softmax(_transformed_reference(input, softcap, logit_scale), -1), target != ignore_index
+    inside = (target >= 0) & (target < log_p.shape[-1])
+    log_p_t = log_p.gather(-1, target.where(inside, 0)[..., None])[..., 0].where(inside, torch.nan)
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # p log p is 0 where p is
+    return log_p_t.where(valid, 0.0), entropy.where(valid, 0.0)
+
+
 # --- launchers (2-D in, no autograd) -------------------------------------------------------------
 
 
-def _fake_forward(logits, target, weight, scales, ignore_index, smoothing, softcap, logit_scale, z, *wants):
-    rows, (wants_z_loss, wants_predicted) = logits.shape[0], wants
-    fp32 = lambda n: logits.new_empty(n, dtype=torch.float32)
-    predicted = target.new_empty(rows if wants_predicted else 0, dtype=torch.int64)
-    return fp32(rows), logits.new_empty(rows, 2, dtype=torch.float32), fp32(rows if wants_z_loss else 0), predicted
+def _fake_forward(logits, target, weight, scales, *arguments):
+    return tuple(empty_statistics(logits, Options(*arguments[:-4]), Wants(*arguments[-4:])))
 
 
 @launcher(fake=_fake_forward)
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor,
-    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
-    wants_z_loss: bool, wants_predicted: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logits [M, V] -> loss [M], lse [M, 2], z-loss [M], predicted [M] (the last two empty unless wanted)."""
-    options = Options(ignore_index, smoothing, softcap, logit_scale, z)
-    return tuple(statistics(logits, target, weight, scales, options, wants_z_loss, wants_predicted))
+    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float, token_scaling: bool,
+    wants_z_loss: bool, wants_predicted: bool, wants_log_probs: bool, wants_entropy: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """logits [M, V] -> `Statistics`."""
+    options = Options(ignore_index, smoothing, softcap, logit_scale, z, token_scaling)
+    wants = Wants(wants_z_loss, wants_predicted, wants_log_probs, wants_entropy)
+    return tuple(statistics(logits, target, weight, scales, options, wants))
 
 
 @launcher(fake=lambda logits, *arguments: logits.new_empty(logits.shape))
 def cross_entropy_backward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor, dloss: Tensor,
-    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float,
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor,
+    log_probs: Tensor | None, entropy: Tensor | None,
+    dloss: Tensor | None, dlog_probs: Tensor | None, dentropy: Tensor | None,
+    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float, token_scaling: bool,
 ) -> Tensor:  # fmt: skip
-    """logits [M, V], lse [M, 2], dloss [M] -> dlogits [M, V]."""
-    options = Options(ignore_index, smoothing, softcap, logit_scale, z)
-    return gradient(logits, target, weight, scales, lse, dloss, options, out=logits.new_empty(logits.shape))
+    """logits [M, V], lse [M, 2], gradients [M] or None for zeros -> dlogits [M, V]."""
+    options = Options(ignore_index, smoothing, softcap, logit_scale, z, token_scaling)
+    found = Statistics(None, lse, None, None, log_probs, entropy)
+    upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
+    return gradient(logits, target, weight, scales, found, upstream, options, out=logits.new_empty(logits.shape))
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -109,28 +144,30 @@ def cross_entropy_backward(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, target, weight, scales, options, in_place, wants_z_loss, wants_predicted):
+    def forward(ctx, logits, target, weight, scales, options, in_place, wants):
+        leave_absent(ctx)
         if in_place:
-            outputs = statistics(logits, target, weight, scales, Options(*options), wants_z_loss, wants_predicted, True)
+            found = statistics(logits, target, weight, scales, Options(*options), Wants(*wants), True)
             torch.autograd.graph.increment_version(logits)  # whoever saved the logits for backward hears of it
             ctx.save_for_backward(logits.detach())
         else:
-            outputs = cross_entropy_forward(logits, target, weight, scales, *options, wants_z_loss, wants_predicted)
-            ctx.save_for_backward(logits, target, weight, scales, outputs[1])
-        ctx.options, ctx.in_place = options, in_place
-        loss, _, z_loss, predicted = outputs
-        ctx.mark_non_differentiable(z_loss, predicted)
-        return loss, z_loss, predicted
+            found = Statistics(*cross_entropy_forward(logits, target, weight, scales, *options, *wants))
+            ctx.save_for_backward(logits, target, weight, scales, found.lse, found.log_probs, found.entropy)
+        ctx.options, ctx.wants, ctx.in_place = options, wants, in_place
+        ctx.mark_non_differentiable(found.z_loss, found.predicted)
+        return found.loss, found.z_loss, found.predicted, found.log_probs, found.entropy
 
     @staticmethod
     @first_order
-    def backward(ctx, dloss, *_):
+    def backward(ctx, dloss, dz_loss, dpredicted, dlog_probs, dentropy):
         if ctx.in_place:
             (dlogits,) = ctx.saved_tensors
             dlogits = rescaled(dlogits, dloss)
         else:
-            dlogits = cross_entropy_backward(*ctx.saved_tensors, dloss, *ctx.options)
-        return dlogits, *[None] * 7
+            *_, wants_log_probs, wants_entropy = ctx.wants
+            upstream = dloss, dlog_probs if wants_log_probs else None, dentropy if wants_entropy else None
+            dlogits = cross_entropy_backward(*ctx.saved_tensors, *upstream, *ctx.options)
+        return dlogits, *[None] * 6
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -162,17 +199,21 @@ def check_loss_arguments(
 
 
 def loss_options(
-    op: str, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float
-) -> tuple:
+    op: str, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    token_scaling: bool = False,
+) -> tuple:  # fmt: skip
     """The fields of `Options`, checked."""
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    if not isinstance(token_scaling, bool):
+        raise TypeError(f"{op}: token_scaling must be a bool, got {type(token_scaling).__name__}")
     return (
         ignore_index,
         check.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
         None if softcap is None else check.number(op, "softcap", softcap, 0.0, above=True),
         check.number(op, "logit_scale", logit_scale),
         check.number(op, "z_loss", z_loss, 0.0),
+        token_scaling,
     )
 
 
@@ -188,11 +229,14 @@ def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor 
 def loss_output(
     losses: Tensor, z_losses: Tensor, predicted: Tensor, target: Tensor, ignore_index: int, reduction: str,
     return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool,
+    log_probs: Tensor | None = None, entropy: Tensor | None = None,
 ) -> Tensor | LossOutput:  # fmt: skip
-    """Per-token results [M], reduced and shaped as the target, and only what was asked for."""
+    """Per-token results [M], reduced and shaped as the target, and only what was asked for (the last two: None)."""
     reduced = lambda values: values.view(target.shape) if reduction == "none" else values.sum()
+    shaped = lambda values: None if values is None else values.view(target.shape)
     loss = losses if losses.dim() == 0 else reduced(losses)
-    if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
+    beside = return_z_loss or return_token_accuracy or return_predicted_tokens
+    if not beside and log_probs is None and entropy is None:
         return loss
     accuracy = None
     if return_token_accuracy:
@@ -203,7 +247,9 @@ def loss_output(
         loss,
         reduced(z_losses) if return_z_loss else None,
         accuracy,
-        predicted.view(target.shape) if return_predicted_tokens else None,
+        shaped(predicted) if return_predicted_tokens else None,
+        shaped(log_probs),
+        shaped(entropy),
     )
 
 
@@ -218,11 +264,14 @@ def cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    token_scaling: bool = False,
     num_items: Tensor | float | None = None,
     inplace: bool = False,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    return_log_probs: bool = False,
+    return_entropy: bool = False,
 ) -> Tensor | LossOutput:
     """Cross entropy of logits and class indices, in fp32 whatever the dtype of the logits.
 
@@ -236,26 +285,32 @@ def cross_entropy(
         softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2), after `logit_scale`.
         logit_scale: Multiplies the logits (Cohere; the reciprocal of a temperature).
         z_loss: Adds `z_loss * logsumexp(logits)^2` to each token's loss (PaLM); its mean is over the valid targets.
+        token_scaling: Multiplies each token's loss, z-loss included, by the probability of its target, as a constant
+            (dynamic fine-tuning, DFT).
         num_items: What a mean divides by instead, a number or a tensor (Hugging Face's `num_items_in_batch`); 0 gives
             0. Under `torch.compile` a tensor, because each new number compiles anew.
         inplace: Allow the gradient to overwrite `input` in the forward pass, if it needs one. A permission: under
-            `torch.compile`, for fp16 (whose gradients need the loss scale that backward brings), or where `input` is
-            not dense, memory is not reused.
+            `torch.compile`, for fp16 (whose gradients need the loss scale that backward brings), where `input` is not
+            dense, or with log-probabilities or the entropy (whose gradients need the logits), memory is not reused.
         return_z_loss: Also return the z-loss, reduced like the loss.
         return_token_accuracy: Also return the share of valid tokens whose largest logit is the target's.
         return_predicted_tokens: Also return the argmax, shaped as the target, -1 where ignored.
+        return_log_probs: Also return log p(target), shaped as the target, 0 where ignored; of the logits after
+            `logit_scale` and `softcap`, without class weights and label smoothing. Differentiable.
+        return_entropy: Also return the entropy of these probabilities in nats, shaped as the target, 0 where ignored;
+            what has probability 0 adds 0. Differentiable.
 
     Returns:
         The loss, fp32; or a `LossOutput` if anything is asked for beside it. A mean over no valid target is 0.
-        A target that is neither in [0, V) nor `ignore_index` makes its loss NaN, and its row of the gradient, on
-        every device; nothing waits for the GPU to find it.
+        A target that is neither in [0, V) nor `ignore_index` makes its loss and its log-probability NaN, and its row
+        of the gradient, on every device; nothing waits for the GPU to find it.
 
     Raises:
         TypeError: `input` is no floating-point tensor, `target` no integer tensor, or an option no number.
         ValueError: Shapes or devices do not fit, or an option is out of range.
 
     Source: label smoothing, Szegedy et al., arXiv:1512.00567; z-loss, Chowdhery et al., arXiv:2204.02311; soft cap,
-    Gemma 2, arXiv:2408.00118.
+    Gemma 2, arXiv:2408.00118; token scaling, Wu et al., arXiv:2508.05629.
 
     Example:
         >>> logits, target = torch.randn(4, 10), torch.tensor([1, 2, -100, 9])
@@ -270,13 +325,14 @@ def cross_entropy(
     v = input.shape[-1]
     check.shape(op, "target", target, input.shape[:-1])
     ignore_index = -100 if ignore_index is None else ignore_index
-    options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
     check_loss_arguments(
         op, v, target, weight, reduction, num_items, input.device
     )  # fmt: skip
     logits, targets = input.reshape(-1, v), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().contiguous()
     in_place = inplace and torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling()
+    in_place = in_place and not (return_log_probs or return_entropy)  # whose gradients need the logits
     in_place = in_place and logits.stride(-1) == 1 and logits.data_ptr() == input.data_ptr()
     in_place = in_place and (len(logits) < 2 or logits.stride(0) >= v)  # rows that share memory cannot each have theirs
     in_place = (
@@ -284,13 +340,14 @@ def cross_entropy(
     )  # whose small gradients live by the loss scale that comes later
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
-    losses, z_losses, predicted = _CrossEntropy.apply(
-        logits, targets, weight, scales, options, in_place,
-        return_z_loss, return_token_accuracy or return_predicted_tokens,
-    )  # fmt: skip
+    wants = (return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
+    losses, z_losses, predicted, log_probs, entropy = _CrossEntropy.apply(
+        logits, targets, weight, scales, options, in_place, wants
+    )
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,
         return_z_loss, return_token_accuracy, return_predicted_tokens,
+        log_probs if return_log_probs else None, entropy if return_entropy else None,
     )  # fmt: skip
 
 
@@ -304,7 +361,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: Targets of this value do not count.
         reduction: "none" | "mean" | "sum".
         label_smoothing: In [0, 1].
-        **options: `softcap`, `logit_scale`, `z_loss`, `inplace`, `return_...`, as `cross_entropy` takes them.
+        **options: `softcap`, `logit_scale`, `z_loss`, `token_scaling`, `inplace`, `return_...`, as `cross_entropy` has
+            them.
 
     Example:
         >>> loss = tigon.CrossEntropyLoss(softcap=30.0)
@@ -322,8 +380,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         **options,
     ) -> None:
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-        known = ("softcap", "logit_scale", "z_loss", "inplace")
-        known += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+        known = ("softcap", "logit_scale", "z_loss", "token_scaling", "inplace", "return_z_loss")
+        known += ("return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy")
         for name in options:
             check.choice("CrossEntropyLoss", "an option", name, known)
         self.options = options

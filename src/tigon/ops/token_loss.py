@@ -13,10 +13,17 @@ N is the number of valid tokens, or both are `num_items`; otherwise both are 1. 
 gradient 0. A target that is neither in [0, V) nor ignored makes its loss and its gradient NaN, and nothing is
 read or written outside the row.
 
+With token scaling, all of a token's loss is multiplied by its p_t as a constant, and so is its gradient. Two more
+results of a token have gradients, u and e, which add to dx:
+
+    log p_t = x_t - lse                     dx_j += u ([j = t] - p_j)
+    H       = lse - sum_j p_j x_j           dx_j -= e p_j (log p_j + H)
+
+H = log S - R / S of S = sum exp(x_j - m) and R = sum exp(x_j - m) (x_j - m), m = max x, whose terms vanish as x_j falls
+to -inf.
+
 Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
 """
-
-from dataclasses import astuple, dataclass
 
 import torch
 import triton
@@ -24,106 +31,48 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.ops import token_loss_row
-from tigon.ops.dispatch import Device, cdiv, device_of, launch, launcher, on_device, runs_kernels
-from tigon.ops.token_loss_maths import LOG2E, target_weight, transformed
+from tigon.ops.dispatch import cdiv, device_of, launch, launcher, on_device, runs_kernels
+from tigon.ops.token_loss_maths import LOG2E, LOWEST, target_weight, transformed
+from tigon.ops.token_loss_scan import Config, columns, constants, scan
+from tigon.ops.token_loss_shards import combined_statistics, partial_statistics
 from tigon.ops.token_loss_torch import (
+    LOSS_ALONE,
     Options,
+    Shard,
     Statistics,
+    Upstream,
+    Wants,
     gradient_scales_torch,
     gradient_torch,
     statistics_torch,
 )
 
-__all__ = ["Config", "Options", "Statistics", "gradient", "gradient_scales", "statistics"]
-
-
-# --- configuration -------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Config:
-    """Launch parameters: a program takes `block_v` logits at a time, each thread `lane` of them together."""
-
-    block_v: int
-    lane: int  # 16 bytes
-    num_warps: int
-
-    @staticmethod
-    def heuristic(v: int, itemsize: int, device: Device) -> "Config":
-        # 8192 x 128256 on an H200: 0.485 ms to read, 0.991 ms to read and write, at 4.33 and 4.24 TB/s; blocks of 4096
-        # are as fast but short of registers with every option, 8192 take 5 % longer.
-        block_v = min(max(triton.next_power_of_2(v), 64), 2048)
-        return Config(block_v, 16 // itemsize, max(1, min(block_v // 512, 128 // device.warp_size)))
+__all__ = [
+    "Config",
+    "Options",
+    "Shard",
+    "Statistics",
+    "Upstream",
+    "Wants",
+    "combined_statistics",
+    "empty_statistics",
+    "gradient",
+    "gradient_scales",
+    "partial_statistics",
+    "statistics",
+]
 
 
 # --- kernels -------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
-    """Indices [BLOCK_V / LANE, LANE]: one row is what a thread holds, so a reduction over it needs no exchange."""
-    return start + tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-
-
-@triton.jit
-def _accumulate(
-    start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap,
-    high, total, weighted, best,  # [BLOCK_V / LANE] each
-    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
-    LAST: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
-):  # fmt: skip
-    """Fold a block of logits into each lane's maximum, sum of exp(x - maximum), sum of w (x - pivot), and argmax."""
-    cols = _columns(start, BLOCK_V, LANE)
-    inside = cols < V if LAST else None
-    x, _ = transformed(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
-    if SMOOTHING:
-        difference = x - pivot
-        if weight_ptr is not None:
-            difference *= tl.load(weight_ptr + cols, mask=inside).to(tl.float32)
-        if LAST:
-            difference = tl.where(inside, difference, 0.0)
-        weighted += tl.sum(difference, axis=1)
-    if LAST:  # the others need no mask, and the arithmetic has no time for one
-        x = tl.where(inside, x, float("-inf"))
-    if PREDICTED:
-        block_high, index = tl.max(x, axis=1, return_indices=True)
-        best = tl.where(block_high > high, tl.min(cols, axis=1) + index, best)
-    else:
-        block_high = tl.max(x, axis=1)
-    new = tl.maximum(high, block_high)
-    finite = tl.where(new == float("-inf"), 0.0, new)
-    # The difference first: the largest logit then contributes exactly one.
-    total = total * tl.exp2((high - finite) * LOG2E) + tl.sum(tl.exp2((x - finite[:, None]) * LOG2E), axis=1)
-    return new, total, weighted, best
-
-
-@triton.jit
-def _row_gradient(
-    x, slope, cols, V, target, here, weight_ptr, w_t, top, total, scale, z_scale, weight_sum, label_smoothing, z_loss,
-    SMOOTHING: tl.constexpr,
-):  # fmt: skip
-    hit = scale * (1.0 - label_smoothing) * w_t
-    mass = hit + z_scale * 2.0 * z_loss * (top + tl.log(total))
-    if SMOOTHING:
-        mass += scale * label_smoothing / V * weight_sum
-    dx = tl.div_rn(mass, total) * tl.exp2((x - top) * LOG2E)
-    if here:
-        dx -= tl.where(cols == target, hit, 0.0)
-    if SMOOTHING:
-        w = 1.0
-        if weight_ptr is not None:
-            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
-        dx -= scale * label_smoothing / V * w
-    return dx * slope
-
-
-@triton.jit
 def _loss_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr,  # [M, V], [M], [V] or None, [3]
-    loss_ptr, lse_ptr, z_ptr, predicted_ptr,  # [M], [M, 2], [M] or None, [M] or None
+    loss_ptr, lse_ptr, z_ptr, predicted_ptr, log_prob_ptr, entropy_ptr,  # [M], [M, 2], four times [M] or None
     stride_logits, V,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
-    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
     BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     """The statistics of one row a program."""
@@ -138,59 +87,61 @@ def _loss_kernel(
             tl.store(z_ptr + row, 0.0)
         if predicted_ptr is not None:
             tl.store(predicted_ptr + row, -1)
+        if log_prob_ptr is not None:
+            tl.store(log_prob_ptr + row, 0.0)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row, 0.0)
         return
 
-    a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
+    inside = (target >= 0) & (target < V)
+    a_t = tl.load(logits_ptr + target, mask=inside, other=0.0)
     x_t, _ = transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
-    pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)  # sums of differences: a shift of all logits costs no digits
-
-    PREDICTED: tl.constexpr = predicted_ptr is not None
-    high = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_V // LANE], tl.float32)
-    weighted = tl.zeros([BLOCK_V // LANE], tl.float32)
-    best = tl.zeros([BLOCK_V // LANE], tl.int32)
-    whole = V // BLOCK_V * BLOCK_V
-    for start in tl.range(0, whole, BLOCK_V):
-        high, total, weighted, best = _accumulate(
-            start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, weighted, best,
-            SMOOTHING, SCALED, SOFTCAP, PREDICTED, False, BLOCK_V, LANE,
-        )  # fmt: skip
-    if whole < V:
-        high, total, weighted, best = _accumulate(
-            whole, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, weighted, best,
-            SMOOTHING, SCALED, SOFTCAP, PREDICTED, True, BLOCK_V, LANE,
-        )  # fmt: skip
-    highest = tl.max(high, axis=0)
+    pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)
+    highest, total, moment, weighted, predicted = scan(
+        logits_ptr, V, pivot, weight_ptr, logit_scale, softcap,
+        SMOOTHING, SCALED, SOFTCAP, predicted_ptr is not None, entropy_ptr is not None, BLOCK_V, LANE,
+    )  # fmt: skip
     top = tl.where(highest == float("-inf"), 0.0, highest)
-    total = tl.sum(total * tl.exp2((high - top) * LOG2E), axis=0)
 
     nll = tl.log(total) - (x_t - top)
     loss = (1.0 - label_smoothing) * target_weight(weight_ptr, target, V) * nll
     lse = top + tl.log(total)
     if SMOOTHING:
         above = tl.log(total) - (pivot - top)  # lse - pivot
-        loss += label_smoothing / V * (tl.load(scales_ptr + 2) * above - tl.sum(weighted, axis=0))
+        loss += label_smoothing / V * (tl.load(scales_ptr + 2) * above - weighted)
     z = tl.load(scales_ptr + 1) * z_loss * lse * lse
-    tl.store(loss_ptr + row, tl.load(scales_ptr) * loss + z)
+    loss = tl.load(scales_ptr) * loss + z
+    log_prob = tl.where(inside, -nll, float("nan"))
+    if TOKEN_SCALING:
+        loss *= tl.exp(log_prob)
+        z *= tl.exp(log_prob)
+    tl.store(loss_ptr + row, loss)
     tl.store(lse_ptr + row * 2, top)
     tl.store(lse_ptr + row * 2 + 1, total)
     if z_ptr is not None:
         tl.store(z_ptr + row, z)
-    if PREDICTED:
-        tl.store(predicted_ptr + row, tl.min(tl.where(high == highest, best, V), axis=0))
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, predicted)
+    if log_prob_ptr is not None:
+        tl.store(log_prob_ptr + row, log_prob)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, tl.log(total) - tl.div_rn(moment, total))
 
 
 @triton.jit(do_not_specialize=["stride_dloss"])
 def _gradient_kernel(
-    logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr, dloss_ptr, dlogits_ptr,
-    stride_logits, stride_dloss, stride_dlogits, V, blocks,
+    logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr,  # [M, V], [M], [vocabulary] or None, [3], [M, 2]
+    log_prob_ptr, entropy_ptr,  # [M] or None: for token scaling, and with a gradient of the entropy
+    dloss_ptr, dlog_prob_ptr, dentropy_ptr,  # [M] or None
+    dlogits_ptr,  # [M, V]
+    stride_logits, stride_dloss, stride_dlogits, V, blocks, vocabulary, first,  # the last None if V is the vocabulary
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) // blocks
     start = (tl.program_id(0) % blocks) * BLOCK_V
-    cols = _columns(start, BLOCK_V, LANE)
+    cols = columns(start, BLOCK_V, LANE)
     target = tl.load(target_ptr + row)
     dlogits_ptr += row * stride_dlogits
     if target == ignore_index:
@@ -199,17 +150,38 @@ def _gradient_kernel(
         return
     a = tl.load(logits_ptr + row * stride_logits + cols, mask=cols < V, other=0.0)
     x, slope = transformed(a, logit_scale, softcap, SCALED, SOFTCAP)
+    top, total = tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1)
     dloss = 1.0
     if dloss_ptr is not None:
         dloss = tl.load(dloss_ptr + row * stride_dloss)
-    dx = _row_gradient(
-        x, slope, cols, V, target, (target >= start) & (target < start + BLOCK_V), weight_ptr,
-        target_weight(weight_ptr, target, V),
-        tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1),
-        dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1), tl.load(scales_ptr + 2), label_smoothing, z_loss,
-        SMOOTHING,
-    )  # fmt: skip
-    tl.store(dlogits_ptr + cols, dx, mask=cols < V)
+    if log_prob_ptr is not None:
+        dloss *= tl.exp(tl.load(log_prob_ptr + row))
+    scale, z_scale = dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1)
+
+    hit = scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, vocabulary)
+    if dlog_prob_ptr is not None:
+        hit -= tl.load(dlog_prob_ptr + row)
+    mass = hit + z_scale * 2.0 * z_loss * (top + tl.log(total))
+    if SMOOTHING:
+        mass += scale * label_smoothing / vocabulary * tl.load(scales_ptr + 2)
+    per_exponential = tl.div_rn(mass, total)
+    shifted = x - top
+    if dentropy_ptr is not None:
+        mean = tl.log(total) - tl.load(entropy_ptr + row)  # of x - top
+        per_exponential -= tl.div_rn(tl.load(dentropy_ptr + row), total) * (tl.maximum(shifted, LOWEST) - mean)
+    dx = per_exponential * tl.exp2(shifted * LOG2E)
+    if first is not None:
+        target -= first
+    if (target >= start) & (target < start + BLOCK_V):
+        dx -= tl.where(cols == target, hit, 0.0)
+    if SMOOTHING:
+        w = 1.0
+        if weight_ptr is not None:
+            if first is not None:
+                weight_ptr += first
+            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+        dx -= scale * label_smoothing / vocabulary * w
+    tl.store(dlogits_ptr + cols, dx * slope, mask=cols < V)
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -269,68 +241,76 @@ def gradient_scales(
 
 
 def _arguments(options: Options) -> tuple:
-    ignore_index, label_smoothing, softcap, logit_scale, z_loss = astuple(options)
-    return ignore_index, label_smoothing, softcap or 0.0, logit_scale, z_loss
+    return (
+        options.ignore_index, options.label_smoothing, options.softcap or 0.0, options.logit_scale, options.z_loss
+    )  # fmt: skip
 
 
-def _flags(options: Options) -> dict[str, bool]:
-    return {
-        "SMOOTHING": options.label_smoothing != 0,
-        "SCALED": options.logit_scale != 1,
-        "SOFTCAP": options.softcap is not None,
-    }
-
-
-def _empty_statistics(logits: Tensor, wants_z_loss: bool, wants_predicted: bool) -> Statistics:
-    m, fp32 = logits.shape[0], torch.float32
+def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statistics:
+    """Of the shapes that `statistics` of logits [M, V] gives."""
+    m = logits.shape[0]
+    fp32 = lambda wanted: logits.new_empty(m if wanted else 0, dtype=torch.float32)
     return Statistics(
-        logits.new_empty(m, dtype=fp32),
-        logits.new_empty(m, 2, dtype=fp32),
-        logits.new_empty(m if wants_z_loss else 0, dtype=fp32),
-        logits.new_empty(m if wants_predicted else 0, dtype=torch.int64),
+        fp32(True),
+        logits.new_empty(m, 2, dtype=torch.float32),
+        fp32(wants.z_loss),
+        logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
+        fp32(wants.log_probs or options.token_scaling),
+        fp32(wants.entropy),
     )
 
 
 @on_device
 def statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-    wants_z_loss: bool = False, wants_predicted: bool = False, gradient_: bool = False,
+    wants: Wants = LOSS_ALONE, gradient_: bool = False,
 ) -> Statistics:  # fmt: skip
     """logits [M, V], target [M] -> per-token statistics; `gradient_` also writes d(sum of losses) over the logits."""
     if not runs_kernels(logits, weight):
-        return statistics_torch(logits, target, weight, scales, options, wants_z_loss, wants_predicted, gradient_)
+        return statistics_torch(logits, target, weight, scales, options, wants, gradient_)
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
-    result = _empty_statistics(logits, wants_z_loss, wants_predicted)
-    if gradient_ and token_loss_row.takes(logits, target, options, wants_predicted):
+    result = empty_statistics(logits, options, wants)
+    if gradient_ and token_loss_row.takes(logits, target, options, wants):
         row_config = token_loss_row.Config.heuristic(v, itemsize, device)
         if row_config is not None:
             token_loss_row.row_losses(logits, target, weight, scales, result, options, row_config, device)
             return result
-    config = Config.heuristic(v, itemsize, device)
     launch(
-        _loss_kernel, m, logits, target, weight, scales, result.loss, result.lse,
-        result.z_loss if wants_z_loss else None, result.predicted if wants_predicted else None,
+        _loss_kernel, m, logits, target, weight, scales,
+        result.loss, result.lse, *(made if made.numel() else None for made in result[2:]),
         logits.stride(0), v, *_arguments(options),
-        **_flags(options), BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
+        TOKEN_SCALING=options.token_scaling, **constants(options, Config.heuristic(v, itemsize, device)),
     )  # fmt: skip
     if gradient_:
-        gradient(logits, target, weight, scales, result.lse, None, options, out=logits)
+        gradient(logits, target, weight, scales, result, Upstream(), options, out=logits)
     return result
 
 
+@on_device
 def gradient(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor, dloss: Tensor | None,
-    options: Options, out: Tensor,
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, found: Statistics, upstream: Upstream,
+    options: Options, out: Tensor, shard: Shard | None = None,
 ) -> Tensor:  # fmt: skip
-    """d(sum_i dloss_i * loss_i) / d(logits) [M, V] into `out`, perhaps `logits`; dloss [M] | [] | None: ones."""
+    """d(upstream . (losses, log_probs, entropy)) / d(logits) [M, V] into `out`, perhaps `logits`.
+
+    Of `found` it takes lse; log_probs for token scaling; entropy where its gradient arrives.
+    """
+    m, v = logits.shape
+    if v == 0:  # of an empty shard
+        return out
     if not runs_kernels(logits, weight):
-        return gradient_torch(logits, target, weight, scales, lse, dloss, options, out)
-    (m, v), config = logits.shape, Config.heuristic(logits.shape[1], logits.element_size(), device_of(logits))
-    blocks = cdiv(v, config.block_v)
+        return gradient_torch(
+            logits, target, weight, scales, found, upstream, options, out, shard or Shard(0, v)
+        )  # fmt: skip
+    config = Config.heuristic(v, logits.element_size(), device_of(logits))
+    blocks, dloss = cdiv(v, config.block_v), upstream.loss
+    dense = lambda x: None if x is None else x.contiguous()
     launch(
-        _gradient_kernel, m * blocks, logits, target, weight, scales, lse, dloss, out,
+        _gradient_kernel, m * blocks, logits, target, weight, scales, found.lse,
+        found.log_probs if options.token_scaling else None, None if upstream.entropy is None else found.entropy,
+        dloss, dense(upstream.log_probs), dense(upstream.entropy), out,
         logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,
-        *_arguments(options), **_flags(options),
-        BLOCK_V=config.block_v, LANE=config.lane, num_warps=config.num_warps,
+        *((v, None) if shard is None else (shard.vocabulary, shard.start)), *_arguments(options),
+        **constants(options, config),
     )  # fmt: skip
     return out

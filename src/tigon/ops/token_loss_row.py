@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tigon.ops.dispatch import Device, cdiv, launch
 from tigon.ops.token_loss_maths import LN2, LOG2E, target_weight, transformed
-from tigon.ops.token_loss_torch import Options, Statistics
+from tigon.ops.token_loss_torch import Options, Statistics, Wants
 
 try:
     from triton.experimental import gluon
@@ -88,6 +88,10 @@ if gluon is not None:
         return new, total * gl.exp2(high - c) + gl.sum(gl.sum(e, axis=2), axis=0)
 
     @gluon.jit
+    def _block(base, cols, end, POLICY: gl.constexpr):
+        return gl.load(base + cols, mask=cols < end, other=0.0, eviction_policy=POLICY)
+
+    @gluon.jit
     def _gradient(a, c, factor, logit_scale, SCALED: gl.constexpr):
         """da but for the target's own part."""
         x, slope = transformed(a, logit_scale, 0.0, SCALED, False)
@@ -96,9 +100,10 @@ if gluon is not None:
     @gluon.jit(do_not_specialize=["M"])
     def _row_kernel(
         logits_ptr, target_ptr, weight_ptr, scales_ptr,  # [M, V], [M], [V] or None, [3]
-        loss_ptr, lse_ptr, z_ptr,  # [M], [M, 2], [M] or None
+        loss_ptr, lse_ptr, z_ptr, log_probs_ptr,  # [M], [M, 2], [M] or None, [M] or None
         stride_logits, M, V, ignore_index, logit_scale, z_loss,
-        SCALED: gl.constexpr, LONG: gl.constexpr,
+        SCALED: gl.constexpr, TOKEN_SCALING: gl.constexpr, LONG: gl.constexpr, MANY: gl.constexpr,
+        ONCE: gl.constexpr, TWICE: gl.constexpr,
         SLOTS: gl.constexpr, BLOCK: gl.constexpr, LANE: gl.constexpr, num_warps: gl.constexpr,
     ):  # fmt: skip
         THREADS: gl.constexpr = num_warps * 32
@@ -119,9 +124,8 @@ if gluon is not None:
         target = gl.load(target_ptr + row).to(gl.int64)
         end = gl.where(target != ignore_index, V, 0)  # of an ignored row nothing is read: masked copies fill zeros in
         for start in range(0, held, BLOCK):
-            copy(
-                slots.index(start // BLOCK), logits_ptr + row * stride_logits + (start + cols), mask=start + cols < end
-            )
+            source = logits_ptr + row * stride_logits + (start + cols)
+            copy(slots.index(start // BLOCK), source, mask=start + cols < end, eviction_policy=ONCE)
             commit_group()
 
         while row < M:
@@ -134,7 +138,7 @@ if gluon is not None:
             inside = valid & (target >= 0) & (target < V)
             a_t = gl.load(base + target, mask=inside, other=0.0)
             if LONG:  # asked for now, used when the slots are folded
-                rest = gl.load(base + (held + cols), mask=held + cols < end, other=0.0)
+                rest = _block(base, held + cols, end, TWICE)
 
             high = gl.full([THREADS], float("-inf"), gl.float32, PER_THREAD)
             total = gl.full([THREADS], 0.0, gl.float32, PER_THREAD)
@@ -149,42 +153,59 @@ if gluon is not None:
             if LONG:
                 for start in range(held, end, BLOCK):
                     a = rest
-                    rest = gl.load(base + (start + BLOCK + cols), mask=start + BLOCK + cols < end, other=0.0)
+                    if not MANY or start + BLOCK < end:
+                        rest = _block(base, start + BLOCK + cols, end, TWICE)
                     high, total = _fold(a, start + cols < V, high, total, logit_scale, SCALED)
-                rest = gl.load(base + (held + cols), mask=held + cols < end, other=0.0)
+                if not MANY:
+                    rest = _block(base, held + cols, end, TWICE)
 
             highest = gl.max(high, axis=0)
             c = gl.where((highest == float("-inf")) | (target == ignore_index), 0.0, highest)
             mass = gl.sum(total * gl.exp2(high - c), axis=0)
             x_t, slope_t = transformed(a_t, logit_scale, 0.0, SCALED, False)
-            hit = scale * target_weight(weight_ptr, target, V)
-            nll = (gl.log2(mass) - gl.fma(x_t, LOG2E, -c)) * LN2
+            log_prob = -(gl.log2(mass) - gl.fma(x_t, LOG2E, -c)) * LN2
+            row_scale, row_z_scale = scale, z_scale
+            if TOKEN_SCALING:
+                p_t = gl.exp(log_prob)
+                row_scale, row_z_scale = scale * p_t, z_scale * p_t
+            hit = row_scale * target_weight(weight_ptr, target, V)
             top = c * LN2
             total_row = mass * gl.exp2(-gl.fma(top, LOG2E, -c))
             lse = top + gl.log(total_row)
-            z = z_scale * z_loss * lse * lse
-            gl.store(loss_ptr + row, gl.where(valid, hit * nll + z, 0.0))
+            z = row_z_scale * z_loss * lse * lse
+            gl.store(loss_ptr + row, gl.where(valid, z - hit * log_prob, 0.0))
             gl.store(lse_ptr + row * 2, gl.where(valid, top, 0.0))
             gl.store(lse_ptr + row * 2 + 1, gl.where(valid, total_row, 0.0))
             if z_ptr is not None:
                 gl.store(z_ptr + row, gl.where(valid, z, 0.0))
+            if log_probs_ptr is not None:
+                log_prob = gl.where(inside, log_prob, float("nan"))
+                gl.store(log_probs_ptr + row, gl.where(valid, log_prob, 0.0))
 
-            factor = gl.where(valid, gl.div_rn(hit + z_scale * 2.0 * z_loss * lse, mass), 0.0)
+            factor = gl.where(valid, gl.div_rn(hit + row_z_scale * 2.0 * z_loss * lse, mass), 0.0)
+            if MANY:
+                # Backwards from the chunk just folded, and before the slots' next row crowds these out of L2.
+                last = held + (V - 1 - held) // BLOCK * BLOCK
+                for back in range(0, V - held, BLOCK):
+                    start = last - back
+                    a = rest
+                    if start > held:
+                        rest = _block(base, start - BLOCK + cols, end, TWICE)
+                    dx = _gradient(a, c, factor, logit_scale, SCALED)
+                    gl.store(base + (start + cols), dx, mask=start + cols < V, eviction_policy=ONCE)
             # For an ignored row, whose zeros nothing has waited for: without them, logits of the row before would stand
             # here, whose exponentials may be infinite, and the next row's copies could be overtaken.
             wait_group(0)
             for start in range(0, held, BLOCK):
                 slot = slots.index(start // BLOCK)
                 a = slot.load(CHUNK)
-                copy(slot, next_base + (start + cols), mask=start + cols < next_end)
+                copy(slot, next_base + (start + cols), mask=start + cols < next_end, eviction_policy=ONCE)
                 commit_group()
-                gl.store(base + (start + cols), _gradient(a, c, factor, logit_scale, SCALED), mask=start + cols < V)
-            if LONG:
-                for start in range(held, V, BLOCK):
-                    a = rest
-                    rest = gl.load(base + (start + BLOCK + cols), mask=start + BLOCK + cols < end, other=0.0)
-                    dx = _gradient(a, c, factor, logit_scale, SCALED)
-                    gl.store(base + (start + cols), dx, mask=start + cols < V)
+                dx = _gradient(a, c, factor, logit_scale, SCALED)
+                gl.store(base + (start + cols), dx, mask=start + cols < V, eviction_policy=ONCE)
+            if LONG and not MANY:
+                dx = _gradient(rest, c, factor, logit_scale, SCALED)
+                gl.store(base + (held + cols), dx, mask=held + cols < V)
             # The target's own part last: a comparison for every element would take as long as its exponential.
             barrier()
             dx_t = (factor * gl.exp2(gl.fma(x_t, LOG2E, -c)) - hit) * slope_t
@@ -196,11 +217,12 @@ if gluon is not None:
 # --- launcher ------------------------------------------------------------------------------------
 
 
-def takes(logits: Tensor, target: Tensor, options: Options, wants_predicted: bool) -> bool:
+def takes(logits: Tensor, target: Tensor, options: Options, wants: Wants) -> bool:
     """Whether the kernel computes this. A soft cap is bound by special functions and gains nothing here (2.47 for
     2.40 ms, 8192 x 128256 on an H200).
     """
-    plain = options.softcap is None and options.label_smoothing == 0 and not wants_predicted
+    plain = options.softcap is None and options.label_smoothing == 0
+    plain = plain and not (wants.predicted or wants.entropy)
     # Rows past the last are given the target `ignore_index`, which must be one.
     plain = plain and (target.dtype == torch.int64 or abs(options.ignore_index) < 2**31)
     return plain and logits.stride(0) % 16 == 0 and logits.shape[1] % 16 == 0 and logits.data_ptr() % 16 == 0
@@ -211,11 +233,15 @@ def row_losses(
     config: Config, device: Device,
 ) -> None:  # fmt: skip
     """logits [M, V] -> their gradient in their place, and the statistics in `result`."""
-    m, v = logits.shape
+    (m, v), rest = logits.shape, logits.shape[1] - config.slots * config.block
+    many = rest > config.block  # chunks beyond the slots
     launch(
         _row_kernel, min(m, config.programs_per_multiprocessor * device.multiprocessors),
-        logits, target, weight, scales, result.loss, result.lse, result.z_loss if result.z_loss.numel() else None,
+        logits, target, weight, scales, result.loss, result.lse,
+        result.z_loss if result.z_loss.numel() else None, result.log_probs if result.log_probs.numel() else None,
         logits.stride(0), m, v, options.ignore_index, options.logit_scale, options.z_loss,
-        SCALED=options.logit_scale != 1, LONG=v > config.slots * config.block,
+        SCALED=options.logit_scale != 1, TOKEN_SCALING=options.token_scaling, LONG=rest > 0, MANY=many,
+        # What is read twice must find the L2 cache not full of what passes through once.
+        ONCE="evict_first" if many else "", TWICE="evict_last" if many else "",
         SLOTS=config.slots, BLOCK=config.block, LANE=config.lane, num_warps=config.num_warps,
     )  # fmt: skip

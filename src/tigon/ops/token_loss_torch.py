@@ -9,7 +9,23 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Options", "Statistics", "gradient_scales_torch", "gradient_torch", "statistics_torch"]
+__all__ = [
+    "LOSS_ALONE",
+    "LOWEST",
+    "Options",
+    "Shard",
+    "Statistics",
+    "Sums",
+    "Upstream",
+    "Wants",
+    "gradient_scales_torch",
+    "gradient_torch",
+    "statistics_of",
+    "statistics_torch",
+    "sums_torch",
+]
+
+LOWEST = -1e4  # stands for -inf where that is multiplied by its exponential: their product is zero
 
 
 @dataclass(frozen=True)
@@ -21,15 +37,45 @@ class Options:
     softcap: float | None = None
     logit_scale: float = 1.0
     z_loss: float = 0.0
+    token_scaling: bool = False
+
+
+class Wants(NamedTuple):
+    """What to compute of each token beside its loss."""
+
+    z_loss: bool = False
+    predicted: bool = False
+    log_probs: bool = False
+    entropy: bool = False
+
+
+LOSS_ALONE = Wants()
 
 
 class Statistics(NamedTuple):
-    """What one pass over the logits gives."""
+    """What one pass over the logits gives; what is not asked for is empty."""
 
     loss: Tensor  # [M] fp32, scaled
     lse: Tensor  # [M, 2] fp32: max x and sum exp(x - max x), whose rounding errors stay apart; lse = max + log sum
-    z_loss: Tensor  # [M] fp32: the part of `loss` that it is; empty unless asked for
-    predicted: Tensor  # [M] int64: argmax, -1 for ignored tokens; empty unless asked for
+    z_loss: Tensor  # [M] fp32: the part of `loss` that it is
+    predicted: Tensor  # [M] int64: argmax, -1 for ignored tokens
+    log_probs: Tensor  # [M] fp32: x_t - lse, 0 for ignored tokens; made for token scaling also
+    entropy: Tensor  # [M] fp32: lse - sum_j p_j x_j, 0 for ignored tokens
+
+
+class Upstream(NamedTuple):
+    """The gradients that arrive [M], of the loss also []; None: ones for the loss, zeros for the others."""
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class Shard(NamedTuple):
+    """The logits are columns [start, start + logits.shape[1]) of a vocabulary."""
+
+    start: int
+    vocabulary: int
 
 
 def gradient_scales_torch(
@@ -55,15 +101,17 @@ def gradient_scales_torch(
     return scales
 
 
-def _transformed_torch(logits: Tensor, options: Options, overwrite: bool) -> tuple[Tensor, Tensor | None]:
-    """Raw logits -> x, and tanh(scale * a / c) if there is a cap, which may `overwrite` the logits."""
-    x = logits.float()
-    if options.softcap is None:
-        return x if options.logit_scale == 1.0 else x * options.logit_scale, None
-    overwrite = overwrite or x is not logits
-    scale = options.logit_scale / options.softcap
-    tanh = x.mul_(scale).tanh_() if overwrite else (x * scale).tanh_()
-    return tanh * options.softcap, tanh
+def _tanh_torch(logits: Tensor, options: Options) -> Tensor:
+    """tanh(scale * a / c), a new tensor."""
+    x, scale = logits.float(), options.logit_scale / options.softcap
+    return (x * scale if x is logits else x.mul_(scale)).tanh_()
+
+
+def _transformed_torch(logits: Tensor, options: Options) -> Tensor:
+    """Raw logits -> x, which is the logits themselves where there is nothing to do."""
+    if options.softcap is not None:
+        return _tanh_torch(logits, options).mul_(options.softcap)
+    return logits.float() if options.logit_scale == 1.0 else logits.float() * options.logit_scale
 
 
 def _weighted_torch(values: Tensor, weight: Tensor | None) -> Tensor:
@@ -82,69 +130,126 @@ def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options:
     return w_t.masked_fill(target == options.ignore_index, 0.0)
 
 
-def statistics_torch(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-    wants_z_loss: bool, wants_predicted: bool, gradient_: bool,
-) -> Statistics:  # fmt: skip
-    """As `token_loss.statistics`."""
-    v, smoothing = logits.shape[1], options.label_smoothing
-    (x, tanh), valid = _transformed_torch(logits, options, gradient_), target != options.ignore_index
-    at_target = target.clamp(0, v - 1).long()[:, None]
-    # With the gradient, a block of log-probabilities serves both; without it, no such block is kept.
-    log_p = torch.log_softmax(x, -1) if gradient_ else None
-    if log_p is None:
-        top = x.amax(-1)
-        top = top.where(top != -torch.inf, 0.0)
-        shifted = x - top[:, None]
-        nll, off = -shifted.gather(1, at_target)[:, 0], _weighted_torch(shifted, weight) if smoothing else None
-        total = shifted.exp_().sum(-1)
-        nll = nll + total.log()
-    else:
-        top, total = torch.logsumexp(x, -1) if options.z_loss else x.new_zeros(len(x)), x.new_ones(len(x))
-        nll, off = -log_p.gather(1, at_target)[:, 0], _weighted_torch(log_p, weight) if smoothing else None
-    lse = top + total.log()
-    w_t = _target_weight_torch(target, weight, v, options)
-    loss = (1.0 - smoothing) * w_t * nll
+class Sums(NamedTuple):
+    """Of the exponentials of one row, relative to its largest logit."""
+
+    top: Tensor  # [M]: max x; 0 where all are -inf
+    total: Tensor  # [M]: sum exp(x - top)
+    x_t: Tensor  # [M]: x_t - top
+    weighted: Tensor | None  # [M]: sum w (x - top), for label smoothing
+    moment: Tensor | None  # [M]: sum exp(x - top) (x - top), for the entropy
+    best: Tensor | None  # [M] int64: argmax, for predictions
+
+
+def sums_torch(
+    logits: Tensor, at: Tensor, weight: Tensor | None, options: Options, wants: Wants, overwrite: bool = False
+) -> tuple[Sums, Tensor]:
+    """logits [M, V], targets `at` [M] in [0, V) -> sums, and the exponentials [M, V], which may be in their place."""
+    x = _transformed_torch(logits, options)
+    best = x.argmax(-1) if wants.predicted else None
+    top = x.amax(-1)
+    top = top.where(top != -torch.inf, 0.0)
+    shifted = x - top[:, None] if x is logits and not overwrite else x.sub_(top[:, None])
+    x_t = shifted.gather(1, at[:, None])[:, 0]
+    weighted = _weighted_torch(shifted, weight) if options.label_smoothing else None
+    e = shifted.exp() if wants.entropy else shifted.exp_()
+    moment = shifted.clamp_(min=LOWEST).mul_(e).sum(-1) if wants.entropy else None
+    return Sums(top, e.sum(-1), x_t, weighted, moment, best), e
+
+
+def statistics_of(
+    sums: Sums, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, v: int
+) -> Statistics:
+    """What follows from the sums [M] over a vocabulary of v."""
+    valid, smoothing = target != options.ignore_index, options.label_smoothing
+    log_total = sums.total.log()
+    lse, log_p = sums.top + log_total, sums.x_t - log_total
+    loss = (1.0 - smoothing) * _target_weight_torch(target, weight, v, options) * -log_p
     if smoothing:
-        loss = loss + smoothing / v * (scales[2] * total.log() - off)
+        loss = loss + smoothing / v * (scales[2] * log_total - sums.weighted)
     z = (scales[1] * options.z_loss) * lse.square()
+    loss = scales[0] * loss + z
+    log_p = log_p.masked_fill((target < 0) | (target >= v), float("nan"))
+    if options.token_scaling:
+        loss, z = (x * log_p.exp() for x in (loss, z))
     # Where, not a product: an ignored row may hold infinities.
-    loss, z = (scales[0] * loss + z).where(valid, 0.0), z.where(valid, 0.0) if wants_z_loss else z[:0]
-    predicted = x.argmax(-1).masked_fill(~valid, -1) if wants_predicted else target.new_empty(0, dtype=torch.int64)
-    del x  # and its memory, before the gradient's
-    if log_p is not None:
-        logits.copy_(_gradient_from(log_p.exp_(), tanh, lse, target, weight, scales, None, options))
-    return Statistics(loss, torch.stack((top, total), -1), z, predicted)
-
-
-def gradient_torch(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor, dloss: Tensor | None,
-    options: Options, out: Tensor,
-) -> Tensor:  # fmt: skip
-    """As `token_loss.gradient`."""
-    x, tanh = _transformed_torch(logits, options, out is logits)
-    return out.copy_(
-        _gradient_from(torch.softmax(x, -1), tanh, lse[:, 0] + lse[:, 1].log(), target, weight, scales, dloss, options)
+    kept = lambda values, wanted=True: values.where(valid, 0.0) if wanted else loss.new_empty(0)
+    return Statistics(
+        kept(loss),
+        torch.stack((sums.top, sums.total), -1),
+        kept(z, wants.z_loss),
+        sums.best.masked_fill(~valid, -1) if wants.predicted else target.new_empty(0, dtype=torch.int64),
+        kept(log_p, wants.log_probs or options.token_scaling),
+        kept(log_total - sums.moment / sums.total if wants.entropy else None, wants.entropy),
     )
 
 
-def _gradient_from(p, tanh, lse, target, weight, scales, dloss, options) -> Tensor:
-    """Turn probabilities p [M, V] into da, in place; `tanh` is used up."""
-    v, smoothing = p.shape[1], options.label_smoothing
-    scale, z_scale = (scales[0], scales[1]) if dloss is None else (dloss * scales[0], dloss * scales[1])
-    hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, v, options)
-    slope = hit + 2.0 * options.z_loss * z_scale * lse
+def statistics_torch(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
+    wants: Wants, gradient_: bool,
+) -> Statistics:  # fmt: skip
+    """As `token_loss.statistics`."""
+    v = logits.shape[1]
+    sums, e = sums_torch(logits, target.clamp(0, v - 1).long(), weight, options, wants, gradient_)
+    found = statistics_of(sums, target, weight, scales, options, wants, v)
+    if gradient_:
+        dx = _gradient_of(e, None, target, weight, scales, found, Upstream(), options, Shard(0, v))
+        logits.copy_(_times_slope(dx, logits, target, options))
+    return found
+
+
+def gradient_torch(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, found: Statistics, upstream: Upstream,
+    options: Options, out: Tensor, shard: Shard,
+) -> Tensor:  # fmt: skip
+    """As `token_loss.gradient`."""
+    x, top = _transformed_torch(logits, options), found.lse[:, 0, None]
+    shifted = x - top if x is logits and out is not logits else x.sub_(top)
+    if upstream.entropy is None:
+        e, shifted = shifted.exp_(), None
+    else:
+        e = shifted.exp()
+    dx = _gradient_of(e, shifted, target, weight, scales, found, upstream, options, shard)
+    del e, shifted  # one of them is dx; the other makes room for the slope
+    return out.copy_(_times_slope(dx, logits, target, options))
+
+
+def _gradient_of(e, shifted, target, weight, scales, found, upstream, options, shard) -> Tensor:
+    """Exponentials e = exp(x - top) [M, V], and x - top if the entropy has a gradient -> dx, in the place of either."""
+    v, smoothing = e.shape[1], options.label_smoothing
+    total = found.lse[:, 1]
+    scale, z_scale = (x if upstream.loss is None else upstream.loss * x for x in scales[:2])
+    if options.token_scaling:
+        scale, z_scale = (x * found.log_probs.exp() for x in (scale, z_scale))
+    hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, shard.vocabulary, options)
+    if upstream.log_probs is not None:
+        hit = hit - upstream.log_probs
+    mass = hit + 2.0 * options.z_loss * z_scale * (found.lse[:, 0] + total.log())
     if smoothing:
-        slope = slope + scale * smoothing / v * scales[2]
-    da = p.mul_(slope[:, None])
-    da.scatter_add_(1, target.clamp(0, v - 1).long()[:, None], -hit[:, None])
+        mass = mass + scale * smoothing / shard.vocabulary * scales[2]
+    mass = (mass / total)[:, None]
+    if shifted is None:
+        dx = e.mul_(mass)
+    else:
+        mean = total.log() - found.entropy  # of x - top
+        dx = shifted.clamp_(min=LOWEST).sub_(mean[:, None]).mul_((-upstream.entropy / total)[:, None]).add_(mass)
+        dx.mul_(e)
+    local = target - shard.start
+    hit = hit.where((local >= 0) & (local < v), 0.0)
+    dx.scatter_add_(1, local.clamp(0, v - 1).long()[:, None], -hit[:, None])
     if smoothing:
-        da.sub_((scale * smoothing / v).expand_as(lse)[:, None] * (1.0 if weight is None else weight.float()))
-    if tanh is not None:
-        da.mul_(tanh.square_().neg_().add_(1.0))
+        w = 1.0 if weight is None else weight.float()[shard.start : shard.start + v]
+        dx.sub_((scale * smoothing / shard.vocabulary).expand_as(total)[:, None] * w)
+    return dx
+
+
+def _times_slope(dx: Tensor, logits: Tensor, target: Tensor, options: Options) -> Tensor:
+    """dx -> da, in place, with zeros for ignored tokens."""
+    if options.softcap is not None:
+        dx.mul_(_tanh_torch(logits, options).square_().neg_().add_(1.0))
     if options.logit_scale != 1.0:
-        da.mul_(options.logit_scale)
+        dx.mul_(options.logit_scale)
     ignored = target == options.ignore_index
-    if da.device.type == "cpu":  # rows by index: a mask costs a pass over all of [M, V], an index elsewhere a wait
-        return da.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
-    return da.masked_fill_(ignored[:, None], 0.0)
+    if dx.device.type == "cpu":  # rows by index: a mask costs a pass over all of [M, V], an index elsewhere a wait
+        return dx.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
+    return dx.masked_fill_(ignored[:, None], 0.0)
