@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tigon.bench.cases import CASES, OPS, Case, select
+from tigon.bench.cases import CASES, OPS, Case, select, tagged
 from tigon.bench.eager import EAGER
 
 CPU = torch.device("cpu")
@@ -45,6 +45,30 @@ def test_roofline_cases_are_those_of_the_table():
     assert [case.shape for case in CASES if "host" in case.tags] == [(64, 4096)]
 
 
+def test_linear_cases_are_those_of_the_table():
+    assert [case.name.removeprefix("linear_cross_entropy/") for case in CASES if "linear" in case.tags] == [
+        "llama-3-8b/8192x4096x128256",
+        "llama-3-8b/32768x4096x128256",
+        "gemma-2-2b/8192x2304x256000",
+        "qwen3-1.7b/16384x2048x151936",
+        "llama-3-8b/1024x4096x128256",
+        "llama-3-8b/2048x4096x128256",
+        "llama-3-8b/16384x4096x128256/ignored=0.75",
+        "llama-3-8b/8192x4096x128256/frozen=linear_weight",
+        "llama-3-8b/8192x4096x128256/no_grad",
+        "llama-3-8b/8192x4096x128256/acc_dtype=float32",
+        "qwen3-1.7b/16384x2048x151936/acc_dtype=float32",
+        "llama-3-8b/8192x4096x128256/return_log_probs=True/return_entropy=True",
+    ]
+    assert tagged("linear_cross_entropy/llama-3-8b/8192x4096x128256/no_grad", "linear")
+    assert not tagged("rope/llama-3-8b/4x4096x32x8x128", "linear")
+
+
+def test_what_is_unusual_in_a_linear_case_has_a_small_one():
+    extras = lambda tag: {case.extras for case in CASES if case.op == "linear_cross_entropy" and tag in case.tags}
+    assert extras("linear") == extras("small")
+
+
 # Milliseconds at 4.3 TB/s: reading and writing each tensor once.
 @pytest.mark.parametrize(
     ("name", "floor"),
@@ -79,6 +103,8 @@ def test_products_floor():
     assert whole.bytes is None
     frozen = by_name["linear_cross_entropy/llama-3-8b/8192x4096x128256/frozen=linear_weight"]
     assert frozen.flops == 4 * 8192 * 4096 * 128256
+    assert by_name[f"{whole.name}/no_grad"].flops == 2 * 8192 * 4096 * 128256
+    assert by_name[f"{whole.name}/acc_dtype=float32"].flops == whole.flops
     ignored = by_name["linear_cross_entropy/llama-3-8b/16384x4096x128256/ignored=0.75"]
     assert ignored.flops == 6 * 4096 * 4096 * 128256
 
@@ -116,13 +142,14 @@ def test_logits_are_as_peaked_as_a_trained_models(op):
 @pytest.mark.parametrize("case", [case for case in CASES if "small" in case.tags], ids=lambda case: case.name)
 def test_inputs_want_gradients_and_have_one_upstream_for_each_output(case):
     inputs = case.make(CPU)
-    assert inputs.wanted
-    assert inputs.tensors[inputs.wanted[0]].dtype == case.dtype
+    assert bool(inputs.wanted) is not case.no_grad
+    assert next(iter(inputs.tensors.values())).dtype == case.dtype
     for tensor in (*inputs.tensors.values(), *inputs.upstream):
         assert not tensor.is_floating_point() or tensor.isfinite().all()
     outputs = EAGER[case.op](case)(*inputs.tensors.values())
     shapes = [gradient.shape for gradient in inputs.upstream] or [torch.Size([])]  # or a scalar loss
-    assert [output.shape for output in outputs] == shapes
+    beside = [(case.shape[0],)] * sum(name.startswith("return_") for name in case.options)
+    assert [output.shape for output in outputs] == shapes + beside
 
 
 @pytest.mark.parametrize("op", ["kl_div", "jsd", "tvd"])
@@ -147,6 +174,14 @@ def test_ignored_share_and_frozen_inputs():
     inputs = case.make(CPU)
     assert (inputs.tensors["target"] == -100).sum() == 48
     assert inputs.wanted == ("input",)
+    assert inputs.gradient_bytes == 64 * 8 * 2
+
+
+def test_nothing_wants_a_gradient_where_only_the_loss_is_asked_for():
+    case = Case("linear_cross_entropy", "tiny", (64, 8, 32), no_grad=True)
+    assert case.name == "linear_cross_entropy/tiny/64x8x32/no_grad"
+    assert case.make(CPU).wanted == ()
+    assert case.make(CPU).gradient_bytes == 0
 
 
 def test_smaller_halves_rows_only():

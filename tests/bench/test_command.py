@@ -19,7 +19,8 @@ from tigon.bench.providers import Provider
 TINY = (
     Case("rms_norm", "tiny", (16, 64), ("small",)),
     Case("cross_entropy_inplace", "tiny", (32, 512), ("small",)),
-    Case("linear_cross_entropy", "tiny", (32, 64, 512), ("small",)),
+    Case("linear_cross_entropy", "tiny", (32, 64, 512), ("small", "linear")),
+    Case("linear_cross_entropy", "tiny", (32, 64, 512), ("small", "linear"), no_grad=True),
 )
 
 
@@ -56,7 +57,8 @@ def test_a_run_leaves_json_markdown_and_pictures(run, tmp_path):
     assert code == 0, output
     out = tmp_path / "out"
     names = {file.name for file in out.iterdir()}
-    assert names == {"bench.json", "bench.md", "rms_norm.png", "cross_entropy.png", "linear_cross_entropy.png"}
+    pictures = ("rms_norm", "cross_entropy", "linear_cross_entropy", "linear_cross_entropy_products")
+    assert names == {"bench.json", "bench.md", *(f"{picture}.png" for picture in pictures)}
     assert output.index("Summary") < output.index("Report in")
 
     assert report["schema"] == 1
@@ -73,8 +75,21 @@ def test_a_run_leaves_json_markdown_and_pictures(run, tmp_path):
         assert row["percent_of_roofline"] == pytest.approx(100 * row["floor_ms"] / row["wall_ms"])
         assert row["error"] <= 2 * row["eager_error"] + 0.02
         assert len(row["samples"]["wall"]) >= 1
-    (floor,) = rows_of(report, provider="products")
-    assert floor["error"] is None
+    floors = {row["case"]: row for row in rows_of(report, provider="products")}
+    for floor in floors.values():
+        assert (floor["status"], floor["error"], floor["errors"], floor["products_ratio"]) == ("ok", None, {}, 1.0)
+    for row in rows_of(report, op="linear_cross_entropy", status="ok"):
+        assert row["products_ratio"] == row["wall_ms"] / floors[row["case"]]["wall_ms"]
+        gradients = 0 if row["case"].endswith("no_grad") else (32 + 512) * 64 * 2 / 2**20
+        assert row["peak_above_gradients_mib"] == pytest.approx(row["peak_mib"] - gradients)
+    (ours,) = rows_of(report, provider="tigon", case="linear_cross_entropy/tiny/32x64x512")
+    assert list(ours["errors"]) == ["output 0", "gradient of input", "gradient of linear_weight"]
+    assert all(errors["ratio"] < 2 for errors in ours["errors"].values())
+    (loss_only,) = rows_of(report, provider="tigon", case="linear_cross_entropy/tiny/32x64x512/no_grad")
+    assert list(loss_only["errors"]) == ["output 0"]
+    assert loss_only["flops"] == ours["flops"] / 3
+    (norm,) = rows_of(report, provider="tigon", op="rms_norm")
+    assert norm["products_ratio"] is norm["peak_above_gradients_mib"] is None
 
     markdown = (out / "bench.md").read_text()
     assert "### rms_norm/tiny/16x64 (M x N, bfloat16): floor" in markdown

@@ -47,6 +47,29 @@ def test_peak_memory_on_a_cpu_counts_outputs_and_gradients_not_inputs():
     assert Meter(CPU).peak_bytes(doubled(destroys=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
 
 
+def test_where_no_gradient_is_wanted_the_forward_alone_is_called_without_one():
+    inputs = Case("linear_cross_entropy", "tiny", (8, 4, 16), no_grad=True).make(CPU)
+    modes = []
+
+    def run(*tensors):
+        modes.append(torch.is_grad_enabled())
+        return (tensors[0].sum(),)
+
+    bound = Bound(Provider("it", lambda case: None), run, inputs)
+    outputs, gradients = bound()
+    assert (len(outputs), gradients, modes) == (1, (), [False])
+    assert list(bound.results()) == ["output 0"]
+    assert bound.gradient_bytes == 0
+
+
+def test_of_several_outputs_the_loss_alone_is_differentiated():
+    inputs = Case("cross_entropy", "tiny", (8, 16)).make(CPU)
+    run = lambda input, target: (input.sum(), 2 * input)
+    outputs, (gradient,) = Bound(Provider("it", lambda case: None), run, inputs)()
+    assert len(outputs) == 2
+    assert gradient.eq(1).all()
+
+
 def test_a_round_on_a_cpu_samples_wall_time():
     samples, meter = Samples(), Meter(CPU)
     meter.round(doubled(), 4, samples)
@@ -117,6 +140,17 @@ def test_kernel_time_leaves_out_renewal_and_flush(monkeypatch):
     assert meter.peak_bytes(gpu.bound()) == 250
 
 
+@pytest.mark.parametrize(("calls", "unmeasured"), [(1, 2), (4, 8), (20, 0)])
+def test_as_many_long_calls_go_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured):
+    gpu, samples, made = FakeGpu(monkeypatch), Samples(), []
+    meter, bound = gpu.meter(), gpu.bound()
+    run = bound._run
+    monkeypatch.setattr(bound, "_run", lambda *tensors: made.append(1) or run(*tensors))
+    meter.round(bound, calls, samples)
+    assert len(made) == 2 * calls + unmeasured
+    assert len(samples.wall) == len(samples.host) == len(samples.kernel) == calls
+
+
 def test_without_a_marker_events_time_the_call(monkeypatch):
     gpu = FakeGpu(monkeypatch, marker="reduce")  # the same as the flush: nothing can be told apart
     meter = gpu.meter()
@@ -129,7 +163,7 @@ def test_without_a_marker_events_time_the_call(monkeypatch):
 def test_a_call_whose_kernels_were_lost_is_left_out(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     meter = gpu.meter()
-    lossy = iter([3, 2, 3])
+    lossy = iter([3, 3, 3, 3, 2, 3])  # the first three are not measured
     bound = gpu.bound()
     monkeypatch.setattr(
         bound, "_run", lambda gate, up: [gpu.launch("kernel") for _ in range(next(lossy))] and (gate * up,)

@@ -91,6 +91,45 @@ def test_memory_is_logarithmic_where_providers_lie_far_apart(tmp_path, figures):
     assert plots.draw([row((4, 4), status="error", kernel_ms=None)], tmp_path, "Some GPU") == []
 
 
+def linear_row(case, provider, ratio, **more):
+    shape = tuple(map(int, case.split("/")[2].split("x")))
+    more = {"products_ratio": ratio, "peak_above_gradients_mib": 400.0} | more
+    return row(shape, provider, op="linear_cross_entropy", model="llama-3-8b", **more)
+
+
+LLAMA = "linear_cross_entropy/llama-3-8b/8192x4096x128256"
+SHORT = "linear_cross_entropy/llama-3-8b/1024x4096x128256"
+
+
+def test_linear_cases_are_bars_from_the_line_of_the_products(tmp_path, figures):
+    rows = [linear_row(LLAMA, "tigon", 1.04), linear_row(LLAMA, "eager", 1.3, accurate=False)]
+    rows += [linear_row(LLAMA, "quack", None, status="error", kernel_ms=None), linear_row(LLAMA, "products", 1.0)]
+    rows += [linear_row(SHORT, "tigon", 0.98), linear_row(SHORT, "cce", 4.2, peak_above_gradients_mib=-0.5)]
+    files = plots.draw(rows, tmp_path, "Some GPU")
+    assert [file.name for file in files] == ["linear_cross_entropy.png", "linear_cross_entropy_products.png"]
+    left, right = figures[1].axes
+    names = [text.get_text() for text in left.get_yticklabels()]
+    assert names == ["tigon", "eager (inaccurate)", "tigon", "cce"]
+    ends = [round(bar.get_x() + bar.get_width(), 3) for bar in left.patches]
+    assert [bar.get_x() for bar in left.patches] == [1.0] * 4
+    assert ends == [1.04, 1.3, 0.98, 4.2]
+    assert left.get_xscale() == right.get_xscale() == "log"
+    assert left.get_xlim()[0] < 0.98
+    assert left.get_xlim()[1] > 4.2
+    said = [text.get_text() for text in left.texts]
+    assert {"1.04", "1.30", "0.98", "4.20", "llama-3-8b/8192x4096x128256", "llama-3-8b/1024x4096x128256"} == set(said)
+    assert [text.get_text() for text in right.texts] == [" 400 MiB", " 400 MiB", " 400 MiB", " 0 MiB"]
+    places = [bar.get_y() for bar in left.patches]
+    assert places == sorted(places)  # ours first, for the axis points down
+    assert left.get_ylim()[0] > left.get_ylim()[1]
+
+
+def test_other_cases_are_not_drawn_over_the_products(tmp_path, figures):
+    rows = [linear_row("linear_cross_entropy/llama-3-8b/4096x4096x128256", "tigon", 1.04)]
+    rows += [linear_row(LLAMA, "eager", None)]
+    assert [file.name for file in plots.draw(rows, tmp_path, "Some GPU")] == ["linear_cross_entropy.png"]
+
+
 def test_inaccurate_peers_are_called_so(tmp_path, figures):
     rows = [row((4096, n), p, accurate=p == "tigon") for n in (1024, 2048, 4096) for p in ("tigon", "cce")]
     rows += [row((64, 512), p, model="llama", accurate=p == "tigon") for p in ("tigon", "cce")]

@@ -53,6 +53,61 @@ def test_summary_has_tigon_the_best_peer_liger_and_the_other_revision():
     }
 
 
+LINEAR = "linear_cross_entropy/model/32x8x64"
+ERRORS = {
+    "output 0": {"error": 1e-6, "eager_error": 1e-6, "ratio": 1.0},
+    "gradient of input": {"error": 2e-3, "eager_error": 2e-3, "ratio": 0.9996},
+    "gradient of linear_weight": {"error": 4e-3, "eager_error": 2e-3, "ratio": 1.7321},
+}
+LINEAR_ROWS = [
+    row("tigon", 1.04, LINEAR, bytes=None, flops=10**9, wall_ms=1.05, products_ratio=1.0404, errors=ERRORS,
+        peak_mib=1500.0, peak_above_gradients_mib=433.6),
+    row("eager", 1.3, LINEAR, bytes=None, flops=10**9, products_ratio=1.3, errors={**ERRORS} | {"output 0": {}}),
+    row("products", 1.0, LINEAR, bytes=None, flops=10**9, products_ratio=1.0),
+]  # fmt: skip
+
+
+def table_of(markdown, case):
+    """{provider: {title: cell}} of the table of a case."""
+    lines = markdown[markdown.index(f"### {case}") :].split("\n\n")[1].splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:]}
+
+
+def test_where_products_are_the_bound_times_memory_and_errors_stand_beside_them():
+    text = report.markdown(ROWS + LINEAR_ROWS, ROOFLINE, MACHINE, SETTINGS)
+    table = table_of(text, LINEAR)
+    assert table["tigon"]["wall ms"] == "1.050"
+    assert [table[name]["x products"] for name in ("tigon", "eager", "products")] == ["1.040", "1.300", "1.000"]
+    assert table["tigon"]["peak MiB above gradients"] == "433.6"
+    ratios = [table[name]["error x eager: loss, dX, dW"] for name in ("tigon", "eager", "products")]
+    assert ratios == ["1.000, 1.000, 1.732", "-, 1.000, 1.732", ""]
+    assert "x products" not in table_of(text, "rms_norm/model/16x64")["tigon"]
+    assert "x products: time over" in text
+    assert "x products: time over" not in report.markdown(ROWS, ROOFLINE, MACHINE, SETTINGS)
+
+
+def test_without_the_provider_products_the_cells_are_empty():
+    rows = [row("tigon", 1.04, LINEAR, bytes=None, flops=10**9)]
+    cells = table_of(report.markdown(rows, ROOFLINE, MACHINE, SETTINGS), LINEAR)["tigon"]
+    assert (cells["x products"], cells["peak MiB above gradients"], cells["error x eager: loss, dX, dW"]) == ("",) * 3
+    assert "x products" not in summary(rows)
+
+
+def test_summary_and_terminal_have_products_too():
+    found = summary(LINEAR_ROWS)
+    assert (found["x products"], found["peak MiB above gradients"]) == ("1.040", "433.6")
+    assert found["error x eager: loss, dX, dW"] == "1.000, 1.000, 1.732"
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(report.terminal_table(LINEAR_ROWS))
+        console.print(report.summary_table(LINEAR_ROWS))
+    lines = capture.get().splitlines()
+    assert "x products" in lines[1]
+    assert "peak MiB above gradients" in lines[1]
+    assert sum("1.040" in line for line in lines) == 2
+
+
 def test_summary_leaves_out_what_no_case_has():
     assert list(summary([row("tigon", 0.5)])) == ["case", "tigon ms"]
     assert summary([row("tigon", status="wrong"), row("eager", 5.0)])["tigon ms"] == "wrong"

@@ -3,22 +3,35 @@
 |actual - exact| <= 2 |eager - exact| + 2 units in the last place          (`tigon.testing.assert_accurate`)
 
 The units are those of eager code's dtype: a loss in half precision is not excused by its own coarseness.
+
+Beside the verdict stand the relative errors of every output and gradient, |x - exact| / |exact| in the 2-norm, and
+their ratio to eager code's.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.bench.cases import Case
-from tigon.bench.eager import EAGER, SUMMED, head_logits
+from tigon.bench.eager import EAGER, SUMMED, head_logits, token_results
 from tigon.bench.inputs import Inputs
 from tigon.bench.providers import Provider
 from tigon.testing import assert_accurate
 
-__all__ = ["Bound", "Results", "Verdict", "eager_results", "exact_results", "judge"]
+__all__ = [
+    "Bound",
+    "Errors",
+    "Results",
+    "Verdict",
+    "eager_results",
+    "exact_results",
+    "judge",
+    "typical_loss_error",
+]
 
 Results = dict[str, Tensor]  # by name: "output 0", "gradient of x"
 
@@ -29,11 +42,19 @@ JUDGED_ELEMENTS = 2**26
 
 
 class Bound:
-    """A provider bound to inputs; a call is forward + backward. What it destroys is a copy that `restore` renews."""
+    """A provider bound to inputs; a call is forward + backward, or forward alone where no gradient is wanted.
+
+    What it destroys is a copy that `restore` renews.
+    """
 
     def __init__(self, provider: Provider, run: Callable[..., tuple[Tensor, ...]], inputs: Inputs) -> None:
         self._provider, self._run, self._pristine = provider, run, inputs
         self._inputs = inputs.map(lambda name, x: x.clone() if name in provider.destroys else x)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that a call returns."""
+        return self._inputs.gradient_bytes
 
     def restore(self) -> None:
         """Give back what a call has overwritten."""
@@ -48,12 +69,16 @@ class Bound:
     def __call__(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """-> outputs, gradients of the inputs that want one."""
         inputs = self._inputs
-        outputs = self._run(*inputs.tensors.values())
+        wanted = [inputs.tensors[name] for name in inputs.wanted]
+        with torch.set_grad_enabled(bool(wanted)):
+            outputs = self._run(*inputs.tensors.values())
         if not self._provider.autograd:
             return (), outputs
-        wanted = [inputs.tensors[name] for name in inputs.wanted]
+        if not wanted:
+            return outputs, ()
         # Not .backward(): filling .grad may copy a gradient, which in a model no one does to an activation's.
-        return outputs, torch.autograd.grad(outputs, wanted, inputs.upstream or None)
+        differentiated = outputs[: len(inputs.upstream) or 1]
+        return outputs, torch.autograd.grad(differentiated, wanted, inputs.upstream or None)
 
     def results(self) -> Results:
         """One call, by name."""
@@ -65,16 +90,10 @@ class Bound:
 # --- references ----------------------------------------------------------------------------------
 
 
-def eager_results(case: Case, inputs: Inputs, exact: Results) -> Results:
+def eager_results(case: Case, inputs: Inputs) -> Results:
     """What eager code gives in the case's dtype: the measure of the error that is allowed."""
     eager = _eager(case)
-    results = Bound(eager, eager.load(case), inputs).results()
-    if case.op == "linear_cross_entropy":
-        # One number can be right by luck, and then twice its error is no measure: take its typical error if larger.
-        loss, exact = results["output 0"], exact["output 0"]
-        error = max(abs(loss.item() - exact.item()), 2 * _typical_loss_error(case, inputs))
-        results["output 0"] = (exact + error).to(loss.dtype)
-    return results
+    return Bound(eager, eager.load(case), inputs).results()
 
 
 def exact_results(case: Case, inputs: Inputs) -> Results:
@@ -120,25 +139,33 @@ def _exact_linear_cross_entropy(case: Case, inputs: Inputs) -> Results:
     gradients = {
         name: torch.zeros_like(inputs.tensors[name], dtype=_wide(case), requires_grad=False) for name in inputs.wanted
     }
-    loss, count = 0.0, (target >= 0).sum()
+    loss, count, beside = 0.0, (target >= 0).sum(), []
     for rows in _chunks(x.shape[0], weight.shape[0]):
         chunk = x[rows].detach().to(_wide(case)).requires_grad_(x.requires_grad)
-        logits = head_logits(chunk, wide_weight, case.options.get("softcap"))
-        part = F.cross_entropy(logits.double(), target[rows], reduction="sum") / count
+        logits = head_logits(chunk, wide_weight, case.options.get("softcap")).double()
+        part = F.cross_entropy(logits, target[rows], reduction="sum") / count
+        beside.append(token_results(case.options, logits, target[rows]))
         del logits
         leaves = {"input": chunk, "linear_weight": wide_weight}
-        parts = torch.autograd.grad(part, [leaves[name] for name in inputs.wanted])
+        parts = torch.autograd.grad(part, [leaves[name] for name in inputs.wanted]) if inputs.wanted else ()
         for name, gradient in zip(inputs.wanted, parts, strict=True):
             if name == "input":
                 gradients[name][rows] = gradient
             else:
                 gradients[name] += gradient
         loss = loss + part.detach()
-    return {"output 0": loss} | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
+    outputs = {f"output {i}": torch.cat(parts) for i, parts in enumerate(zip(*beside, strict=True), 1)}
+    return {"output 0": loss} | outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
 
-def _typical_loss_error(case: Case, inputs: Inputs) -> float:
-    """Standard error of a mean loss whose logits were rounded: of the tokens' errors, added up as independent ones."""
+@torch.no_grad()
+def typical_loss_error(case: Case, inputs: Inputs) -> float:
+    """Standard error of a mean loss whose logits were rounded: of the tokens' errors, added up as independent ones.
+
+    0 for ops that round no logits.
+    """
+    if case.op != "linear_cross_entropy":
+        return 0.0
     x, weight, target = (inputs.tensors[name].detach() for name in ("input", "linear_weight", "target"))
     wide_weight, softcap, total = weight.to(_wide(case)), case.options.get("softcap"), 0.0
     for rows in _chunks(x.shape[0], weight.shape[0]):
@@ -152,28 +179,52 @@ def _typical_loss_error(case: Case, inputs: Inputs) -> float:
 # --- verdict -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """`wrong` is "" or what is wrong; the errors are relative, |actual - exact| / |exact|, of the worst tensor."""
+class Errors(NamedTuple):
+    """Relative errors of one tensor, |x - exact| / |exact|: the provider's and eager code's."""
 
-    wrong: str
     error: float
     eager_error: float
 
+    @property
+    def ratio(self) -> float:
+        """NaN where eager code is exact."""
+        return self.error / self.eager_error if self.eager_error else float("nan")
 
-def judge(actual: Results, eager: Results, exact: Results) -> Verdict:
-    """Compare every output and gradient; the first that breaks the rule is named."""
-    wrong, errors = "", []
+
+@dataclass(frozen=True)
+class Verdict:
+    """`wrong` is "" or what is wrong; the errors are those of the worst tensor, and of each by its name."""
+
+    wrong: str
+    error: float = float("nan")
+    eager_error: float = float("nan")
+    errors: dict[str, Errors] = field(default_factory=dict)
+
+
+def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0) -> Verdict:
+    """Compare every output and gradient; the first that breaks the rule is named.
+
+    One number can be right by luck, and then its error is no measure. So eager code's error in a loss counts as at
+    least `typical`, its standard error, in the ratios, and as at least twice that in the rule.
+    """
+    wrong, errors, rule = "", {}, {}
     for name, right in exact.items():
+        if name not in actual:
+            return Verdict(f"{name}: missing")
         found, plain = actual[name], eager[name]
         if found.shape != right.shape:
-            return Verdict(f"{name}: shape {tuple(found.shape)} for {tuple(right.shape)}", float("nan"), float("nan"))
-        errors.append((_relative(found, right), _relative(plain, right)))
+            return Verdict(f"{name}: shape {tuple(found.shape)} for {tuple(right.shape)}")
+        error, eager_error, least = _relative(found, right), _relative(plain, right), 0.0
+        if typical and right.dim() == 0:
+            least = typical / right.abs().item()
+            plain = (right + max(abs(plain.item() - right.item()), 2 * typical)).to(plain.dtype)
+        errors[name] = Errors(error, max(eager_error, least))
+        rule[name] = Errors(error, max(eager_error, 2 * least))
         common = torch.promote_types(found.dtype, plain.dtype)
         wrong = wrong or _first_error(name, found.to(common), plain.to(common), right)
     # A NaN compares as neither larger nor smaller: put it first.
-    worst = max(errors, key=lambda pair: (pair[0] != pair[0], pair[0]))
-    return Verdict(wrong, *worst)
+    worst = max(rule.values(), key=lambda pair: (pair.error != pair.error, pair.error))
+    return Verdict(wrong, *worst, errors)
 
 
 def _first_error(name: str, found: Tensor, plain: Tensor, right: Tensor) -> str:

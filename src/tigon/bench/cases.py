@@ -12,7 +12,7 @@ import torch
 from tigon.bench import inputs
 from tigon.bench.inputs import Inputs, Maker
 
-__all__ = ["CASES", "OPS", "Case", "Op", "listed", "select"]
+__all__ = ["CASES", "OPS", "Case", "Op", "listed", "select", "tagged"]
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Case:
     """One row of the table: an op at the shape of a model.
 
     `options` are the op's keyword arguments; `ignored` is the share of targets that are -100; `frozen` names inputs
-    that get no gradient.
+    that get no gradient. With `no_grad` nothing does: the forward alone is measured.
     """
 
     op: str
@@ -30,6 +30,7 @@ class Case:
     options: Mapping[str, object] = field(default_factory=dict, hash=False)
     ignored: float = 0.0
     frozen: tuple[str, ...] = ()
+    no_grad: bool = False
     dtype: torch.dtype = torch.bfloat16
 
     @property
@@ -40,10 +41,11 @@ class Case:
     @property
     def extras(self) -> tuple[str, ...]:
         """What is unusual, in words."""
-        text = lambda value: "+".join(map(str, value)) if isinstance(value, tuple) else value
-        found = [f"{key}={text(value)}" for key, value in self.options.items()]
+        text = lambda value: "+".join(map(text, value)) if isinstance(value, tuple) else str(value)
+        found = [f"{key}={text(value).removeprefix('torch.')}" for key, value in self.options.items()]
         found += [f"ignored={self.ignored:g}"] if self.ignored else []
-        return (*found, *(f"frozen={name}" for name in self.frozen))
+        found += [f"frozen={name}" for name in self.frozen]
+        return (*found, *(["no_grad"] if self.no_grad else []))
 
     @property
     def family(self) -> str:
@@ -64,7 +66,7 @@ class Case:
     def make(self, device: torch.device, seed: int = 0) -> Inputs:
         """Fresh inputs, the same for the same seed."""
         made = OPS[self.op].inputs(Maker(self, device, torch.Generator(device).manual_seed(seed)))
-        for name in self.frozen:
+        for name in made.wanted if self.no_grad else self.frozen:
             made.tensors[name].requires_grad_(False)
         return made
 
@@ -92,7 +94,7 @@ class Op:
 
 def _linear_cross_entropy_flops(case: Case) -> int:
     t, h, v = case.shape
-    gradients = {"input", "linear_weight"} - set(case.frozen)
+    gradients = set() if case.no_grad else {"input", "linear_weight"} - set(case.frozen)
     return 2 * (1 + len(gradients)) * round(t * (1 - case.ignored)) * h * v  # ignored rows need none
 
 
@@ -131,11 +133,15 @@ OPS: dict[str, Op] = {
 
 # --- cases ---------------------------------------------------------------------------------------
 
-# `first-light` and `roofline` are measured by default; `roofline` are the shapes that docs/performance.md is about.
+# `first-light` and `roofline` are measured by default; `roofline` are the shapes that docs/performance.md is about,
+# `linear` those of docs/linear_cross_entropy.md.
 _FIRST, _ROOFLINE = ("first-light", "roofline"), ("roofline",)
 _MORE, _SMALL, _SWEEP = ("more",), ("small",), ("sweep",)
+_LINEAR, _FIRST_LINEAR, _MORE_LINEAR = ("linear",), ("first-light", "linear"), ("more", "linear")
 _TANH = {"approximate": "tanh"}
 _GEMMA_NORM = {"offset": 1.0, "rounding": "after_weight"}
+_FP32_SUM = {"acc_dtype": torch.float32}
+_RETURNED = {"return_log_probs": True, "return_entropy": True}
 
 _MODELS = (
     Case("rms_norm", "llama-3-8b", (16384, 4096), _FIRST),
@@ -167,13 +173,20 @@ _MODELS = (
     Case("cross_entropy_inplace", "llama-2-7b", (8192, 32000), _FIRST),
     Case("cross_entropy", "llama-3-8b", (8192, 128256), _FIRST),
     Case("cross_entropy", "llama-2-7b", (8192, 32000)),
-    Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256)),
-    Case("linear_cross_entropy", "llama-3-8b", (32768, 4096, 128256)),
-    Case("linear_cross_entropy", "gemma-2-2b", (8192, 2304, 256000)),
+    Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256), _FIRST_LINEAR),
+    Case("linear_cross_entropy", "llama-3-8b", (32768, 4096, 128256), _FIRST_LINEAR),
+    Case("linear_cross_entropy", "gemma-2-2b", (8192, 2304, 256000), _FIRST_LINEAR),
     Case("linear_cross_entropy", "gemma-2-2b", (8192, 2304, 256000), _MORE, {"softcap": 30.0}),
-    Case("linear_cross_entropy", "qwen3-1.7b", (16384, 2048, 151936)),
-    Case("linear_cross_entropy", "llama-3-8b", (16384, 4096, 128256), _MORE, ignored=0.75),  # as in instruction tuning
-    Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256), _MORE, frozen=("linear_weight",)),
+    Case("linear_cross_entropy", "qwen3-1.7b", (16384, 2048, 151936), _FIRST_LINEAR),
+    Case("linear_cross_entropy", "llama-3-8b", (1024, 4096, 128256), _LINEAR),
+    Case("linear_cross_entropy", "llama-3-8b", (2048, 4096, 128256), _LINEAR),
+    # As in instruction tuning; with a frozen head, as LoRA has it; as in evaluation.
+    Case("linear_cross_entropy", "llama-3-8b", (16384, 4096, 128256), _MORE_LINEAR, ignored=0.75),
+    Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256), _MORE_LINEAR, frozen=("linear_weight",)),
+    Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256), _LINEAR, no_grad=True),
+    Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256), _LINEAR, _FP32_SUM),
+    Case("linear_cross_entropy", "qwen3-1.7b", (16384, 2048, 151936), _LINEAR, _FP32_SUM),
+    Case("linear_cross_entropy", "llama-3-8b", (8192, 4096, 128256), _LINEAR, _RETURNED),
     Case("kl_div", "llama-3-8b", (4096, 128256), _ROOFLINE),
     Case("kl_div", "llama-3-8b", (4096, 128256), _MORE, {"log_target": True}),
     Case("jsd", "llama-3-8b", (4096, 128256), _ROOFLINE),
@@ -191,6 +204,11 @@ _MODELS = (
     Case("cross_entropy_inplace", "small", (512, 16384), _SMALL),
     Case("cross_entropy", "small", (512, 16384), _SMALL),
     Case("linear_cross_entropy", "small", (1024, 128, 16384), _SMALL),
+    Case("linear_cross_entropy", "small", (1024, 128, 16384), _SMALL, ignored=0.75),
+    Case("linear_cross_entropy", "small", (1024, 128, 16384), _SMALL, frozen=("linear_weight",)),
+    Case("linear_cross_entropy", "small", (1024, 128, 16384), _SMALL, no_grad=True),
+    Case("linear_cross_entropy", "small", (1024, 128, 16384), _SMALL, _FP32_SUM),
+    Case("linear_cross_entropy", "small", (1024, 128, 16384), _SMALL, _RETURNED),
     Case("kl_div", "small", (256, 16384), _SMALL),
     Case("jsd", "small", (256, 16384), _SMALL),
     Case("tvd", "small", (256, 16384), _SMALL),
@@ -247,6 +265,11 @@ def select(ops: str | None, cases: str) -> list[Case]:
             f"got {cases!r} within ops {', '.join(wanted_ops)}"
         )
     return chosen
+
+
+def tagged(name: str, tag: str) -> bool:
+    """Whether the case of that name has the tag."""
+    return any(case.name == name and tag in case.tags for case in CASES)
 
 
 def listed(text: str | None) -> list[str]:

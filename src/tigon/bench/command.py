@@ -13,8 +13,9 @@ def bench(
     cases: Annotated[
         str | None,
         typer.Option(
-            help="Tags (roofline, first-light, more, host, sweep, small, all) or parts of case names, separated by "
-            "commas. By default roofline and first-light on a GPU, small on a CPU; sweep varies one size an op."
+            help="Tags (roofline, first-light, linear, more, host, sweep, small, all) or parts of case names, "
+            "separated by commas. By default roofline and first-light on a GPU, small on a CPU; sweep varies one size "
+            "an op."
         ),
     ] = None,
     providers: Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from tigon.bench.cases import Case
 
-__all__ = ["EAGER", "SUMMED", "head_logits"]
+__all__ = ["EAGER", "SUMMED", "head_logits", "softcapped", "token_results"]
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -113,17 +113,36 @@ def _cross_entropy(case: Case) -> Run:
     return lambda input, target: (F.cross_entropy(_wide(input), target),)
 
 
-def head_logits(input: Tensor, linear_weight: Tensor, softcap: float | None) -> Tensor:
-    """Logits as a model's head makes them: [T, H], [V, H] -> [T, V] in the dtype of the inputs."""
-    logits = F.linear(input, linear_weight)
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
+def head_logits(input: Tensor, linear_weight: Tensor, softcap: float | None) -> Tensor:
+    """Logits as a model's head makes them: [T, H], [V, H] -> [T, V] in the dtype of the inputs."""
+    return softcapped(F.linear(input, linear_weight), softcap)
+
+
+@torch.no_grad()
+def token_results(options: Mapping[str, object], logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+    """What is asked for beside the loss, [T] each: the targets' log-probabilities, entropies; 0 where ignored."""
+    wanted = [name for name in ("return_log_probs", "return_entropy") if options.get(name)]
+    if not wanted:
+        return ()
+    log_p = torch.log_softmax(logits, -1)
+    makers = {
+        "return_log_probs": lambda: log_p.gather(-1, target.clamp(min=0)[:, None])[:, 0],
+        "return_entropy": lambda: -(log_p.exp() * log_p).sum(-1),
+    }
+    return tuple(makers[name]().masked_fill(target < 0, 0.0) for name in wanted)
+
+
 def _linear_cross_entropy(case: Case) -> Run:
+    # `acc_dtype` asks for nothing here: one product sums in fp32.
     softcap = case.options.get("softcap")
 
-    def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor]:
-        return (F.cross_entropy(_wide(head_logits(input, linear_weight, softcap)), target),)
+    def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        logits = _wide(head_logits(input, linear_weight, softcap))
+        return F.cross_entropy(logits, target), *token_results(case.options, logits, target)
 
     return run
 

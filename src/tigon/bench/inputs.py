@@ -31,12 +31,17 @@ class Inputs:
     """What one forward + backward is given."""
 
     tensors: dict[str, Tensor]  # the op's arguments in order; those that require grad get one
-    upstream: tuple[Tensor, ...] = ()  # a gradient for each output; () for a scalar loss
+    upstream: tuple[Tensor, ...] = ()  # a gradient for each output; () for a scalar loss, alone or first among outputs
 
     @property
     def wanted(self) -> tuple[str, ...]:
         """Names of the tensors whose gradient is taken."""
         return tuple(name for name, tensor in self.tensors.items() if tensor.requires_grad)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of the gradients that are taken."""
+        return sum(self.tensors[name].nbytes for name in self.wanted)
 
     def map(self, change: Callable[[str, Tensor], Tensor]) -> Inputs:
         """The same inputs with `change(name, tensor)` in place of each; upstream gradients are named "upstream"."""

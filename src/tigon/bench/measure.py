@@ -5,6 +5,8 @@
 - peak memory: what is allocated at the highest point above the inputs: activations, temporaries, gradients.
 
 On a GPU the L2 cache is emptied before each call; what a call overwrites is renewed before it. Neither is measured.
+Before long calls are measured, as many go unmeasured: at its power limit a GPU lowers its clock within milliseconds,
+by how much depends on what it has just computed, and each provider is to be seen at the clock of its own work.
 """
 
 import contextlib
@@ -23,6 +25,8 @@ from tigon.bench.accuracy import Bound
 
 __all__ = ["Meter", "Roofline", "Samples", "make_meter"]
 
+MOST_CALLS = 20  # of a provider in one round
+
 
 @dataclass
 class Samples:
@@ -33,6 +37,7 @@ class Samples:
     kernel: list[float] = field(default_factory=list)
     kernel_source: str = ""  # "profiler" or "events"
     peak_bytes: int | None = None
+    gradient_bytes: int = 0  # of the gradients that a call returns
 
     @staticmethod
     def median(values: list[float]) -> float | None:
@@ -75,7 +80,7 @@ class Meter:
 
     def calls(self, milliseconds: float) -> int:
         """How many calls of that length make one round."""
-        return int(min(20, max(1, self.busy_ms / max(milliseconds, 1e-3))))
+        return int(min(MOST_CALLS, max(1, self.busy_ms / max(milliseconds, 1e-3))))
 
     def round(self, bound: Bound, calls: int, into: Samples) -> None:
         """One round: `calls` calls, each a sample of wall time."""
@@ -150,6 +155,7 @@ class CudaMeter(Meter):
         self.synchronize()
 
     def round(self, bound: Bound, calls: int, into: Samples) -> None:
+        self._settle(bound, calls)
         for _ in range(calls):
             wall, host = self._wall(bound)
             into.wall.append(wall)
@@ -173,6 +179,13 @@ class CudaMeter(Meter):
         del result
         return torch.cuda.max_memory_allocated(self.device) - before
 
+    def _settle(self, bound: Bound, calls: int) -> None:
+        """Unmeasured calls, so that the clock is that of this load; the many calls of a short one need none."""
+        for _ in range(calls if calls < MOST_CALLS else 0):
+            bound.restore()
+            self._flush.max()
+            bound()
+
     # --- kernel time ---
 
     def _kernel_ms(self, bound: Bound, calls: int) -> list[float]:
@@ -181,6 +194,7 @@ class CudaMeter(Meter):
             return []
         with _quiet_profile([ProfilerActivity.CUDA]) as profiler:
             self._lead_in()
+            self._settle(bound, calls)
             for _ in range(calls):
                 bound.restore()
                 self._flush.max()

@@ -5,12 +5,15 @@ A loader imports its package, which raises `ImportError` where it is not install
 """
 
 from collections.abc import Callable
+from importlib import import_module
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.bench.cases import Case
+from tigon.bench.eager import softcapped
+from tigon.bench.inputs import Inputs
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -49,7 +52,7 @@ def torch_cross_entropy(case: Case) -> Run:
 def torch_linear_cross_entropy(case: Case) -> Run:
     if not hasattr(F, "linear_cross_entropy"):
         raise Unsupported("torch.nn.functional.linear_cross_entropy is in torch 2.13 and later")
-    _only(case)
+    _only(case, "acc_dtype")  # one product of all tokens, summed in fp32
     return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
 
 
@@ -153,7 +156,9 @@ def liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Cas
     def load(case: Case) -> Run:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        loss = LigerFusedLinearCrossEntropyLoss(softcap=case.options.get("softcap"), accum_dtype=accum_dtype)
+        _only(case, "softcap", "acc_dtype")
+        dtype = accum_dtype or case.options.get("acc_dtype")
+        loss = LigerFusedLinearCrossEntropyLoss(softcap=case.options.get("softcap"), accum_dtype=dtype)
         return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
 
     return load
@@ -272,8 +277,11 @@ def quack_cross_entropy(inplace: bool) -> Callable[[Case], Run]:
 def quack_linear_cross_entropy(case: Case) -> Run:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    _only(case)
-    return lambda input, linear_weight, target: (chunked_linear_cross_entropy(input, linear_weight, target),)
+    _only(case, "acc_dtype")  # it always sums in fp32
+    chunk = 4096 if case.shape[1] != 4096 else 8192  # 0.6.5 raises where the chunk, 4096 by default, equals H
+    return lambda input, linear_weight, target: (
+        chunked_linear_cross_entropy(input, linear_weight, target, chunk_size=chunk),
+    )
 
 
 # --- cut-cross-entropy, TRL, and the floor -------------------------------------------------------
@@ -283,6 +291,7 @@ def cce(exact: bool) -> Callable[[Case], Run]:
     def load(case: Case) -> Run:
         from cut_cross_entropy import linear_cross_entropy
 
+        _only(case, "softcap")
         options = {"impl": "cce", "softcap": case.options.get("softcap"), **({"filter_eps": None} if exact else {})}
         return lambda input, linear_weight, target: (linear_cross_entropy(input, linear_weight, target, **options),)
 
@@ -290,39 +299,87 @@ def cce(exact: bool) -> Callable[[Case], Run]:
 
 
 def trl_linear_cross_entropy(case: Case) -> Run:
-    """The chunked log-probabilities of its trainers; as there, only the valid positions are scored."""
-    from trl.trainer import utils
+    """The chunked log-probabilities of its trainers; as there, only the valid positions are scored.
 
+    The module that holds the function is light, but its backward imports this one, which needs accelerate, datasets,
+    huggingface_hub and pandas.
+    """
+    utils = import_module("trl.trainer.utils")  # `from trl.trainer import utils` would hide the name of what is missing
     function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    _only(case, "softcap")
-    softcap = case.options.get("softcap")
+    _only(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")  # it always sums in fp32
+    softcap, wants_log_probs, wants_entropy = (
+        case.options.get(name) for name in ("softcap", "return_log_probs", "return_entropy")
+    )
+    beside = ("entropy",) if wants_entropy else ()
 
-    def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor]:
+    def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         valid = target != -100
-        rest = (1.0, chunk_size, softcap, 1.0, ())  # temperature; logit scale, outputs beside the log-probabilities
-        log_probs = function.apply(input[valid], linear_weight, None, target[valid], *rest)[0]
-        return (-log_probs.sum() / valid.sum().clamp(min=1),)
+        rest = (1.0, chunk_size, softcap, 1.0, beside)  # temperature; logit scale, outputs beside the log-probabilities
+        log_probs, entropy, *_ = function.apply(input[valid], linear_weight, None, target[valid], *rest)
+        loss = -log_probs.sum() / valid.sum().clamp(min=1)
+        asked = [values for values, wanted in ((log_probs, wants_log_probs), (entropy, wants_entropy)) if wanted]
+        return loss, *(values.new_zeros(target.shape).masked_scatter(valid, values) for values in asked)
 
     return run
 
 
-def products(case: Case) -> Run:
-    """Logits and the gradients asked for as bare products of the valid rows, a chunk at a time, and no softmax."""
-    valid = round(case.shape[0] * (1 - case.ignored))
+# How many logits are turned into their gradient at once: each of a few fp32 temporaries is half a GiB.
+PREPARED_ELEMENTS = 2**27
 
-    def run(input: Tensor, linear_weight: Tensor, target: Tensor, chunk: int = 8192) -> tuple[Tensor, ...]:
-        with torch.no_grad():
-            dinput = torch.empty_like(input) if input.requires_grad else None
-            dweight = None
-            for start in range(0, valid, chunk):
-                rows = slice(start, min(start + chunk, valid))
-                logits = F.linear(input[rows], linear_weight)
-                if dinput is not None:
-                    torch.mm(logits, linear_weight, out=dinput[rows])
-                if linear_weight.requires_grad and dweight is None:
-                    dweight = logits.t() @ input[rows]
-                elif linear_weight.requires_grad:
-                    dweight.addmm_(logits.t(), input[rows])
-            return tuple(gradient for gradient in (dinput, dweight) if gradient is not None)
+
+def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
+    """What `products` multiplies: hidden states of the valid tokens, the weight, and d(logits) if a gradient is wanted.
+
+    d(logits) [valid, V] is that of the mean loss, from logits as the head rounds them, and rounded to their dtype.
+    """
+    input, linear_weight, target = inputs.tensors.values()
+    valid = (target != -100).nonzero()[:, 0]
+    x, target = input.detach()[valid], target[valid]
+    tensors = {"input": x.requires_grad_(input.requires_grad), "linear_weight": linear_weight}
+    if not inputs.wanted:
+        return Inputs(tensors)
+    dlogits = x.new_empty(len(x), len(linear_weight))
+    wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(linear_weight))
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
+        logits = F.linear(x[rows].detach(), linear_weight.detach()).requires_grad_()
+        wide_logits = softcapped(logits.to(wide), case.options.get("softcap"))
+        loss = F.cross_entropy(wide_logits, target[rows], reduction="sum") / len(x)
+        dlogits[rows] = torch.autograd.grad(loss, logits)[0]
+        del logits, wide_logits, loss
+    return Inputs(tensors | {"dlogits": dlogits})
+
+
+def products(case: Case) -> Run:
+    """The matrix products of the valid tokens alone, with no softmax: the floor.
+
+        a = x W^T,    dx = da W,    dW += da^T x        (those of the gradients that are wanted)
+
+    The operands are those of the loss: x and W of the case, and da its own d(logits), not the logits in their place. A
+    GPU at its power limit multiplies numbers of few different bits faster, so other operands would be another floor.
+    da is made by `with_dlogits` before a round, outside what is measured, and held as long as the round.
+
+    The tokens go 8192 at a time, which leaves cuBLAS large products; the first of them writes dW, the others add to it.
+    """
+    _only(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")  # none changes the products
+
+    @torch.no_grad()
+    def run(
+        input: Tensor, linear_weight: Tensor, dlogits: Tensor | None = None, chunk: int = 8192
+    ) -> tuple[Tensor, ...]:
+        logits = input.new_empty(min(chunk, len(input)), len(linear_weight))
+        dinput = torch.empty_like(input) if input.requires_grad else None
+        dweight = torch.empty_like(linear_weight) if linear_weight.requires_grad else None
+        for start in range(0, len(input), chunk):
+            rows = slice(start, start + chunk)
+            x = input[rows]
+            torch.mm(x, linear_weight.t(), out=logits[: len(x)])
+            if dinput is not None:
+                torch.mm(dlogits[rows], linear_weight, out=dinput[rows])
+            if dweight is not None and start == 0:
+                torch.mm(dlogits[rows].t(), x, out=dweight)
+            elif dweight is not None:
+                dweight.addmm_(dlogits[rows].t(), x)
+        return tuple(gradient for gradient in (dinput, dweight) if gradient is not None)
 
     return run

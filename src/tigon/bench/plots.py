@@ -1,7 +1,7 @@
 """One picture an op family: time and memory of each provider.
 
 Three or more cases of an op that differ in one axis only are lines over that axis; every other case is two panels of
-bars.
+bars. The cases of the tag `linear` get one more picture: time over that of the bare products.
 """
 
 from collections.abc import Iterable
@@ -16,17 +16,18 @@ from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from tigon.bench.cases import OPS
+from tigon.bench.cases import OPS, tagged
 from tigon.bench.report import number
 from tigon.bench.runner import Row
 
 __all__ = ["Sweep", "draw", "find_sweeps"]
 
-# Ours stands out; a provider has one colour in every picture.
+# Ours stands out; a provider has one colour in every picture. The hues are those of Okabe and Ito, which colour-blind
+# people tell apart; their yellow, too pale for a line, is left out.
 COLOURS = {
-    "tigon": "#d9730d", "eager": "#8c8c8c", "compile": "#5b8ff9", "torch": "#9d7fe0", "liger": "#3fa796",
-    "liger-fp32": "#7cc4b8", "liger-cute": "#7cc4b8", "quack": "#c2a300", "cce": "#c25b7c", "cce-exact": "#dba0b3",
-    "trl": "#8a5a44", "products": "#c9c9c9",
+    "tigon": "#d55e00", "eager": "#8c8c8c", "compile": "#0072b2", "torch": "#56b4e9", "liger": "#009e73",
+    "liger-fp32": "#7fceb9", "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7", "cce-exact": "#e5bcd3",
+    "trl": "#4d3319", "products": "#c9c9c9",
 }  # fmt: skip
 ANOTHER_REVISION = "#7a3b00"
 BAR, LINES = 0.27, 3.2  # inches
@@ -88,13 +89,19 @@ def find_sweeps(cases: dict[str, list[Row]]) -> tuple[list[Sweep], dict[str, lis
 
 
 def draw(rows: Iterable[Row], folder: Path, machine: str) -> list[Path]:
-    """Write `<family>.png` for each family with something measured; -> the files."""
+    """Write `<family>.png` for each family with something measured, `<family>_products.png` for `linear`; -> files."""
     measured = [row for row in rows if row.status == "ok" and row.time_ms is not None]
     measured.sort(key=lambda row: row.family)
     files = []
     for family, group in groupby(measured, key=lambda row: row.family):
+        group = list(group)
         files.append(folder / f"{family}.png")
-        _draw_family(family, list(group), files[-1], machine)
+        _draw_family(family, group, files[-1], machine)
+        compared = [row for row in group if row.products_ratio and row.provider != "products"]
+        compared = [row for row in compared if tagged(row.case, "linear")]
+        if compared:
+            files.append(folder / f"{family}_products.png")
+            _draw_products(compared, files[-1], machine)
     return files
 
 
@@ -189,3 +196,74 @@ def _bars(axis: Axes, rows: list[Row], values: list[float | None], unit: str) ->
     axis.tick_params(axis="y", labelsize=8, length=0)
     axis.tick_params(axis="x", labelsize=7, colors="#777777")
     axis.spines[["top", "right", "left"]].set_visible(False)
+
+
+# --- over the bare products ----------------------------------------------------------------------
+
+TICKS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
+GAP = 1.5  # bars between two cases: room for the title
+
+
+def _draw_products(rows: list[Row], file: Path, machine: str) -> None:
+    """Bars of each provider on each case, ours first: time over the products, and memory above the gradients."""
+    places, titles, at = [], [], 0.0
+    for case, group in groupby(rows, key=lambda row: row.case):
+        titles.append((at, case.partition("/")[2]))
+        places += [at + i for i, _ in enumerate(group, 1)]
+        at = places[-1] + GAP
+    figure, (left, right) = pyplot.subplots(
+        1, 2, sharey=True, layout="constrained", figsize=(11, 1.2 + 0.17 * at), gridspec_kw={"width_ratios": (3, 2)}
+    )
+    figure.suptitle(
+        f"{rows[0].op}, forward + backward on {machine}\n"
+        "left: time over that of the bare matrix products (1: nothing but products), "
+        "right: peak memory above the gradients; both logarithmic",
+        fontsize=10,
+    )
+    _products_bars(left, places, rows)
+    _memory_bars(right, places, rows)
+    left.set_yticks(places, [row.provider + INACCURATE * (row.accurate is False) for row in rows])
+    for label, row in zip(left.get_yticklabels(), rows, strict=True):
+        label.set_fontweight("bold" if row.provider == "tigon" else "normal")
+    for at, title in titles:
+        left.text(0, at, title, fontsize=8, fontweight="bold", va="center", transform=left.get_yaxis_transform())
+    left.set_ylim(max(places) + 0.8, -0.7)  # the first case on top
+    for axes in (left, right):
+        axes.tick_params(axis="y", labelsize=7, length=0)
+        axes.tick_params(axis="x", labelsize=7, colors="#555555", labeltop=True)
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.set_axisbelow(True)
+        axes.grid(axis="x", color="#eeeeee")
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+def _products_bars(axes: Axes, places: list[float], rows: list[Row]) -> None:
+    """From the line of the products to each ratio."""
+    ratios = [row.products_ratio for row in rows]
+    colours = [_colour(row.provider) for row in rows]
+    axes.barh(places, [ratio - 1 for ratio in ratios], left=1.0, color=colours, height=0.8)
+    for place, ratio in zip(places, ratios, strict=True):
+        beside = (max(ratio, 1.0), place)  # a bar to the left has its number on the right of the line
+        axes.annotate(f"{ratio:.2f}", beside, (3, 0), textcoords="offset points", fontsize=7, va="center")
+    axes.axvline(1.0, color="black", linewidth=1)
+    axes.set_xscale("log")
+    low, high = min(*ratios, 1.0) / 1.03, max(*ratios, 1.1) * 1.2
+    axes.set_xlim(low, high)
+    axes.set_xticks([tick for tick in TICKS if low <= tick <= high])
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _memory_bars(axes: Axes, places: list[float], rows: list[Row]) -> None:
+    """From the left edge; what lies below it, or was not measured, is its number alone."""
+    values = [row.peak_above_gradients_mib for row in rows]
+    known = [value for value in values if value is not None and value > 0]
+    edge = max(1.0, min(known, default=1.0) / 2)
+    lengths = [max(value or 0.0, edge) - edge for value in values]
+    bars = axes.barh(places, lengths, left=edge, color=[_colour(row.provider) for row in rows], height=0.8)
+    axes.bar_label(bars, ["" if v is None else f" {round(v):,} MiB" for v in values], fontsize=7)
+    axes.set_xscale("log")
+    axes.set_xlim(edge, max([*known, 10 * edge]) * 6)
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")

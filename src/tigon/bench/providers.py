@@ -4,6 +4,7 @@ A provider is loaded for a case and then called with the case's tensors in order
 may raise `ImportError` (not installed) or `Unsupported` (cannot do this case): a line in the report, never a crash.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,6 +16,7 @@ import tigon
 from tigon.bench import peers
 from tigon.bench.cases import OPS, Case, listed
 from tigon.bench.eager import EAGER
+from tigon.bench.inputs import Inputs
 from tigon.bench.peers import Unsupported
 
 __all__ = ["PROVIDERS", "Provider", "Run", "Unsupported", "select", "tigon_provider"]
@@ -28,6 +30,7 @@ class Provider:
 
     `destroys` names tensors that a call overwrites: each call gets a copy, made outside the measured part.
     With `autograd` False the call does its backward itself and returns gradients; its values are not checked.
+    `prepare` makes what a call is given out of the case's inputs, outside the measured part, anew for each round.
     """
 
     name: str
@@ -37,6 +40,7 @@ class Provider:
     autograd: bool = True
     needs_gpu: bool = False
     on_request: bool = False  # measured only when named
+    prepare: Callable[[Case, Inputs], Inputs] = lambda case, inputs: inputs
 
 
 # --- Tigon, eager, torch.compile -----------------------------------------------------------------
@@ -57,10 +61,16 @@ def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") ->
         function = getattr(package, function_name, None)
         if function is None:
             raise Unsupported(f"no {function_name} in this revision")
+        if package is not tigon:
+            lacking = [option for option in case.options if option not in inspect.signature(function).parameters]
+            if lacking:
+                raise Unsupported(f"no {', '.join(lacking)} in this revision")
 
         def run(*tensors: Tensor) -> tuple[Tensor, ...]:
             result = function(*tensors, **case.options, **fixed)
-            return result if isinstance(result, tuple) else (result,)
+            if not isinstance(result, tuple):
+                return (result,)
+            return tuple(output for output in result if output is not None)  # a LossOutput has what was asked for
 
         return run
 
@@ -103,8 +113,8 @@ def _cute(function: str, *destroys: str) -> Provider:
     return Provider("liger-cute", peers.liger_cute(function), destroys, needs_gpu=True)
 
 
-def _quack(load: Callable[[Case], Run], *destroys: str) -> Provider:
-    return Provider("quack", load, destroys, needs_gpu=True)
+def _quack(load: Callable[[Case], Run], *destroys: str, note: str = "") -> Provider:
+    return Provider("quack", load, destroys, note, needs_gpu=True)
 
 
 _PEERS: dict[str, tuple[Provider, ...]] = {
@@ -150,9 +160,15 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         _liger(peers.liger_linear_cross_entropy(torch.float32), name="liger-fp32", on_request=True),
         Provider("cce", peers.cce(exact=False), needs_gpu=True, note="skips small gradients"),
         Provider("cce-exact", peers.cce(exact=True), needs_gpu=True, on_request=True),
-        _quack(peers.quack_linear_cross_entropy),
+        _quack(peers.quack_linear_cross_entropy, note="chunks of 4096 tokens, of 8192 where H is 4096"),
         Provider("trl", peers.trl_linear_cross_entropy, needs_gpu=True, note="four products"),
-        Provider("products", peers.products, autograd=False, note="the three matrix products alone: the floor"),
+        Provider(
+            "products",
+            peers.products,
+            autograd=False,
+            prepare=peers.with_dlogits,
+            note="the matrix products alone, of the same operands: the floor",
+        ),
     ),
     "kl_div": (
         _torch(peers.torch_kl_div, "F.kl_div, loss in bf16"),

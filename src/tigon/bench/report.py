@@ -13,7 +13,12 @@ A row has case, op, family, model, shape, dtype, provider; status ("ok", "missin
 "out of memory") and note; kernel_ms, wall_ms and host_ms, medians of the lists samples.kernel, .wall and .host
 (kernel_source says whether the profiler or events timed them; a CPU has wall time only); peak_mib above the inputs;
 bytes or flops that a perfect kernel moves or does, floor_ms in which the machine could, percent_of_roofline; and of the
-check accurate, error and eager_error. What was not measured is null.
+check accurate, error and eager_error of the worst tensor, and errors: {"output 0" | "gradient of input" | ...: {error,
+eager_error, ratio}}, where eager_error is at least the standard error of a mean over rounded logits. What was not
+measured is null.
+
+Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wall time) over that of the provider
+"products" in the same run, and peak_above_gradients_mib is peak_mib less the gradients that the call returns.
 """
 
 import contextlib
@@ -36,8 +41,8 @@ from tigon.bench.measure import Roofline
 from tigon.bench.runner import Row
 
 __all__ = [
-    "LEGEND",
     "describe_machine",
+    "legend",
     "markdown",
     "markdown_table",
     "number",
@@ -49,12 +54,22 @@ __all__ = [
 
 PEERS = ("cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")  # the last changes what Liger runs
 
-LEGEND = (
+_LEGEND = (
     "Forward + backward, medians. Kernel ms: GPU kernels summed; host ms: until the call returns; wall ms: until the "
     "device is done; peak MiB: above the inputs; % roofline: floor / time (more than 100 where more is read than "
     "written: a copy does both alike); error: |x - exact| / |exact| of the worst output or gradient, in brackets "
     "eager's of the same."
 )
+_PRODUCTS_LEGEND = (
+    " x products: time over that of the bare products of the valid rows in the same run; peak MiB above gradients: "
+    "less the gradients themselves; error x eager: the same error over eager's, of the loss, dX and dW each; no_grad: "
+    "forward alone."
+)
+
+
+def legend(products: bool) -> str:
+    """What the columns mean; `products`: also where matrix products are the bound."""
+    return _LEGEND + _PRODUCTS_LEGEND * products
 
 
 def versions() -> dict[str, str]:
@@ -123,6 +138,20 @@ def _error(row: Row) -> str:
     return "-" if row.error is None or row.eager_error is None else f"{row.error:.1e} ({row.eager_error:.1e})"
 
 
+def _times_products(row: Row) -> str:
+    return "" if row.products_ratio is None else f"{row.products_ratio:.3f}"
+
+
+def _above_gradients(row: Row) -> str:
+    return "" if row.peak_above_gradients_mib is None else number(row.peak_above_gradients_mib)
+
+
+def _error_ratios(row: Row) -> str:
+    names = ("output 0", "gradient of input", "gradient of linear_weight")
+    ratios = [row.errors.get(name, {}).get("ratio") for name in names]
+    return ", ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios) if row.errors else ""
+
+
 def _note(row: Row) -> str:
     parts = [] if row.status == "ok" else [row.status]
     parts += [row.note] if row.note else []
@@ -137,17 +166,22 @@ _TIMES: tuple[Column, ...] = (
     ("wall ms", lambda row: number(row.wall_ms)),
     ("host ms", lambda row: number(row.host_ms)),
 )
-_REST: tuple[Column, ...] = (
-    ("peak MiB", lambda row: number(row.peak_mib)),
-    ("% roofline", _percent),
-    ("error (eager's)", _error),
-    ("note", _note),
-)
+_MEMORY: Column = ("peak MiB", lambda row: number(row.peak_mib))
+_ROOFLINE: Column = ("% roofline", _percent)
+_ERROR: Column = ("error (eager's)", _error)
+_NOTE: Column = ("note", _note)
+# Where matrix products are the bound.
+_TIMES_PRODUCTS: Column = ("x products", _times_products)
+_ABOVE_GRADIENTS: Column = ("peak MiB above gradients", _above_gradients)
+_ERROR_RATIOS: Column = ("error x eager: loss, dX, dW", _error_ratios)
 
 
 def _columns(rows: list[Row]) -> tuple[Column, ...]:
-    on_gpu = any(row.kernel_ms is not None for row in rows)
-    return (*(_TIMES if on_gpu else _TIMES[1:2]), *_REST)
+    """Of a table of one case."""
+    times = _TIMES if any(row.kernel_ms is not None for row in rows) else _TIMES[1:2]
+    if not rows[0].flops:
+        return (*times, _MEMORY, _ROOFLINE, _ERROR, _NOTE)
+    return (*times, _TIMES_PRODUCTS, _MEMORY, _ABOVE_GRADIENTS, _ROOFLINE, _ERROR, _ERROR_RATIOS, _NOTE)
 
 
 def _title(row: Row) -> str:
@@ -181,6 +215,7 @@ def _summary(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
     other = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
     titles = ["case", "tigon ms", "% roofline", "best peer", "its ms", "speed-up", "liger ms", "speed-up over liger"]
     titles += ["host ms (liger's)", f"{other} ms", f"speed-up over {other}"]
+    titles += [title for title, _ in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)]
     lines = []
     for case, group in _by_case(rows):
         ours = next((row for row in group if row.provider == "tigon"), None)
@@ -194,14 +229,17 @@ def _summary(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
             time(best), _faster(best, ours), time(liger), _faster(liger, ours),
             "-" if ours.host_ms is None else f"{number(ours.host_ms)} ({number(liger.host_ms if liger else None)})",
             time(before), _faster(before, ours),
+            *(cell(ours) or "-" for _, cell in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
         ])  # fmt: skip
     used = [i for i in range(len(titles)) if any(line[i] != "-" for line in lines)]
     return [titles[i] for i in used], [[line[i] for i in used] for line in lines]
 
 
 def summary_table(rows: list[Row]) -> Table:
-    """The summary for the terminal."""
+    """The summary for the terminal, which is not as wide as a page."""
     titles, lines = _summary(rows)
+    if _ERROR_RATIOS[0] in titles:
+        titles, lines = titles[:-1], [line[:-1] for line in lines]
     table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, title="Summary", title_justify="left")
     for title in titles:
         table.add_column(title, justify="left" if title in ("case", "best peer") else "right", overflow="fold")
@@ -222,7 +260,6 @@ def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: 
 
 def markdown(rows: list[Row], roofline: Roofline, machine: dict, settings: dict) -> str:
     """The report as Markdown: the machine, a summary, then one table a case."""
-    columns = _columns(rows)
     against = settings.get("against")
     lines = [
         "# tigon bench",
@@ -238,8 +275,9 @@ def markdown(rows: list[Row], roofline: Roofline, machine: dict, settings: dict)
     titles, cells = _summary(rows)
     if cells:
         lines += ["## Summary", "", *markdown_table(titles, cells, ("case", "best peer")), ""]
-    lines += ["## Cases", "", LEGEND]
+    lines += ["## Cases", "", legend(any(row.flops for row in rows))]
     for _, group in _by_case(rows):
+        columns = _columns(group)
         titles = ["provider", *(title for title, _ in columns)]
         cells = [[row.provider, *(cell(row) for _, cell in columns)] for row in group]
         lines += ["", f"### {_title(group[0])}", "", *markdown_table(titles, cells, ("provider", "note"))]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 
 import torch
 
-from tigon.bench.accuracy import Bound, Results, Verdict, eager_results, exact_results, judge
+from tigon.bench.accuracy import Bound, Errors, Verdict, eager_results, exact_results, judge, typical_loss_error
 from tigon.bench.cases import Case
 from tigon.bench.inputs import Inputs
 from tigon.bench.measure import Meter, Roofline, Samples
@@ -27,7 +27,11 @@ class Row:
 
     `status` is "ok" (measured), "missing" (not installed or no GPU), "unsupported", "wrong" (ours, refused), "error" or
     "out of memory"; `note` says more. Times are medians in milliseconds; `accurate` is the verdict of the check, whose
-    worst tensor has the relative errors `error` and, of eager code, `eager_error`. None is "not measured".
+    worst tensor has the relative errors `error` and, of eager code, `eager_error`; `errors` has those of each output
+    and gradient, and their ratio. None is "not measured".
+
+    Where matrix products are the bound, `products_ratio` is the time over that of the provider "products" in the same
+    run, and `peak_above_gradients_mib` the peak less the gradients that are returned.
     """
 
     case: str
@@ -51,6 +55,9 @@ class Row:
     error: float | None = None
     eager_error: float | None = None
     accurate: bool | None = None
+    errors: dict[str, dict[str, float | None]] = field(default_factory=dict)
+    products_ratio: float | None = None
+    peak_above_gradients_mib: float | None = None
     samples: dict[str, list[float]] = field(default_factory=dict)
 
     @property
@@ -82,6 +89,7 @@ class _Entry:
 
     provider: Provider
     row: Row
+    case: Case
     run: Run | None = None
     samples: Samples = field(default_factory=Samples)
     calls: int = 1
@@ -89,6 +97,10 @@ class _Entry:
     @property
     def alive(self) -> bool:
         return self.row.status == "ok"
+
+    def bound(self, inputs: Inputs) -> Bound:
+        """A new one: what was prepared or copied for it lives as long as it does."""
+        return Bound(self.provider, self.run, self.provider.prepare(self.case, inputs))
 
 
 def run_case(
@@ -103,7 +115,7 @@ def run_case(
 
     A provider named "tigon" that is wrong is not measured. A peer that is wrong is, and its row says so.
     """
-    entries = [_Entry(provider, _row(case, provider)) for provider in providers]
+    entries = [_Entry(provider, _row(case, provider), case) for provider in providers]
     # Graphs compiled for an earlier case hold memory, and count toward the limit of recompilations.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
@@ -117,6 +129,7 @@ def run_case(
     for entry in entries:
         entry.run = None
         _finish(entry, roofline)
+    _compare_with_products([entry.row for entry in entries])
     _free(meter)
     return [entry.row for entry in entries]
 
@@ -147,7 +160,8 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, tell: Tell) -> None:
             tell("exact result")
             inputs = tried.make(meter.device, seed=1)
             exact = exact_results(tried, inputs)
-            eager = eager_results(tried, inputs, exact)
+            eager = eager_results(tried, inputs)
+            typical = typical_loss_error(tried, inputs)
             break
         except torch.OutOfMemoryError:
             exact = eager = inputs = None
@@ -160,11 +174,11 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, tell: Tell) -> None:
             elif entry.alive:
                 entry.row.add_note("accuracy not checked: out of memory")
         return
-    untouched = inputs.fingerprints()
+    untouched, right = inputs.fingerprints(), (eager, exact, typical)
     for entry in entries:
         if entry.alive and entry.provider.autograd:
             tell(f"checking {entry.provider.name}")
-            check = lambda entry=entry, inputs=inputs: _verdict(entry, inputs, eager, exact, meter)
+            check = lambda entry=entry, inputs=inputs: _verdict(entry, inputs, meter, *right)
             verdict = _attempt(entry, meter, check)
             if verdict is not None:
                 _judge_row(entry.row, verdict, "" if tried is case else "x".join(map(str, tried.shape)))
@@ -179,15 +193,15 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, tell: Tell) -> None:
                 inputs = tried.make(meter.device, seed=1)
 
 
-def _verdict(entry: _Entry, inputs: Inputs, eager: Results, exact: Results, meter: Meter) -> Verdict:
-    results = Bound(entry.provider, entry.run, inputs).results()
+def _verdict(entry: _Entry, inputs: Inputs, meter: Meter, *right: object) -> Verdict:
+    results = entry.bound(inputs).results()
     meter.synchronize()  # so that a failing kernel fails here
-    return judge(results, eager, exact)
+    return judge(results, *right)
 
 
 def _judge_row(row: Row, verdict: Verdict, checked_at: str) -> None:
-    # JSON has no NaN.
-    row.error, row.eager_error = (x if math.isfinite(x) else None for x in (verdict.error, verdict.eager_error))
+    row.error, row.eager_error = _finite(verdict.error), _finite(verdict.eager_error)
+    row.errors = {name: _as_dict(errors) for name, errors in verdict.errors.items()}
     row.accurate = not verdict.wrong
     if checked_at:
         row.add_note(f"checked at {checked_at}")
@@ -195,6 +209,15 @@ def _judge_row(row: Row, verdict: Verdict, checked_at: str) -> None:
         row.status, row.note = "wrong", f"not timed: {verdict.wrong}"
     elif verdict.wrong:
         row.add_note(f"inaccurate: {verdict.wrong}")
+
+
+def _as_dict(errors: Errors) -> dict[str, float | None]:
+    values = {"error": errors.error, "eager_error": errors.eager_error, "ratio": errors.ratio}
+    return {name: _finite(value) for name, value in values.items()}
+
+
+def _finite(x: float) -> float | None:
+    return x if math.isfinite(x) else None  # JSON has no NaN
 
 
 # --- measure -------------------------------------------------------------------------------------
@@ -215,14 +238,15 @@ def _measure(case: Case, entries: list[_Entry], meter: Meter, rounds: int, tell:
 
 
 def _warm_up(entry: _Entry, inputs: Inputs, meter: Meter) -> None:
-    bound = Bound(entry.provider, entry.run, inputs)
+    bound = entry.bound(inputs)
     entry.calls = meter.calls(meter.warm_up(bound))
     entry.samples.peak_bytes = meter.peak_bytes(bound)
+    entry.samples.gradient_bytes = bound.gradient_bytes
 
 
 def _round(entry: _Entry, inputs: Inputs, meter: Meter) -> None:
-    # The copies of what it destroys live for this round only: one provider's temporaries at a time.
-    meter.round(Bound(entry.provider, entry.run, inputs), entry.calls, entry.samples)
+    # What is copied or prepared for it lives for this round only: one provider's temporaries at a time.
+    meter.round(entry.bound(inputs), entry.calls, entry.samples)
 
 
 def _finish(entry: _Entry, roofline: Roofline) -> None:
@@ -233,9 +257,18 @@ def _finish(entry: _Entry, roofline: Roofline) -> None:
     row.kernel_ms, row.kernel_source = Samples.median(samples.kernel), samples.kernel_source
     row.wall_ms, row.host_ms = Samples.median(samples.wall), Samples.median(samples.host)
     row.peak_mib = None if samples.peak_bytes is None else samples.peak_bytes / 2**20
+    if row.flops and samples.peak_bytes is not None:
+        row.peak_above_gradients_mib = (samples.peak_bytes - samples.gradient_bytes) / 2**20
     row.samples = {"kernel": samples.kernel, "wall": samples.wall, "host": samples.host}
     if row.time_ms:
         row.percent_of_roofline = 100 * row.floor_ms / row.time_ms
+
+
+def _compare_with_products(rows: list[Row]) -> None:
+    products = next((row for row in rows if row.provider == "products" and row.time_ms), None)
+    for row in rows:
+        if products and row.time_ms and (row.kernel_ms is None) == (products.kernel_ms is None):
+            row.products_ratio = row.time_ms / products.time_ms
 
 
 # --- what can go wrong ---------------------------------------------------------------------------

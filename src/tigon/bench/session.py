@@ -107,7 +107,8 @@ def _run(
         roofline = meter.roofline()
         progress.console.print(
             f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
-            f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n{report.LEGEND}\n"
+            f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n"
+            f"{report.legend(any(case.flops for case in chosen))}\n"
         )
         try:
             for case in chosen:
