@@ -20,6 +20,7 @@ from tigon.ops.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from tigon.ops.rope import rope
 from tigon.ops.softmax import Softmax, softmax
 from tigon.ops.tvd import TVDLoss, tvd
+from tigon.ops.valid_rows import ValidRows
 
 __version__ = "0.1.0"
 
@@ -39,6 +40,7 @@ __all__ = [
     "Softmax",
     "SwiGLUMLP",
     "TVDLoss",
+    "ValidRows",
     "add_rms_norm",
     "cross_entropy",
     "geglu",

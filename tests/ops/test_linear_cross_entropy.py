@@ -1,3 +1,4 @@
+import types
 import weakref
 
 import pytest
@@ -6,7 +7,10 @@ import torch.nn.functional as F
 
 import tigon
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.linear_cross_entropy import MOST_CHUNKS, chunk_size, linear_cross_entropy_reference
+from tigon.bench.inputs import Maker
+from tigon.bench.inputs import linear_cross_entropy as bench_inputs
+from tigon.ops.linear_chunks import DEFAULT_MIB, MOST_CHUNKS, chunk_size
+from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
 
 OPTIONS = {
     "plain": {},
@@ -28,7 +32,7 @@ def _inputs(t: int = 23, h: int = 16, v: int = 101, bias: bool = True) -> list[t
 
 
 def _in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tigon.ops.linear_cross_entropy as module
+    import tigon.ops.linear_chunks as module
 
     monkeypatch.setattr(module, "chunk_size", lambda *_: tokens)
 
@@ -101,11 +105,22 @@ def test_twice_in_one_graph():
 class _CountsProducts(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()
-        self.products = 0
+        self.sizes: list[tuple[int, int, int]] = []
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.products += function.overloadpacket._qualified_op_name in ("aten::mm", "aten::addmm", "aten::addmm_")
+        name = function.overloadpacket._qualified_op_name
+        if name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            a, b = args[-2:]
+            self.sizes.append((*a.shape, b.shape[1]))
         return function(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def multiplications(self) -> int:
+        return sum(m * k * n for m, k, n in self.sizes)
 
 
 @pytest.mark.parametrize(
@@ -128,6 +143,82 @@ def test_only_the_products_that_are_needed(needs, reduction, products):
             loss.sum().backward()
     assert count.products == products
     assert [p.grad is not None for p in (x, w)] == list(needs)
+
+
+IGNORED = {
+    "none": lambda t: torch.zeros(t, dtype=torch.bool),
+    "one in a hundred": lambda t: torch.arange(t) % 100 == 3,
+    "half": lambda t: torch.arange(t) % 2 == 1,
+    "all but one": lambda t: torch.arange(t) != 77,
+    "all": lambda t: torch.ones(t, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_entropy": True}], ids=str)
+@pytest.mark.parametrize("ignored", IGNORED)
+def test_ignored_tokens_cost_nothing(ignored, options, monkeypatch):
+    """Products have the sizes of the valid rows; where fewer than one row in 64 is ignored, copies would cost more."""
+    if INTERPRETED and ignored != "half":
+        pytest.skip("200 tokens take the interpreter long")
+    _in_chunks_of(64, monkeypatch)
+    x, w, b, target = _inputs(200)
+    target = target.abs().masked_fill(IGNORED[ignored](200).to(DEVICE), -100)
+    valid = target != -100
+    computed = 200 if ignored == "one in a hundred" else int(valid.sum())
+    with _CountsProducts() as count:
+        result = tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
+        loss = result if isinstance(result, torch.Tensor) else result.loss
+        dx, dw, db = torch.autograd.grad(loss.sum(), (x, w, b))
+    assert count.multiplications == (4 if "reduction" in options else 3) * computed * 16 * 101
+    assert sum(n for n, *_ in count.sizes) >= computed
+    assert (dx[~valid] == 0).all()
+    assert (dx[valid] != 0).any(-1).all()
+    reference = {name: value for name, value in options.items() if name == "reduction"}
+    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, **reference)
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=1e-6)
+    for a, e in zip((dx, dw, db), torch.autograd.grad(expected.sum(), (x, w, b)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="1200 tokens take the interpreter long")
+def test_the_last_chunks_share_what_is_left(monkeypatch):
+    x, w, target = _inputs(1200, bias=False)
+    _in_chunks_of(512, monkeypatch)
+    with torch.no_grad(), _CountsProducts() as count:
+        tigon.linear_cross_entropy(x, w, target.abs() % 101)
+    assert [n for n, *_ in count.sizes] == [512, 384, 304]
+
+
+def test_what_ignored_tokens_hold_does_not_matter():
+    """Padding may be anything; it is not multiplied, and all that is returned of it is finite."""
+    x, w, target = _inputs(bias=False)
+    clean = x.detach().clone().requires_grad_()
+    with torch.no_grad():
+        x[target == -100] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38], device=DEVICE).repeat(4)
+    asked = {"return_entropy": True, "return_log_probs": True, "return_predicted_tokens": True, "reduction": "none"}
+    got, expected = (tigon.linear_cross_entropy(i, w, target, z_loss=0.1, **asked) for i in (x, clean))
+    for a, e in zip(got, expected, strict=True):
+        assert (a is None and e is None) or torch.equal(a, e)
+    total = lambda result: (result.loss + result.entropy + result.log_probs).sum()
+    for a, e in zip(*(torch.autograd.grad(total(r), (i, w)) for r, i in ((got, x), (expected, clean))), strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}, {"token_scaling": True}], ids=str)
+def test_not_a_number_gives_not_a_number(options, value):
+    """A logit of +inf or NaN has no finite loss; -inf is a class of probability zero."""
+    x, w, b, target = _inputs()
+    with torch.no_grad():
+        b[7] = value
+    loss = tigon.linear_cross_entropy(x, w, target, linear_bias=b, reduction="none", **options)
+    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, reduction="none", **options)
+    finite = expected.isfinite()
+    assert torch.equal(loss.isnan(), expected.isnan())
+    torch.testing.assert_close(loss[finite], expected[finite], rtol=1e-5, atol=1e-6)
+    if value != -torch.inf:
+        assert loss[target != -100].isnan().all()
+        assert tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options).isnan()
 
 
 class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
@@ -167,7 +258,7 @@ def test_no_logits_beyond_the_cap(options):
     assert memory.peak <= gradients + 2.8 * 2**20 + 4 * 1024 * 32
     with _Peak() as memory:
         tigon.linear_cross_entropy(x, w, target, max_logits_mib=64, **options).sum().backward()
-    assert memory.peak > 30 * 2**20, "the check can fail"
+    assert memory.peak > 10 * 2**20, "the check can fail"
 
 
 @pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
@@ -183,6 +274,61 @@ def test_many_chunks_do_not_wear_out_a_bf16_gradient(chunks, monkeypatch):
         [x, w],
         loss=True,
     )
+
+
+def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> tuple[torch.Tensor, ...]:
+    case = types.SimpleNamespace(shape=(t, h, v), options={}, ignored=ignored, dtype=torch.bfloat16)
+    make = Maker(case, torch.device(DEVICE), torch.Generator(DEVICE).manual_seed(0))
+    return tuple(bench_inputs(make).tensors.values())
+
+
+def _gradients(function, x, w, target) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(function(x, w, target), (x, w)))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
+@pytest.mark.parametrize("shape", [(600, 48, 384), (701, 33, 1001), (512, 32, 100), (600, 7, 641)], ids=str)
+def test_the_error_of_dw_against_one_product(shape, monkeypatch):
+    """On logits as peaked as a trained model's: as good as eager's one product if summed in fp32, 2x by default."""
+    x, w, target = _peaked(*shape)
+    exact = _gradients(linear_cross_entropy_reference, *(p.detach().double().requires_grad_() for p in (x, w)), target)
+    error = lambda given: [((g.double() - e).norm() / e.norm()).item() for g, e in zip(given, exact, strict=True)]
+    eager = error(_gradients(linear_cross_entropy_reference, x, w, target))
+    for chunks, acc_dtype, most in (
+        (1, None, 1.01), (8, None, 2.0), (30, None, 1.05),
+        (1, torch.float32, 1.05), (2, torch.float32, 1.05), (8, torch.float32, 1.05), (30, torch.float32, 1.05),
+    ):  # fmt: skip
+        _in_chunks_of(-(-shape[0] // chunks), monkeypatch)
+        run = lambda *inputs: tigon.linear_cross_entropy(*inputs, acc_dtype=acc_dtype)  # noqa: B023
+        dx, dw = error(_gradients(run, x, w, target))
+        assert dw <= most * eager[1], (chunks, acc_dtype)
+        assert dx <= 1.01 * eager[0], (chunks, acc_dtype)
+    # What fails this: chunks summed in bf16 without end.
+    monkeypatch.setattr("tigon.ops.linear_chunks.MOST_CHUNKS", 10**6)
+    _in_chunks_of(shape[0] // 150, monkeypatch)
+    assert error(_gradients(tigon.linear_cross_entropy, x, w, target))[1] > 2 * eager[1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter copies the tensors of each launch")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_fp32_sum_makes_no_third_copy(reduction, monkeypatch):
+    """Above the gradients: one more buffer of the size of dW, the logits, and slabs that only a CPU needs."""
+    monkeypatch.setattr("tigon.ops.weight_gradient.SLAB_BYTES", 2**14)
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 512, generator=generator).bfloat16().requires_grad_() for n in (128, 8192))
+    target = torch.randint(8192, (128,), generator=generator)
+    peaks = []
+    for acc_dtype in (None, torch.float32):
+        with _Peak() as memory:
+            tigon.linear_cross_entropy(
+                x, w, target, max_logits_mib=4, acc_dtype=acc_dtype, reduction=reduction
+            ).sum().backward()
+        peaks.append(memory.peak - (x.nbytes + w.nbytes))
+        x.grad = w.grad = None
+    small = 3 * x.nbytes + 2**19
+    assert peaks[0] <= 4 * 2**20 + small
+    assert peaks[1] <= 4 * 2**20 + w.nbytes + small
+    assert peaks[1] >= w.nbytes, "the check can fail"
 
 
 def test_fp16_gradients_survive_a_loss_scale():
@@ -209,7 +355,7 @@ def test_chunks(tokens, v, mib, device):
         assert chunk == 1 or chunk * v * 2 <= mib * 2**20
     elif device == "cuda":
         assert count <= MOST_CHUNKS
-        assert chunk * v * 2 <= max(512 * 2**20, (tokens / MOST_CHUNKS + 128) * v * 2)
+        assert chunk * v * 2 <= max(DEFAULT_MIB["cuda"] * 2**20, (tokens / MOST_CHUNKS + 128) * v * 2)
 
 
 def test_ignored_and_out_of_range_targets():

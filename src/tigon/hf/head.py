@@ -29,7 +29,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.replacement import find_replacement
+from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.valid_rows import ValidRows
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec"]
 
@@ -77,6 +79,8 @@ class Call:
 
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
+    targets: Tensor  # [B, S]: labels where they are predicted
+    valid_rows: ValidRows | None  # on their way to the host while the layers run
     num_items: Tensor | float | None
     ignore_index: int
     loss: Tensor | None = None
@@ -109,7 +113,15 @@ class FusedLoss(threading.local):
         one_number = num_items.dim() == 0 if isinstance(num_items, Tensor) else type(num_items) in (int, float)
         if any(name in given for name in spec.unknown) or not (one_number or num_items is None):
             return None
-        return Call(labels, read.get("shift_labels"), num_items, read.get("ignore_index", IGNORE_INDEX))
+        ignore_index, targets = read.get("ignore_index", IGNORE_INDEX), read.get("shift_labels")
+        shift_labels = targets
+        if targets is None:
+            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+        valid_rows = None
+        if not torch.compiler.is_compiling():
+            products = targets.numel() * getattr(model, spec.head).weight.numel()
+            valid_rows = find_rows(targets, ignore_index, products)
+        return Call(labels, shift_labels, targets, valid_rows, num_items, ignore_index)
 
 
 @dataclass(eq=False)
@@ -144,23 +156,22 @@ class HeadForward:
         if (
             call is None
             or call.loss is not None
-            or hidden.shape[:-1] != (call.labels if call.shift_labels is None else call.shift_labels).shape
+            or hidden.shape[:-1] != call.targets.shape
             or weight.shape != (spec.vocabulary, hidden.shape[-1])  # a shard: its logits are not all
             or type(weight) not in (nn.Parameter, Tensor)  # a DTensor, a quantised weight
         ):
             return type(head).forward(head, hidden)
-        targets = call.shift_labels
-        if targets is None:
-            targets = F.pad(call.labels, (0, 1), value=call.ignore_index)[..., 1:]
+        targets = call.targets.to(hidden.device)
         call.loss = linear_cross_entropy(
             hidden,
             weight,
-            targets.to(hidden.device),
+            targets,
             linear_bias=head.bias,
             ignore_index=call.ignore_index,
             softcap=spec.softcap,
             logit_scale=spec.logit_scale,
             num_items=call.num_items,
+            valid_rows=call.valid_rows if targets is call.targets else None,
         )
         # In the graph of the loss, and no view: FSDP2 dislikes views as outputs.
         call.placeholders.append(call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss)

@@ -6,18 +6,17 @@ For chunks of C tokens, so that C * V logits fit in a budget:
     dx  = da W                          one product
     dW += da^T x,   db += sum_rows(da)  one product
 
-The forward pass makes the gradients, because the logits are there: three products in all, and backward multiplies
-them by the gradient that arrives (not at all if it is one). With `reduction="none"` that gradient differs from token
-to token and dW is not known before it comes; and in fp16, da / T would vanish without the loss scale that comes with
-it: then backward makes the logits again, four products in all.
+Tokens that are ignored are left out before the products. The forward pass makes the gradients, because the logits are
+there: three products in all, and backward multiplies them by the gradient that arrives (not at all if it is one). With
+`reduction="none"` that gradient differs from token to token and dW is not known before it comes; and in fp16, da / T
+would vanish without the loss scale that comes with it: then backward makes the logits again, four products in all. The
+gradients of log-probabilities and entropies that were returned are made in backward too, if any arrives.
 
 Every chunk reads and writes dW once more and rounds it once more, so chunks are few: by default as large as
-`DEFAULT_MIB` allows, but never more than `MOST_CHUNKS`.
+the budget allows, and dW of more than `linear_chunks.MOST_CHUNKS` is summed in fp32.
 
-Shapes: T tokens (all leading dimensions), H hidden, V vocabulary.
+Shapes: T tokens (all leading dimensions), H hidden, V vocabulary, C tokens of a chunk.
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -33,16 +32,19 @@ from tigon.ops.cross_entropy import (
     loss_options,
     loss_output,
 )
-from tigon.ops.dispatch import first_order, launcher, runs_kernels
-from tigon.ops.rescale import rescaled
-from tigon.ops.token_loss import Options, gradient, gradient_scales, statistics
+from tigon.ops.dispatch import first_order, leave_absent
+from tigon.ops.linear_chunks import (
+    Call,
+    linear_cross_entropy_backward,
+    linear_cross_entropy_forward,
+    rows_to_compute,
+)
+from tigon.ops.rescale import rescale, rescaled
+from tigon.ops.token_loss import Statistics, Wants, gradient_scales
+from tigon.ops.valid_rows import ValidRows
+from tigon.ops.vocab_parallel import cut_of, local_parts
 
-__all__ = ["LinearCrossEntropyLoss", "chunk_size", "linear_cross_entropy", "linear_cross_entropy_reference"]
-
-# On a GPU a chunk must be long enough that its products hide the traffic of dW; on a CPU, short enough for its caches.
-DEFAULT_MIB = {"cuda": 512, "cpu": 96}
-# With more, the roundings of a bf16 dW add up to more than twice those of one product: then the sum is in fp32.
-MOST_CHUNKS = 8
+__all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -55,152 +57,136 @@ def linear_cross_entropy_reference(
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
-# --- configuration -------------------------------------------------------------------------------
-
-
-def bytes_per_logit(x: Tensor) -> int:
-    """What a logit of a chunk takes: its own bytes, and where no kernel runs, those of two fp32 values beside it."""
-    return x.element_size() + (0 if runs_kernels(x) else 8)
-
-
-def chunk_size(tokens: int, vocabulary: int, itemsize: int, max_logits_mib: float | None, device_type: str) -> int:
-    """Tokens a chunk: equal chunks, in multiples of 128 (a tile of the products) where the budget allows."""
-    budget = max_logits_mib or DEFAULT_MIB.get(device_type, DEFAULT_MIB["cpu"])
-    most = max(1, int(budget * 2**20) // (vocabulary * itemsize))
-    if max_logits_mib is None and device_type == "cuda":
-        most = max(most, -(-tokens // MOST_CHUNKS))
-    chunks = max(1, -(-tokens // most))
-    even = -(-tokens // chunks)
-    rounded = -(-even // 128) * 128
-    return max(1, rounded if rounded <= most else min(even, most))
-
-
-# --- launchers (2-D in, no autograd) -------------------------------------------------------------
-
-
-class _Results(NamedTuple):
-    """Gradients are empty where not needed, z-loss and predictions where not wanted."""
-
-    loss: Tensor  # [T] fp32
-    z_loss: Tensor  # [T] fp32
-    predicted: Tensor  # [T] int64
-    dx: Tensor  # [T, H]
-    dw: Tensor  # [V, H]
-    db: Tensor  # [V]
-
-
-def _allocate(x, weight, needs_dx, needs_dw, needs_db, wants_z_loss, wants_predicted) -> _Results:
-    (t, h), v = x.shape, weight.shape[0]
-    return _Results(
-        x.new_empty(t, dtype=torch.float32),
-        x.new_empty(t if wants_z_loss else 0, dtype=torch.float32),
-        x.new_empty(t if wants_predicted else 0, dtype=torch.int64),
-        x.new_empty((t, h) if needs_dx else 0),
-        x.new_empty((v, h) if needs_dw else 0),
-        x.new_empty(v if needs_db else 0),
-    )
-
-
-def _fake(x, weight, target, bias, class_weight, scales, dloss, chunk, *arguments):
-    return tuple(_allocate(x, weight, *arguments[:5]))
-
-
-@launcher(fake=_fake)
-def linear_cross_entropy_chunks(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
-    dloss: Tensor | None, chunk: int,
-    needs_dx: bool, needs_dw: bool, needs_db: bool, wants_z_loss: bool, wants_predicted: bool,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [T, H], weight [V, H] -> `_Results`; the gradients are those of sum_i dloss_i * loss_i (None: of ones)."""
-    options = Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss)
-    results = _allocate(x, weight, needs_dx, needs_dw, needs_db, wants_z_loss, wants_predicted)
-    needed = needs_dx or needs_dw or needs_db
-    at_once = needed and dloss is None
-    if x.shape[0] == 0:
-        for gradient_of_none in results[3:]:
-            gradient_of_none.zero_()
-        return tuple(results)
-    buffer = x.new_empty(min(chunk, x.shape[0]), weight.shape[0])
-    # The sum of many chunks' dW is kept in fp32: in half precision each would round it once more.
-    many = needs_dw and x.shape[0] > MOST_CHUNKS * chunk and x.element_size() == 2
-    dw = x.new_zeros(weight.shape, dtype=torch.float32) if many else results.dw
-    db = x.new_zeros(weight.shape[0] if needs_db else 0, dtype=torch.float32)
-    for start in range(0, x.shape[0], chunk):
-        part = slice(start, start + chunk)
-        rows, targets = x[part], target[part]
-        logits = buffer[: len(rows)]
-        if bias is None:
-            torch.mm(rows, weight.t(), out=logits)
-        else:
-            torch.addmm(bias, rows, weight.t(), out=logits)
-
-        found = statistics(
-            logits, targets, class_weight, scales, options, wants_z_loss, wants_predicted, gradient_=at_once
-        )  # fmt: skip
-        if needed and not at_once:
-            gradient(logits, targets, class_weight, scales, found.lse, dloss[part], options, out=logits)
-        results.loss[part] = found.loss
-        if wants_z_loss:
-            results.z_loss[part] = found.z_loss
-        if wants_predicted:
-            results.predicted[part] = found.predicted
-
-        if needs_dx:
-            torch.mm(logits, weight, out=results.dx[part])
-        if many:
-            dw += torch.mm(logits.t(), rows)
-        elif needs_dw and start == 0:
-            torch.mm(logits.t(), rows, out=dw)
-        elif needs_dw:
-            dw.addmm_(logits.t(), rows)
-        if needs_db:
-            db += logits.sum(0, dtype=torch.float32)
-    if many:
-        results.dw.copy_(dw)
-    if needs_db:
-        results.db.copy_(db)
-    return tuple(results)
-
-
 # --- autograd ------------------------------------------------------------------------------------
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, target, class_weight, scales, reduce, chunk, needs, wants, options):
-        at_once = reduce and x.dtype != torch.float16
-        now = needs if at_once else [False] * 3  # if not at once, backward makes the gradients
-        results = _Results(
-            *linear_cross_entropy_chunks(
-                x, weight, target, bias, class_weight, scales, None, chunk, *now, *wants, *options
-            )
+    def forward(ctx, x, weight, bias, target, class_weight, scales, valid, into, reduce, call):
+        leave_absent(ctx)
+        compiling = torch.compiler.is_compiling()
+        # `torch.compile` gives zeros for gradients that do not arrive: then one backward makes all of them.
+        extras = call.wants.log_probs or call.wants.entropy
+        at_once = reduce and x.dtype != torch.float16 and not (compiling and extras)
+        now = call if at_once else call._replace(needs=(False,) * 3)
+        rows, count = None, -1
+        if not compiling:
+            rows, count = rows_to_compute(valid, target, call.options[0], x.numel() * call.cut.rows)
+        results = linear_cross_entropy_forward(
+            x, weight, target, bias, class_weight, scales, rows, count, into, *now.arguments
         )
+        found = Statistics(*results[:6])
+        inputs = (x, weight, target, bias, class_weight, scales, rows, found.lse, found.log_probs, found.entropy)
         if at_once:
-            ctx.save_for_backward(results.dx, results.dw, results.db)
+            gradients = [g if need else None for g, need in zip(results[6:], call.needs, strict=True)]
+            gradients[1] = gradients[1] if into is None else None
         else:
-            ctx.save_for_backward(x, weight, target, bias, class_weight, scales)
-        ctx.at_once, ctx.chunk, ctx.needs, ctx.options = at_once, chunk, needs, options
-        loss = results.loss.sum() if reduce else results.loss
-        ctx.mark_non_differentiable(results.z_loss, results.predicted)
-        return loss, results.z_loss, results.predicted
+            gradients = []
+        ctx.save_for_backward(*gradients, *(inputs if extras or not at_once else ()))
+        ctx.at_once, ctx.call, ctx.count, ctx.into, ctx.spent = at_once, call, count, into, False
+        ctx.head = None if into is None else weight
+        ctx.mark_non_differentiable(found.z_loss, found.predicted)
+        loss = found.loss.sum() if reduce else found.loss
+        return loss, found.z_loss, found.predicted, found.log_probs, found.entropy
 
     @staticmethod
     @first_order
-    def backward(ctx, dloss, *_):
-        if ctx.at_once:
+    def backward(ctx, dloss, _z_loss, _predicted, dlog_probs, dentropy):
+        saved, (needs, wants, *_), into, gradients = ctx.saved_tensors, ctx.call, ctx.into, [None] * 3
+        dlog_probs, dentropy = dlog_probs if wants.log_probs else None, dentropy if wants.entropy else None
+        if into is not None:
+            _check_same_buffer(into, ctx.head)
+            if ctx.at_once:
+                _trust(into, dloss, ctx.spent)
+                ctx.spent = True
+        if ctx.at_once and dloss is not None:
             gradients = [
-                rescaled(g.view(-1, g.shape[-1]), dloss).view(g.shape) if need else None
-                for g, need in zip(ctx.saved_tensors, ctx.needs, strict=True)
+                None if g is None else rescaled(g if g.dim() == 2 else g[None], dloss).view(g.shape) for g in saved[:3]
             ]
-        else:
-            x, weight, target, bias, class_weight, scales = ctx.saved_tensors
-            dloss = dloss.expand(x.shape[0])
-            made = linear_cross_entropy_chunks(
-                x, weight, target, bias, class_weight, scales, dloss, ctx.chunk, *ctx.needs, False, False, *ctx.options
+        if not ctx.at_once or dlog_probs is not None or dentropy is not None:
+            *inputs, lse, log_probs, entropy = saved[3:] if ctx.at_once else saved
+            dloss = lse.new_zeros(()) if ctx.at_once or dloss is None else dloss
+            later = linear_cross_entropy_backward(
+                *inputs, ctx.count, into, lse, log_probs, entropy, dloss, dlog_probs, dentropy, *ctx.call.arguments
             )
-            gradients = [g if need else None for g, need in zip(made[3:], ctx.needs, strict=True)]
-        return *gradients, *[None] * 8
+            later = [g if need else None for g, need in zip(later, needs, strict=True)]
+            gradients = [b if a is None else a if b is None else a + b for a, b in zip(gradients, later, strict=True)]
+        dx, dw, db = gradients
+        if into is not None:
+            # Megatron's hooks want to see a gradient, and add it to main_grad, or not: zeros are right for both.
+            dw = ctx.head.new_zeros(()).expand(ctx.head.shape) if _tells(ctx.head, into) else None
+        return dx, dw, db, *[None] * 7
+
+
+# --- accumulation --------------------------------------------------------------------------------
+
+
+def _trust(into: Tensor, dloss: Tensor | None, spent: bool) -> None:
+    """dW was added to `into` for a gradient of one: if another arrives, the sum is wrong, and becomes NaN."""
+    if spent:
+        raise RuntimeError(
+            "linear_cross_entropy: a loss with accumulate_grad has one backward: its dW is added already"
+        )
+    rescale(into, into.new_full((), torch.nan) if dloss is None else torch.where(dloss == 1.0, 1.0, torch.nan))
+
+
+def _gradient_of(linear_weight: Tensor) -> tuple[str, Tensor | None]:
+    """What a weight's gradients are summed in, and its name."""
+    main = getattr(linear_weight, "main_grad", None)
+    return ("linear_weight.grad", linear_weight.grad) if main is None else ("linear_weight.main_grad", main)
+
+
+def _check_same_buffer(into: Tensor, linear_weight: Tensor) -> None:
+    name, now = _gradient_of(linear_weight)
+    if now is None or now.data_ptr() != into.data_ptr():
+        raise RuntimeError(
+            f"linear_cross_entropy: {name}, to which accumulate_grad adds, was replaced between forward and backward: "
+            "call zero_grad before the forward pass"
+        )
+
+
+def _tells(linear_weight: Tensor, into: Tensor) -> bool:
+    """Whether the weight is to know that dW is in its main_grad: Megatron's protocol."""
+    return into is getattr(linear_weight, "main_grad", None) and hasattr(linear_weight, "grad_added_to_main_grad")
+
+
+def _gradient_to_add_to(op: str, linear_weight: Tensor) -> Tensor | None:
+    """The buffer that `accumulate_grad` adds to; None if the weight has no gradient yet."""
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and linear_weight.requires_grad):
+        return None
+    if hasattr(linear_weight, "placements"):
+        raise ValueError(
+            f"{op}: accumulate_grad adds the whole dW, but linear_weight is a DTensor, whose .grad holds a shard "
+            "(FSDP2 reduces gradients over the ranks first): leave accumulate_grad out"
+        )
+    if not linear_weight.is_leaf:
+        raise ValueError(
+            f"{op}: accumulate_grad needs a linear_weight that has a .grad (a leaf), got the result of an op"
+        )
+    if linear_weight._backward_hooks or linear_weight._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"{op}: linear_weight has hooks that wait for its gradient, which accumulate_grad does not hand to autograd"
+        )
+    if torch._C._current_graph_task_id() != -1:
+        raise ValueError(
+            f"{op}: accumulate_grad adds dW in the forward pass, which runs again here in backward (activation "
+            "checkpointing): keep the loss out of the checkpointed region"
+        )
+    name, into = _gradient_of(linear_weight)
+    if into is None:
+        return None
+    check.same(op, "device", **{"linear_weight": linear_weight, name: into})
+    check.shape(op, name, into, linear_weight.shape)
+    if (
+        into.layout != torch.strided
+        or not into.is_contiguous()
+        or into.dtype not in (linear_weight.dtype, torch.float32)
+    ):
+        raise ValueError(
+            f"{op}: accumulate_grad needs a dense {name} in {linear_weight.dtype} or float32, "
+            f"got {into.layout}, {into.dtype}, strides {into.stride()}"
+        )
+    return into
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -219,29 +205,55 @@ def linear_cross_entropy(
     softcap: float | None = None,
     logit_scale: float = 1.0,
     z_loss: float = 0.0,
+    token_scaling: bool = False,
     num_items: Tensor | float | None = None,
     max_logits_mib: float | None = None,
+    acc_dtype: torch.dtype | None = None,
+    accumulate_grad: bool = False,
+    valid_rows: ValidRows | None = None,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    vocab_size: int | None = None,
     return_z_loss: bool = False,
     return_token_accuracy: bool = False,
     return_predicted_tokens: bool = False,
+    return_log_probs: bool = False,
+    return_entropy: bool = False,
 ) -> Tensor | LossOutput:
     """Cross entropy of a linear layer's outputs, `cross_entropy(linear(input, linear_weight, linear_bias), target)`.
 
-    The logits exist for one chunk of tokens at a time, on every device, and each gradient is made only if it is needed.
+    The logits exist for one chunk of tokens at a time, on every device; ignored tokens are not computed, and each
+    gradient is made only if it is needed.
 
     Args:
         input: [..., H] hidden states, fp32 | bf16 | fp16.
-        linear_weight: [V, H], of the same dtype; under autocast both are cast as `linear` casts them.
+        linear_weight: [V, H], of the same dtype; under autocast both are cast as `linear` casts them, and dW comes in
+            fp32 unrounded.
         target: [...] class indices, int64 | int32.
         linear_bias: [V].
         weight: [V] class weights.
         reduction: "none" for [...] (differentiable with any gradient), "sum" or "mean".
         ignore_index: Targets of this value have no loss and gradients of exactly zero.
-        label_smoothing, softcap, logit_scale, z_loss, num_items: As in `cross_entropy`.
+        label_smoothing, softcap, logit_scale, z_loss, token_scaling, num_items: As in `cross_entropy`. A temperature
+            is `logit_scale=1 / temperature`.
         max_logits_mib: Cap in MiB on the logits held at once, at least one token's, with what else the loss of a chunk
             needs of their size (nothing on a GPU). None: 512 on a GPU (more for long inputs, so that there are at most
-            8 chunks), 96 on a CPU. A half-precision dW of more than 8 chunks is summed in a buffer in fp32.
+            8 chunks), 96 on a CPU. A half-precision dW of more than 8 chunks is summed in fp32.
+        acc_dtype: torch.float32 sums dW over chunks in fp32 and rounds once, with a buffer of the size of dW beside it.
+            None: in the dtype of the weight.
+        accumulate_grad: Add dW to `linear_weight.grad` (or `.main_grad`, if it has one) in the forward pass, instead of
+            returning a second buffer to autograd. The loss must be what `backward` starts from, once: if another
+            gradient than one arrives, the buffer becomes NaN; a divisor belongs into `num_items`. A weight without a
+            gradient gets one as ever. No effect under `torch.compile`.
+        valid_rows: Made of `target` by `ValidRows` as early as it is known, so that nothing waits here for the number
+            of tokens that are not ignored. None: made here, where the products are large enough to be worth a wait.
+        process_group: Ranks that each hold some rows of linear_weight (and linear_bias), in the order of ranks, and the
+            same of all else: tensor parallelism. `linear_weight` may then be a DTensor. dx is summed over the ranks;
+            `weight` and `target` are of the whole vocabulary.
+        vocab_size: V, if it is not `linear_weight.shape[0]` times the ranks: then all but the last ranks hold
+            V / ranks rows, rounded up.
         return_z_loss, return_token_accuracy, return_predicted_tokens: As in `cross_entropy`.
+        return_log_probs, return_entropy: As in `cross_entropy`, differentiable. Where such a gradient arrives beside
+            that of a reduced loss, backward takes three more products; with `reduction="none"` all takes four.
 
     Returns:
         The loss, fp32; or a `LossOutput` if anything is asked for beside it. A mean over no valid target is 0.
@@ -249,7 +261,7 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: `input`, `linear_weight` or a bias is no floating-point tensor, or `target` no integer tensor.
-        ValueError: Shapes, dtypes or devices do not fit, or an option is out of range.
+        ValueError: Shapes, dtypes, devices or shards do not fit, or an option is out of range.
 
     Source: the gradient in the forward pass and chunks, Hsu et al., "Liger Kernel", arXiv:2410.10989; argument names,
     `torch.nn.functional.linear_cross_entropy`.
@@ -261,9 +273,16 @@ def linear_cross_entropy(
         torch.Size([6, 16])
     """
     op = "linear_cross_entropy"
+    check.tensor(op, input=input, linear_weight=linear_weight, target=target)
+    into = _gradient_to_add_to(op, linear_weight) if accumulate_grad else None
+    if any(hasattr(x, "placements") for x in (input, linear_weight, linear_bias, target)):
+        if vocab_size is None and process_group is not None and hasattr(linear_weight, "placements"):
+            vocab_size = linear_weight.shape[0]
+        input, target, linear_weight, linear_bias = local_parts(
+            op, process_group, input, target, linear_weight=linear_weight, linear_bias=linear_bias
+        )
     check.floating(op, input=input, linear_weight=linear_weight, linear_bias=linear_bias)
-    check.tensor(op, target=target)
-    if linear_weight.dim() != 2 or 0 in linear_weight.shape:
+    if linear_weight.dim() != 2 or linear_weight.shape[1] == 0 or (process_group is None and len(linear_weight) == 0):
         raise ValueError(f"{op}: linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
     v, h = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != h:
@@ -272,31 +291,49 @@ def linear_cross_entropy(
     if linear_bias is not None:
         check.shape(op, "linear_bias", linear_bias, (v,))
     check.same(op, "device", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
-    check_loss_arguments(
-        op, v, target, weight, reduction, num_items, input.device
-    )  # fmt: skip
+    cut = cut_of(op, process_group, v, vocab_size)
+    check_loss_arguments(op, cut.vocabulary, target, weight, reduction, num_items, input.device)
     ignore_index = -100 if ignore_index is None else ignore_index
-    options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss)
+    options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
     if max_logits_mib is not None and check.number(op, "max_logits_mib", max_logits_mib) < 1:
         raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
+    check.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
+    if acc_dtype is not None and into is not None and into.dtype != acc_dtype:
+        raise ValueError(f"{op}: acc_dtype=float32 with accumulate_grad needs a gradient in float32, got {into.dtype}")
+    if valid_rows is not None and not torch.compiler.is_compiling():
+        if not isinstance(valid_rows, ValidRows):
+            raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows, got {type(valid_rows).__name__}")
+        if not valid_rows.of(target, ignore_index):
+            raise ValueError(f"{op}: valid_rows must be made of this target (not a copy, unchanged) and ignore_index")
     if input.device.type != "meta" and torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         cast = lambda x: x if x is None or x.dtype == torch.float64 else x.to(dtype)
-        input, linear_weight, linear_bias = cast(input), cast(linear_weight), cast(linear_bias)
-    check.same(op, "dtype", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
+        # The weight is cast where it is used, so that its gradient need not be.
+        check.same(op, "dtype", input=cast(input), linear_weight=cast(linear_weight[:0]), linear_bias=cast(linear_bias))
+        input, linear_bias = cast(input), cast(linear_bias)
+    else:
+        check.same(op, "dtype", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
 
     x, targets = input.reshape(-1, h), target.reshape(-1).contiguous()
     weight = None if weight is None else weight.detach().contiguous()
     needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (input, linear_weight, linear_bias)]
-    wants = [return_z_loss, return_token_accuracy or return_predicted_tokens]
-    scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
-    losses, z_losses, predicted = _LinearCrossEntropy.apply(
-        x, linear_weight, linear_bias, targets, weight, scales, reduction != "none",
-        chunk_size(x.shape[0], v, bytes_per_logit(x), max_logits_mib, input.device.type), needs, wants, options,
-    )  # fmt: skip
+    wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
+    if torch.compiler.is_compiling():
+        valid_rows = None
+    elif valid_rows is not None:
+        valid_rows = valid_rows if targets.numel() else None
+    num_items, mean = as_scalar(num_items, input.device), reduction == "mean"
+    scales = gradient_scales(targets, weight, num_items, cut.vocabulary, ignore_index, mean)
+    call = Call(tuple(needs), wants, acc_dtype is not None, max_logits_mib, cut, options)
+    losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
+        x, linear_weight, linear_bias, targets, weight, scales, valid_rows, into, reduction != "none", call
+    )
+    if into is not None and _tells(linear_weight, into):
+        linear_weight.grad_added_to_main_grad = True
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,
         return_z_loss, return_token_accuracy, return_predicted_tokens,
+        log_probs if return_log_probs else None, entropy if return_entropy else None,
     )  # fmt: skip
 
 
@@ -304,7 +341,7 @@ class LinearCrossEntropyLoss(nn.Module):
     """`linear_cross_entropy` as a module: the layer's weight comes with each call, as the hidden states do.
 
     Args:
-        **options: What `linear_cross_entropy` takes by keyword, but for the bias and `num_items`.
+        **options: What `linear_cross_entropy` takes by keyword, but for the bias, `num_items` and `valid_rows`.
 
     Example:
         >>> loss = tigon.LinearCrossEntropyLoss(label_smoothing=0.1)
@@ -315,7 +352,9 @@ class LinearCrossEntropyLoss(nn.Module):
     def __init__(self, weight: Tensor | None = None, **options) -> None:
         super().__init__()
         known = ("reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "max_logits_mib")
+        known += ("token_scaling", "acc_dtype", "accumulate_grad", "process_group", "vocab_size")
         known += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
+        known += ("return_log_probs", "return_entropy")
         for name in options:
             check.choice("LinearCrossEntropyLoss", "an option", name, known)
         self.register_buffer("weight", weight)
@@ -328,9 +367,11 @@ class LinearCrossEntropyLoss(nn.Module):
         target: Tensor,
         linear_bias: Tensor | None = None,
         num_items: Tensor | float | None = None,
+        valid_rows: ValidRows | None = None,
     ) -> Tensor | LossOutput:
         """input [..., H], linear_weight [V, H], target [...] -> as `linear_cross_entropy`."""
         return linear_cross_entropy(
             input, linear_weight, target,
-            linear_bias=linear_bias, weight=self.weight, num_items=num_items, **self.options,
+            linear_bias=linear_bias, weight=self.weight, num_items=num_items, valid_rows=valid_rows,
+            **self.options,
         )  # fmt: skip

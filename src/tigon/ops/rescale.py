@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tigon.ops.dispatch import cdiv, device_of, launch, on_device, runs_kernels
 
-__all__ = ["rescaled"]
+__all__ = ["rescale", "rescaled"]
 
 BLOCK = 4096
 
@@ -31,13 +31,10 @@ def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BL
 
 
 @on_device
-def rescaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x [M, N] times factor, [] or one value a row [M]: in place if this backward is the last, or in a new tensor."""
-    column = factor[:, None] if factor.dim() else factor
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
-        return (x * column).to(x.dtype)
+def rescale(x: Tensor, factor: Tensor) -> Tensor:
+    """x [M, N] *= factor, [] or one value a row [M]."""
     if not runs_kernels(x):
-        return x.mul_(column)
+        return x.mul_(factor[:, None] if factor.dim() else factor)
     if x.numel():
         (m, n), blocks = x.shape, cdiv(x.shape[1], BLOCK)
         # Few programs: nearly always all that they do is look at the factor.
@@ -45,3 +42,10 @@ def rescaled(x: Tensor, factor: Tensor) -> Tensor:
         stride = factor.stride(0) if factor.dim() else 0
         launch(_rescale_kernel, programs, x, factor, x.stride(0), stride, m, n, blocks, BLOCK=BLOCK, num_warps=8)
     return x
+
+
+def rescaled(x: Tensor, factor: Tensor) -> Tensor:
+    """x [M, N] times factor, [] or one value a row [M]: in place if this backward is the last, or in a new tensor."""
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+        return (x * (factor[:, None] if factor.dim() else factor)).to(x.dtype)
+    return rescale(x, factor)

@@ -1,0 +1,284 @@
+"""The logits of a linear layer's outputs, a chunk of tokens at a time, their losses, and the gradients of its inputs.
+
+Maths and reasons: `linear_cross_entropy`.
+
+Shapes: T tokens, H hidden, V vocabulary (of this rank), C tokens of a chunk.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tigon.ops.dispatch import cdiv, launcher, runs_kernels
+from tigon.ops.products import product
+from tigon.ops.token_loss import Options, Statistics, Upstream, Wants, gradient, statistics
+from tigon.ops.valid_rows import ValidRows
+from tigon.ops.vocab_parallel import Cut, parallel_statistics, sum_over_ranks
+from tigon.ops.weight_gradient import WeightGradient
+
+__all__ = [
+    "Call",
+    "chunk_size",
+    "find_rows",
+    "linear_cross_entropy_backward",
+    "linear_cross_entropy_forward",
+    "rows_to_compute",
+]
+
+# On a GPU a chunk must be long enough that its products hide the traffic of W and dW: 1280 tokens of a vocabulary of
+# 256000. On a CPU, short enough for its caches.
+DEFAULT_MIB = {"cuda": 640, "cpu": 96}
+# With more, the roundings of a bf16 dW add up to more than twice those of one product: then the sum is in fp32.
+MOST_CHUNKS = 8
+# Multiplications of a product, on a GPU, that are worth finding out which tokens are ignored: 0.1 ms on an H200.
+WORTH_COUNTING = 2**35
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+def bytes_per_logit(x: Tensor) -> int:
+    """What a logit of a chunk takes: its own bytes, and where no kernel runs, those of two fp32 values beside it."""
+    return x.element_size() + (0 if runs_kernels(x) else 8)
+
+
+def chunk_size(tokens: int, vocabulary: int, itemsize: int, max_logits_mib: float | None, device_type: str) -> int:
+    """Tokens a chunk: equal chunks, in multiples of 128 (a tile of the products) where the budget allows."""
+    budget = max_logits_mib or DEFAULT_MIB.get(device_type, DEFAULT_MIB["cpu"])
+    most = max(1, int(budget * 2**20) // (vocabulary * itemsize))
+    if max_logits_mib is None and device_type == "cuda":
+        most = max(most, cdiv(tokens, MOST_CHUNKS))
+    chunks = max(1, cdiv(tokens, most))
+    return max(1, _tiled(cdiv(tokens, chunks), most))
+
+
+def _tiled(tokens: int, most: int) -> int:
+    """A multiple of 128, the tile of the products, if it is not more than `most`."""
+    rounded = cdiv(tokens, 128) * 128
+    return rounded if rounded <= most else min(tokens, most)
+
+
+class Call(NamedTuple):
+    """What a call asks for, as plain values."""
+
+    needs: tuple[bool, bool, bool]  # gradients of input, weight and bias
+    wants: Wants
+    in_fp32: bool
+    max_logits_mib: float | None
+    cut: Cut
+    options: tuple  # the fields of `Options`
+
+    @property
+    def arguments(self) -> tuple:
+        """What both launchers end with."""
+        return *self.needs, *self.wants, self.in_fp32, self.max_logits_mib, *self.cut, *self.options
+
+
+# --- chunks --------------------------------------------------------------------------------------
+
+
+def find_rows(target: Tensor, ignore_index: int, products: int) -> ValidRows | None:
+    """The rows that count; None where a CUDA graph fixes the sizes, or where looking would cost more than it saves."""
+    if target.is_cuda and (products < WORTH_COUNTING or torch.cuda.is_current_stream_capturing()):
+        return None
+    return ValidRows(target, ignore_index) if target.device.type in ("cpu", "cuda") else None
+
+
+def rows_to_compute(
+    given: ValidRows | None, target: Tensor, ignore_index: int, products: int
+) -> tuple[Tensor | None, int]:
+    """The rows that count and their number; None for all, also where few are ignored."""
+    m = target.numel()
+    if given is None or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        given = find_rows(target, ignore_index, products)
+    return (None, m) if given is None or (m - given.count) * 64 <= m else (given.rows, given.count)
+
+
+def _tokens_a_chunk(x: Tensor, count: int, cut: Cut, max_logits_mib: float | None) -> int:
+    return chunk_size(count, max(cut.rows, 1), bytes_per_logit(x), max_logits_mib, x.device.type)
+
+
+Where = slice | Tensor  # rows of [T, ...]: neighbours, or by index
+
+
+def _taken(x: Tensor | None, where: Where) -> Tensor | None:
+    """Rows of x; x itself if it is one for all, or empty, or None."""
+    if x is None or x.dim() == 0 or len(x) == 0:
+        return x
+    return x[where] if isinstance(where, slice) else x.index_select(0, where)
+
+
+def _chunks(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: Tensor | None, count: int,
+    max_logits_mib: float | None, cut: Cut,
+) -> Iterator[tuple[Where, Tensor, Tensor, Tensor]]:  # fmt: skip
+    """Where a chunk is, its x [C, H], targets [C] and logits [C, V], in a buffer that the next chunk uses again."""
+    size = _tokens_a_chunk(x, count, cut, max_logits_mib)
+    buffer = x.new_empty(min(size, count), len(weight))
+    start = 0
+    while start < count:
+        left = count - start
+        # The last two share what is left: a short one would leave multiprocessors idle.
+        part = slice(start, start + (_tiled(cdiv(left, 2), size) if size < left < 2 * size else min(size, left)))
+        start = part.stop
+        where = part if rows is None else rows[part]
+        x_part = _taken(x, where)
+        logits = buffer[: len(x_part)]
+        if bias is None:
+            product(x_part, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, x_part, weight.t(), out=logits)
+        yield where, x_part, _taken(target, where), logits
+
+
+class _Gradients:
+    """Those of x, weight and bias, of which a chunk's d(logits) make a part; None where not needed."""
+
+    def __init__(self, x, weight, bias, rows, count, into, call: Call) -> None:
+        needs_dx, needs_dw, needs_db = call.needs
+        # Rows that are left out have gradients of zero.
+        new = x.new_empty if rows is None and count else x.new_zeros
+        self.dx = new(x.shape) if needs_dx else None
+        self.db = weight.new_zeros(len(weight), dtype=torch.float32) if needs_db else None
+        self.dw, self.bias, self.cut = None, bias, call.cut
+        if needs_dw:
+            # In half precision, many chunks would each round once more.
+            many = count > MOST_CHUNKS * _tokens_a_chunk(x, count, call.cut, call.max_logits_mib)
+            many = many and x.element_size() == 2 and into is None
+            self.dw = WeightGradient(weight, call.in_fp32 or many, into)
+
+    def add(self, where: Where, x: Tensor, weight: Tensor, dlogits: Tensor) -> None:
+        if self.dx is not None and isinstance(where, slice):
+            torch.mm(dlogits, weight, out=self.dx[where])
+        elif self.dx is not None:
+            self.dx.index_copy_(0, where, dlogits @ weight)
+        if self.dw is not None:
+            self.dw.add(dlogits, x)
+        if self.db is not None:
+            self.db += dlogits.sum(0, dtype=torch.float32)
+
+    def made(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if self.dx is not None:
+            sum_over_ranks(self.dx, self.cut)
+        dw = None if self.dw is None else self.dw.rounded()
+        return self.dx, dw, None if self.db is None else self.db.to(self.bias.dtype)
+
+
+# --- launchers (2-D in, no autograd) -------------------------------------------------------------
+
+
+def _fake_gradients(x, weight, bias, needs):
+    kept = zip((x, weight, bias), needs, strict=True)
+    return tuple(torch.empty_like(p, memory_format=torch.contiguous_format) if need else None for p, need in kept)
+
+
+def _fake_forward(x, weight, target, bias, class_weight, scales, rows, count, into, *rest):
+    fp32, wants = lambda *shape: x.new_empty(*shape, dtype=torch.float32), Wants(*rest[3:7])
+    t, options = x.shape[0], Options(*rest[-6:])  # not len, which would make the number of tokens a constant
+    per_token = (
+        fp32(t), fp32(t, 2),
+        fp32(t if wants.z_loss else 0), target.new_empty(t if wants.predicted else 0, dtype=torch.int64),
+        fp32(t if wants.log_probs or options.token_scaling else 0), fp32(t if wants.entropy else 0),
+    )  # fmt: skip
+    return *per_token, *_fake_gradients(x, weight, bias, rest[:3])
+
+
+@launcher(fake=_fake_forward)
+def linear_cross_entropy_forward(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
+    rows: Tensor | None, count: int, into: Tensor | None,
+    needs_dx: bool, needs_dw: bool, needs_db: bool,
+    wants_z_loss: bool, wants_predicted: bool, wants_log_probs: bool, wants_entropy: bool,
+    in_fp32: bool, max_logits_mib: float | None, group_name: str, start: int, vocabulary: int,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    token_scaling: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """x [T, H], weight [V, H] -> the fields of `Statistics` for all tokens, and the gradients of the losses' sum.
+
+    `rows` [count] are the tokens to compute (None: all; -1: as is found here); dW is added to `into`.
+    """
+    call = Call(
+        (needs_dx, needs_dw, needs_db), Wants(wants_z_loss, wants_predicted, wants_log_probs, wants_entropy), in_fp32,
+        max_logits_mib, Cut(group_name, start, vocabulary),
+        (ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling),
+    )  # fmt: skip
+    options, shard = Options(*call.options), call.cut.shard
+    if count < 0:
+        rows, count = rows_to_compute(None, target, ignore_index, x.numel() * call.cut.rows)
+    gradients = _Gradients(x, weight, bias, rows, count, into, call)
+    weight = weight.to(x.dtype)  # fp32 under autocast, as dW is
+    found = None
+    for where, x_part, targets, logits in _chunks(x, weight, target, bias, rows, count, max_logits_mib, call.cut):
+        needed = any(call.needs)
+        if shard is None:
+            part = statistics(logits, targets, class_weight, scales, options, call.wants, gradient_=needed)
+        else:
+            part = parallel_statistics(logits, targets, class_weight, scales, options, call.wants, call.cut)
+            if needed:
+                gradient(logits, targets, class_weight, scales, part, Upstream(), options, out=logits, shard=shard)
+        found = _spread(part, where, len(x), found)
+        if needed:
+            gradients.add(where, x_part, weight, logits)
+    if found is None:
+        found = Statistics(
+            *_fake_forward(x, weight, target, bias, class_weight, scales, rows, count, into, *call.arguments)[:6]
+        )
+        found = _blank(found)
+    return *found, *gradients.made()
+
+
+def _blank(found: Statistics) -> Statistics:
+    """As of ignored tokens."""
+    for field, values in found._asdict().items():
+        values.fill_(-1 if field == "predicted" else 0)
+    return found
+
+
+def _spread(part: Statistics, where: Where, t: int, found: Statistics | None) -> Statistics:
+    """A chunk's statistics, put where they belong among those of all `t` tokens."""
+    if isinstance(where, slice) and where == slice(0, t):
+        return part
+    if found is None:
+        found = Statistics(*(x.new_empty(t if len(x) else 0, *x.shape[1:]) for x in part))
+        found = found if isinstance(where, slice) else _blank(found)
+    for whole, values in zip(found, part, strict=True):
+        if len(whole) and isinstance(where, slice):
+            whole[where] = values
+        elif len(whole):
+            whole.index_copy_(0, where, values)
+    return found
+
+
+@launcher(fake=lambda x, weight, target, bias, *rest: _fake_gradients(x, weight, bias, rest[11:14]))
+def linear_cross_entropy_backward(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
+    rows: Tensor | None, count: int, into: Tensor | None,
+    lse: Tensor, log_probs: Tensor, entropy: Tensor,
+    dloss: Tensor, dlog_probs: Tensor | None, dentropy: Tensor | None,
+    needs_dx: bool, needs_dw: bool, needs_db: bool,
+    wants_z_loss: bool, wants_predicted: bool, wants_log_probs: bool, wants_entropy: bool,
+    in_fp32: bool, max_logits_mib: float | None, group_name: str, start: int, vocabulary: int,
+    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
+    token_scaling: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dx, dW, db from the gradients of loss, log-probabilities and entropies [T] (of the loss also [])."""
+    call = Call(
+        (needs_dx, needs_dw, needs_db), Wants(), in_fp32, max_logits_mib, Cut(group_name, start, vocabulary),
+        (ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling),
+    )  # fmt: skip
+    options = Options(*call.options)
+    if count < 0:
+        rows, count = rows_to_compute(None, target, ignore_index, x.numel() * call.cut.rows)
+    gradients = _Gradients(x, weight, bias, rows, count, into, call)
+    weight = weight.to(x.dtype)
+    for where, x_part, targets, logits in _chunks(x, weight, target, bias, rows, count, max_logits_mib, call.cut):
+        of_part = [_taken(values, where) for values in (lse, log_probs, entropy, dloss, dlog_probs, dentropy)]
+        known = Statistics(None, of_part[0], None, None, *of_part[1:3])
+        upstream = Upstream(*of_part[3:])
+        gradient(
+            logits, targets, class_weight, scales, known, upstream, options, out=logits, shard=call.cut.shard
+        )  # fmt: skip
+        gradients.add(where, x_part, weight, logits)
+    return gradients.made()

@@ -1,0 +1,101 @@
+"""Which rows have a target that counts, so that the others need not be computed.
+
+The sizes of matrix products are given by the host, so the host must know how many rows count, and the labels are on
+the device. The indices of those rows are found by one launch, and their number starts on its way to pinned memory at
+once. Whoever needs it waits for no more than what was queued before: made where labels are first known, before the
+layers of a model are queued, it has long arrived when the loss is reached, and the device never runs out of work.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.ops import check
+from tigon.ops.dispatch import launch, on_device, runs_kernels
+
+__all__ = ["ValidRows"]
+
+
+@triton.jit(do_not_specialize=["M"])
+def _valid_rows_kernel(target_ptr, rows_ptr, count_ptr, M, ignore_index, BLOCK: tl.constexpr):
+    """One program: the indices of the rows whose target is not ignored, in order, and their number."""
+    count = 0
+    for start in range(0, M, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        valid = row < M
+        valid &= tl.load(target_ptr + row, mask=valid, other=0) != ignore_index
+        ones = valid.to(tl.int32)
+        tl.store(rows_ptr + count + tl.cumsum(ones, axis=0) - 1, row.to(tl.int64), mask=valid)
+        count += tl.sum(ones, axis=0)
+    tl.store(count_ptr, count.to(tl.int64))
+
+
+@on_device
+def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
+    """target [M] -> rows [M] int64, of which the first `count` are set, and count [1] int64."""
+    if runs_kernels(target.new_empty(0, dtype=torch.float32)) and target.numel():
+        rows, count = target.new_empty(target.numel(), dtype=torch.int64), target.new_empty(1, dtype=torch.int64)
+        launch(_valid_rows_kernel, 1, target, rows, count, target.numel(), ignore_index, BLOCK=2048, num_warps=8)
+        return rows, count
+    rows = (target != ignore_index).nonzero()[:, 0]
+    return rows, torch.tensor([len(rows)])
+
+
+def _version(x: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    return 0 if x.is_inference() else x._version
+
+
+class ValidRows:
+    """The rows of a target that count, found without a wait; `linear_cross_entropy(..., valid_rows=)` takes it.
+
+    Args:
+        target: [...] class indices, int64 | int32: the very tensor that the loss will be given, unchanged until then.
+        ignore_index: The value of targets that do not count; None is -100, as in the loss.
+
+    Raises:
+        TypeError: `target` is no integer tensor, or `ignore_index` no int.
+
+    Example:
+        >>> labels = torch.tensor([3, -100, 5, -100])
+        >>> valid = tigon.ValidRows(labels)  # before the model runs
+        >>> hidden, head = torch.randn(4, 16), torch.randn(100, 16)
+        >>> loss = tigon.linear_cross_entropy(hidden, head, labels, valid_rows=valid)
+        >>> valid.count
+        2
+    """
+
+    def __init__(self, target: Tensor, ignore_index: int | None = -100) -> None:
+        check.integer("ValidRows", target=target)
+        ignore_index = -100 if ignore_index is None else ignore_index
+        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+            raise TypeError(f"ValidRows: ignore_index must be an int, got {type(ignore_index).__name__}")
+        self.target, self.ignore_index, self._version = target, ignore_index, _version(target)
+        self._rows, count = _find(target.detach().reshape(-1).contiguous(), ignore_index)
+        self._arrived = None
+        if count.is_cuda:
+            self._host = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            self._host.copy_(count, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(count.device))
+        else:
+            self._host = count
+
+    @property
+    def count(self) -> int:
+        """How many rows count; waits until the device has found them."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return int(self._host)
+
+    @property
+    def rows(self) -> Tensor:
+        """[count] int64: their indices, in order, on the target's device."""
+        return self._rows[: self.count]
+
+    def of(self, target: Tensor, ignore_index: int) -> bool:
+        """Whether these are the rows of `target`, which has not changed since."""
+        same = target.data_ptr() == self.target.data_ptr() and target.shape == self.target.shape
+        same = same and target.stride() == self.target.stride() and target.dtype == self.target.dtype
+        return same and _version(target) == self._version and ignore_index == self.ignore_index

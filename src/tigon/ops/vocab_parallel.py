@@ -1,0 +1,154 @@
+"""A loss whose vocabulary is cut over ranks, as the output layer of tensor-parallel models is.
+
+Rank p of P holds rows [start_p, start_p + V_p) of the head and has the same tokens as the others. It computes its part
+of the logits; six numbers a token (`token_loss.partial_statistics`) go round in one all-gather and give every rank the
+statistics of the whole vocabulary, so each writes its part of d(logits). dW is local; dx is a sum over the ranks.
+
+Shapes: M tokens, H hidden, V vocabulary. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tigon.ops.token_loss import Options, Shard, Statistics, Wants, combined_statistics, partial_statistics
+
+__all__ = ["Cut", "cut_of", "local_parts", "parallel_statistics", "sum_over_ranks"]
+
+
+class Cut(NamedTuple):
+    """How a vocabulary is cut; the empty name stands for one rank that has it all."""
+
+    group_name: str
+    start: int  # of this rank's rows
+    vocabulary: int
+
+    @property
+    def rows(self) -> int:
+        """Of the rank that has the most; all ranks cut the tokens by it, for they meet in every chunk."""
+        return _length(self.vocabulary, _group(self.group_name).size()) if self.group_name else self.vocabulary
+
+    @property
+    def shard(self) -> Shard | None:
+        return Shard(self.start, self.vocabulary) if self.group_name else None
+
+
+def _length(vocabulary: int, ranks: int) -> int:
+    """Rows of every rank but the last ones, which have what is left: as `torch.chunk` and DTensor cut."""
+    return -(-vocabulary // ranks)
+
+
+def _cut_sizes(vocabulary: int, ranks: int) -> list[int]:
+    """Rows of each rank."""
+    length = _length(vocabulary, ranks)
+    return [max(0, min(length, vocabulary - p * length)) for p in range(ranks)]
+
+
+def _check_group(op: str, process_group: object) -> None:
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns there
+        raise ValueError(f"{op}: process_group must contain this rank, {dist.get_rank()}")
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise TypeError(
+            f"{op}: process_group must be a torch.distributed.ProcessGroup, got {type(process_group).__name__}"
+        )
+
+
+@functools.cache
+def _check_agreement(op: str, group_name: str, rows: int, vocab_size: int | None) -> None:
+    """The first call with such a head asks the other ranks: from unlike sizes each would cut another vocabulary."""
+    group = _group(group_name)
+    given: list = [None] * group.size()
+    dist.all_gather_object(given, (rows, vocab_size), group)
+    held = [other for other, _ in given]
+    if any(size != vocab_size for _, size in given):
+        raise ValueError(f"{op}: vocab_size must be the same on all ranks, got {[size for _, size in given]}")
+    if vocab_size is None and any(other != rows for other in held):
+        raise ValueError(f"{op}: the ranks hold {held} rows of linear_weight: say by vocab_size how many there are")
+    if vocab_size is not None and held != _cut_sizes(vocab_size, group.size()):
+        raise ValueError(
+            f"{op}: of a vocabulary of {vocab_size} over {group.size()} ranks, they must hold "
+            f"{_cut_sizes(vocab_size, group.size())} rows of linear_weight, got {held}"
+        )
+
+
+def cut_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None) -> Cut:
+    """The cut of a head of which this rank holds `rows` rows."""
+    if process_group is None:
+        if vocab_size is not None:
+            raise ValueError(f"{op}: vocab_size is the size of a vocabulary cut over a process_group, which is missing")
+        return Cut("", 0, rows)
+    _check_group(op, process_group)
+    ranks, rank = process_group.size(), dist.get_rank(process_group)
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if not torch.compiler.is_compiling() and not capturing:
+        _check_agreement(op, process_group.group_name, rows, vocab_size)
+    vocabulary = rows * ranks if vocab_size is None else vocab_size
+    start, expected = min(rank * _length(vocabulary, ranks), vocabulary), _cut_sizes(vocabulary, ranks)[rank]
+    if rows != expected:
+        raise ValueError(
+            f"{op}: of a vocabulary of {vocabulary} over {ranks} ranks, rank {rank} must hold {expected} rows of "
+            f"linear_weight, got {rows}"
+        )
+    return Cut(process_group.group_name, start, vocabulary)
+
+
+def local_parts(op: str, process_group, input: Tensor, target: Tensor, **head: Tensor | None) -> list:
+    """Tensors that may be DTensors -> this rank's parts: of the head its rows, of input and target all."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    def part(name: str, x: Tensor | None, cut: bool) -> Tensor | None:
+        if not isinstance(x, DTensor):
+            return x
+        if process_group is None:
+            raise ValueError(
+                f"{op}: {name} is a DTensor {x.placements}: give the process_group over which the vocabulary is cut "
+                "and whose ranks have the same tokens (tensor parallel), or gather it (FSDP: in the module's forward)"
+            )
+        _check_group(op, process_group)
+        ranks = dist.get_process_group_ranks(process_group)
+        for dimension, placement in enumerate(x.placements):
+            along = dist.get_process_group_ranks(x.device_mesh.get_group(dimension)) == ranks
+            if placement.is_shard(0) if cut and along else placement.is_replicate():
+                continue
+            rule = "cut by rows over process_group" if cut else "replicated"
+            raise ValueError(
+                f"{op}: {name} must be {rule} and on no other dimension, got placements {x.placements} on {x.device_mesh}"
+            )
+        # dx is summed here; what flows back is the same on every rank.
+        return x.to_local() if cut else x.to_local(grad_placements=[Replicate()] * len(x.placements))
+
+    return [
+        part("input", input, False),
+        part("target", target, False),
+        *(part(name, x, True) for name, x in head.items()),
+    ]
+
+
+def _group(name: str) -> dist.ProcessGroup:
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def parallel_statistics(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, cut: Cut
+) -> Statistics:
+    """As `token_loss.statistics`, of the whole vocabulary, from this rank's logits [M, V_p]."""
+    group = _group(cut.group_name)
+    ranks = group.size()
+    partials = partial_statistics(logits, target, weight, options, cut.shard, wants)
+    gathered = partials.new_empty(ranks * len(partials), *partials.shape[1:])
+    # torch 2.13 warns of the older name.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(gathered, partials, group=group)
+    sizes = tuple(_cut_sizes(cut.vocabulary, ranks))
+    return combined_statistics(gathered.view(ranks, *partials.shape), target, weight, scales, options, wants, sizes)
+
+
+def sum_over_ranks(x: Tensor, cut: Cut) -> None:
+    """x becomes its sum over the ranks."""
+    if cut.group_name:
+        dist.all_reduce(x, group=_group(cut.group_name))

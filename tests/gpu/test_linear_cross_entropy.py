@@ -1,0 +1,351 @@
+"""What only a GPU shows of the fused loss: its products, waits, graphs, memory, and errors at real sizes."""
+
+import os
+import subprocess
+import sys
+import time
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tigon
+import tigon.ops.products as products
+from op_cases import assert_as_accurate_as_eager
+from tigon.bench.inputs import Maker
+from tigon.bench.inputs import linear_cross_entropy as bench_inputs
+from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
+
+BF16 = torch.bfloat16
+MIB = 2**20
+
+
+def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> list[Tensor]:
+    """input, linear_weight, target: logits as a trained model's."""
+    case = types.SimpleNamespace(shape=(t, h, v), options={}, ignored=ignored, dtype=BF16)
+    make = Maker(case, torch.device("cuda"), torch.Generator("cuda").manual_seed(0))
+    return list(bench_inputs(make).tensors.values())
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+# --- products ------------------------------------------------------------------------------------
+
+SIZES = [
+    pytest.param((1024, 1024, 4096), id="plain"),
+    pytest.param((512, 512, 512), id="the smallest"),
+    pytest.param((513, 1001, 4099), id="odd"),
+    pytest.param((640, 2304, 32000), id="a head"),
+    pytest.param((7, 300, 1000), id="short"),
+]
+KINDS = {
+    "logits": lambda m, k, n: (_matrix(m, k), _matrix(n, k).t()),
+    "dx": lambda m, k, n: (_matrix(m, k), _matrix(k, n)),
+    "dw": lambda m, k, n: (_matrix(k, m).t(), _matrix(k, n)),
+    "some columns": lambda m, k, n: (_matrix(m, k + 72)[:, 8:-64], _matrix(k, n)),
+    "off by one": lambda m, k, n: (_matrix(m, k, offset=1), _matrix(n, k, offset=3).t()),
+    "gaps": lambda m, k, n: (_matrix(m, 2 * k)[:, ::2], _matrix(k, n)),
+}
+
+
+def _matrix(rows: int, columns: int, dtype: torch.dtype = BF16, offset: int = 0) -> Tensor:
+    """Rows that begin so many elements after where memory is aligned."""
+    return torch.randn(rows * columns + offset, device="cuda", dtype=torch.float32).to(dtype)[offset:].view(rows, -1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", SIZES)
+def test_product(size, kind):
+    """Rounded once, as torch's; where it adds, what was there is not rounded before."""
+    m, k, n = size
+    a, b = KINDS[kind](m, k, n)
+    exact = a.double() @ b.double()
+    torch_error = _error(torch.mm(a, b), exact)
+    for dtype in (BF16, torch.float32):
+        if dtype == torch.float32 and not products.accumulates_in_fp32(a):
+            continue
+        limit = 1.01 * torch_error if dtype == BF16 else 2e-6
+        out = torch.full((m, n), torch.nan, device="cuda", dtype=dtype)
+        products.product(a, b, out)
+        assert _error(out, exact) <= limit
+        before = (exact.norm() / exact.numel() ** 0.5) * torch.randn(m, n, device="cuda")
+        out = before.to(dtype)
+        expected = exact + out.double()
+        products.product(a, b, out, accumulate=True)
+        assert _error(out, expected) <= (limit if dtype == torch.float32 else 1.2 * torch_error)
+        # A part of a larger matrix: what stands around it stays.
+        whole = torch.full((m, n + 64), 7.0, device="cuda", dtype=dtype)
+        products.product(a, b, whole[:, :n])
+        assert _error(whole[:, :n], exact) <= limit
+        assert (whole[:, n:] == 7).all()
+
+
+def test_products_of_fp32_and_fp16():
+    for dtype, limit in ((torch.float32, 2e-3), (torch.float16, 1e-3)):
+        a, b = (_matrix(1024, 1024, dtype) for _ in range(2))
+        out = torch.empty(1024, 1024, device="cuda", dtype=dtype)
+        products.product(a, b.t(), out)
+        assert _error(out, a.double() @ b.double().t()) <= limit
+
+
+def _chosen(monkeypatch: pytest.MonkeyPatch) -> list:
+    """What `product` finds for each product from here on."""
+    found, find = [], products._plan
+    monkeypatch.setattr(products, "_plan", lambda *key: found.append(find(*key)) or found[-1])
+    return found
+
+
+def test_the_kernels_that_are_wanted_are_found(monkeypatch):
+    """Else each product is torch's: right, and slower, without a word."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the ping-pong kernels are Hopper's")
+    if products._library() is None:
+        pytest.skip(f"no cuBLASLt of CUDA {torch.version.cuda} was found")
+    x, w, target = _peaked(2048, 4096, 32000)
+    found = _chosen(monkeypatch)
+    torch.autograd.grad(tigon.linear_cross_entropy(x, w, target), (x, w))
+    assert len(found) >= 3
+    missing = [plan is None or plan.found is None for plan in found]
+    assert not any(missing), f"no ping-pong kernel for {sum(missing)} of {len(found)} products"
+
+
+# --- ignored tokens, waits, graphs ---------------------------------------------------------------
+
+
+def test_ignored_tokens_against_eager_code():
+    x, w, target = _peaked(3000, 1024, 32768, ignored=0.6)
+    (dx,) = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target), x)
+    assert (dx[target == -100] == 0).all()
+    for valid_rows in (None, tigon.ValidRows(target)):
+        assert_as_accurate_as_eager(
+            lambda x, w: tigon.linear_cross_entropy(x, w, target, valid_rows=valid_rows),  # noqa: B023
+            lambda x, w: linear_cross_entropy_reference(x, w, target),
+            [x, w],
+            loss=True,
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("n", [1, 2048, 100_003])
+def test_valid_rows(n, dtype):
+    target = torch.randint(50, (n,), device="cuda").masked_fill(torch.rand(n, device="cuda") < 0.7, -100).to(dtype)
+    rows = tigon.ValidRows(target)
+    expected = (target != -100).nonzero()[:, 0]
+    assert rows.count == len(expected)
+    assert torch.equal(rows.rows, expected)
+
+
+def _computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each product of logits from here on."""
+    rows, product = [], products.product
+
+    def spy(a, b, out, accumulate=False):
+        if out.shape[0] == a.shape[0] and b.stride(0) == 1:
+            rows.append(a.shape[0])
+        product(a, b, out, accumulate)
+
+    monkeypatch.setattr("tigon.ops.linear_chunks.product", spy)
+    return rows
+
+
+def test_early_labels_make_no_wait(monkeypatch):
+    """The device is busy for half a second between the labels and the loss: the host must not notice."""
+    x, w, target = _peaked(3000, 1024, 32768, ignored=0.6)
+    count = int((target != -100).sum())
+    labels = target.clone()
+
+    def step(early: bool) -> float:
+        """Seconds of the host."""
+        target.copy_(labels)
+        valid_rows = tigon.ValidRows(target) if early else None
+        torch.cuda._sleep(1_000_000_000)
+        start = time.perf_counter()
+        loss = tigon.linear_cross_entropy(x, w, target, valid_rows=valid_rows)
+        torch.autograd.grad(loss, (x, w))
+        return time.perf_counter() - start
+
+    for early in (True, False):  # compiles, and allocates
+        step(early)
+    torch.cuda.synchronize()
+    rows = _computed(monkeypatch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        taken = step(True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert sum(rows) == count, "all rows were computed"
+    assert taken < 0.1
+    assert step(False) > 0.2, "the check can fail"
+
+
+@pytest.mark.parametrize("shape", [(500, 256, 32000), (3000, 1024, 32768)], ids=str)
+def test_runs_in_a_cuda_graph(shape):
+    """All rows, whatever the labels are; labels that are replaced in place count."""
+    x, w, target = _peaked(*shape, ignored=0.3)
+    others = target.roll(7).masked_fill(torch.rand(shape[0], device="cuda") < 0.5, -100)
+    early = tigon.ValidRows(target)
+
+    def step(**options) -> list[Tensor]:
+        loss = tigon.linear_cross_entropy(x, w, target, **options)
+        return [loss.detach(), *torch.autograd.grad(loss, (x, w))]
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        replayed = step(valid_rows=early)
+    for labels in (target.clone(), others, torch.full_like(target, -100), target.clone()):
+        target.copy_(labels)
+        graph.replay()
+        assert (replayed[1][target == -100] == 0).all()
+        for got, expected in zip(replayed, step(), strict=True):
+            size = expected.float().abs().max().item()
+            torch.testing.assert_close(got, expected, rtol=0.02, atol=2e-3 * size)
+
+
+# --- errors and memory ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(4096, 1024, 32768), (3001, 513, 20001)], ids=str)
+def test_the_error_of_dw_against_one_product(shape):
+    """As good as eager code's one product if summed in fp32, at most twice that by default; dx no worse."""
+    x, w, target = _peaked(*shape)
+    gradients = lambda f, *inputs: torch.autograd.grad(f(*inputs, target), inputs)
+    exact = gradients(linear_cross_entropy_reference, *(p.detach().double().requires_grad_() for p in (x, w)))
+    eager = [_error(*pair) for pair in zip(gradients(linear_cross_entropy_reference, x, w), exact, strict=True)]
+    mib = shape[0] * shape[2] * 2 / MIB / 7.5  # eight chunks
+    for acc_dtype, budget, most in ((None, mib, 2.0), (torch.float32, mib, 1.05), (torch.float32, mib / 5, 1.05),
+                                    (None, mib / 5, 1.05), (torch.float32, None, 1.05)):  # fmt: skip
+        run = lambda *inputs: tigon.linear_cross_entropy(
+            *inputs, max_logits_mib=budget, acc_dtype=acc_dtype  # noqa: B023
+        )
+        dx, dw = (_error(*pair) for pair in zip(gradients(run, x, w), exact, strict=True))
+        assert dw <= most * eager[1], (acc_dtype, budget)
+        assert dx <= 1.01 * eager[0], (acc_dtype, budget)
+
+
+def test_autocast_with_fp32_weights():
+    x, w, target = _peaked(3000, 512, 20000)
+    narrow = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, acc_dtype=torch.float32), w)[0]
+    wide = w.detach().float().requires_grad_()
+    with torch.autocast("cuda", BF16):
+        loss = tigon.linear_cross_entropy(x, wide, target)
+    (dw,) = torch.autograd.grad(loss, wide)
+    assert dw.dtype == torch.float32
+    assert 1e-4 < _error(narrow, dw.double()) < 3e-3, "but for the rounding of the one they are the same"
+
+
+@pytest.mark.parametrize(("acc_dtype", "most"), [(None, 640), (torch.float32, 1700)], ids=str)
+def test_peak_memory(acc_dtype, most):
+    """Above the inputs and their gradients."""
+    x, w, target = _peaked(8192, 1024, 128256)
+    for _ in range(2):  # the first compiles, and takes the workspace of cuBLAS
+        x.grad = w.grad = None
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        tigon.linear_cross_entropy(x, w, target, acc_dtype=acc_dtype).backward()
+        peak = torch.cuda.max_memory_allocated() - before - x.nbytes - w.nbytes
+    assert peak <= most * MIB
+    assert torch.cuda.memory_allocated() - before == x.nbytes + w.nbytes, "nothing else is kept"
+
+
+def test_accumulate_grad():
+    """No second dW; another gradient than one leaves NaN."""
+    x, w, target = _peaked(2000, 1024, 32768, ignored=0.2)
+    head = torch.nn.Parameter(w.detach())
+    exact = torch.zeros(w.shape, device="cuda", dtype=torch.float64)
+    for i in range(3):
+        labels = target.roll(i)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        tigon.linear_cross_entropy(x, head, labels, accumulate_grad=True, max_logits_mib=32).backward()
+        peak = torch.cuda.max_memory_allocated() - before
+        place = head.grad.data_ptr() if i == 0 else place
+        assert head.grad.data_ptr() == place
+        assert i == 0 or peak < 32 * MIB + 3 * x.nbytes + MIB
+        exact += torch.autograd.grad(tigon.linear_cross_entropy(x, w, labels, acc_dtype=torch.float32), w)[0].double()
+    assert _error(head.grad, exact) < 0.01
+    (tigon.linear_cross_entropy(x, head, target, accumulate_grad=True) * 2).backward()
+    assert head.grad.isnan().all()
+
+
+def test_main_grad_is_not_rounded():
+    x, w, target = _peaked(2000, 1024, 32768)
+    head = torch.nn.Parameter(w.detach())
+    head.main_grad = torch.zeros(w.shape, device="cuda")
+    for _ in range(2):
+        tigon.linear_cross_entropy(x, head, target, accumulate_grad=True).backward()
+    wide = w.detach().float().requires_grad_()
+    with torch.autocast("cuda", BF16):
+        (expected,) = torch.autograd.grad(tigon.linear_cross_entropy(x, wide, target), wide)
+    assert head.grad is None
+    assert _error(head.main_grad, 2 * expected.double()) < 1e-5
+
+
+def test_a_chunk_beyond_32_bits():
+    """2.5e9 logits at once: the last tokens are as right as the first."""
+    t, h, v = 19_600, 128, 128256
+    assert t * v > 2**31
+    x, w, target = _peaked(t, h, v)
+    losses = tigon.linear_cross_entropy(x, w, target, reduction="none", max_logits_mib=8192)
+    dx, dw = torch.autograd.grad(losses.sum(), (x, w))
+    for part in (slice(0, 64), slice(t - 64, t)):
+        rows = x.detach()[part].double().requires_grad_()
+        exact = F.cross_entropy(rows @ w.detach().double().t(), target[part], reduction="none")
+        torch.testing.assert_close(losses[part], exact.float(), rtol=0.02, atol=0.05)
+        assert _error(dx[part], torch.autograd.grad(exact.sum(), rows)[0]) < 0.02
+    chunked = tigon.linear_cross_entropy(x, w, target, reduction="sum", acc_dtype=torch.float32, max_logits_mib=512)
+    assert _error(dw, torch.autograd.grad(chunked, w)[0].double()) < 0.01
+
+
+# --- two devices ---------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_vocabulary_cut_over_two_devices(tmp_path):
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0"}
+    ranks = [
+        subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store")], env=environment)
+        for rank in (0, 1)
+    ]
+    try:
+        assert [rank.wait(timeout=200) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def _rank(rank: int, store: str) -> None:
+    import torch.distributed as dist
+
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=2)
+    v = 32001
+    x, w, target = _peaked(3000, 1024, v, ignored=0.3)  # the same on both, by the generator's seed
+    shard = w.detach()[slice(0, 16001) if rank == 0 else slice(16001, v)].clone().requires_grad_()
+    for options in ({}, {"softcap": 30.0, "z_loss": 1e-4}, {"reduction": "none", "label_smoothing": 0.1}):
+        whole = tigon.linear_cross_entropy(x, w, target, max_logits_mib=64, **options)
+        dx, dw = torch.autograd.grad(whole.sum(), (x, w))
+        cut = tigon.linear_cross_entropy(
+            x, shard, target, max_logits_mib=64, process_group=dist.group.WORLD, vocab_size=v, **options
+        )
+        got = torch.autograd.grad(cut.sum(), (x, shard))
+        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)
+        assert _error(got[0], dx.double()) < 0.01
+        assert _error(got[1], (dw[:16001] if rank == 0 else dw[16001:]).double()) < 0.01
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    _rank(int(sys.argv[1]), sys.argv[2])

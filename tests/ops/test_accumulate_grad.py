@@ -1,0 +1,294 @@
+"""`linear_cross_entropy(accumulate_grad=True)`: dW is added to the gradient that is there, or the call is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from op_cases import DEVICE, INTERPRETED
+
+T, H, V = 24, 16, 101
+
+
+def _batch(seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, target = torch.randn(T, H, generator=generator), torch.randint(V, (T,), generator=generator)
+    target[seed::4] = -100
+    return x.to(DEVICE, dtype).requires_grad_(), target.to(DEVICE)
+
+
+def _head(dtype: torch.dtype = torch.float32) -> nn.Parameter:
+    weight = torch.randn(V, H, generator=torch.Generator().manual_seed(9)) * 0.3
+    return nn.Parameter(weight.to(DEVICE, dtype))
+
+
+def _loss(x: Tensor, w: Tensor, target: Tensor, **options) -> Tensor:
+    return tigon.linear_cross_entropy(x, w, target, accumulate_grad=True, **options)
+
+
+def _accumulated(batches: int = 3, dtype: torch.dtype = torch.float32, upstream: float = 1.0, **options) -> Tensor:
+    """By autograd, without the option."""
+    w = _head(dtype)
+    for i in range(batches):
+        x, target = _batch(i, dtype)
+        (tigon.linear_cross_entropy(x, w, target, **options).sum() * upstream).backward()
+    return w.grad
+
+
+class _LargestNew(TorchDispatchMode):
+    """The most elements of a tensor that is made inside, logits apart."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for x in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(x, Tensor) and function.overloadpacket._qualified_op_name.startswith("aten::empty"):
+                self.elements = max(self.elements, x.numel())
+        return result
+
+
+@pytest.mark.parametrize("options", [{}, {"num_items": 60}, {"softcap": 5.0, "z_loss": 0.1}], ids=str)
+def test_three_micro_batches(options):
+    w, places = _head(), []
+    for i in range(3):
+        x, target = _batch(i)
+        loss = _loss(x, w, target, **options)
+        assert (w.grad is None) == (i == 0), "the first gradient is autograd's to make"
+        loss.backward()
+        places.append(w.grad.data_ptr())
+        other = x.detach().clone().requires_grad_()
+        tigon.linear_cross_entropy(other, w.detach(), target, **options).backward()
+        assert torch.equal(x.grad, other.grad)
+    assert len(set(places)) == 1
+    torch.testing.assert_close(w.grad, _accumulated(**options), rtol=2e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_no_second_buffer(reduction):
+    """A vocabulary much larger than the batch, so that nothing else has the size of dW."""
+    w = nn.Parameter(torch.randn(5000, 64, device=DEVICE))
+    x, target = torch.randn(8, 64, device=DEVICE, requires_grad=True), torch.arange(8, device=DEVICE)
+    made = []
+    for accumulate in (True, True, False):  # the first makes the gradient
+        with _LargestNew() as largest:
+            tigon.linear_cross_entropy(
+                x, w, target, accumulate_grad=accumulate, reduction=reduction
+            ).sum().backward()
+        made.append(largest.elements)
+    assert made[1] <= 8 * 5000
+    assert min(made[0], made[2]) >= w.numel(), "the check can fail"
+
+
+@pytest.mark.parametrize("upstream", [2.0, 0.0, -1.0, float("nan")])
+def test_another_gradient_than_one_leaves_no_wrong_number(upstream):
+    w, (x, target) = _head(), _batch(0)
+    w.grad = torch.ones_like(w)
+    (_loss(x, w, target) * upstream).backward()
+    assert w.grad.isnan().all()
+    other = x.detach().clone().requires_grad_()
+    (tigon.linear_cross_entropy(other, w.detach(), target) * upstream).backward()
+    torch.testing.assert_close(x.grad, other.grad, equal_nan=True)
+
+
+def test_a_second_backward_is_refused():
+    w, (x, target) = _head(), _batch(0)
+    w.grad = torch.zeros_like(w)
+    loss = _loss(x, w, target)
+    loss.backward(retain_graph=True)
+    once = w.grad.clone()
+    with pytest.raises(RuntimeError, match="a loss with accumulate_grad has one backward"):
+        loss.backward()
+    assert torch.equal(w.grad, once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_made_in_backward_it_may_have_any_gradient(dtype):
+    """Without a reduction, and in fp16 with its loss scale, dW is made and added in backward, each time anew."""
+    options = {"reduction": "none"} if dtype == torch.float32 else {}
+    w = _head(dtype)
+    for i in range(3):
+        x, target = _batch(i, dtype)
+        loss = _loss(x, w, target, **options).sum() * 8.0
+        before = None if w.grad is None else w.grad.clone()
+        loss.backward(retain_graph=True)
+    tolerance = {"rtol": 2e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
+    torch.testing.assert_close(w.grad, _accumulated(dtype=dtype, upstream=8.0, **options), **tolerance)
+    once = w.grad - before
+    loss.backward()
+    torch.testing.assert_close(w.grad, before + 2 * once, rtol=tolerance["rtol"], atol=8 * tolerance["atol"])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
+@pytest.mark.parametrize("told", [False, True], ids=["", "grad_added_to_main_grad"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad(reduction, told):
+    """Megatron keeps an fp32 sum beside a bf16 weight. Its hooks read the flag, and want a gradient whose values do
+    not count where that is set: zeros, because for embeddings that are tied to the head they are added.
+    """
+    w = _head(torch.bfloat16)
+    w.main_grad = torch.zeros(V, H, device=DEVICE)
+    place = w.main_grad.data_ptr()
+    if told:
+        w.grad_added_to_main_grad = False
+    expected = torch.zeros(V, H, device=DEVICE)
+    for i in range(3):
+        x, target = _batch(i, torch.bfloat16)
+        _loss(x, w, target, reduction=reduction, acc_dtype=torch.float32).sum().backward()
+        wide = _head(torch.bfloat16).detach().float().requires_grad_()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            tigon.linear_cross_entropy(x.detach(), wide, target, reduction=reduction).sum().backward()
+        expected += wide.grad
+    assert w.main_grad.data_ptr() == place
+    torch.testing.assert_close(w.main_grad, expected, rtol=1e-6, atol=1e-6)  # no rounding to bf16 on the way
+    if told:
+        assert w.grad_added_to_main_grad is True
+        assert (w.grad == 0).all()
+    else:
+        assert w.grad is None
+        assert not hasattr(w, "grad_added_to_main_grad")
+
+
+def test_the_flag_is_for_main_grad_alone():
+    w, (x, target) = _head(), _batch(0)
+    w.grad, w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), None, False
+    _loss(x, w, target).backward()
+    assert w.grad_added_to_main_grad is False
+    assert (w.grad != 0).any()
+
+
+def test_gradients_of_what_is_returned_beside_the_loss():
+    """They are added in backward; a log-probability alone, without the loss's own gradient, leaves no wrong number."""
+    asked = {"return_log_probs": True, "return_entropy": True}
+    w, (x, target) = _head(), _batch(0)
+    w.grad = torch.ones_like(w)
+    total = lambda out: out.loss + (out.log_probs * 0.3 + out.entropy.square()).sum()
+    total(_loss(x, w, target, **asked)).backward()
+    other, y = _head(), x.detach().clone().requires_grad_()
+    total(tigon.linear_cross_entropy(y, other, target, **asked)).backward()
+    torch.testing.assert_close(w.grad, other.grad + 1, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(x.grad, y.grad)
+    w.grad = torch.ones_like(w)
+    _loss(x, w, target, **asked).log_probs.sum().backward()
+    assert w.grad.isnan().all()
+
+
+def test_two_losses_of_one_head():
+    w = _head()
+    w.grad = torch.zeros_like(w)
+    batches = [_batch(0), _batch(1)]
+    sum(_loss(x, w, target) for x, target in batches).backward()
+    torch.testing.assert_close(w.grad, _accumulated(2), rtol=2e-6, atol=1e-7)
+
+
+def test_tied_embeddings():
+    gradients = []
+    for accumulate in (False, True):
+        w = _head()
+        for i in range(3):
+            _, target = _batch(i)
+            hidden = F.embedding(target.clamp(min=0), w).tanh()
+            tigon.linear_cross_entropy(hidden, w, target, accumulate_grad=accumulate).backward()
+        gradients.append(w.grad)
+    torch.testing.assert_close(*gradients, rtol=5e-6, atol=1e-7)
+
+
+def test_nothing_is_added_where_nothing_is_to_be():
+    w, (x, target) = _head(), _batch(0)
+    w.grad = torch.ones_like(w)
+    with torch.no_grad():
+        _loss(x, w, target)
+    _loss(x, w, torch.full_like(target, -100)).backward()
+    assert (x.grad == 0).all()
+    _loss(x, w, target, reduction="none")  # made in backward, which never comes
+    w.requires_grad_(False)
+    _loss(x, w, target).backward()
+    assert (w.grad == 1).all()
+
+
+def test_a_frozen_trunk():
+    w, (x, target) = _head(), _batch(0)
+    w.grad = torch.zeros_like(w)
+    _loss(x.detach(), w, target).backward()
+    torch.testing.assert_close(w.grad, _accumulated(1), rtol=2e-6, atol=1e-7)
+
+
+def test_no_effect_under_compile():
+    torch._dynamo.reset()
+    compiled, w = torch.compile(_loss, fullgraph=True, backend="aot_eager"), _head()
+    for i in range(2):
+        x, target = _batch(i)
+        (compiled(x, w, target) * 2).backward()
+    torch.testing.assert_close(w.grad, _accumulated(2, upstream=2.0), rtol=2e-6, atol=1e-7)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_gradient_that_was_taken_away_in_between(reduction):
+    """zero_grad between forward and backward would lose dW without a word."""
+    w, (x, target) = _head(), _batch(0)
+    optimizer = torch.optim.SGD([w])
+    w.grad = torch.zeros_like(w)
+    loss = _loss(x, w, target, reduction=reduction).sum()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="linear_weight.grad, .*was replaced .*call zero_grad before the forward"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("first", [False, True], ids=["", "first micro-batch"])
+def test_activation_checkpointing(first, reentrant):
+    """The forward pass runs twice there, and would add twice."""
+    w, (x, target) = _head(), _batch(0)
+    w.grad = None if first else torch.zeros_like(w)
+    loss = checkpoint(_loss, x, w, target, use_reentrant=reentrant)
+    with pytest.raises(ValueError, match="accumulate_grad adds dW in the forward pass, which runs again"):
+        loss.backward()
+
+
+def test_bad_weights():
+    x, target = _batch(0)
+
+    def refused(message: str, w: Tensor, **options) -> None:
+        kept = [(buffer, buffer.clone()) for buffer in (w.grad if w.is_leaf else None, getattr(w, "main_grad", None))
+                if buffer is not None]  # fmt: skip
+        with pytest.raises(ValueError, match=f"linear_cross_entropy: .*{message}"):
+            _loss(x.to(w.dtype), w, target, **options)
+        assert all(torch.equal(*pair) for pair in kept)
+
+    refused(r"needs a linear_weight that has a .grad \(a leaf\), got the result of an op", _head() * 1.0)
+
+    w = _head()
+    w.grad = torch.zeros(H, V, device=DEVICE).t()
+    refused(r"a dense linear_weight.grad in torch.float32 or float32, got .* strides \(1, 101\)", w)
+
+    w.grad = torch.zeros(V, H, device=DEVICE).to_sparse()
+    with pytest.raises(ValueError, match=r"a dense linear_weight.grad .* got torch.sparse_coo"):
+        _loss(x, w, target)
+
+    w = _head()
+    w.main_grad = torch.zeros(V, H + 1, device=DEVICE)
+    refused(r"linear_weight.main_grad must have shape \(101, 16\), got \(101, 17\)", w)
+    w.main_grad = torch.zeros(V, H, device=DEVICE, dtype=torch.float16)
+    refused("a dense linear_weight.main_grad in torch.float32 or float32, got .*float16", w)
+    w.main_grad = torch.zeros(V, H, device="meta")
+    with pytest.raises(ValueError, match="linear_weight and linear_weight.main_grad must have the same device"):
+        _loss(x, w, target)
+
+    w = _head(torch.float16)
+    w.grad = torch.zeros_like(w)
+    refused("acc_dtype=float32 with accumulate_grad needs a gradient in float32, got torch.float16", w,
+            acc_dtype=torch.float32)  # fmt: skip
+
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        w = _head()
+        w.grad = torch.zeros_like(w)
+        handle = getattr(w, register)(lambda _: None)
+        refused("linear_weight has hooks that wait for its gradient", w)
+        handle.remove()
+        _loss(x, w, target).backward()

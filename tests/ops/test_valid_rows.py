@@ -1,0 +1,137 @@
+"""Which rows count: found early or late, the loss is the same; of another target, refused."""
+
+import pytest
+import torch
+
+import tigon
+from op_cases import DEVICE
+
+# The kernel takes 2048 targets at a time.
+LENGTHS = [0, 1, 7, 2048, 2049, 5000]
+
+PATTERNS = {
+    "none": lambda n: torch.zeros(n, dtype=torch.bool),
+    "all": lambda n: torch.ones(n, dtype=torch.bool),
+    "the last": lambda n: torch.arange(n) == n - 1,
+    "all but the first": lambda n: torch.arange(n) > 0,
+    "every third": lambda n: torch.arange(n) % 3 == 1,
+}
+
+
+def _target(valid: torch.Tensor, ignore_index: int = -100, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.arange(len(valid)).where(valid, ignore_index).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("ignore_index", [-100, 0, 2**20])
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("n", LENGTHS)
+def test_rows_and_their_number(n, pattern, ignore_index, dtype):
+    target = _target(PATTERNS[pattern](n), ignore_index, dtype)
+    expected = (target.cpu() != ignore_index).nonzero()[:, 0]
+    rows = tigon.ValidRows(target, ignore_index)
+    assert rows.count == len(expected)
+    assert isinstance(rows.count, int)
+    assert rows.rows.dtype == torch.int64
+    assert rows.rows.device == target.device
+    assert torch.equal(rows.rows.cpu(), expected)
+
+
+def test_an_index_that_no_int32_holds_ignores_nothing():
+    target = _target(PATTERNS["every third"](10), dtype=torch.int32)
+    assert tigon.ValidRows(target, 2**40).count == 10
+
+
+def test_rows_are_those_of_all_leading_dimensions():
+    labels = _target(PATTERNS["every third"](24)).view(2, 12)
+    shifted = labels[:, 1:]  # not dense
+    expected = (shifted.reshape(-1) != -100).nonzero()[:, 0]
+    assert torch.equal(tigon.ValidRows(shifted).rows, expected)
+    inputs = _inputs(22)
+    early = tigon.ValidRows(shifted)
+    x = inputs[0].view(2, 11, 8)
+    loss = tigon.linear_cross_entropy(x, inputs[1], labels[:, 1:], valid_rows=early)
+    assert torch.equal(loss, tigon.linear_cross_entropy(x, inputs[1], shifted))
+
+
+def _inputs(t: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    return [torch.randn(n, 8, generator=generator).to(DEVICE).requires_grad_() for n in (t, 50)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_found_early_they_make_the_same_loss(reduction, pattern, dtype):
+    target = _target(PATTERNS[pattern](30), dtype=dtype)
+    early = tigon.ValidRows(target)
+    results = []
+    for valid_rows in (early, None):
+        tensors = _inputs(30)
+        loss = tigon.linear_cross_entropy(*tensors, target, reduction=reduction, valid_rows=valid_rows)
+        results.append([loss, *torch.autograd.grad(loss.sum(), tensors)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_one_object_serves_several_losses():
+    target = _target(PATTERNS["every third"](30))
+    early, tensors = tigon.ValidRows(target), _inputs(30)
+    losses = [tigon.linear_cross_entropy(*tensors, target, valid_rows=early, logit_scale=s) for s in (1.0, 0.5)]
+    expected = [tigon.linear_cross_entropy(*tensors, target, logit_scale=s) for s in (1.0, 0.5)]
+    assert losses == expected
+
+
+def test_a_tensor_without_versions():
+    """Of inference mode, whose tensors do not count how often they were written to."""
+    with torch.inference_mode():
+        target = _target(PATTERNS["every third"](30))
+        early = tigon.ValidRows(target)
+        x, w = _inputs(30)
+        loss = tigon.linear_cross_entropy(x, w, target, valid_rows=early)
+    torch.testing.assert_close(loss.clone(), tigon.linear_cross_entropy(x, w, target.clone()).detach())
+    assert early.of(target, -100)
+
+
+def test_no_tokens():
+    target = _target(PATTERNS["none"](0))
+    x, w = _inputs(0)
+    loss = tigon.linear_cross_entropy(x, w, target, valid_rows=tigon.ValidRows(target))
+    dx, dw = torch.autograd.grad(loss, (x, w))
+    assert loss == 0
+    assert dx.shape == (0, 8)
+    assert (dw == 0).all()
+
+
+def test_another_target_is_refused():
+    target = _target(PATTERNS["every third"](30))
+    tensors, early = _inputs(30), tigon.ValidRows(target)
+    run = lambda target, rows, **options: tigon.linear_cross_entropy(*tensors, target, valid_rows=rows, **options)
+    run(target, early)
+    rule = "linear_cross_entropy: valid_rows must be made of this target"
+    for other in (target.clone(), target.int(), target.flip(0)):
+        with pytest.raises(ValueError, match=rule):
+            run(other, early)
+    with pytest.raises(ValueError, match=rule):
+        run(target, early, ignore_index=3)
+    twice = torch.cat((target, target))
+    with pytest.raises(ValueError, match=rule):
+        run(twice[::2], tigon.ValidRows(twice[:30]))
+    with pytest.raises(ValueError, match=rule):
+        run(twice[1:31], tigon.ValidRows(twice[:30]))
+    target[0] = 5
+    with pytest.raises(ValueError, match=rule):
+        run(target, early)
+    run(target, tigon.ValidRows(target))
+    with pytest.raises(TypeError, match="linear_cross_entropy: valid_rows must be a tigon.ValidRows, got list"):
+        run(target, [0, 1])
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match="ValidRows: target must be an int64 or int32 tensor, got torch.float32"):
+        tigon.ValidRows(torch.zeros(3))
+    with pytest.raises(TypeError, match="ValidRows: target must be a Tensor, got list"):
+        tigon.ValidRows([1, 2])
+    assert tigon.ValidRows(torch.zeros(3, dtype=torch.int64), None).ignore_index == -100
+    for wrong in ("3", 1.0, True):
+        with pytest.raises(TypeError, match="ValidRows: ignore_index must be an int, got"):
+            tigon.ValidRows(torch.zeros(3, dtype=torch.int64), wrong)
