@@ -139,7 +139,7 @@ WORKLOADS = {
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
         128000, 256000, token_scaling=True, **EVERY_TERM
     ),
-    "linear_cross_entropy, the rows that count": lambda: tigon.ValidRows(torch.zeros(8, dtype=torch.int64)),
+    "linear_cross_entropy rows that count": lambda: tigon.ValidRows(torch.zeros(8, dtype=torch.int64)),
     "kl_div 128256": lambda: _divergence(tigon.kl_div, 128256, log_target=True),
     "kl_div 32000 of probabilities": lambda: _divergence(tigon.kl_div, 32000),
     "kl_div 32000 from logits": lambda: _divergence(tigon.kl_div, 32000, from_logits=True),

@@ -75,9 +75,7 @@ def test_no_second_buffer(reduction):
     made = []
     for accumulate in (True, True, False):  # the first makes the gradient
         with _LargestNew() as largest:
-            tigon.linear_cross_entropy(
-                x, w, target, accumulate_grad=accumulate, reduction=reduction
-            ).sum().backward()
+            tigon.linear_cross_entropy(x, w, target, accumulate_grad=accumulate, reduction=reduction).sum().backward()
         made.append(largest.elements)
     assert made[1] <= 8 * 5000
     assert min(made[0], made[2]) >= w.numel(), "the check can fail"

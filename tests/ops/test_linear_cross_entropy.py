@@ -347,15 +347,18 @@ def test_fp16_gradients_survive_a_loss_scale():
 @pytest.mark.parametrize("v", [32000, 128256, 256000])
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 32768, 100_000])
 @pytest.mark.parametrize("mib", [None, 1, 64, 4096])
-def test_chunks(tokens, v, mib, device):
-    chunk = chunk_size(tokens, v, 2, mib, device)
+@pytest.mark.parametrize("spare", [0, 4096])
+def test_chunks(tokens, v, mib, device, spare):
+    chunk = chunk_size(tokens, v, 2, mib, device, spare)
     count = -(-tokens // chunk)
     assert chunk >= 1
     if mib is not None:
         assert chunk == 1 or chunk * v * 2 <= mib * 2**20
     elif device == "cuda":
-        assert count <= MOST_CHUNKS
-        assert chunk * v * 2 <= max(DEFAULT_MIB["cuda"] * 2**20, (tokens / MOST_CHUNKS + 128) * v * 2)
+        budget = DEFAULT_MIB["cuda"] * 2**20 // (v * 2)
+        assert chunk <= budget + spare + 127, "memory does not grow with the number of tokens"
+        assert count <= MOST_CHUNKS or tokens > MOST_CHUNKS * (budget + spare)
+        assert chunk <= budget or count == MOST_CHUNKS
 
 
 def test_ignored_and_out_of_range_targets():

@@ -256,10 +256,11 @@ def half_precision() -> None:
 
 
 def dtensor_heads() -> None:
-    import tigon
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    import tigon
 
     _, ranks = _rank_and_ranks()
     mesh = init_device_mesh("cpu", (ranks,))
@@ -277,7 +278,7 @@ def dtensor_heads() -> None:
         parallelize_module(head, mesh, ColwiseParallel())
         assert head.weight.placements == (Shard(0),)
         y = x.detach().clone().requires_grad_()
-        run = lambda x, w, b, t: tigon.linear_cross_entropy(x, w, t, linear_bias=b, process_group=group)  # noqa: B023
+        run = lambda x, w, b, t: tigon.linear_cross_entropy(x, w, t, linear_bias=b, process_group=group)
         loss = run(y, head.weight, head.bias, target)
         loss.backward()
         _close("loss", loss, expected)
@@ -286,7 +287,7 @@ def dtensor_heads() -> None:
         _close("db", head.bias.grad.full_tensor(), db)
 
         # Everything a DTensor.
-        whole = lambda t: distribute_tensor(t.detach(), mesh, [Replicate()])  # noqa: B023
+        whole = lambda t: distribute_tensor(t.detach(), mesh, [Replicate()])
         z, weight = whole(x).requires_grad_(), distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_()
         loss = run(z, weight, None, whole(target))
         loss.backward()
@@ -308,9 +309,10 @@ def _refused(error: type, message: str):
 
 
 def refusals() -> None:
-    import tigon
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import tigon
 
     rank, ranks = _rank_and_ranks()
     v = 7 * ranks

@@ -128,7 +128,7 @@ def test_half_precision_products_add_up_unrounded_in_an_fp32_sum(kind, autocast,
 def test_a_sum_in_another_half_precision():
     """A bf16 weight under fp16 autocast."""
     parts, weight = _parts(70, 5, chunks=1, dtype=torch.float16), torch.empty(70, 5, dtype=BF16, device=DEVICE)
-    torch.testing.assert_close(_made(weight, False, parts), _sum(parts).to(BF16), rtol=2**-8, atol=0)
+    torch.testing.assert_close(_made(weight, False, parts), _sum(parts).to(BF16), rtol=2**-7, atol=0)
     assert torch.equal(_made(weight, True, parts), _sum(parts).to(BF16))
 
 

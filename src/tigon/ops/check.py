@@ -59,7 +59,8 @@ def number(
     """
     if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    inside = math.isfinite(value) and (low < value if above else low <= value) and value <= high
+    # Not math.isfinite: `torch.compile` may have made a symbol of the number.
+    inside = -math.inf < value < math.inf and (low < value if above else low <= value) and value <= high
     if not inside:
         if high < math.inf:
             rule = f"be in [{low:g}, {high:g}]"

@@ -22,8 +22,7 @@ __all__ = [
     "Call",
     "chunk_size",
     "find_rows",
-    "linear_cross_entropy_backward",
-    "linear_cross_entropy_forward",
+    "linear_cross_entropy_chunks",
     "rows_to_compute",
 ]
 
@@ -44,12 +43,18 @@ def bytes_per_logit(x: Tensor) -> int:
     return x.element_size() + (0 if runs_kernels(x) else 8)
 
 
-def chunk_size(tokens: int, vocabulary: int, itemsize: int, max_logits_mib: float | None, device_type: str) -> int:
-    """Tokens a chunk: equal chunks, in multiples of 128 (a tile of the products) where the budget allows."""
+def chunk_size(
+    tokens: int, vocabulary: int, itemsize: int, max_logits_mib: float | None, device_type: str, spare: int = 0
+) -> int:
+    """Tokens a chunk: equal chunks, in multiples of 128 (a tile of the products) where the budget allows.
+
+    Without a cap, `spare` tokens more if there are no more than `MOST_CHUNKS` chunks then.
+    """
     budget = max_logits_mib or DEFAULT_MIB.get(device_type, DEFAULT_MIB["cpu"])
     most = max(1, int(budget * 2**20) // (vocabulary * itemsize))
-    if max_logits_mib is None and device_type == "cuda":
-        most = max(most, cdiv(tokens, MOST_CHUNKS))
+    few = cdiv(tokens, MOST_CHUNKS)
+    if max_logits_mib is None and device_type == "cuda" and few <= most + spare:
+        most = max(most, few)
     chunks = max(1, cdiv(tokens, most))
     return max(1, _tiled(cdiv(tokens, chunks), most))
 
@@ -72,7 +77,7 @@ class Call(NamedTuple):
 
     @property
     def arguments(self) -> tuple:
-        """What both launchers end with."""
+        """What the launcher ends with."""
         return *self.needs, *self.wants, self.in_fp32, self.max_logits_mib, *self.cut, *self.options
 
 
@@ -96,10 +101,6 @@ def rows_to_compute(
     return (None, m) if given is None or (m - given.count) * 64 <= m else (given.rows, given.count)
 
 
-def _tokens_a_chunk(x: Tensor, count: int, cut: Cut, max_logits_mib: float | None) -> int:
-    return chunk_size(count, max(cut.rows, 1), bytes_per_logit(x), max_logits_mib, x.device.type)
-
-
 Where = slice | Tensor  # rows of [T, ...]: neighbours, or by index
 
 
@@ -112,10 +113,9 @@ def _taken(x: Tensor | None, where: Where) -> Tensor | None:
 
 def _chunks(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: Tensor | None, count: int,
-    max_logits_mib: float | None, cut: Cut,
+    size: int,
 ) -> Iterator[tuple[Where, Tensor, Tensor, Tensor]]:  # fmt: skip
     """Where a chunk is, its x [C, H], targets [C] and logits [C, V], in a buffer that the next chunk uses again."""
-    size = _tokens_a_chunk(x, count, cut, max_logits_mib)
     buffer = x.new_empty(min(size, count), len(weight))
     start = 0
     while start < count:
@@ -136,7 +136,7 @@ def _chunks(
 class _Gradients:
     """Those of x, weight and bias, of which a chunk's d(logits) make a part; None where not needed."""
 
-    def __init__(self, x, weight, bias, rows, count, into, call: Call) -> None:
+    def __init__(self, x, weight, bias, rows, count, into, in_fp32, call: Call) -> None:
         needs_dx, needs_dw, needs_db = call.needs
         # Rows that are left out have gradients of zero.
         new = x.new_empty if rows is None and count else x.new_zeros
@@ -144,10 +144,7 @@ class _Gradients:
         self.db = weight.new_zeros(len(weight), dtype=torch.float32) if needs_db else None
         self.dw, self.bias, self.cut = None, bias, call.cut
         if needs_dw:
-            # In half precision, many chunks would each round once more.
-            many = count > MOST_CHUNKS * _tokens_a_chunk(x, count, call.cut, call.max_logits_mib)
-            many = many and x.element_size() == 2 and into is None
-            self.dw = WeightGradient(weight, call.in_fp32 or many, into)
+            self.dw = WeightGradient(weight, in_fp32, into)
 
     def add(self, where: Where, x: Tensor, weight: Tensor, dlogits: Tensor) -> None:
         if self.dx is not None and isinstance(where, slice):
@@ -174,58 +171,74 @@ def _fake_gradients(x, weight, bias, needs):
     return tuple(torch.empty_like(p, memory_format=torch.contiguous_format) if need else None for p, need in kept)
 
 
-def _fake_forward(x, weight, target, bias, class_weight, scales, rows, count, into, *rest):
-    fp32, wants = lambda *shape: x.new_empty(*shape, dtype=torch.float32), Wants(*rest[3:7])
-    t, options = x.shape[0], Options(*rest[-6:])  # not len, which would make the number of tokens a constant
+def _fake(x, weight, target, bias, class_weight, scales, rows, count, into, lse, *rest):
+    needs, wants, options = rest[5:8], Wants(*rest[8:12]), Options(*rest[-6:])
+    fp32 = lambda *shape: x.new_empty(*shape, dtype=torch.float32)
+    t = x.shape[0]  # not len, which would make the number of tokens a constant
     per_token = (
         fp32(t), fp32(t, 2),
         fp32(t if wants.z_loss else 0), target.new_empty(t if wants.predicted else 0, dtype=torch.int64),
         fp32(t if wants.log_probs or options.token_scaling else 0), fp32(t if wants.entropy else 0),
     )  # fmt: skip
-    return *per_token, *_fake_gradients(x, weight, bias, rest[:3])
+    return *(per_token if lse is None else [None] * 6), *_fake_gradients(x, weight, bias, needs)
 
 
-@launcher(fake=_fake_forward)
-def linear_cross_entropy_forward(
+@launcher(fake=_fake)
+def linear_cross_entropy_chunks(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
     rows: Tensor | None, count: int, into: Tensor | None,
+    lse: Tensor | None, log_probs: Tensor | None, entropy: Tensor | None,
+    dloss: Tensor | None, dlog_probs: Tensor | None, dentropy: Tensor | None,
     needs_dx: bool, needs_dw: bool, needs_db: bool,
     wants_z_loss: bool, wants_predicted: bool, wants_log_probs: bool, wants_entropy: bool,
     in_fp32: bool, max_logits_mib: float | None, group_name: str, start: int, vocabulary: int,
     ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
     token_scaling: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [T, H], weight [V, H] -> the fields of `Statistics` for all tokens, and the gradients of the losses' sum.
+    """x [T, H], weight [V, H] -> the fields of `Statistics` for all tokens, then dx, dW and db where needed.
 
-    `rows` [count] are the tokens to compute (None: all; -1: as is found here); dW is added to `into`.
+    The gradients are those of the sum of the losses. Or, where `lse` [T, 2], `log_probs` and `entropy` [T] come from a
+    call before, of all three by dloss ([T] | []), dlog_probs and dentropy [T]; the statistics are then None.
+    `rows` [count] are the tokens to compute (None: all; a count of -1: as is found here); dW is added to `into`.
     """
     call = Call(
         (needs_dx, needs_dw, needs_db), Wants(wants_z_loss, wants_predicted, wants_log_probs, wants_entropy), in_fp32,
         max_logits_mib, Cut(group_name, start, vocabulary),
         (ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling),
     )  # fmt: skip
-    options, shard = Options(*call.options), call.cut.shard
+    options, shard, needed, v = Options(*call.options), call.cut.shard, any(call.needs), max(call.cut.rows, 1)
     if count < 0:
-        rows, count = rows_to_compute(None, target, ignore_index, x.numel() * call.cut.rows)
-    gradients = _Gradients(x, weight, bias, rows, count, into, call)
+        rows, count = rows_to_compute(None, target, ignore_index, x.numel() * v)
+    # A dW in half precision that is summed in fp32 takes a buffer as large as the logits of H tokens.
+    may_split = needs_dw and into is None and weight.element_size() == 2
+    spare = x.shape[1] if may_split and not in_fp32 else 0
+    size = chunk_size(count, v, bytes_per_logit(x), max_logits_mib, x.device.type, spare)
+    in_fp32 = in_fp32 or (may_split and count > MOST_CHUNKS * size)
+    gradients = _Gradients(x, weight, bias, rows, count, into, in_fp32, call)
     weight = weight.to(x.dtype)  # fp32 under autocast, as dW is
     found = None
-    for where, x_part, targets, logits in _chunks(x, weight, target, bias, rows, count, max_logits_mib, call.cut):
-        needed = any(call.needs)
-        if shard is None:
-            part = statistics(logits, targets, class_weight, scales, options, call.wants, gradient_=needed)
-        else:
+    for where, x_part, targets, logits in _chunks(x, weight, target, bias, rows, count, size):
+        upstream = Upstream()
+        if lse is not None:
+            part = Statistics(None, _taken(lse, where), None, None, _taken(log_probs, where), _taken(entropy, where))
+            upstream = Upstream(_taken(dloss, where), _taken(dlog_probs, where), _taken(dentropy, where))
+        elif shard is not None:
             part = parallel_statistics(logits, targets, class_weight, scales, options, call.wants, call.cut)
-            if needed:
-                gradient(logits, targets, class_weight, scales, part, Upstream(), options, out=logits, shard=shard)
-        found = _spread(part, where, len(x), found)
+        else:
+            part = statistics(logits, targets, class_weight, scales, options, call.wants, gradient_=needed)
+        if lse is not None or (shard is not None and needed):
+            gradient(logits, targets, class_weight, scales, part, upstream, options, out=logits, shard=shard)
+        if lse is None:
+            found = _spread(part, where, x.shape[0], found)
         if needed:
             gradients.add(where, x_part, weight, logits)
-    if found is None:
-        found = Statistics(
-            *_fake_forward(x, weight, target, bias, class_weight, scales, rows, count, into, *call.arguments)[:6]
+    if lse is not None:
+        found = [None] * 6
+    elif found is None:  # not one token counts
+        blank = _fake(
+            x, weight, target, bias, class_weight, scales, rows, count, into, None, *[None] * 5, *call.arguments
         )
-        found = _blank(found)
+        found = _blank(Statistics(*blank[:6]))
     return *found, *gradients.made()
 
 
@@ -249,36 +262,3 @@ def _spread(part: Statistics, where: Where, t: int, found: Statistics | None) ->
         elif len(whole):
             whole.index_copy_(0, where, values)
     return found
-
-
-@launcher(fake=lambda x, weight, target, bias, *rest: _fake_gradients(x, weight, bias, rest[11:14]))
-def linear_cross_entropy_backward(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, into: Tensor | None,
-    lse: Tensor, log_probs: Tensor, entropy: Tensor,
-    dloss: Tensor, dlog_probs: Tensor | None, dentropy: Tensor | None,
-    needs_dx: bool, needs_dw: bool, needs_db: bool,
-    wants_z_loss: bool, wants_predicted: bool, wants_log_probs: bool, wants_entropy: bool,
-    in_fp32: bool, max_logits_mib: float | None, group_name: str, start: int, vocabulary: int,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    token_scaling: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dx, dW, db from the gradients of loss, log-probabilities and entropies [T] (of the loss also [])."""
-    call = Call(
-        (needs_dx, needs_dw, needs_db), Wants(), in_fp32, max_logits_mib, Cut(group_name, start, vocabulary),
-        (ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling),
-    )  # fmt: skip
-    options = Options(*call.options)
-    if count < 0:
-        rows, count = rows_to_compute(None, target, ignore_index, x.numel() * call.cut.rows)
-    gradients = _Gradients(x, weight, bias, rows, count, into, call)
-    weight = weight.to(x.dtype)
-    for where, x_part, targets, logits in _chunks(x, weight, target, bias, rows, count, max_logits_mib, call.cut):
-        of_part = [_taken(values, where) for values in (lse, log_probs, entropy, dloss, dlog_probs, dentropy)]
-        known = Statistics(None, of_part[0], None, None, *of_part[1:3])
-        upstream = Upstream(*of_part[3:])
-        gradient(
-            logits, targets, class_weight, scales, known, upstream, options, out=logits, shard=call.cut.shard
-        )  # fmt: skip
-        gradients.add(where, x_part, weight, logits)
-    return gradients.made()

@@ -33,12 +33,7 @@ from tigon.ops.cross_entropy import (
     loss_output,
 )
 from tigon.ops.dispatch import first_order, leave_absent
-from tigon.ops.linear_chunks import (
-    Call,
-    linear_cross_entropy_backward,
-    linear_cross_entropy_forward,
-    rows_to_compute,
-)
+from tigon.ops.linear_chunks import Call, linear_cross_entropy_chunks, rows_to_compute
 from tigon.ops.rescale import rescale, rescaled
 from tigon.ops.token_loss import Statistics, Wants, gradient_scales
 from tigon.ops.valid_rows import ValidRows
@@ -72,8 +67,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         rows, count = None, -1
         if not compiling:
             rows, count = rows_to_compute(valid, target, call.options[0], x.numel() * call.cut.rows)
-        results = linear_cross_entropy_forward(
-            x, weight, target, bias, class_weight, scales, rows, count, into, *now.arguments
+        results = linear_cross_entropy_chunks(
+            x, weight, target, bias, class_weight, scales, rows, count, into, *[None] * 6, *now.arguments
         )
         found = Statistics(*results[:6])
         inputs = (x, weight, target, bias, class_weight, scales, rows, found.lse, found.log_probs, found.entropy)
@@ -106,10 +101,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not ctx.at_once or dlog_probs is not None or dentropy is not None:
             *inputs, lse, log_probs, entropy = saved[3:] if ctx.at_once else saved
             dloss = lse.new_zeros(()) if ctx.at_once or dloss is None else dloss
-            later = linear_cross_entropy_backward(
+            later = linear_cross_entropy_chunks(
                 *inputs, ctx.count, into, lse, log_probs, entropy, dloss, dlog_probs, dentropy, *ctx.call.arguments
             )
-            later = [g if need else None for g, need in zip(later, needs, strict=True)]
+            later = [g if need else None for g, need in zip(later[6:], needs, strict=True)]
             gradients = [b if a is None else a if b is None else a + b for a, b in zip(gradients, later, strict=True)]
         dx, dw, db = gradients
         if into is not None:
@@ -236,21 +231,24 @@ def linear_cross_entropy(
         label_smoothing, softcap, logit_scale, z_loss, token_scaling, num_items: As in `cross_entropy`. A temperature
             is `logit_scale=1 / temperature`.
         max_logits_mib: Cap in MiB on the logits held at once, at least one token's, with what else the loss of a chunk
-            needs of their size (nothing on a GPU). None: 512 on a GPU (more for long inputs, so that there are at most
-            8 chunks), 96 on a CPU. A half-precision dW of more than 8 chunks is summed in fp32.
+            needs of their size (nothing on a GPU). None: 640 on a GPU (more for long inputs, so that there are at most
+            8 chunks), 96 on a CPU. A half-precision dW of more than 8 chunks is summed in fp32, if it is a new one.
         acc_dtype: torch.float32 sums dW over chunks in fp32 and rounds once, with a buffer of the size of dW beside it.
             None: in the dtype of the weight.
         accumulate_grad: Add dW to `linear_weight.grad` (or `.main_grad`, if it has one) in the forward pass, instead of
             returning a second buffer to autograd. The loss must be what `backward` starts from, once: if another
-            gradient than one arrives, the buffer becomes NaN; a divisor belongs into `num_items`. A weight without a
-            gradient gets one as ever. No effect under `torch.compile`.
+            gradient than one arrives, the buffer becomes NaN; a divisor belongs into `num_items`, and zero_grad before
+            the forward pass. With `reduction="none"` and in fp16 it is added in backward, with any gradient. A weight
+            without a gradient gets one as ever. Right under DDP, whose hooks run, and FSDP2, inside the module that
+            holds the weight. No effect under `torch.compile`. Refused with the reason: activation checkpointing, a
+            weight with hooks on its gradient, a DTensor, a weight that is no leaf (FSDP1).
         valid_rows: Made of `target` by `ValidRows` as early as it is known, so that nothing waits here for the number
             of tokens that are not ignored. None: made here, where the products are large enough to be worth a wait.
         process_group: Ranks that each hold some rows of linear_weight (and linear_bias), in the order of ranks, and the
             same of all else: tensor parallelism. `linear_weight` may then be a DTensor. dx is summed over the ranks;
             `weight` and `target` are of the whole vocabulary.
         vocab_size: V, if it is not `linear_weight.shape[0]` times the ranks: then all but the last ranks hold
-            V / ranks rows, rounded up.
+            V / ranks rows, rounded up. A DTensor knows it. The first call with a head asks whether the ranks agree.
         return_z_loss, return_token_accuracy, return_predicted_tokens: As in `cross_entropy`.
         return_log_probs, return_entropy: As in `cross_entropy`, differentiable. Where such a gradient arrives beside
             that of a reduced loss, backward takes three more products; with `reduction="none"` all takes four.
@@ -262,6 +260,7 @@ def linear_cross_entropy(
     Raises:
         TypeError: `input`, `linear_weight` or a bias is no floating-point tensor, or `target` no integer tensor.
         ValueError: Shapes, dtypes, devices or shards do not fit, or an option is out of range.
+        RuntimeError: In a second backward with `accumulate_grad`, or where its buffer was replaced since.
 
     Source: the gradient in the forward pass and chunks, Hsu et al., "Liger Kernel", arXiv:2410.10989; argument names,
     `torch.nn.functional.linear_cross_entropy`.

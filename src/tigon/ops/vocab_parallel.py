@@ -117,7 +117,7 @@ def local_parts(op: str, process_group, input: Tensor, target: Tensor, **head: T
                 continue
             rule = "cut by rows over process_group" if cut else "replicated"
             raise ValueError(
-                f"{op}: {name} must be {rule} and on no other dimension, got placements {x.placements} on {x.device_mesh}"
+                f"{op}: {name} must be {rule}, and on no other dimension, got {x.placements} on {x.device_mesh}"
             )
         # dx is summed here; what flows back is the same on every rank.
         return x.to_local() if cut else x.to_local(grad_placements=[Replicate()] * len(x.placements))
