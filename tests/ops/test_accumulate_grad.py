@@ -280,8 +280,8 @@ def test_bad_weights():
 
     w = _head(torch.float16)
     w.grad = torch.zeros_like(w)
-    refused("acc_dtype=float32 with accumulate_grad needs a gradient in float32, got torch.float16", w,
-            acc_dtype=torch.float32)  # fmt: skip
+    rule = "acc_dtype=float32 with accumulate_grad needs gradients in float32, got a linear_weight in torch.float16"
+    refused(rule, w, acc_dtype=torch.float32)
 
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         w = _head()

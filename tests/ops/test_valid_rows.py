@@ -89,7 +89,7 @@ def test_a_tensor_without_versions():
         x, w = _inputs(30)
         loss = tigon.linear_cross_entropy(x, w, target, valid_rows=early)
     torch.testing.assert_close(loss.clone(), tigon.linear_cross_entropy(x, w, target.clone()).detach())
-    assert early.of(target, -100)
+    early.check("", target, -100)
 
 
 def test_no_tokens():
@@ -107,11 +107,11 @@ def test_another_target_is_refused():
     tensors, early = _inputs(30), tigon.ValidRows(target)
     run = lambda target, rows, **options: tigon.linear_cross_entropy(*tensors, target, valid_rows=rows, **options)
     run(target, early)
-    rule = "linear_cross_entropy: valid_rows must be made of this target"
+    rule = "linear_cross_entropy: valid_rows must be made of the target itself, got those of another tensor"
     for other in (target.clone(), target.int(), target.flip(0)):
         with pytest.raises(ValueError, match=rule):
             run(other, early)
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(ValueError, match="must be made with ignore_index=3, got -100"):
         run(target, early, ignore_index=3)
     twice = torch.cat((target, target))
     with pytest.raises(ValueError, match=rule):
@@ -119,10 +119,13 @@ def test_another_target_is_refused():
     with pytest.raises(ValueError, match=rule):
         run(twice[1:31], tigon.ValidRows(twice[:30]))
     target[0] = 5
-    with pytest.raises(ValueError, match=rule):
+    with pytest.raises(ValueError, match="must be made of the target as it is, which was written to since"):
         run(target, early)
     run(target, tigon.ValidRows(target))
-    with pytest.raises(TypeError, match="linear_cross_entropy: valid_rows must be a tigon.ValidRows, got list"):
+    assert run(target, False) == run(target, None), "all rows are computed, and these count alike"
+    with pytest.raises(
+        TypeError, match="linear_cross_entropy: valid_rows must be a tigon.ValidRows or False, got list"
+    ):
         run(target, [0, 1])
 
 

@@ -34,7 +34,7 @@ def _made(weight: torch.Tensor, in_fp32: bool, parts, into: torch.Tensor | None 
     dw = WeightGradient(weight, in_fp32, into)
     for dlogits, x in parts:
         dw.add(dlogits, x)
-    return dw.rounded()
+    return dw.finish()
 
 
 class _Copies(TorchDispatchMode):
@@ -96,7 +96,7 @@ def test_no_third_copy():
         dw = WeightGradient(weight, True)
         for part in parts:
             dw.add(*part)
-        result = dw.rounded()
+        result = dw.finish()
     assert torch.equal(result, _sum(parts).to(BF16))
 
 

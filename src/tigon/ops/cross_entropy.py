@@ -147,7 +147,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, weight, scales, options, in_place, wants):
         leave_absent(ctx)
         if in_place:
-            found = statistics(logits, target, weight, scales, Options(*options), Wants(*wants), True)
+            found = statistics(logits, target, weight, scales, options, Wants(*wants), True)
             torch.autograd.graph.increment_version(logits)  # whoever saved the logits for backward hears of it
             ctx.save_for_backward(logits.detach())
         else:
@@ -201,13 +201,13 @@ def check_loss_arguments(
 def loss_options(
     op: str, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
     token_scaling: bool = False,
-) -> tuple:  # fmt: skip
-    """The fields of `Options`, checked."""
+) -> Options:  # fmt: skip
+    """The options, checked."""
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
     if not isinstance(token_scaling, bool):
         raise TypeError(f"{op}: token_scaling must be a bool, got {type(token_scaling).__name__}")
-    return (
+    return Options(
         ignore_index,
         check.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
         None if softcap is None else check.number(op, "softcap", softcap, 0.0, above=True),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.ops.dispatch import cdiv, launcher, runs_kernels
 from tigon.ops.products import product
-from tigon.ops.token_loss import Options, Statistics, Upstream, Wants, gradient, statistics
+from tigon.ops.token_loss import Options, Statistics, Upstream, Wants, empty_statistics, gradient, statistics
 from tigon.ops.valid_rows import ValidRows
 from tigon.ops.vocab_parallel import Cut, parallel_statistics, sum_over_ranks
 from tigon.ops.weight_gradient import WeightGradient
@@ -38,7 +38,7 @@ WORTH_COUNTING = 2**35
 # --- configuration -------------------------------------------------------------------------------
 
 
-def bytes_per_logit(x: Tensor) -> int:
+def _bytes_per_logit(x: Tensor) -> int:
     """What a logit of a chunk takes: its own bytes, and where no kernel runs, those of two fp32 values beside it."""
     return x.element_size() + (0 if runs_kernels(x) else 8)
 
@@ -65,6 +65,13 @@ def _tiled(tokens: int, most: int) -> int:
     return rounded if rounded <= most else min(tokens, most)
 
 
+def _half(tokens: int, most: int) -> int:
+    """About a half: in whole tiles, unless that leaves little."""
+    half = cdiv(tokens, 2)
+    tiled = _tiled(half, most)
+    return tiled if 2 * (tokens - tiled) >= tiled else half
+
+
 class Call(NamedTuple):
     """What a call asks for, as plain values."""
 
@@ -73,7 +80,7 @@ class Call(NamedTuple):
     in_fp32: bool
     max_logits_mib: float | None
     cut: Cut
-    options: tuple  # the fields of `Options`
+    options: Options
 
     @property
     def arguments(self) -> tuple:
@@ -84,21 +91,21 @@ class Call(NamedTuple):
 # --- chunks --------------------------------------------------------------------------------------
 
 
-def find_rows(target: Tensor, ignore_index: int, products: int) -> ValidRows | None:
+def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidRows | None:
     """The rows that count; None where a CUDA graph fixes the sizes, or where looking would cost more than it saves."""
-    if target.is_cuda and (products < WORTH_COUNTING or torch.cuda.is_current_stream_capturing()):
+    if target.is_cuda and (multiplications < WORTH_COUNTING or torch.cuda.is_current_stream_capturing()):
         return None
     return ValidRows(target, ignore_index) if target.device.type in ("cpu", "cuda") else None
 
 
 def rows_to_compute(
-    given: ValidRows | None, target: Tensor, ignore_index: int, products: int
+    given: ValidRows | bool | None, target: Tensor, ignore_index: int, multiplications: int
 ) -> tuple[Tensor | None, int]:
-    """The rows that count and their number; None for all, also where few are ignored."""
+    """The rows that count and their number; None for all: by request (False), and where few are ignored."""
     m = target.numel()
-    if given is None or (target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        given = find_rows(target, ignore_index, products)
-    return (None, m) if given is None or (m - given.count) * 64 <= m else (given.rows, given.count)
+    if given is None or (given and target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        given = find_rows(target, ignore_index, multiplications)
+    return (None, m) if not given or (m - given.count) * 64 <= m else (given.rows, given.count)
 
 
 Where = slice | Tensor  # rows of [T, ...]: neighbours, or by index
@@ -121,7 +128,7 @@ def _chunks(
     while start < count:
         left = count - start
         # The last two share what is left: a short one would leave multiprocessors idle.
-        part = slice(start, start + (_tiled(cdiv(left, 2), size) if size < left < 2 * size else min(size, left)))
+        part = slice(start, start + (_half(left, size) if size < left < 2 * size else min(size, left)))
         start = part.stop
         where = part if rows is None else rows[part]
         x_part = _taken(x, where)
@@ -156,10 +163,10 @@ class _Gradients:
         if self.db is not None:
             self.db += dlogits.sum(0, dtype=torch.float32)
 
-    def made(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.dx is not None:
             sum_over_ranks(self.dx, self.cut)
-        dw = None if self.dw is None else self.dw.rounded()
+        dw = None if self.dw is None else self.dw.finish()
         return self.dx, dw, None if self.db is None else self.db.to(self.bias.dtype)
 
 
@@ -173,14 +180,8 @@ def _fake_gradients(x, weight, bias, needs):
 
 def _fake(x, weight, target, bias, class_weight, scales, rows, count, into, lse, *rest):
     needs, wants, options = rest[5:8], Wants(*rest[8:12]), Options(*rest[-6:])
-    fp32 = lambda *shape: x.new_empty(*shape, dtype=torch.float32)
-    t = x.shape[0]  # not len, which would make the number of tokens a constant
-    per_token = (
-        fp32(t), fp32(t, 2),
-        fp32(t if wants.z_loss else 0), target.new_empty(t if wants.predicted else 0, dtype=torch.int64),
-        fp32(t if wants.log_probs or options.token_scaling else 0), fp32(t if wants.entropy else 0),
-    )  # fmt: skip
-    return *(per_token if lse is None else [None] * 6), *_fake_gradients(x, weight, bias, needs)
+    found = empty_statistics(x, options, wants) if lse is None else [None] * 6
+    return *found, *_fake_gradients(x, weight, bias, needs)
 
 
 @launcher(fake=_fake)
@@ -204,15 +205,15 @@ def linear_cross_entropy_chunks(
     call = Call(
         (needs_dx, needs_dw, needs_db), Wants(wants_z_loss, wants_predicted, wants_log_probs, wants_entropy), in_fp32,
         max_logits_mib, Cut(group_name, start, vocabulary),
-        (ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling),
+        Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling),
     )  # fmt: skip
-    options, shard, needed, v = Options(*call.options), call.cut.shard, any(call.needs), max(call.cut.rows, 1)
+    options, shard, needed, v = call.options, call.cut.shard, any(call.needs), max(call.cut.most_rows, 1)
     if count < 0:
         rows, count = rows_to_compute(None, target, ignore_index, x.numel() * v)
     # A dW in half precision that is summed in fp32 takes a buffer as large as the logits of H tokens.
     may_split = needs_dw and into is None and weight.element_size() == 2
     spare = x.shape[1] if may_split and not in_fp32 else 0
-    size = chunk_size(count, v, bytes_per_logit(x), max_logits_mib, x.device.type, spare)
+    size = chunk_size(count, v, _bytes_per_logit(x), max_logits_mib, x.device.type, spare)
     in_fp32 = in_fp32 or (may_split and count > MOST_CHUNKS * size)
     gradients = _Gradients(x, weight, bias, rows, count, into, in_fp32, call)
     weight = weight.to(x.dtype)  # fp32 under autocast, as dW is
@@ -235,11 +236,8 @@ def linear_cross_entropy_chunks(
     if lse is not None:
         found = [None] * 6
     elif found is None:  # not one token counts
-        blank = _fake(
-            x, weight, target, bias, class_weight, scales, rows, count, into, None, *[None] * 5, *call.arguments
-        )
-        found = _blank(Statistics(*blank[:6]))
-    return *found, *gradients.made()
+        found = _blank(empty_statistics(x, options, call.wants))
+    return *found, *gradients.finish()
 
 
 def _blank(found: Statistics) -> Statistics:

@@ -12,17 +12,20 @@ there: three products in all, and backward multiplies them by the gradient that 
 would vanish without the loss scale that comes with it: then backward makes the logits again, four products in all. The
 gradients of log-probabilities and entropies that were returned are made in backward too, if any arrives.
 
-Every chunk reads and writes dW once more and rounds it once more, so chunks are few: by default as large as
-the budget allows, and dW of more than `linear_chunks.MOST_CHUNKS` is summed in fp32.
+Every chunk reads and writes dW once more and rounds it once more, so chunks are as few as the budget allows, and a
+half-precision dW of more than `linear_chunks.MOST_CHUNKS` is summed in fp32.
 
 Shapes: T tokens (all leading dimensions), H hidden, V vocabulary, C tokens of a chunk.
 """
+
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.ops import check
+from tigon.ops.added_gradient import added_gradient
 from tigon.ops.cross_entropy import (
     LossOutput,
     Reduction,
@@ -34,7 +37,7 @@ from tigon.ops.cross_entropy import (
 )
 from tigon.ops.dispatch import first_order, leave_absent
 from tigon.ops.linear_chunks import Call, linear_cross_entropy_chunks, rows_to_compute
-from tigon.ops.rescale import rescale, rescaled
+from tigon.ops.rescale import rescaled
 from tigon.ops.token_loss import Statistics, Wants, gradient_scales
 from tigon.ops.valid_rows import ValidRows
 from tigon.ops.vocab_parallel import cut_of, local_parts
@@ -57,29 +60,29 @@ def linear_cross_entropy_reference(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, target, class_weight, scales, valid, into, reduce, call):
+    def forward(ctx, x, weight, bias, target, class_weight, scales, valid_rows, added, reduce, call):
         leave_absent(ctx)
         compiling = torch.compiler.is_compiling()
         # `torch.compile` gives zeros for gradients that do not arrive: then one backward makes all of them.
-        extras = call.wants.log_probs or call.wants.entropy
-        at_once = reduce and x.dtype != torch.float16 and not (compiling and extras)
+        beside = call.wants.log_probs or call.wants.entropy
+        at_once = reduce and x.dtype != torch.float16 and not (compiling and beside)
         now = call if at_once else call._replace(needs=(False,) * 3)
         rows, count = None, -1
         if not compiling:
-            rows, count = rows_to_compute(valid, target, call.options[0], x.numel() * call.cut.rows)
+            multiplications = x.numel() * call.cut.most_rows
+            rows, count = rows_to_compute(valid_rows, target, call.options.ignore_index, multiplications)
         results = linear_cross_entropy_chunks(
-            x, weight, target, bias, class_weight, scales, rows, count, into, *[None] * 6, *now.arguments
-        )
+            x, weight, target, bias, class_weight, scales, rows, count, added and added.buffer, *[None] * 6,
+            *now.arguments,
+        )  # fmt: skip
         found = Statistics(*results[:6])
-        inputs = (x, weight, target, bias, class_weight, scales, rows, found.lse, found.log_probs, found.entropy)
-        if at_once:
-            gradients = [g if need else None for g, need in zip(results[6:], call.needs, strict=True)]
-            gradients[1] = gradients[1] if into is None else None
-        else:
-            gradients = []
-        ctx.save_for_backward(*gradients, *(inputs if extras or not at_once else ()))
-        ctx.at_once, ctx.call, ctx.count, ctx.into, ctx.spent = at_once, call, count, into, False
-        ctx.head = None if into is None else weight
+        made = [
+            None if i == 1 and added else g if need else None
+            for i, (g, need) in enumerate(zip(results[6:], now.needs, strict=True))
+        ]
+        later = (x, weight, target, bias, class_weight, scales, rows, found.lse, found.log_probs, found.entropy)
+        ctx.save_for_backward(*made, *(later if beside or not at_once else ()))
+        ctx.at_once, ctx.count, ctx.added, ctx.call = at_once, count, added, call
         ctx.mark_non_differentiable(found.z_loss, found.predicted)
         loss = found.loss.sum() if reduce else found.loss
         return loss, found.z_loss, found.predicted, found.log_probs, found.entropy
@@ -87,101 +90,40 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dloss, _z_loss, _predicted, dlog_probs, dentropy):
-        saved, (needs, wants, *_), into, gradients = ctx.saved_tensors, ctx.call, ctx.into, [None] * 3
-        dlog_probs, dentropy = dlog_probs if wants.log_probs else None, dentropy if wants.entropy else None
-        if into is not None:
-            _check_same_buffer(into, ctx.head)
-            if ctx.at_once:
-                _trust(into, dloss, ctx.spent)
-                ctx.spent = True
-        if ctx.at_once and dloss is not None:
-            gradients = [
-                None if g is None else rescaled(g if g.dim() == 2 else g[None], dloss).view(g.shape) for g in saved[:3]
-            ]
+        call, added, (*saved,) = ctx.call, ctx.added, ctx.saved_tensors  # once: the first three are overwritten below
+        dlog_probs, dentropy = dlog_probs if call.wants.log_probs else None, dentropy if call.wants.entropy else None
+        if added is not None:
+            added.check_unchanged()
+        gradients = [None] * 3
+        if ctx.at_once:
+            if added is not None:
+                added.settle(dloss)
+            if dloss is not None:
+                gradients = [None if g is None else rescaled(_as_matrix(g), dloss).view(g.shape) for g in saved[:3]]
+            dloss = None
         if not ctx.at_once or dlog_probs is not None or dentropy is not None:
-            *inputs, lse, log_probs, entropy = saved[3:] if ctx.at_once else saved
-            dloss = lse.new_zeros(()) if ctx.at_once or dloss is None else dloss
-            later = linear_cross_entropy_chunks(
-                *inputs, ctx.count, into, lse, log_probs, entropy, dloss, dlog_probs, dentropy, *ctx.call.arguments
-            )
-            later = [g if need else None for g, need in zip(later[6:], needs, strict=True)]
-            gradients = [b if a is None else a if b is None else a + b for a, b in zip(gradients, later, strict=True)]
-        dx, dw, db = gradients
-        if into is not None:
-            # Megatron's hooks want to see a gradient, and add it to main_grad, or not: zeros are right for both.
-            dw = ctx.head.new_zeros(()).expand(ctx.head.shape) if _tells(ctx.head, into) else None
-        return dx, dw, db, *[None] * 7
+            *inputs, lse, log_probs, entropy = saved[3:]
+            dloss = lse.new_zeros(()) if dloss is None else dloss
+            more = linear_cross_entropy_chunks(
+                *inputs, ctx.count, added and added.buffer, lse, log_probs, entropy, dloss, dlog_probs, dentropy,
+                *call.arguments,
+            )[6:]  # fmt: skip
+            gradients = [
+                _sum(g, new if need else None) for g, new, need in zip(gradients, more, call.needs, strict=True)
+            ]
+        if added is not None:
+            gradients[1] = added.returned()
+        return *gradients, *[None] * 7
 
 
-# --- accumulation --------------------------------------------------------------------------------
+def _as_matrix(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x[None]
 
 
-def _trust(into: Tensor, dloss: Tensor | None, spent: bool) -> None:
-    """dW was added to `into` for a gradient of one: if another arrives, the sum is wrong, and becomes NaN."""
-    if spent:
-        raise RuntimeError(
-            "linear_cross_entropy: a loss with accumulate_grad has one backward: its dW is added already"
-        )
-    rescale(into, into.new_full((), torch.nan) if dloss is None else torch.where(dloss == 1.0, 1.0, torch.nan))
-
-
-def _gradient_of(linear_weight: Tensor) -> tuple[str, Tensor | None]:
-    """What a weight's gradients are summed in, and its name."""
-    main = getattr(linear_weight, "main_grad", None)
-    return ("linear_weight.grad", linear_weight.grad) if main is None else ("linear_weight.main_grad", main)
-
-
-def _check_same_buffer(into: Tensor, linear_weight: Tensor) -> None:
-    name, now = _gradient_of(linear_weight)
-    if now is None or now.data_ptr() != into.data_ptr():
-        raise RuntimeError(
-            f"linear_cross_entropy: {name}, to which accumulate_grad adds, was replaced between forward and backward: "
-            "call zero_grad before the forward pass"
-        )
-
-
-def _tells(linear_weight: Tensor, into: Tensor) -> bool:
-    """Whether the weight is to know that dW is in its main_grad: Megatron's protocol."""
-    return into is getattr(linear_weight, "main_grad", None) and hasattr(linear_weight, "grad_added_to_main_grad")
-
-
-def _gradient_to_add_to(op: str, linear_weight: Tensor) -> Tensor | None:
-    """The buffer that `accumulate_grad` adds to; None if the weight has no gradient yet."""
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and linear_weight.requires_grad):
-        return None
-    if hasattr(linear_weight, "placements"):
-        raise ValueError(
-            f"{op}: accumulate_grad adds the whole dW, but linear_weight is a DTensor, whose .grad holds a shard "
-            "(FSDP2 reduces gradients over the ranks first): leave accumulate_grad out"
-        )
-    if not linear_weight.is_leaf:
-        raise ValueError(
-            f"{op}: accumulate_grad needs a linear_weight that has a .grad (a leaf), got the result of an op"
-        )
-    if linear_weight._backward_hooks or linear_weight._post_accumulate_grad_hooks:
-        raise ValueError(
-            f"{op}: linear_weight has hooks that wait for its gradient, which accumulate_grad does not hand to autograd"
-        )
-    if torch._C._current_graph_task_id() != -1:
-        raise ValueError(
-            f"{op}: accumulate_grad adds dW in the forward pass, which runs again here in backward (activation "
-            "checkpointing): keep the loss out of the checkpointed region"
-        )
-    name, into = _gradient_of(linear_weight)
-    if into is None:
-        return None
-    check.same(op, "device", **{"linear_weight": linear_weight, name: into})
-    check.shape(op, name, into, linear_weight.shape)
-    if (
-        into.layout != torch.strided
-        or not into.is_contiguous()
-        or into.dtype not in (linear_weight.dtype, torch.float32)
-    ):
-        raise ValueError(
-            f"{op}: accumulate_grad needs a dense {name} in {linear_weight.dtype} or float32, "
-            f"got {into.layout}, {into.dtype}, strides {into.stride()}"
-        )
-    return into
+def _sum(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a + b
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -205,7 +147,7 @@ def linear_cross_entropy(
     max_logits_mib: float | None = None,
     acc_dtype: torch.dtype | None = None,
     accumulate_grad: bool = False,
-    valid_rows: ValidRows | None = None,
+    valid_rows: ValidRows | Literal[False] | None = None,
     process_group: "torch.distributed.ProcessGroup | None" = None,
     vocab_size: int | None = None,
     return_z_loss: bool = False,
@@ -231,34 +173,37 @@ def linear_cross_entropy(
         label_smoothing, softcap, logit_scale, z_loss, token_scaling, num_items: As in `cross_entropy`. A temperature
             is `logit_scale=1 / temperature`.
         max_logits_mib: Cap in MiB on the logits held at once, at least one token's, with what else the loss of a chunk
-            needs of their size (nothing on a GPU). None: 640 on a GPU (more for long inputs, so that there are at most
-            8 chunks), 96 on a CPU. A half-precision dW of more than 8 chunks is summed in fp32, if it is a new one.
-        acc_dtype: torch.float32 sums dW over chunks in fp32 and rounds once, with a buffer of the size of dW beside it.
-            None: in the dtype of the weight.
+            needs of their size (nothing on a GPU). None: 96 on a CPU, 640 on a GPU. Of inputs so long that this makes
+            more than 8 chunks, a half-precision dW is summed in fp32, or the chunks are larger, by at most the memory
+            that this would take.
+        acc_dtype: torch.float32 sums dW over all chunks in fp32 and rounds once, with a buffer of dW's size beside it.
+            None: in the dtype of the weight, for up to 8 chunks.
         accumulate_grad: Add dW to `linear_weight.grad` (or `.main_grad`, if it has one) in the forward pass, instead of
-            returning a second buffer to autograd. The loss must be what `backward` starts from, once: if another
-            gradient than one arrives, the buffer becomes NaN; a divisor belongs into `num_items`, and zero_grad before
-            the forward pass. With `reduction="none"` and in fp16 it is added in backward, with any gradient. A weight
-            without a gradient gets one as ever. Right under DDP, whose hooks run, and FSDP2, inside the module that
-            holds the weight. No effect under `torch.compile`. Refused with the reason: activation checkpointing, a
-            weight with hooks on its gradient, a DTensor, a weight that is no leaf (FSDP1).
+            returning a second buffer to autograd. Call `zero_grad` before the forward pass, and `backward` on the loss
+            itself, once: if another gradient than one arrives, the buffer becomes NaN; a divisor belongs into
+            `num_items`. A bf16 gradient is rounded by every chunk. A weight without a gradient gets one as ever. No
+            effect under `torch.compile`.
         valid_rows: Made of `target` by `ValidRows` as early as it is known, so that nothing waits here for the number
-            of tokens that are not ignored. None: made here, where the products are large enough to be worth a wait.
+            of tokens that are not ignored. None: made here, where the products take longer than the wait. False:
+            compute ignored tokens too and never wait, as CUDA graphs do in any case. Under `torch.compile` the rows
+            are found when the compiled code runs.
         process_group: Ranks that each hold some rows of linear_weight (and linear_bias), in the order of ranks, and the
             same of all else: tensor parallelism. `linear_weight` may then be a DTensor. dx is summed over the ranks;
             `weight` and `target` are of the whole vocabulary.
-        vocab_size: V, if it is not `linear_weight.shape[0]` times the ranks: then all but the last ranks hold
-            V / ranks rows, rounded up. A DTensor knows it. The first call with a head asks whether the ranks agree.
+        vocab_size: V, with a process_group unless linear_weight is a DTensor: all but the last ranks hold V / ranks
+            rows, rounded up.
         return_z_loss, return_token_accuracy, return_predicted_tokens: As in `cross_entropy`.
         return_log_probs, return_entropy: As in `cross_entropy`, differentiable. Where such a gradient arrives beside
-            that of a reduced loss, backward takes three more products; with `reduction="none"` all takes four.
+            that of a reduced loss, backward takes three more products; with `reduction="none"`, and whenever they are
+            returned under `torch.compile`, all takes four.
 
     Returns:
         The loss, fp32; or a `LossOutput` if anything is asked for beside it. A mean over no valid target is 0.
         A target that is neither in [0, V) nor `ignore_index` makes the loss NaN, as in `cross_entropy`.
 
     Raises:
-        TypeError: `input`, `linear_weight` or a bias is no floating-point tensor, or `target` no integer tensor.
+        TypeError: `input`, `linear_weight` or a bias is no floating-point tensor, `target` no integer tensor, or an
+            option of another type than above.
         ValueError: Shapes, dtypes, devices or shards do not fit, or an option is out of range.
         RuntimeError: In a second backward with `accumulate_grad`, or where its buffer was replaced since.
 
@@ -273,7 +218,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     check.tensor(op, input=input, linear_weight=linear_weight, target=target)
-    into = _gradient_to_add_to(op, linear_weight) if accumulate_grad else None
+    added = added_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
     if any(hasattr(x, "placements") for x in (input, linear_weight, linear_bias, target)):
         if vocab_size is None and process_group is not None and hasattr(linear_weight, "placements"):
             vocab_size = linear_weight.shape[0]
@@ -285,7 +230,9 @@ def linear_cross_entropy(
         raise ValueError(f"{op}: linear_weight must have shape (V, H), got {tuple(linear_weight.shape)}")
     v, h = linear_weight.shape
     if input.dim() == 0 or input.shape[-1] != h:
-        raise ValueError(f"{op}: input must have shape (..., {h}), as linear_weight has, got {tuple(input.shape)}")
+        raise ValueError(
+            f"{op}: input must have shape (..., H) and linear_weight (V, H), got {tuple(input.shape)} and {(v, h)}"
+        )
     check.shape(op, "target", target, input.shape[:-1])
     if linear_bias is not None:
         check.shape(op, "linear_bias", linear_bias, (v,))
@@ -297,13 +244,11 @@ def linear_cross_entropy(
     if max_logits_mib is not None and check.number(op, "max_logits_mib", max_logits_mib) < 1:
         raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
     check.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
-    if acc_dtype is not None and into is not None and into.dtype != acc_dtype:
-        raise ValueError(f"{op}: acc_dtype=float32 with accumulate_grad needs a gradient in float32, got {into.dtype}")
-    if valid_rows is not None and not torch.compiler.is_compiling():
+    if valid_rows is not None and valid_rows is not False:
         if not isinstance(valid_rows, ValidRows):
-            raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows, got {type(valid_rows).__name__}")
-        if not valid_rows.of(target, ignore_index):
-            raise ValueError(f"{op}: valid_rows must be made of this target (not a copy, unchanged) and ignore_index")
+            raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
+        if not torch.compiler.is_compiling():
+            valid_rows.check(op, target, ignore_index)
     if input.device.type != "meta" and torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         cast = lambda x: x if x is None or x.dtype == torch.float64 else x.to(dtype)
@@ -317,18 +262,15 @@ def linear_cross_entropy(
     weight = None if weight is None else weight.detach().contiguous()
     needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (input, linear_weight, linear_bias)]
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
-    if torch.compiler.is_compiling():
-        valid_rows = None
-    elif valid_rows is not None:
-        valid_rows = valid_rows if targets.numel() else None
     num_items, mean = as_scalar(num_items, input.device), reduction == "mean"
     scales = gradient_scales(targets, weight, num_items, cut.vocabulary, ignore_index, mean)
     call = Call(tuple(needs), wants, acc_dtype is not None, max_logits_mib, cut, options)
     losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
-        x, linear_weight, linear_bias, targets, weight, scales, valid_rows, into, reduction != "none", call
-    )
-    if into is not None and _tells(linear_weight, into):
-        linear_weight.grad_added_to_main_grad = True
+        x, linear_weight, linear_bias, targets, weight, scales,
+        None if torch.compiler.is_compiling() else valid_rows, added, reduction != "none", call,
+    )  # fmt: skip
+    if added is not None:
+        added.tell()
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,
         return_z_loss, return_token_accuracy, return_predicted_tokens,

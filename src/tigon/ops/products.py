@@ -27,12 +27,14 @@ PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT_A_BYTES = 1, 5  # followed by those
 ALGO_CONFIG_ID, ALGO_CONFIG_TILE_ID, ALGO_CONFIG_SPLITK_NUM = 0, 1, 2
 COMPUTE_32F = 68
 DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-NVJET = 66  # the algorithm whose tiles these are, the best first
+NVJET = (
+    66  # the algorithm whose tiles these are, the best first (seen in cuBLAS 13.0; others have it or are left alone)
+)
 PING_PONG_TILES = {"176x128": 201, "168x128": 197, "128x160": 29, "144x128": 184, "128x128": 20}
 
 FEWEST = 512  # with a shorter side there is little to win, and it was not measured
 WORKSPACE = 1024  # bytes: a counter of tiles; split sums, which need more, are not asked for
-CANDIDATES = 16
+CANDIDATES = 16  # it proposes 8 at most
 LARGEST_ALIGNMENT = 256
 
 
@@ -166,7 +168,10 @@ class _Plan:
 @functools.lru_cache(maxsize=512)  # the last chunk's length changes with the number of valid tokens
 def _plan(device: int, *key) -> _Plan | None:
     handle = _handle(device)
-    return None if handle is None else _Plan(handle, key)
+    try:
+        return None if handle is None else _Plan(handle, key)
+    except RuntimeError:  # this version of the library does not know what is asked of it
+        return None
 
 
 def _stored(x: Tensor) -> tuple[bool, int] | None:

@@ -166,7 +166,7 @@ if gluon is not None:
             log_prob = -(gl.log2(mass) - gl.fma(x_t, LOG2E, -c)) * LN2
             row_scale, row_z_scale = scale, z_scale
             if TOKEN_SCALING:
-                p_t = gl.exp(log_prob)
+                p_t = gl.div_rn(gl.exp2(gl.fma(x_t, LOG2E, -c)), mass)
                 row_scale, row_z_scale = scale * p_t, z_scale * p_t
             hit = row_scale * target_weight(weight_ptr, target, V)
             top = c * LN2

@@ -3,7 +3,6 @@
 Written for memory: a block of logits needs at most two more of its size in fp32, and is overwritten where it may be.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -28,8 +27,7 @@ __all__ = [
 LOWEST = -1e4  # stands for -inf where that is multiplied by its exponential: their product is zero
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """What defines the loss of a token, besides logits, target and class weights."""
 
     ignore_index: int = -100

@@ -94,8 +94,16 @@ class ValidRows:
         """[count] int64: their indices, in order, on the target's device."""
         return self._rows[: self.count]
 
-    def of(self, target: Tensor, ignore_index: int) -> bool:
-        """Whether these are the rows of `target`, which has not changed since."""
-        same = target.data_ptr() == self.target.data_ptr() and target.shape == self.target.shape
-        same = same and target.stride() == self.target.stride() and target.dtype == self.target.dtype
-        return same and _version(target) == self._version and ignore_index == self.ignore_index
+    def check(self, op: str, target: Tensor, ignore_index: int) -> None:
+        """Raise ValueError unless these are the rows of `target`, which has not changed since."""
+        made_of = self.target
+        same = target.data_ptr() == made_of.data_ptr() and target.dtype == made_of.dtype
+        if not same or (target.shape, target.stride()) != (made_of.shape, made_of.stride()):
+            raise ValueError(
+                f"{op}: valid_rows must be made of the target itself, got those of another tensor, of shape "
+                f"{tuple(made_of.shape)} for {tuple(target.shape)}"
+            )
+        if _version(target) != self._version:
+            raise ValueError(f"{op}: valid_rows must be made of the target as it is, which was written to since")
+        if ignore_index != self.ignore_index:
+            raise ValueError(f"{op}: valid_rows must be made with ignore_index={ignore_index}, got {self.ignore_index}")

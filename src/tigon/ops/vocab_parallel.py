@@ -9,10 +9,8 @@ Shapes: M tokens, H hidden, V vocabulary. Shoeybi et al., "Megatron-LM", arXiv:1
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,7 +27,7 @@ class Cut(NamedTuple):
     vocabulary: int
 
     @property
-    def rows(self) -> int:
+    def most_rows(self) -> int:
         """Of the rank that has the most; all ranks cut the tokens by it, for they meet in every chunk."""
         return _length(self.vocabulary, _group(self.group_name).size()) if self.group_name else self.vocabulary
 
@@ -58,24 +56,6 @@ def _check_group(op: str, process_group: object) -> None:
         )
 
 
-@functools.cache
-def _check_agreement(op: str, group_name: str, rows: int, vocab_size: int | None) -> None:
-    """The first call with such a head asks the other ranks: from unlike sizes each would cut another vocabulary."""
-    group = _group(group_name)
-    given: list = [None] * group.size()
-    dist.all_gather_object(given, (rows, vocab_size), group)
-    held = [other for other, _ in given]
-    if any(size != vocab_size for _, size in given):
-        raise ValueError(f"{op}: vocab_size must be the same on all ranks, got {[size for _, size in given]}")
-    if vocab_size is None and any(other != rows for other in held):
-        raise ValueError(f"{op}: the ranks hold {held} rows of linear_weight: say by vocab_size how many there are")
-    if vocab_size is not None and held != _cut_sizes(vocab_size, group.size()):
-        raise ValueError(
-            f"{op}: of a vocabulary of {vocab_size} over {group.size()} ranks, they must hold "
-            f"{_cut_sizes(vocab_size, group.size())} rows of linear_weight, got {held}"
-        )
-
-
 def cut_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None) -> Cut:
     """The cut of a head of which this rank holds `rows` rows."""
     if process_group is None:
@@ -83,11 +63,10 @@ def cut_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_si
             raise ValueError(f"{op}: vocab_size is the size of a vocabulary cut over a process_group, which is missing")
         return Cut("", 0, rows)
     _check_group(op, process_group)
-    ranks, rank = process_group.size(), dist.get_rank(process_group)
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if not torch.compiler.is_compiling() and not capturing:
-        _check_agreement(op, process_group.group_name, rows, vocab_size)
-    vocabulary = rows * ranks if vocab_size is None else vocab_size
+    if vocab_size is None:
+        # From what the ranks hold it could only be told by asking them all, and waiting, in every call.
+        raise ValueError(f"{op}: vocab_size must say how many rows the ranks of process_group hold together, got None")
+    ranks, rank, vocabulary = process_group.size(), dist.get_rank(process_group), vocab_size
     start, expected = min(rank * _length(vocabulary, ranks), vocabulary), _cut_sizes(vocabulary, ranks)[rank]
     if rows != expected:
         raise ValueError(

@@ -60,7 +60,7 @@ class WeightGradient:
             else:
                 part.copy_(made[: len(part)])
 
-    def rounded(self) -> Tensor:
+    def finish(self) -> Tensor:
         """The result [V, H]; zeros if nothing was added."""
         if not self.started:
             return self.result.zero_()
