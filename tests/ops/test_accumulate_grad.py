@@ -290,3 +290,24 @@ def test_bad_weights():
         refused("linear_weight has hooks that wait for its gradient", w)
         handle.remove()
         _loss(x, w, target).backward()
+
+
+def test_a_gradient_that_was_set_to_zero_since_is_nan():
+    """Else dW, which was in it, would be lost without a word."""
+    (x, target), w = _batch(0), _head()
+    for zero in (lambda: w.grad.zero_(), lambda: torch.optim.SGD([w]).zero_grad(set_to_none=False)):
+        w.grad = torch.ones_like(w)
+        loss = tigon.linear_cross_entropy(x, w, target, accumulate_grad=True)
+        zero()
+        loss.backward()
+        assert w.grad.isnan().all()
+    w.grad = torch.zeros_like(w)  # zero before is right
+    tigon.linear_cross_entropy(x, w, target, accumulate_grad=True).backward()
+    assert w.grad.isfinite().all()
+
+
+def test_a_loss_that_has_no_backward_warns():
+    (x, target), w = _batch(0), _head()
+    w.grad = torch.zeros_like(w)
+    with pytest.warns(RuntimeWarning, match="dropped before its backward; linear_weight.grad keeps its dW"):
+        tigon.linear_cross_entropy(x, w, target, accumulate_grad=True)

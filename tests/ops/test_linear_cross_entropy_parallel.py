@@ -329,6 +329,10 @@ def refusals() -> None:
             run(shard, process_group=world, vocab_size=v + 1)
     with _refused(ValueError, "vocab_size must say how many rows the ranks of process_group hold together, got None"):
         run(shard, process_group=world)
+    # Sizes that differ, and fit what each rank holds: the one thing that the others must be asked about.
+    if ranks == 2:
+        loss = run(w.detach()[7 * rank :][: 7 - rank], process_group=world, vocab_size=v - rank)
+        assert loss.isnan()
     with _refused(ValueError, "vocab_size is the size of a vocabulary cut over a process_group, which is missing"):
         run(shard, vocab_size=v)
     with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):

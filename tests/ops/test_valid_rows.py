@@ -138,3 +138,28 @@ def test_bad_input():
     for wrong in ("3", 1.0, True):
         with pytest.raises(TypeError, match="ValidRows: ignore_index must be an int, got"):
             tigon.ValidRows(torch.zeros(3, dtype=torch.int64), wrong)
+
+
+@pytest.mark.parametrize("ignore_index", [2**32, 2**32 - 100, -(2**40)])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_an_index_to_ignore_that_no_target_holds(dtype, ignore_index):
+    """Compared in 32 bits it would be another one: 0, or -100."""
+    target = torch.tensor([0, 3, 0, 5], device=DEVICE).to(dtype)
+    x, w = _inputs(4)
+    options = {"reduction": "none", "ignore_index": ignore_index, "return_token_accuracy": True}
+    found = tigon.linear_cross_entropy(x, w, target, **options)
+    expected = torch.nn.functional.cross_entropy(x @ w.t(), target.long(), reduction="none")
+    torch.testing.assert_close(found.loss, expected)
+    assert found.token_accuracy == ((x @ w.t()).argmax(-1) == target).float().mean()
+    assert tigon.ValidRows(target, ignore_index).count == 4
+    logits = tigon.cross_entropy(x @ w.t(), target, **options)
+    torch.testing.assert_close(logits.loss, expected)
+    assert logits.token_accuracy == found.token_accuracy
+
+
+def test_a_default_device_does_not_matter():
+    target, (x, w) = torch.tensor([0, -100, 3, 5], device=DEVICE), _inputs(4)
+    expected = tigon.linear_cross_entropy(x, w, target)
+    with torch.device("meta"):
+        assert tigon.ValidRows(target).count == 3
+        assert torch.equal(tigon.linear_cross_entropy(x, w, target), expected)

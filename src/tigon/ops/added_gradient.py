@@ -5,6 +5,8 @@ is added in the forward pass cannot be scaled later, so the gradient that arrive
 and where it is not one, it makes the sum NaN rather than leave it wrong.
 """
 
+import warnings
+
 import torch
 from torch import Tensor
 
@@ -13,13 +15,33 @@ from tigon.ops.rescale import rescale
 
 __all__ = ["AddedGradient", "added_gradient"]
 
+SAMPLED_ROWS = 64
+
 
 class AddedGradient:
     """A weight [V, H] and the buffer that its gradients are summed in: `main_grad` if it has one, else `grad`."""
 
     def __init__(self, op: str, weight: Tensor) -> None:
-        self.op, self.weight, self.spent = op, weight, False
+        self.op, self.weight = op, weight
         self.name, self.buffer = _sum_of(weight)
+        self.sample = None  # of the buffer, with dW in it that no backward has confirmed
+        self.spent = False
+
+    def __del__(self) -> None:
+        if self.sample is not None and not self.spent:
+            warnings.warn(
+                f"{self.op}: a loss with accumulate_grad was dropped before its backward; {self.name} keeps its dW",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+    def _sampled(self) -> Tensor:
+        rows = self.buffer[:: max(1, len(self.buffer) // SAMPLED_ROWS)]
+        return rows[:, :: max(1, rows.shape[1] // SAMPLED_ROWS)]
+
+    def added(self) -> None:
+        """In forward, when dW is in the buffer."""
+        self.sample = self._sampled().clone()
 
     @property
     def _is_megatrons(self) -> bool:
@@ -47,8 +69,9 @@ class AddedGradient:
         if self.spent:
             raise RuntimeError(f"{self.op}: a loss with accumulate_grad has one backward: its dW is added already")
         self.spent = True
-        factor = torch.nan if dloss is None else torch.where(dloss == 1.0, 1.0, torch.nan)
-        rescale(self.buffer, factor if isinstance(factor, Tensor) else self.buffer.new_full((), factor))
+        right = (self._sampled() != 0).any() | (self.sample == 0).all()  # nobody has set it to zero since
+        right = right & (dloss == 1.0) if dloss is not None else torch.zeros_like(right)
+        rescale(self.buffer, torch.where(right, 1.0, torch.nan))
 
 
 def _sum_of(weight: Tensor) -> tuple[str, Tensor | None]:

@@ -25,6 +25,7 @@ from tigon.ops.token_loss import (
     gradient_scales,
     statistics,
 )
+from tigon.ops.valid_rows import as_targets
 
 __all__ = ["CrossEntropyLoss", "LossOutput", "Reduction", "cross_entropy", "cross_entropy_reference"]
 
@@ -205,6 +206,8 @@ def loss_options(
     """The options, checked."""
     if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    if not -(2**63) <= ignore_index < 2**63:
+        raise ValueError(f"{op}: ignore_index must fit into 64 bits, got {ignore_index}")
     if not isinstance(token_scaling, bool):
         raise TypeError(f"{op}: token_scaling must be a bool, got {type(token_scaling).__name__}")
     return Options(
@@ -240,6 +243,7 @@ def loss_output(
         return loss
     accuracy = None
     if return_token_accuracy:
+        target = as_targets(target, ignore_index).view(target.shape)
         valid = target != ignore_index
         right = valid & (predicted.view(target.shape) == target)
         accuracy = right.sum() / valid.sum().clamp(min=1)
@@ -329,7 +333,7 @@ def cross_entropy(
     check_loss_arguments(
         op, v, target, weight, reduction, num_items, input.device
     )  # fmt: skip
-    logits, targets = input.reshape(-1, v), target.reshape(-1).contiguous()
+    logits, targets = input.reshape(-1, v), as_targets(target, ignore_index)
     weight = None if weight is None else weight.detach().contiguous()
     in_place = inplace and torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling()
     in_place = in_place and not (return_log_probs or return_entropy)  # whose gradients need the logits

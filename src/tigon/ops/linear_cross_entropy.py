@@ -39,7 +39,7 @@ from tigon.ops.dispatch import first_order, leave_absent
 from tigon.ops.linear_chunks import Call, linear_cross_entropy_chunks, rows_to_compute
 from tigon.ops.rescale import rescaled
 from tigon.ops.token_loss import Statistics, Wants, gradient_scales
-from tigon.ops.valid_rows import ValidRows
+from tigon.ops.valid_rows import ValidRows, as_targets
 from tigon.ops.vocab_parallel import cut_of, local_parts
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "linear_cross_entropy_reference"]
@@ -67,7 +67,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         beside = call.wants.log_probs or call.wants.entropy
         at_once = reduce and x.dtype != torch.float16 and not (compiling and beside)
         now = call if at_once else call._replace(needs=(False,) * 3)
-        rows, count = None, -1
+        rows, count = None, -1 if valid_rows is None else x.shape[0]
         if not compiling:
             multiplications = x.numel() * call.cut.most_rows
             rows, count = rows_to_compute(valid_rows, target, call.options.ignore_index, multiplications)
@@ -75,6 +75,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, weight, target, bias, class_weight, scales, rows, count, added and added.buffer, *[None] * 6,
             *now.arguments,
         )  # fmt: skip
+        if added is not None and at_once:
+            added.added()
         found = Statistics(*results[:6])
         made = [
             None if i == 1 and added else g if need else None
@@ -180,9 +182,9 @@ def linear_cross_entropy(
             None: in the dtype of the weight, for up to 8 chunks.
         accumulate_grad: Add dW to `linear_weight.grad` (or `.main_grad`, if it has one) in the forward pass, instead of
             returning a second buffer to autograd. Call `zero_grad` before the forward pass, and `backward` on the loss
-            itself, once: if another gradient than one arrives, the buffer becomes NaN; a divisor belongs into
-            `num_items`. A bf16 gradient is rounded by every chunk. A weight without a gradient gets one as ever. No
-            effect under `torch.compile`.
+            itself, once: if another gradient than one arrives, the buffer becomes NaN (a divisor belongs into
+            `num_items`); a loss whose backward is never run leaves its dW behind, with a warning. A bf16 gradient is
+            rounded by every chunk. A weight without a gradient gets one as ever. No effect under `torch.compile`.
         valid_rows: Made of `target` by `ValidRows` as early as it is known, so that nothing waits here for the number
             of tokens that are not ignored. None: made here, where the products take longer than the wait. False:
             compute ignored tokens too and never wait, as CUDA graphs do in any case. Under `torch.compile` the rows
@@ -218,6 +220,7 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     check.tensor(op, input=input, linear_weight=linear_weight, target=target)
+    check.choice(op, "accumulate_grad", accumulate_grad, (True, False))
     added = added_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
     if any(hasattr(x, "placements") for x in (input, linear_weight, linear_bias, target)):
         if vocab_size is None and process_group is not None and hasattr(linear_weight, "placements"):
@@ -258,7 +261,7 @@ def linear_cross_entropy(
     else:
         check.same(op, "dtype", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
 
-    x, targets = input.reshape(-1, h), target.reshape(-1).contiguous()
+    x, targets = input.reshape(-1, h), as_targets(target, ignore_index)
     weight = None if weight is None else weight.detach().contiguous()
     needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (input, linear_weight, linear_bias)]
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
@@ -267,7 +270,8 @@ def linear_cross_entropy(
     call = Call(tuple(needs), wants, acc_dtype is not None, max_logits_mib, cut, options)
     losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
         x, linear_weight, linear_bias, targets, weight, scales,
-        None if torch.compiler.is_compiling() else valid_rows, added, reduction != "none", call,
+        None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows,
+        added, reduction != "none", call,
     )  # fmt: skip
     if added is not None:
         added.tell()

@@ -63,13 +63,24 @@ def _library() -> ctypes.CDLL | None:
         return None
 
 
-@functools.cache
+_handles: dict[int, ctypes.c_void_p] = {}  # by device
+
+
 def _handle(device: int) -> ctypes.c_void_p | None:
     """A handle of the device, which is current; None unless it is a Hopper chip with the library."""
     library, handle = _library(), ctypes.c_void_p()
-    if library is None or torch.cuda.get_device_capability(device) != (9, 0):
+    if device in _handles:
+        return _handles[device]
+    # To make one allocates, which a CUDA graph does not allow.
+    if (
+        library is None
+        or torch.cuda.get_device_capability(device) != (9, 0)
+        or torch.cuda.is_current_stream_capturing()
+    ):
         return None
-    return handle if library.cublasLtCreate(ctypes.byref(handle)) == 0 else None
+    if library.cublasLtCreate(ctypes.byref(handle)) == 0:
+        _handles[device] = handle
+    return _handles.get(device)
 
 
 def _checked(status: int) -> None:

@@ -189,7 +189,7 @@ def _scales_kernel(
     target_ptr, weight_ptr, num_items_ptr, scales_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """One program: 1 / D, 1 / N (0 where nothing is valid) and W."""
-    count, weights, weight_sum = 0.0, 0.0, V * 1.0
+    count, weights, weight_sum, M = 0.0, 0.0, V * 1.0, M.to(tl.int64)
     if weight_ptr is not None:
         sums = tl.zeros([BLOCK], tl.float32)
         for start in range(0, V, BLOCK):

@@ -14,13 +14,13 @@ from torch import Tensor
 from tigon.ops import check
 from tigon.ops.dispatch import launch, on_device, runs_kernels
 
-__all__ = ["ValidRows"]
+__all__ = ["ValidRows", "as_targets"]
 
 
 @triton.jit(do_not_specialize=["M"])
 def _valid_rows_kernel(target_ptr, rows_ptr, count_ptr, M, ignore_index, BLOCK: tl.constexpr):
     """One program: the indices of the rows whose target is not ignored, in order, and their number."""
-    count = 0
+    count, M = tl.zeros([], tl.int64), M.to(tl.int64)
     for start in range(0, M, BLOCK):
         row = start + tl.arange(0, BLOCK)
         valid = row < M
@@ -39,7 +39,7 @@ def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
         launch(_valid_rows_kernel, 1, target, rows, count, target.numel(), ignore_index, BLOCK=2048, num_warps=8)
         return rows, count
     rows = (target != ignore_index).nonzero()[:, 0]
-    return rows, torch.tensor([len(rows)])
+    return rows, torch.tensor([len(rows)], device="cpu")
 
 
 def _version(x: Tensor) -> int:
@@ -47,11 +47,18 @@ def _version(x: Tensor) -> int:
     return 0 if x.is_inference() else x._version
 
 
+def as_targets(target: Tensor, ignore_index: int) -> Tensor:
+    """target [...] -> [M] contiguous, of a type that `ignore_index` fits into: to compare would wrap it."""
+    fits = target.dtype == torch.int64 or -(2**31) <= ignore_index < 2**31
+    return (target if fits else target.long()).reshape(-1).contiguous()
+
+
 class ValidRows:
     """The rows of a target that count, found without a wait; `linear_cross_entropy(..., valid_rows=)` takes it.
 
     Args:
         target: [...] class indices, int64 | int32: the very tensor that the loss will be given, unchanged until then.
+            A change is noticed and refused, but not one of an inference tensor or past torch (`.data`, numpy).
         ignore_index: The value of targets that do not count; None is -100, as in the loss.
 
     Raises:
@@ -72,13 +79,14 @@ class ValidRows:
         if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
             raise TypeError(f"ValidRows: ignore_index must be an int, got {type(ignore_index).__name__}")
         self.target, self.ignore_index, self._version = target, ignore_index, _version(target)
-        self._rows, count = _find(target.detach().reshape(-1).contiguous(), ignore_index)
+        self._rows, count = _find(as_targets(target.detach(), ignore_index), ignore_index)
         self._arrived = None
         if count.is_cuda:
-            self._host = torch.empty(1, dtype=torch.int64, pin_memory=True)
+            self._host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             self._host.copy_(count, non_blocking=True)
             self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(count.device))
+            self._stream = torch.cuda.current_stream(count.device)
+            self._arrived.record(self._stream)
         else:
             self._host = count
 
@@ -92,6 +100,9 @@ class ValidRows:
     @property
     def rows(self) -> Tensor:
         """[count] int64: their indices, in order, on the target's device."""
+        if self._arrived is not None and torch.cuda.current_stream(self._rows.device) != self._stream:
+            # Else the memory could be used again, by the stream it is from, while this one still reads it.
+            self._rows.record_stream(torch.cuda.current_stream(self._rows.device))
         return self._rows[: self.count]
 
     def check(self, op: str, target: Tensor, ignore_index: int) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -92,7 +93,9 @@ def local_parts(op: str, process_group, input: Tensor, target: Tensor, **head: T
         ranks = dist.get_process_group_ranks(process_group)
         for dimension, placement in enumerate(x.placements):
             along = dist.get_process_group_ranks(x.device_mesh.get_group(dimension)) == ranks
-            if placement.is_shard(0) if cut and along else placement.is_replicate():
+            fits = placement.is_shard(0) if cut and along else placement.is_replicate()
+            # Copies of a head on ranks with other tokens would each get another gradient.
+            if fits and (not cut or along or x.device_mesh.size(dimension) == 1):
                 continue
             rule = "cut by rows over process_group" if cut else "replicated"
             raise ValueError(
@@ -119,12 +122,16 @@ def parallel_statistics(
     group = _group(cut.group_name)
     ranks = group.size()
     partials = partial_statistics(logits, target, weight, options, cut.shard, wants)
+    partials = torch.cat((partials, partials.new_full((len(partials), 1), cut.vocabulary)), 1)
     gathered = partials.new_empty(ranks * len(partials), *partials.shape[1:])
     # torch 2.13 warns of the older name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered, partials, group=group)
     sizes = tuple(_cut_sizes(cut.vocabulary, ranks))
-    return combined_statistics(gathered.view(ranks, *partials.shape), target, weight, scales, options, wants, sizes)
+    *partials, vocabulary = gathered.view(ranks, *partials.shape).unbind(-1)
+    found = combined_statistics(torch.stack(partials, -1), target, weight, scales, options, wants, sizes)
+    # Ranks that were told different sizes cut different vocabularies.
+    return found._replace(loss=found.loss.masked_fill((vocabulary != cut.vocabulary).any(), torch.nan))
 
 
 def sum_over_ranks(x: Tensor, cut: Cut) -> None:
