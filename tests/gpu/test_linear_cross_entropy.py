@@ -5,7 +5,6 @@ import subprocess
 import sys
 import time
 import types
-from pathlib import Path
 
 import pytest
 import torch
@@ -317,7 +316,7 @@ def test_a_chunk_beyond_32_bits():
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_a_vocabulary_cut_over_two_devices(tmp_path):
-    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "NCCL_NVLS_ENABLE": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
     ranks = [
         subprocess.Popen([sys.executable, __file__, str(rank), str(tmp_path / "store")], env=environment)
         for rank in (0, 1)

@@ -21,7 +21,8 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 @pytest.mark.parametrize("ranks", [2, 3], ids=lambda n: f"{n} ranks")
 def test_ranks(ranks, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    # Without GPUs, where there are some: these ranks compute on the CPU.
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
     processes = [
         subprocess.Popen(
             [sys.executable, __file__, str(rank), str(ranks), str(tmp_path / "store")],
