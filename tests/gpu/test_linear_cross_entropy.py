@@ -343,7 +343,8 @@ def _rank(rank: int, store: str) -> None:
             x, shard, target, max_logits_mib=64, process_group=dist.group.WORLD, vocab_size=v, **options
         )
         got = torch.autograd.grad(cut.sum(), (x, shard))
-        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-4)
+        # Products of other shapes sum in another order, and a bf16 logit that falls the other way moves a token's loss.
+        torch.testing.assert_close(cut, whole, rtol=1e-2, atol=2e-2)
         assert _error(got[0], dx.double()) < 0.01
         assert _error(got[1], (dw[:16001] if rank == 0 else dw[16001:]).double()) < 0.01
     dist.destroy_process_group()
