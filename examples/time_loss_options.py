@@ -1,0 +1,65 @@
+"""What each option of `linear_cross_entropy` costs: `python examples/time_loss_options.py` (one GPU, 16 GiB).
+
+Every option in turn, four rounds: two calls forward + backward unmeasured, then four between two events. Medians.
+"""
+
+import statistics
+
+import torch
+
+import tigon
+from tigon.bench.cases import Case
+
+T, H, V = 8192, 4096, 128256
+
+
+def main() -> None:
+    tensors = Case("linear_cross_entropy", "llama-3-8b", (T, H, V)).make(torch.device("cuda")).tensors
+    bias = torch.zeros(V, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    options = {
+        "none": {},
+        "z_loss": {"z_loss": 1e-4},
+        "logit_scale": {"logit_scale": 0.7},
+        "token_scaling": {"token_scaling": True},
+        "weight": {"weight": torch.ones(V, device="cuda")},
+        "num_items": {"num_items": float(T)},
+        "return_log_probs": {"return_log_probs": True},
+        "return_log_probs, return_entropy": {"return_log_probs": True, "return_entropy": True},
+        "return_token_accuracy, return_predicted_tokens": {
+            "return_token_accuracy": True,
+            "return_predicted_tokens": True,
+        },
+        "label_smoothing": {"label_smoothing": 0.1},
+        "softcap": {"softcap": 30.0},
+        "linear_bias": {"linear_bias": bias},
+    }
+
+    def step(name: str) -> None:
+        result = tigon.linear_cross_entropy(*tensors.values(), **options[name])
+        (result if isinstance(result, torch.Tensor) else result.loss).backward()
+        for tensor in (*tensors.values(), bias):
+            tensor.grad = None
+
+    def milliseconds(name: str) -> float:
+        for _ in range(2):
+            step(name)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(4):
+            step(name)
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 4
+
+    times: dict[str, list[float]] = {name: [] for name in options}
+    for _ in range(4):
+        for name, samples in times.items():
+            samples.append(milliseconds(name))
+    plain = statistics.median(times["none"])
+    for name, samples in times.items():
+        median = statistics.median(samples)
+        print(f"{name:48s} {median:6.2f} ms  {median / plain:.3f}")
+
+
+if __name__ == "__main__":
+    main()
