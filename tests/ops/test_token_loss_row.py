@@ -6,7 +6,7 @@ import torch
 from tigon.ops import token_loss_row
 from tigon.ops.dispatch import Device
 from tigon.ops.token_loss_row import Config, takes
-from tigon.ops.token_loss_torch import LOSS_ALONE, Options, Wants
+from tigon.ops.token_loss_types import LOSS_ALONE, Options, Wants
 
 HOPPER = Device(132, 32, 227 * 1024, async_copy=True)
 AMPERE = Device(108, 32, 163 * 1024, async_copy=True)

@@ -35,17 +35,8 @@ from tigon.ops.dispatch import cdiv, device_of, launch, launcher, on_device, run
 from tigon.ops.token_loss_maths import LOG2E, LOWEST, target_weight, transformed
 from tigon.ops.token_loss_scan import Config, columns, constants, scan
 from tigon.ops.token_loss_shards import combined_statistics, partial_statistics
-from tigon.ops.token_loss_torch import (
-    LOSS_ALONE,
-    Options,
-    Shard,
-    Statistics,
-    Upstream,
-    Wants,
-    gradient_scales_torch,
-    gradient_torch,
-    statistics_torch,
-)
+from tigon.ops.token_loss_torch import gradient_scales_torch, gradient_torch, statistics_torch
+from tigon.ops.token_loss_types import LOSS_ALONE, Options, Shard, Statistics, Upstream, Wants
 
 __all__ = [
     "Config",

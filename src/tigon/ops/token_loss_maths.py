@@ -3,11 +3,13 @@
 import triton
 import triton.language as tl
 
+from tigon.ops import token_loss_torch
+
 __all__ = ["LN2", "LOG2E", "LOWEST", "target_weight", "transformed"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e4)  # stands for -inf where that is multiplied by its exponential: their product is zero
+LOWEST = tl.constexpr(token_loss_torch.LOWEST)
 
 
 @triton.jit

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tigon.ops.dispatch import Device, cdiv, launch
 from tigon.ops.token_loss_maths import LN2, LOG2E, target_weight, transformed
-from tigon.ops.token_loss_torch import Options, Statistics, Wants
+from tigon.ops.token_loss_types import Options, Statistics, Wants
 
 try:
     from triton.experimental import gluon

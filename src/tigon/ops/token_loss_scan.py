@@ -14,7 +14,7 @@ import triton.language as tl
 
 from tigon.ops.dispatch import Device
 from tigon.ops.token_loss_maths import LOG2E, LOWEST, transformed
-from tigon.ops.token_loss_torch import Options
+from tigon.ops.token_loss_types import Options
 
 __all__ = ["Config", "columns", "constants", "scan"]
 

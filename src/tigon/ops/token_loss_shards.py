@@ -18,16 +18,8 @@ from torch import Tensor
 from tigon.ops.dispatch import device_of, launch, on_device, runs_kernels
 from tigon.ops.token_loss_maths import transformed
 from tigon.ops.token_loss_scan import Config, constants, scan
-from tigon.ops.token_loss_torch import (
-    LOWEST,
-    Options,
-    Shard,
-    Statistics,
-    Sums,
-    Wants,
-    statistics_of,
-    sums_torch,
-)
+from tigon.ops.token_loss_torch import LOWEST, Sums, statistics_of, sums_torch
+from tigon.ops.token_loss_types import Options, Shard, Statistics, Wants
 
 __all__ = ["combined_statistics", "partial_statistics"]
 
