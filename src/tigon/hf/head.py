@@ -113,14 +113,12 @@ class FusedLoss(threading.local):
         one_number = num_items.dim() == 0 if isinstance(num_items, Tensor) else type(num_items) in (int, float)
         if any(name in given for name in spec.unknown) or not (one_number or num_items is None):
             return None
-        ignore_index, targets = read.get("ignore_index", IGNORE_INDEX), read.get("shift_labels")
-        shift_labels = targets
+        ignore_index, shift_labels = read.get("ignore_index", IGNORE_INDEX), read.get("shift_labels")
+        targets = shift_labels
         if targets is None:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        valid_rows = None
-        if not torch.compiler.is_compiling():
-            products = targets.numel() * getattr(model, spec.head).weight.numel()
-            valid_rows = find_rows(targets, ignore_index, products)
+        multiplications = targets.numel() * getattr(model, spec.head).weight.numel()
+        valid_rows = find_rows(targets, ignore_index, multiplications)
         return Call(labels, shift_labels, targets, valid_rows, num_items, ignore_index)
 
 

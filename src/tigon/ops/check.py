@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["choice", "floating", "integer", "number", "same", "shape", "tensor"]
+__all__ = ["choice", "floating", "ignore_index", "integer", "number", "same", "shape", "tensor"]
 
 _FLOATING = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 
@@ -70,6 +70,15 @@ def number(
             rule = "be finite"
         raise ValueError(f"{op}: {name} must {rule}, got {value}")
     return float(value)
+
+
+def ignore_index(op: str, value: object) -> int:
+    """`value` as the index of targets that do not count: an int of 64 bits."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{op}: ignore_index must be an int, got {type(value).__name__}")
+    if not -(2**63) <= value < 2**63:
+        raise ValueError(f"{op}: ignore_index must fit into 64 bits, got {value}")
+    return value
 
 
 def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:

@@ -148,7 +148,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx, logits, target, weight, scales, options, in_place, wants):
         leave_absent(ctx)
         if in_place:
-            found = statistics(logits, target, weight, scales, options, Wants(*wants), True)
+            found = statistics(logits, target, weight, scales, options, wants, True)
             torch.autograd.graph.increment_version(logits)  # whoever saved the logits for backward hears of it
             ctx.save_for_backward(logits.detach())
         else:
@@ -165,8 +165,7 @@ class _CrossEntropy(torch.autograd.Function):
             (dlogits,) = ctx.saved_tensors
             dlogits = rescaled(dlogits, dloss)
         else:
-            *_, wants_log_probs, wants_entropy = ctx.wants
-            upstream = dloss, dlog_probs if wants_log_probs else None, dentropy if wants_entropy else None
+            upstream = dloss, dlog_probs if ctx.wants.log_probs else None, dentropy if ctx.wants.entropy else None
             dlogits = cross_entropy_backward(*ctx.saved_tensors, *upstream, *ctx.options)
         return dlogits, *[None] * 6
 
@@ -204,10 +203,6 @@ def loss_options(
     token_scaling: bool = False,
 ) -> Options:  # fmt: skip
     """The options, checked."""
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
-    if not -(2**63) <= ignore_index < 2**63:
-        raise ValueError(f"{op}: ignore_index must fit into 64 bits, got {ignore_index}")
     if not isinstance(token_scaling, bool):
         raise TypeError(f"{op}: token_scaling must be a bool, got {type(token_scaling).__name__}")
     return Options(
@@ -328,7 +323,7 @@ def cross_entropy(
         raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
     v = input.shape[-1]
     check.shape(op, "target", target, input.shape[:-1])
-    ignore_index = -100 if ignore_index is None else ignore_index
+    ignore_index = check.ignore_index(op, -100 if ignore_index is None else ignore_index)
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
     check_loss_arguments(
         op, v, target, weight, reduction, num_items, input.device
@@ -344,7 +339,7 @@ def cross_entropy(
     )  # whose small gradients live by the loss scale that comes later
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
-    wants = (return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
+    wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
     losses, z_losses, predicted, log_probs, entropy = _CrossEntropy.apply(
         logits, targets, weight, scales, options, in_place, wants
     )

@@ -376,8 +376,7 @@ def divergence(
             f"{op}: temperature applies to logits, but from_logits is False, got {temperature:g} "
             "(log-probabilities are logits too)"
         )
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"{op}: ignore_index must be an int, got {type(ignore_index).__name__}")
+    check.ignore_index(op, ignore_index)
     if labels is not None:
         check.integer(op, labels=labels)
         check.shape(op, "labels", labels, input.shape[:-1])

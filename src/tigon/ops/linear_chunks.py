@@ -92,7 +92,9 @@ class Call(NamedTuple):
 
 
 def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidRows | None:
-    """The rows that count; None where a CUDA graph fixes the sizes, or where looking would cost more than it saves."""
+    """The rows that count; None where a graph fixes the sizes, or where looking would cost more than it saves."""
+    if torch.compiler.is_compiling():
+        return None
     if target.is_cuda and (multiplications < WORTH_COUNTING or torch.cuda.is_current_stream_capturing()):
         return None
     return ValidRows(target, ignore_index) if target.device.type in ("cpu", "cuda") else None

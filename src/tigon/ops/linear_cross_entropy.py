@@ -67,8 +67,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         beside = call.wants.log_probs or call.wants.entropy
         at_once = reduce and x.dtype != torch.float16 and not (compiling and beside)
         now = call if at_once else call._replace(needs=(False,) * 3)
-        rows, count = None, -1 if valid_rows is None else x.shape[0]
-        if not compiling:
+        if compiling:  # the compiled op finds them when it runs
+            rows, count = None, -1 if valid_rows is None else x.shape[0]
+        else:
             multiplications = x.numel() * call.cut.most_rows
             rows, count = rows_to_compute(valid_rows, target, call.options.ignore_index, multiplications)
         results = linear_cross_entropy_chunks(
@@ -242,7 +243,7 @@ def linear_cross_entropy(
     check.same(op, "device", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
     cut = cut_of(op, process_group, v, vocab_size)
     check_loss_arguments(op, cut.vocabulary, target, weight, reduction, num_items, input.device)
-    ignore_index = -100 if ignore_index is None else ignore_index
+    ignore_index = check.ignore_index(op, -100 if ignore_index is None else ignore_index)
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
     if max_logits_mib is not None and check.number(op, "max_logits_mib", max_logits_mib) < 1:
         raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")

@@ -1,11 +1,12 @@
 """Matrix products by cuBLAS, by the kernel of its that is the fastest for the head of a language model.
 
 For [T, H] x [H, V] cuBLAS on Hopper picks "cooperative" kernels, whose warps compute a tile together and write it
-together: while they write, nothing is multiplied. Its "ping-pong" kernels, where one half of the warps writes while the
-other multiplies, come behind in its ranking, and ahead on the clock wherever much is written for each product: adding
-to an fp32 dW by 17-38 %, to a bf16 one by 3-28 %, logits by 3-10 %, dx by 1-6 % (chunks of 640 to 3328 tokens,
-V = 128256, 151936 and 256000, H200, CUDA 13.0). So cuBLASLt is asked for its list, and a ping-pong kernel is taken from
-it. Whatever cannot be had (another chip, dtype or library) is `torch.mm`.
+together: while they write, nothing is multiplied. Its "ping-pong" kernels, where one half of the warps writes while
+the other multiplies, come behind in its ranking, and ahead on the clock wherever much is written for each product:
+adding to an fp32 dW by 17-38 %, to a bf16 one by 3-28 %, logits by 3-10 % (chunks of 640 to 3328 tokens, V = 128256,
+151936 and 256000, H200, CUDA 13.0). So cuBLASLt is asked for its list, and a ping-pong kernel is taken from it.
+Whatever cannot be had (another chip, dtype or library) is `torch.mm`. So is dx: alone these kernels are up to 6 %
+faster there, but in a loop at the chip's power limit the whole loss became up to 3 % slower with them.
 
 Shapes: out [M, N] = a [M, K] b [K, N].
 """
@@ -27,9 +28,8 @@ PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT_A_BYTES = 1, 5  # followed by those
 ALGO_CONFIG_ID, ALGO_CONFIG_TILE_ID, ALGO_CONFIG_SPLITK_NUM = 0, 1, 2
 COMPUTE_32F = 68
 DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
-NVJET = (
-    66  # the algorithm whose tiles these are, the best first (seen in cuBLAS 13.0; others have it or are left alone)
-)
+# The algorithm whose tiles these are, the best first; seen in cuBLAS 13.0, and where it is not, nothing is chosen.
+NVJET = 66
 PING_PONG_TILES = {"176x128": 201, "168x128": 197, "128x160": 29, "144x128": 184, "128x128": 20}
 
 FEWEST = 512  # with a shorter side there is little to win, and it was not measured
@@ -68,9 +68,9 @@ _handles: dict[int, ctypes.c_void_p] = {}  # by device
 
 def _handle(device: int) -> ctypes.c_void_p | None:
     """A handle of the device, which is current; None unless it is a Hopper chip with the library."""
-    library, handle = _library(), ctypes.c_void_p()
     if device in _handles:
         return _handles[device]
+    library, handle = _library(), ctypes.c_void_p()
     # To make one allocates, which a CUDA graph does not allow.
     if (
         library is None

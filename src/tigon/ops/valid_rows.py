@@ -75,9 +75,7 @@ class ValidRows:
 
     def __init__(self, target: Tensor, ignore_index: int | None = -100) -> None:
         check.integer("ValidRows", target=target)
-        ignore_index = -100 if ignore_index is None else ignore_index
-        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-            raise TypeError(f"ValidRows: ignore_index must be an int, got {type(ignore_index).__name__}")
+        ignore_index = check.ignore_index("ValidRows", -100 if ignore_index is None else ignore_index)
         self.target, self.ignore_index, self._version = target, ignore_index, _version(target)
         self._rows, count = _find(as_targets(target.detach(), ignore_index), ignore_index)
         self._arrived = None

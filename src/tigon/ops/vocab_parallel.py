@@ -1,8 +1,8 @@
 """A loss whose vocabulary is cut over ranks, as the output layer of tensor-parallel models is.
 
 Rank p of P holds rows [start_p, start_p + V_p) of the head and has the same tokens as the others. It computes its part
-of the logits; six numbers a token (`token_loss.partial_statistics`) go round in one all-gather and give every rank the
-statistics of the whole vocabulary, so each writes its part of d(logits). dW is local; dx is a sum over the ranks.
+of the logits; seven numbers a token (`token_loss.partial_statistics`, and V) go round in one all-gather and give every
+rank the statistics of the whole vocabulary, so each writes its part of d(logits). dW is local; dx is summed over ranks.
 
 Shapes: M tokens, H hidden, V vocabulary. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tigon.ops.dispatch import cdiv
 from tigon.ops.token_loss import Options, Shard, Statistics, Wants, combined_statistics, partial_statistics
 
 __all__ = ["Cut", "cut_of", "local_parts", "parallel_statistics", "sum_over_ranks"]
@@ -39,7 +40,7 @@ class Cut(NamedTuple):
 
 def _length(vocabulary: int, ranks: int) -> int:
     """Rows of every rank but the last ones, which have what is left: as `torch.chunk` and DTensor cut."""
-    return -(-vocabulary // ranks)
+    return cdiv(vocabulary, ranks)
 
 
 def _cut_sizes(vocabulary: int, ranks: int) -> list[int]:
@@ -123,15 +124,14 @@ def parallel_statistics(
     ranks = group.size()
     partials = partial_statistics(logits, target, weight, options, cut.shard, wants)
     partials = torch.cat((partials, partials.new_full((len(partials), 1), cut.vocabulary)), 1)
-    gathered = partials.new_empty(ranks * len(partials), *partials.shape[1:])
+    gathered = partials.new_empty(ranks, *partials.shape)
     # torch 2.13 warns of the older name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    gather(gathered, partials, group=group)
+    gather(gathered.flatten(0, 1), partials, group=group)
     sizes = tuple(_cut_sizes(cut.vocabulary, ranks))
-    *partials, vocabulary = gathered.view(ranks, *partials.shape).unbind(-1)
-    found = combined_statistics(torch.stack(partials, -1), target, weight, scales, options, wants, sizes)
+    found = combined_statistics(gathered[..., :-1], target, weight, scales, options, wants, sizes)
     # Ranks that were told different sizes cut different vocabularies.
-    return found._replace(loss=found.loss.masked_fill((vocabulary != cut.vocabulary).any(), torch.nan))
+    return found._replace(loss=found.loss.masked_fill((gathered[..., -1] != cut.vocabulary).any(), torch.nan))
 
 
 def sum_over_ranks(x: Tensor, cut: Cut) -> None:
