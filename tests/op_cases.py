@@ -139,6 +139,7 @@ CASES = [
     Case("rope", tigon.rope, rope_reference, HEADS, tables=1),
     _rotary("rope interleaved", tigon.rope, rope_reference, layout="interleaved"),
     _rotary("rope deinterleaved", tigon.rope, rope_reference, layout="deinterleaved"),
+    _rotary("rope pairs", tigon.rope, rope_reference, layout="interleaved", table="pairs"),
     _rotary("rope sections", tigon.rope, rope_reference, tables=3, sections=(2, 3, 3)),
     Case(
         "rope of one tensor",

@@ -101,6 +101,9 @@ WORKLOADS = {
     "rope 32 + 8 x 128": lambda: _rope((32, 8), 128, 128),
     "rope 16 + 8 x 256, half of the head": lambda: _rope((16, 8), 256, 128),
     "rope interleaved 32 + 2 x 128, half of the head": lambda: _rope((32, 2), 128, 64, layout="interleaved"),
+    "rope interleaved, tables in pairs 32 + 8 x 128": lambda: _rope(
+        (32, 8), 128, 128, layout="interleaved", table="pairs"
+    ),
     "rope deinterleaved 128 + 1 x 64": lambda: _rope((128, 1), 64, 64, layout="deinterleaved"),
     "rope sections 28 + 4 x 128": lambda: _rope((28, 4), 128, 128, sections=(16, 24, 24)),
     "qk_norm_rope 32 + 8 x 128": lambda: _qk_norm_rope((32, 8), 128, 128),

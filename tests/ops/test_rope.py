@@ -12,14 +12,15 @@ from tigon.ops.rope import Config, axes_of, rope_reference
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 
 
-def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD", axes=()):
+def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD", axes=(), table="halves"):
     generator = torch.Generator().manual_seed(hq * s + d)
     normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype)
     if stored == "BSHD":
         q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
     else:
         q, k = normal(b, hq, s, d), normal(b, hk, s, d)
-    angles = torch.rand((*axes, 1 if shared else b, s, r), generator=generator).to(DEVICE) * 100
+    width = r // 2 if table == "once" else r
+    angles = torch.rand((*axes, 1 if shared else b, s, width), generator=generator).to(DEVICE) * 100
     return [q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)]
 
 
@@ -50,6 +51,16 @@ def _assert_close(results, expected, rtol=1e-5, atol=1e-6):
 )
 def test_accuracy(sizes, dtype, stored, layout):
     assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, stored=stored))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("table", ["once", "pairs"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 3, 1, 4, 80, 32), (1, 2, 1, 3, 10, 6)], ids=["a part of the head", "odd sizes"])
+def test_accuracy_with_other_tables(sizes, dtype, table, layout):
+    """Every entry of a table is a value of its own, so that an entry taken for its neighbour shows."""
+    inputs = _inputs(*sizes, dtype=dtype, table=table)
+    assert_as_accurate_as_eager(*_both(layout=layout, table=table), inputs)
 
 
 SECTIONS = [
@@ -88,18 +99,19 @@ def _twice(frequencies: torch.Tensor) -> list[torch.Tensor]:
     return [angles.cos(), angles.sin()]
 
 
-def _assert_equals(theirs, tables, frequencies, **options):
+def _assert_equals(theirs, tables, frequencies, ours=None, **options):
     """In fp32 the definition has the very bits of their function, given its own tables, and the op its values."""
+    ours = ours or _twice(frequencies)
     for heads in (1, 2):
         q, k, *_ = _inputs(2, 4, 2, 3, 24, 16)
         q, k = (x.transpose(1, heads).detach().requires_grad_() for x in (q, k))
         stock = functools.partial(theirs, cos=tables[0], sin=tables[1], unsqueeze_dim=heads)
         expected = outputs_and_gradients(stock, [q, k])
         op, definition = (functools.partial(f, unsqueeze_dim=heads) for f in _both(**options))
-        results = outputs_and_gradients(definition, [q, k, *_twice(frequencies)])
+        results = outputs_and_gradients(definition, [q, k, *ours])
         assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
         _assert_close(results, expected)
-        _assert_close(outputs_and_gradients(op, [q, k, *_twice(frequencies)]), expected)
+        _assert_close(outputs_and_gradients(op, [q, k, *ours]), expected)
 
 
 def _on_a_part(function):
@@ -130,13 +142,13 @@ def test_equals_hugging_faces_function(model, layout, partial):
     _assert_equals(function if partial else _on_a_part(function), _twice(_frequencies()), _frequencies(), layout=layout)
 
 
-def test_equals_hugging_faces_function_on_tables_spread_in_pairs():
-    """Cohere's tables hold each frequency twice in a row; the op takes the frequencies in order, then again."""
-    spread = _frequencies().repeat_interleave(2, -1)
-    _assert_equals(
-        _on_a_part(_model("cohere").apply_rotary_pos_emb), [spread.cos(), spread.sin()], _frequencies(),
-        layout="interleaved",
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("model", "layout", "table"), [("cohere", "interleaved", "pairs"), ("gpt_oss", "split_half", "once")]
+)
+def test_equals_hugging_faces_function_on_its_own_tables(model, layout, table):
+    angles = _frequencies() if table == "once" else torch.randn(2, 3, 16, device=DEVICE)
+    theirs, tables = _on_a_part(_model(model).apply_rotary_pos_emb), [angles.cos(), angles.sin()]
+    _assert_equals(theirs, tables, None, tables, layout=layout, table=table)
 
 
 @pytest.mark.parametrize(
@@ -290,8 +302,25 @@ def test_wider_tables_widen_the_result():
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
+def test_the_dtype_of_the_result_may_be_given():
+    """Half precision turned by fp32 tables and rounded once."""
+    q, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8, dtype=torch.float16)
+    inputs = [q, k, cos.float(), sin.float()]
+    wide, got = (outputs_and_gradients(functools.partial(tigon.rope, dtype=d), inputs) for d in (None, torch.float16))
+    assert [y.dtype for y in [*got[0], *got[1]]] == [torch.float16] * 4
+    assert all(torch.equal(a, b.half()) for a, b in zip(got[0], wide[0], strict=True))
+
+
 def test_bad_input():
     q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    with pytest.raises(ValueError, match="rope: table must be one of 'halves', 'once', 'pairs', got 'twice'"):
+        tigon.rope(q, k, cos, sin, table="twice")
+    with pytest.raises(ValueError, match="rope: R must be even and at most the head size 16, got R=32"):
+        tigon.rope(q, k, cos, sin, table="once")
+    with pytest.raises(ValueError, match="rope: sections need table 'halves', got 'pairs'"):
+        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=(2, 3, 3), table="pairs")
+    with pytest.raises(TypeError, match="rope: dtype must be of floating point, got torch.int64"):
+        tigon.rope(q, k, cos, sin, dtype=torch.long)
     with pytest.raises(ValueError, match=r"rope: q must have 4 dimensions, got shape \(4, 3, 16\)"):
         tigon.rope(q[0], k, cos, sin)
     with pytest.raises(ValueError, match=r"rope: k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)"):

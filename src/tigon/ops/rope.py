@@ -10,7 +10,8 @@ Each pair (x1, x2) of the first R features turns by its angle; the others pass t
     interleaved      (x[2 i], x[2 i + 1])       (y[2 i], y[2 i + 1])       both cos[i]
     deinterleaved    (x[2 i], x[2 i + 1])       (y[i], y[i + R/2])         both cos[i]
 
-The halves of a row of a table are equal for every usual table, but nothing here needs it.
+That is for the table "halves". Of a table "once" (R/2 wide) both are cos[i], of "pairs" they are cos[2 i], cos[2 i + 1].
+Both are equal for every usual table, but nothing here needs it.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
@@ -31,14 +32,22 @@ from tigon.ops.dispatch import first_order, launch, launcher, leave_absent, runs
 __all__ = ["rope", "rope_reference"]
 
 Layout = Literal["split_half", "interleaved", "deinterleaved"]
+Table = Literal["halves", "once", "pairs"]
 
 # Whether the features of a pair are neighbours in memory, in x and in y.
 PAIRED = {"split_half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
+
+TABLES = ("halves", "once", "pairs")
 
 WIDEST = 1024  # the widest head that the kernels take; the reference takes wider ones
 
 
 # --- reference -----------------------------------------------------------------------------------
+
+
+def rotary_size(table: Tensor, kind: Table) -> int:
+    """R."""
+    return table.shape[-1] * (2 if kind == "once" else 1)
 
 
 def _pick_axes(table: Tensor, sections: Sequence[int]) -> Tensor:
@@ -47,15 +56,23 @@ def _pick_axes(table: Tensor, sections: Sequence[int]) -> Tensor:
     return torch.cat([part[i % len(sections) % 3] for i, part in enumerate(parts)], -1)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+def _both_angles(table: Tensor, layout: Layout, kind: Table) -> tuple[Tensor, Tensor]:
+    """Of the first and of the second feature of each pair."""
+    if kind == "pairs":
+        return table[..., ::2], table[..., 1::2]
+    first, second = (table, table) if kind == "once" else table.chunk(2, -1)
+    return first, first if PAIRED[layout][0] else second
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout, kind: Table) -> Tensor:
     x_paired, y_paired = PAIRED[layout]
     join = lambda first, second: (
         torch.stack((first, second), -1).flatten(-2) if y_paired else torch.cat((first, second), -1)
     )
-    x, passed = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    r = rotary_size(cos, kind)
+    x, passed = x[..., :r], x[..., r:]
     x1, x2 = (x[..., ::2], x[..., 1::2]) if x_paired else x.chunk(2, -1)
-    if x_paired:
-        cos, sin = (join(first, first) for first in (cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]))
+    cos, sin = (join(*_both_angles(table, layout, kind)) for table in (cos, sin))
     if x_paired != y_paired:
         x = join(x1, x2)
     turned = x * cos + join(-x2, x1) * sin
@@ -64,13 +81,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
 
 def rope_reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, layout: Layout = "split_half",
-    sections: Sequence[int] | None = None,
+    sections: Sequence[int] | None = None, table: Table = "halves", dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Eager definition of `rope`; the tests' ground truth and the CPU path."""
     if sections is not None:
         cos, sin = _pick_axes(cos, sections), _pick_axes(sin, sections)
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return _rotate(q, cos, sin, layout), None if k is None else _rotate(k, cos, sin, layout)
+    turned = [x if x is None else _rotate(x, cos, sin, layout, table) for x in (q, k)]
+    return tuple(x if x is None or dtype is None else x.to(dtype) for x in turned)
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -138,11 +156,17 @@ def store_heads(
 
 @triton.jit
 def load_angles(
-    ptr, stride_a, R: tl.constexpr, PAIRED: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr
+    ptr, stride_a, R: tl.constexpr, PAIRED: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr,
+    TABLE: tl.constexpr = "halves",
 ):  # fmt: skip
     """A token's row of a table [R], or of one of three axes [3, R], for the first and the second of each pair; fp32."""
     cols = tl.arange(0, BLOCK_R)
     mask = (cols < R // 2) | (2 * BLOCK_R == R)
+    if TABLE == "pairs":
+        both = tl.arange(0, 2 * BLOCK_R)
+        angles = tl.load(ptr + both, mask=(both < R) | (2 * BLOCK_R == R), other=0.0).to(tl.float32)
+        first, second = tl.split(tl.reshape(angles, [1, BLOCK_R, 2]))
+        return first, second
     offsets = cols
     if AXES is not None:  # two bits a frequency, taken eight frequencies at a time: Triton's ints hold no more
         axis = tl.zeros([BLOCK_R], tl.int32)
@@ -152,7 +176,7 @@ def load_angles(
         offsets = axis.to(tl.int64) * stride_a + cols
     first = tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
     second = first
-    if not PAIRED:
+    if not PAIRED and TABLE == "halves":
         second = tl.load(ptr + R // 2 + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
     return first, second
 
@@ -188,15 +212,15 @@ def _rope_kernel(
     stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos,
     stride_ca, stride_cb, stride_cs, S,  # sin has the strides of cos
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, BACKWARD: tl.constexpr,
+    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TABLE: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
 
     row, PAIRED = b * stride_cb + s * stride_cs, X_PAIRED or Y_PAIRED
-    cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R)
-    sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R)
+    cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R, TABLE)
+    sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R, TABLE)
     _turn_heads(
         q_ptr + b * stride_qb + s * stride_qs, q_out_ptr + b * stride_qob + s * stride_qos, stride_qh, stride_qoh,
         cos1, cos2, sin1, sin2, HQ, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
@@ -257,7 +281,7 @@ def blocks(d: int, r: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _fake(q, k, cos, sin, backward, heads, layout, axes, q_dtype, k_dtype):
+def _fake(q, k, cos, sin, backward, heads, layout, axes, table, q_dtype, k_dtype):
     return empty_like(q, q, q_dtype), empty_like(k, q, k_dtype)
 
 
@@ -271,13 +295,14 @@ def rope_turn(
     heads: int,
     layout: str,
     axes: str,
+    table: str,
     q_dtype: torch.dtype,
     k_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor]:
     """q, k with heads in dimension `heads`; cos, sin [B | 1, S, R], or [3, B | 1, S, R] with the axis of each frequency
     in `axes` -> q and k (empty if None) turned, or turned back.
     """
-    q_out, k_out = _fake(q, k, cos, sin, backward, heads, layout, axes, q_dtype, k_dtype)
+    q_out, k_out = _fake(q, k, cos, sin, backward, heads, layout, axes, table, q_dtype, k_dtype)
     q, k = dense_features(q), dense_features(k)
     b, s, d, hq, hk = q.shape[0], q.shape[3 - heads], q.shape[3], q.shape[heads], 0 if k is None else k.shape[heads]
     config, (x_paired, y_paired) = Config.heuristic(max(hq, hk), d), PAIRED[layout]
@@ -287,8 +312,8 @@ def rope_turn(
         *head_strides(q_out, heads), *head_strides(None if k is None else k_out, heads),
         *table_strides(cos), s,
         HQ=hq, HK=hk, X_PAIRED=y_paired if backward else x_paired, Y_PAIRED=x_paired if backward else y_paired,
-        AXES=axis_bits(axes), BACKWARD=backward, BLOCK_H=config.block_h, **blocks(d, cos.shape[-1]),
-        num_warps=config.num_warps,
+        AXES=axis_bits(axes), TABLE=table, BACKWARD=backward, BLOCK_H=config.block_h,
+        **blocks(d, rotary_size(cos, table)), num_warps=config.num_warps,
     )  # fmt: skip
     return q_out, k_out
 
@@ -298,19 +323,19 @@ def rope_turn(
 
 class _Rope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, cos, sin, heads, layout, axes):
+    def forward(ctx, q, k, cos, sin, dtype, *options):
         cos, sin = alike(cos, sin)
         ctx.save_for_backward(cos, sin)
         leave_absent(ctx)
-        ctx.options, ctx.dtypes = (heads, layout, axes), (q.dtype, None if k is None else k.dtype)
-        dtypes = [x if x is None else torch.promote_types(x, cos.dtype) for x in ctx.dtypes]
+        ctx.options, ctx.dtypes = options, (q.dtype, None if k is None else k.dtype)
+        dtypes = [x if x is None else dtype or torch.promote_types(x, cos.dtype) for x in ctx.dtypes]
         q, turned = rope_turn(q, k, cos, sin, False, *ctx.options, *dtypes)
         return q, None if k is None else turned
 
     @staticmethod
     @first_order
     def backward(ctx, *upstream):
-        gradients: list[Tensor | None] = [None] * 7
+        gradients: list[Tensor | None] = [None] * 9
         wanted = [i for i, dy in enumerate(upstream) if dy is not None and ctx.needs_input_grad[i]]
         if wanted:
             dys, dtypes = [[x[i] for i in wanted] + [None] * (2 - len(wanted)) for x in (upstream, ctx.dtypes)]
@@ -325,13 +350,16 @@ class _Rope(torch.autograd.Function):
 
 def check_rope(
     op: str, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor,
-    unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None,
+    unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None, table: Table = "halves",
 ) -> None:  # fmt: skip
     """Refuse what `rope` does not take, in the name of `op`."""
     check.tensor(op, q=q, cos=cos, sin=sin)
     check.floating(op, q=q, k=k, cos=cos, sin=sin)
     check.choice(op, "unsqueeze_dim", unsqueeze_dim, (1, 2))
     check.choice(op, "layout", layout, tuple(PAIRED))
+    check.choice(op, "table", table, TABLES)
+    if sections is not None and table != "halves":
+        raise ValueError(f"{op}: sections need table 'halves', got {table!r}")
     heads = unsqueeze_dim
     for name, x in (("q", q), ("k", k)):
         if x is not None and x.dim() != 4:
@@ -347,10 +375,11 @@ def check_rope(
     if sections is not None and not isinstance(sections, Sequence):
         raise TypeError(f"{op}: sections must be a sequence of ints, got {type(sections).__name__}")
     axes = () if sections is None else (3,)
-    *found, rows, columns, r = cos.shape if cos.dim() == 3 + len(axes) else (None, None, None, 0)
+    *found, rows, columns, _ = cos.shape if cos.dim() == 3 + len(axes) else (None, None, None, 0)
     if tuple(found) != axes or rows not in (1, batch) or columns != length:
-        wanted = ", ".join([*map(str, axes), f"1 or {batch}", str(length), "R"])
+        wanted = ", ".join([*map(str, axes), f"1 or {batch}", str(length), "R / 2" if table == "once" else "R"])
         raise ValueError(f"{op}: cos must have shape ({wanted}), got {tuple(cos.shape)}")
+    r = rotary_size(cos, table)
     if r > size or r % 2:
         raise ValueError(f"{op}: R must be even and at most the head size {size}, got R={r}")
     if sections is not None and (not all(type(n) is int and n >= 0 for n in sections) or sum(sections) != r // 2):
@@ -370,7 +399,7 @@ def takes_kernels(q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor) -> bool
 
 def rope(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, *, unsqueeze_dim: int = 1, layout: Layout = "split_half",
-    sections: Sequence[int] | None = None,
+    sections: Sequence[int] | None = None, table: Table = "halves", dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Turn queries and keys by their positions' angles, with gradients for both.
 
@@ -386,15 +415,17 @@ def rope(
         sections: Positions have three axes, time, height and width, each with its own row of the tables. Lengths that
             sum up to R / 2: so many frequencies take their angle from axis 0, 1, 2, then again from 0, 1, 2, and so on.
             `(16, 24, 24)` is Qwen2-VL, `(1,) * 60 + (4,)` the alternating axes of Qwen3-VL.
+        table: How a row of the tables holds the R / 2 frequencies: "halves", all of them, then again; "once", R / 2
+            wide (GPT-OSS); "pairs", each twice in turn (Cohere). Not with `sections`.
+        dtype: Of the result; by default the common dtype of each and the tables.
 
     Returns:
-        The turned q and k, in the common dtype of each and the tables, with the strides of their inputs. A `k` of None
-        comes back as None.
+        The turned q and k with the strides of their inputs. A `k` of None comes back as None.
 
     Raises:
-        TypeError: A tensor is no floating-point tensor, or `sections` no sequence.
-        ValueError: Shapes or devices do not fit together, the tables differ in dtype, `layout` or `unsqueeze_dim` is
-            unknown, or `sections` do not sum up to R / 2.
+        TypeError: A tensor or `dtype` is not of floating point, or `sections` no sequence.
+        ValueError: Shapes or devices do not fit together, the tables differ in dtype, `layout`, `table` or
+            `unsqueeze_dim` is unknown, or `sections` do not sum up to R / 2.
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv:2104.09864; split into
     halves as in GPT-NeoX; sections: Wang et al., "Qwen2-VL", arXiv:2409.12191.
@@ -404,7 +435,11 @@ def rope(
         >>> [tuple(x.shape) for x in tigon.rope(q, k, angles.cos(), angles.sin())]
         [(2, 8, 5, 64), (2, 2, 5, 64)]
     """
-    check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections)
+    check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table)
+    if dtype is not None and not dtype.is_floating_point:
+        raise TypeError(f"rope: dtype must be of floating point, got {dtype}")
     if not takes_kernels(q, k, cos, sin):
-        return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections)
-    return _Rope.apply(q, k, cos, sin, unsqueeze_dim, layout, axes_of(sections))
+        return rope_reference(
+            q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections, table=table, dtype=dtype
+        )
+    return _Rope.apply(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)
