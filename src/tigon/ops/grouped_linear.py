@@ -1,0 +1,89 @@
+r"""Products with the matrix of each row's group: y[s] = x[s] W[g(s)], rows sorted by group.
+
+    dx[s] = dy[s] W[g(s)]^T,    dW[g] = sum over its rows x[s]^T dy[s]
+
+torch's `grouped_mm` where it runs; elsewhere a loop over the groups, which on a GPU waits for their sizes. Rows beyond
+the last group are not computed: whatever is in them, there and in dx, means nothing.
+
+Shapes: S rows, E groups, N and M features.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops.dispatch import first_order, launcher
+
+__all__ = ["grouped_linear"]
+
+GROUPED_MM = getattr(F, "grouped_mm", None)  # since torch 2.10
+
+
+def _fast(x: Tensor, weight: Tensor) -> bool:
+    """Whether `grouped_mm` takes the factors."""
+    if GROUPED_MM is None or x.shape[0] == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return False
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
+        return False
+    if torch.compiler.is_compiling():  # it has other types in eager code only, and addresses are not known
+        return x.dtype == torch.bfloat16 and _aligned(x) and _aligned(weight)
+    return _aligned(x) and _aligned(weight) and x.data_ptr() % 16 == weight.data_ptr() % 16 == 0
+
+
+def _aligned(x: Tensor) -> bool:
+    """Whether the last two dimensions are stored by rows or by columns, each of which begins at 16 bytes."""
+    by_rows, by_columns = x.stride()[-2:]
+    step = by_rows if by_columns == 1 else by_columns if by_rows == 1 else 1
+    return step * x.element_size() % 16 == 0 and (x.dim() < 3 or x.stride(0) * x.element_size() % 16 == 0)
+
+
+# --- the loop ------------------------------------------------------------------------------------
+
+
+def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
+    """Group, first row and end of the groups that have rows."""
+    ends = ends.tolist() if rows else []
+    return [(i, start, end) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if start < end]
+
+
+@launcher(fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [S, N], weight [E, N, M], ends [E] -> [S, M]; rows of no group are 0."""
+    y = x.new_zeros(x.shape[0], weight.shape[2])
+    for group, start, end in _groups(ends, x.shape[0]):
+        torch.mm(x[start:end], weight[group], out=y[start:end])
+    return y
+
+
+@launcher(fake=lambda x, dy, ends: x.new_empty(ends.shape[0], x.shape[1], dy.shape[1]))
+def grouped_weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    """x [S, N], dy [S, M], ends [E] -> [E, N, M]."""
+    dweight = x.new_zeros(ends.shape[0], x.shape[1], dy.shape[1])
+    for group, start, end in _groups(ends, x.shape[0]):
+        torch.mm(x[start:end].T, dy[start:end], out=dweight[group])
+    return dweight
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, ends):
+        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None, ends)
+        return grouped_product(x, weight, ends)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, weight, ends = ctx.saved_tensors
+        dx = None if weight is None else grouped_product(dy, weight.mT, ends)
+        return dx, None if x is None else grouped_weight_gradient(x, dy, ends), None
+
+
+# --- public: its arguments are checked by the op that it is a part of ------------------------------
+
+
+def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x [S, N] and weight [E, N, M] of one dtype, ends [E] int32: one past each group's last row -> [S, M]."""
+    if _fast(x, weight):
+        return GROUPED_MM(x, weight, offs=ends)
+    return _GroupedLinear.apply(x, weight, ends)
