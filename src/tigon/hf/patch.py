@@ -1,12 +1,14 @@
 """`tigon.patch`: find what a model computes that Tigon computes better, and let it."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
+from tigon.hf.by_type import patch_type
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.recognise import recognise_glu, recognise_norm
 from tigon.hf.replacement import find_replacement, foreign_forward, install, is_changed
@@ -51,14 +53,16 @@ def _kind(module: nn.Module) -> tuple:
     return type(module), own, shapes, children, is_changed(module)
 
 
-def patch(model: nn.Module, **options: Any) -> Report:
+def patch(model: nn.Module | str, **options: Any) -> Report:
     """Replace, in this instance only, what computes bit for bit what an op of Tigon computes.
 
     Modules are recognised by running small twins of them, so the model may be of any class, on any device or on meta,
     and moved, trained, compiled, copied and saved afterwards as before. Whatever differs keeps its own code.
 
     Args:
-        model: Any module; a causal language model of transformers profits most.
+        model: Any module; a causal language model of transformers profits most. Or a model type, "llama": every model
+            of that type is patched when it is built from now on, until the report's `restore()`; what was built before
+            stays stock, what was built in between stays patched.
         rms_norm: RMS norms.
         glu: Gated MLPs.
         rope: Rotary embeddings of attentions.
@@ -74,15 +78,17 @@ def patch(model: nn.Module, **options: Any) -> Report:
 
     Raises:
         TypeError: `model` is no `torch.nn.Module`, or an option is unknown or of the wrong type.
-        ValueError: `memory` is none of its choices.
+        ValueError: `memory` is none of its choices, or `model` is a string that is no model type.
 
     Example:
         >>> report = tigon.patch(model, rope=False)
         >>> report.restore()
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"patch: model must be a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(model, (nn.Module, str)):
+        raise TypeError(f"patch: model must be a torch.nn.Module or a model type, got {type(model).__name__}")
     parts = _choose(options)
+    if isinstance(model, str):
+        return patch_type(model, functools.partial(patch, **options))
     report, plan = Report(type(model).__name__), []
     modules = [(name, module) for name, module in model.named_modules() if find_replacement(module) is None]
     kinds = {module: _kind(module) for _, module in modules}
@@ -109,12 +115,14 @@ def patch(model: nn.Module, **options: Any) -> Report:
 
 
 @contextlib.contextmanager
-def patched(model: nn.Module, **options: Any) -> Iterator[Report]:
+def patched(model: nn.Module | str, **options: Any) -> Iterator[Report]:
     """`patch` for the length of a `with` block; takes the same options and yields the report.
 
     Example:
         >>> with tigon.patched(model):
         ...     train(model)
+        >>> with tigon.patched("llama"):  # what is built in the block is patched, and stays so
+        ...     model = AutoModelForCausalLM.from_pretrained(path)
     """
     report = patch(model, **options)
     try:
