@@ -1,38 +1,26 @@
 """Experts of a mixture: modules that hold the weights of all experts as one tensor and are given the router's choice.
 
 transformers marks them with what their layout is (`has_gate`, `has_bias`, `is_transposed`) and lets the config choose
-who computes them. Where that is "grouped_mm" (the default) or "eager", `moe_mlp` does, if it computes the same; another
+who computes them. Where that is "grouped_mm" (the default) or "eager", `moe_mlp` does if it computes the same; another
 choice, made later or for the length of a generation, is respected at every call.
 """
 
-import itertools
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from tigon.hf.recognise import describe
 from tigon.hf.replacement import is_changed
-from tigon.hf.standin import in_mode, normal, probing, stand_in, without_parameters
+from tigon.hf.standin import normal, probing, stand_in, without_parameters
+from tigon.ops.dispatch import KERNEL_DTYPES
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
 
 __all__ = ["Experts", "recognise_experts"]
 
-FLAGS = ("has_gate", "has_bias", "is_transposed", "num_experts")
+CHOICES = ("grouped_mm", "eager")
 EXPERTS, HIDDEN, INNER = 5, 24, 40  # of a twin
-
-
-class _Choice:
-    """A config in which another implementation is chosen, without writing to it or to its sub-configs."""
-
-    def __init__(self, config: Any, implementation: str) -> None:
-        self._config, self._experts_implementation = config, implementation
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_config":
-            raise AttributeError(name)
-        return getattr(self._config, name)
 
 
 def _names(module: nn.Module) -> list[str]:
@@ -46,94 +34,80 @@ class Experts:
     """`moe_mlp` of the module's own parameters, with an activation of the op or, for None, the module's own."""
 
     activation: str | None
-    implementations: tuple[str, ...]  # that compute the same
+    choices: tuple[str, ...]  # of the config, under which the module computes the same
     skipped: tuple[tuple[str, type], ...]  # the children that the op does without: the activation
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
         chosen, weights = module.config._experts_implementation, [getattr(module, name) for name in _names(module)]
         skips = all(type(module._modules[n]) is cls and not is_changed(module._modules[n]) for n, cls in self.skipped)
-        # Its products are in the dtype of autocast, grouped ones in that of the weights.
+        dtype = weights[0].dtype  # not a DTensor, nor quantised
+        plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == dtype in KERNEL_DTYPES for w in weights)
+        # The products of "eager" are in the dtype of autocast, grouped ones in that of the weights.
         cast = chosen == "eager" and torch.is_autocast_enabled(weights[0].device.type)
-        plain = all(type(w) in (nn.Parameter, Tensor) and w.is_floating_point() for w in weights)  # no DTensor
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
-        if chosen not in self.implementations or not (skips and plain and fits) or cast:
+        if chosen not in self.choices or cast or not (skips and plain and fits):
             return type(module).forward(module, *args, **kwargs)
-        up, down, *biases = weights
-        up_bias, down_bias = biases or (None, None)
-        own = module._apply_gate if module.has_gate else module.act_fn
-        return moe_mlp(
-            args[0], up, down, *args[1:], up_bias=up_bias, down_bias=down_bias,
-            transposed=module.is_transposed, activation=self.activation or own,
-        )  # fmt: skip
+        biases = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False))
+        activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
+        own = {"transposed": module.is_transposed, "activation": activation}
+        return moe_mlp(args[0], *weights[:2], *args[1:], **biases, **own)
 
     def __str__(self) -> str:
-        return (
-            f"moe_mlp, {self.activation or 'its own activation'}, where {' or '.join(self.implementations)} is chosen"
-        )
+        return f"moe_mlp, {self.activation or 'its own activation'}"
 
 
-def _twin(module: nn.Module, implementation: str, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The module with a few small experts, and its attributes that name sizes made small likewise."""
-    up, down = (HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN)
-    shapes = [s if module.is_transposed else s[::-1] for s in (up, down)] + [up[1:], down[1:]]
-    names, children = _names(module), {n: child and in_mode(child, False) for n, child in module._modules.items()}
-    sizes = zip(names, shapes, (0.5, 0.3, 1.0, 1.0), strict=False)
-    own = {n: (normal(seed + i, EXPERTS, *s) * size).to(dtype) for i, (n, s, size) in enumerate(sizes)}
-    config = _Choice(module.config, implementation)
-    return stand_in(module, own, children, num_experts=EXPERTS, config=config)
+def _twin(module: nn.Module, seed: int, chosen: str) -> nn.Module:
+    """The module with a few small experts, in bf16."""
+    sizes = (HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN)
+    shapes = [s if module.is_transposed else s[::-1] for s in sizes] + [(s[1],) for s in sizes]
+    named = zip(_names(module), shapes, strict=False)
+    own = {name: (normal(seed + len(name), EXPERTS, *shape) * 0.4).bfloat16() for name, shape in named}
+    config = SimpleNamespace(**vars(module.config) | {"_experts_implementation": chosen})
+    return stand_in(module, own, num_experts=EXPERTS, config=config)
 
 
-def _activation(twin: nn.Module, dtype: torch.dtype) -> set[str]:
-    """The activations of the op that agree bit for bit with the module's, at values of every size."""
+def _activations(module: nn.Module, dtype: torch.dtype) -> set[str]:
+    """Those of the op that agree bit for bit with the module's own, at values of every size."""
     x = (normal(7, 64, 2 * INNER) * torch.logspace(-4, 15, 64)[:, None]).to(dtype)
-    y = (twin._apply_gate if twin.has_gate else twin.act_fn)(x.clone())
-    same = lambda z: isinstance(y, Tensor) and y.dtype == z.dtype and torch.equal(y, z)
-    kinds = {kind: reference(x) for kind, (_, reference, width) in ACTIVATIONS.items() if (width == 2) == twin.has_gate}
-    return {kind for kind, z in kinds.items() if same(z)}
+    y = (module._apply_gate if module.has_gate else module.act_fn)(x.clone())
+    made = {kind: f(x) for kind, (_, f, width) in ACTIVATIONS.items() if width == 1 + module.has_gate}
+    return {kind for kind, z in made.items() if y.dtype == z.dtype and torch.equal(y, z)}
 
 
-def _reproduces(recipe: Experts, module: nn.Module, implementation: str) -> bool:
-    """Whether the recipe is the module: in fp32 but for the order of the sums, in bf16 as near to fp32 as the module."""
-    for seed, weights_dtype in itertools.product((10, 20), (torch.float32, torch.bfloat16)):
-        x = (normal(seed, 17, HIDDEN) * 3).bfloat16()
+def _reproduces(recipe: Experts, module: nn.Module, chosen: str) -> bool:
+    """Whether the recipe is the module: in fp32 but for the order of sums, in bf16 as near to fp32 as the module is."""
+    for seed, dtype in ((10, torch.float32), (20, torch.bfloat16)):  # of the router's weights
+        twin, x = _twin(module, seed, chosen), (normal(seed, 17, HIDDEN) * 3).bfloat16()
         weights, index = normal(seed + 1, 17, EXPERTS).sigmoid().bfloat16().topk(3)
-        run = lambda f, twin, dtype, w=weights_dtype, x=x, weights=weights, index=index: f(
-            twin, x.to(dtype), index.clone(), weights.to(w)
-        ).double()
-        twin = _twin(module, implementation, torch.bfloat16, seed)
         wide = stand_in(twin, {name: p.float() for name, p in twin._parameters.items()})
-        exact, stock = (run(type(module).forward, *of) for of in ((wide, torch.float32), (twin, torch.bfloat16)))
-        error = lambda y, exact=exact: (y - exact).abs().max() / exact.abs().max()
-        if not (error(run(recipe, wide, torch.float32)) < 1e-5 and error(stock) < 0.1):
-            return False
-        if error(run(recipe, twin, torch.bfloat16)) > 2 * error(stock) + 2**-8:
+        narrow = [f(twin, x, index, weights.to(dtype)).double() for f in (type(module).forward, recipe)]
+        exact, same = (f(wide, x.float(), index, weights.float()).double() for f in (type(module).forward, recipe))
+        stock, got, rest = ((y - exact).abs().max() / exact.abs().max() for y in (*narrow, same))
+        if not (rest < 1e-5 and stock < 0.1 and got <= 2 * stock + 2**-8):
             return False
     return True
 
 
 def recognise_experts(module: nn.Module) -> Experts | str | None:
     """Experts in the layout that transformers marks, whose forward the config chooses."""
-    if not hasattr(getattr(module, "config", None), "_experts_implementation") or not all(
-        hasattr(module, flag) for flag in FLAGS
-    ):
+    marks = "has_gate", "has_bias", "is_transposed", "num_experts", "config"
+    if not all(hasattr(module, mark) for mark in marks) or not hasattr(module.config, "_experts_implementation"):
         return None
-    own = {name for name, t in (module._parameters | module._buffers).items() if t is not None}
-    if own != set(_names(module)) or not all(child is None or without_parameters(child) for child in module.children()):
-        return f"has other parameters than {', '.join(_names(module))}"
-    chosen = module.config._experts_implementation
-    if chosen not in ("grouped_mm", "eager"):
-        return f"the config has chosen its own implementation: {chosen!r}"
-    if changed := [name for name, child in module._modules.items() if child is not None and is_changed(child)]:
-        return f"has hooks on {', '.join(changed)}, or another forward there"
-    skipped = tuple((name, type(child)) for name, child in module._modules.items() if child is not None)
+    children = {name: child for name, child in module._modules.items() if child is not None}
+    own = {name for name, tensor in (module._parameters | module._buffers).items() if tensor is not None}
+    bare = all(without_parameters(child) and not is_changed(child) for child in children.values())
+    if own != set(_names(module)) or not bare:
+        return f"has other state than {', '.join(_names(module))}, or hooks on its activation"
+    if (chosen := module.config._experts_implementation) not in CHOICES:
+        return f"its config has chosen {chosen!r} for its experts"
     try:
         with probing():
-            kinds = [_activation(_twin(module, chosen, t, 0), t) for t in (torch.float32, torch.bfloat16)]
-            activation = next(iter(sorted(kinds[0] & kinds[1])), None)
-            both = Experts(activation, ("grouped_mm", "eager"), skipped if activation else ())
-            right = tuple(name for name in both.implementations if _reproduces(both, module, name))
+            kinds = _activations(module, torch.float32) & _activations(module, torch.bfloat16)
+            skipped = tuple((name, type(child)) for name, child in children.items()) if kinds else ()
+            recipe = Experts(next(iter(kinds), None), CHOICES, skipped)
+            right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
         return f"cannot be run by itself ({describe(error)})"
     if chosen not in right:
-        return f"computes something else than moe_mlp does, where {chosen!r} is chosen"
-    return Experts(activation, right, both.skipped)
+        return f"computes something else than moe_mlp, where its config has chosen {chosen!r}"
+    return Experts(recipe.activation, right, skipped)
