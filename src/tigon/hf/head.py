@@ -9,7 +9,8 @@ Three places of the instance change, and no model's forward is copied:
   placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if something did
   (a hook that changes the head's output, another soft cap since the patch), for a check would wait for the GPU.
 
-Only in training mode with labels. Any other call, and any that this cannot honour, runs the stock code as it was.
+Only in training mode with labels, or where `skip_logits=True` asks for it. Any other call, and any that this cannot
+honour, runs the stock code as it was.
 What the model does to its logits on the way to the loss (a soft cap, a scale) is measured by running the model's own
 forward around a stand-in body and head, and the outcome is checked there against the stock loss before anything is
 touched.
@@ -17,27 +18,31 @@ touched.
 Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
+import copy
 import dataclasses
 import math
 import threading
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.hf.replacement import find_replacement
+from tigon.hf.replacement import find_replacement, foreign_forward
+from tigon.hf.standin import stand_in
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.valid_rows import ValidRows
 
-__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec"]
+__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 
 # What the standard loss reads; everything else that reaches it is ignored there, so it is here.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 IGNORE_INDEX = -100  # its default
+MODULE_STATE = vars(nn.Module()).keys()
 
 
 def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 class Spec:
     """What was learnt of a model: enough to compute its loss from the inputs of its head."""
 
-    head: str  # name of the head among the model's children
+    head: str  # name of the head, or of an adapter's wrapper around it, among the model's children
     vocabulary: int
     softcap: float | None
     logit_scale: float
@@ -73,9 +78,48 @@ class Spec:
         return ", ".join(["linear_cross_entropy in the head", *steps])
 
 
+class _Called:
+    """What a head in a stand-in of its wrapper returns: which head it is and what it was given."""
+
+    def __init__(self, head: nn.Module, given: object) -> None:
+        self.head, self.given = head, given
+
+
+def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.Module | None:
+    """The head that a call of `module` is a call of, and nothing else: itself, or one that its wrapper passes to.
+
+    A wrapper of an adapter library decides in every call; it is asked by running its forward on nothing.
+    """
+    if is_head(module):
+        return module
+    if not module._modules or torch.compiler.is_compiling():
+        return None
+
+    def twin(m: nn.Module) -> Any:
+        if is_head(m):
+            return lambda x: _Called(m, x)
+        own = {k: copy.copy(v) for k, v in vars(m).items() if type(v) in (list, dict, set) and k not in MODULE_STATE}
+        return stand_in(m, {}, {name: child and twin(child) for name, child in m._modules.items()}, **own)
+
+    given = object()
+    try:
+        result = None if foreign_forward(module) else type(module).forward(twin(module), given)
+    except Exception:  # it computes: there is more than the head
+        return None
+    return result.head if type(result) is _Called and result.given is given else None
+
+
+def cut_by_rows(x: Any, *head: Tensor | None) -> bool:
+    """Whether tensor parallelism has cut a head by rows over the ranks of one mesh, which all have the same `x`."""
+    if any(not hasattr(t, "placements") or t.device_mesh != x.device_mesh for t in (x, *head) if t is not None):
+        return False
+    rows = all(t is None or t.placements[0].is_shard(0) for t in head)
+    return x.device_mesh.ndim == 1 and x.placements[0].is_replicate() and rows
+
+
 @dataclass
 class Call:
-    """One training forward: what its loss depends on, and what was made of it."""
+    """One fused forward: what its loss depends on, and what was made of it."""
 
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
@@ -84,7 +128,6 @@ class Call:
     num_items: Tensor | float | None
     ignore_index: int
     loss: Tensor | None = None
-    placeholders: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -97,16 +140,33 @@ class FusedLoss(threading.local):
     def __reduce__(self):
         return FusedLoss, (self.spec,)
 
+    def __deepcopy__(self, memo: dict) -> "FusedLoss":
+        return self  # its calls nest: a copied head, as adapter libraries train one, is still the model's
+
+    def is_place(self, place: Any) -> bool:
+        return isinstance(place, (HeadForward, LossFunction)) and place.fused is self
+
+    def is_head(self, module: nn.Module) -> bool:
+        found = find_replacement(module)
+        return found is not None and self.is_place(found.recipe)
+
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
         """The call to compute in the head, or None where the stock code is to run."""
-        spec, given = self.spec, {**dict(zip(self.spec.positional, args, strict=False)), **kwargs}
+        spec, asked = self.spec, kwargs.pop("skip_logits", None)
+        by_position = dict(zip(spec.positional, args, strict=False))
+        if asked and kwargs.get("labels") is None and "labels" not in by_position and "shift_labels" in spec.forwarded:
+            kwargs["labels"] = kwargs.get("shift_labels")  # without labels it would not go to its loss
+        given = {**by_position, **kwargs}
         labels, kept = given.get("labels"), given.get("logits_to_keep", 0)
-        if not model.training or not isinstance(labels, Tensor) or not (isinstance(kept, int) and kept == 0):
+        wanted = model.training if asked is None else asked
+        if not wanted or not isinstance(labels, Tensor) or not (isinstance(kept, int) and kept == 0):
             return None
         # The head or the loss was exchanged since (resized embeddings, an adapter): it is theirs now.
-        head = find_replacement(getattr(model, spec.head))
-        places = None if head is None else head.recipe, model.loss_function
-        if any(not isinstance(place, (HeadForward, LossFunction)) or place.fused is not self for place in places):
+        if not self.is_place(model.loss_function):
+            return None
+        if (head := called_head(getattr(model, spec.head), self.is_head)) is None:
+            if not torch.compiler.is_compiling():
+                warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
         read = {name: given[name] for name in spec.forwarded if name in given}
         num_items = read.get("num_items_in_batch")
@@ -117,7 +177,7 @@ class FusedLoss(threading.local):
         targets = shift_labels
         if targets is None:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        multiplications = targets.numel() * getattr(model, spec.head).weight.numel()
+        multiplications = targets.numel() * head.weight.numel()
         valid_rows = find_rows(targets, ignore_index, multiplications)
         return Call(labels, shift_labels, targets, valid_rows, num_items, ignore_index)
 
@@ -139,7 +199,7 @@ class CausalLMForward:
         if call is None or call.loss is None:
             return outputs
         if isinstance(outputs, tuple):
-            return tuple(None if any(item is p for p in call.placeholders) else item for item in outputs)
+            return tuple(None if getattr(item, "shape", None) == (1, 1, 1) else item for item in outputs)
         return dataclasses.replace(outputs, logits=None)
 
 
@@ -151,12 +211,13 @@ class HeadForward:
 
     def __call__(self, head: nn.Module, hidden: Tensor) -> Tensor:
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
+        cut = cut_by_rows(hidden, weight, head.bias)
         if (
             call is None
             or call.loss is not None
             or hidden.shape[:-1] != call.targets.shape
             or weight.shape != (spec.vocabulary, hidden.shape[-1])  # a shard: its logits are not all
-            or type(weight) not in (nn.Parameter, Tensor)  # a DTensor, a quantised weight
+            or not (cut or type(weight) in (nn.Parameter, Tensor))  # another DTensor, a quantised weight
         ):
             return type(head).forward(head, hidden)
         targets = call.targets.to(hidden.device)
@@ -170,10 +231,14 @@ class HeadForward:
             logit_scale=spec.logit_scale,
             num_items=call.num_items,
             valid_rows=call.valid_rows if targets is call.targets else None,
+            process_group=weight.device_mesh.get_group() if cut else None,
         )
         # In the graph of the loss, and no view: FSDP2 dislikes views as outputs.
-        call.placeholders.append(call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss)
-        return call.placeholders[0]
+        placeholder = call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss
+        if not cut:
+            return placeholder
+        # As it would be gathered.
+        return type(weight).from_local(placeholder, hidden.device_mesh, hidden.placements, run_check=False)
 
 
 @dataclass(eq=False)
@@ -189,6 +254,7 @@ class LossFunction:
             return self.stock(*args, **kwargs)
         given = loss_arguments(args, kwargs)
         logits, labels = given["logits"], given["labels"]
+        logits = logits.full_tensor() if hasattr(logits, "placements") else logits
         if (
             logits.shape != (1, 1, 1)
             or not (labels is call.labels or labels.device != call.labels.device)
@@ -200,7 +266,6 @@ class LossFunction:
                 "tigon: the model gave its loss other arguments than it was called with, or its head was called twice, "
                 "and the head has computed the loss already; use tigon.patch(model, loss=False) for this model"
             )
-        call.placeholders.append(logits)
         change = logits.detach().float() / self.fused.spec.token_at_loss - 1.0  # a cast to bf16 makes 0.004
         factor = torch.ones_like(change).masked_fill(change.abs() > 0.01, torch.nan).sum()
         # Nothing is added: the sum keeps the head's output in the graph, whose hooks gather sharded weights.

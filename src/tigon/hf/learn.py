@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.head import LOSS_ARGUMENTS, CausalLMForward, FusedLoss, HeadForward, LossFunction, Spec, loss_arguments
+from tigon.hf.head import (
+    LOSS_ARGUMENTS,
+    CausalLMForward,
+    FusedLoss,
+    HeadForward,
+    LossFunction,
+    Spec,
+    called_head,
+    loss_arguments,
+)
 from tigon.hf.recognise import describe
 from tigon.hf.replacement import foreign_forward, install
 from tigon.hf.standin import normal, probing, stand_in, without_parameters
@@ -35,11 +44,33 @@ class _BodyOutputs(tuple):
         return self[0] if name == "last_hidden_state" else None
 
 
+class _Stub:
+    """In place of a child of the model: a body that gives `outputs`; what is given features gives them back.
+
+    Its attributes are those of the child, its children are stubs, and its tensors are on meta: a loss that depends on
+    their values cannot be learnt.
+    """
+
+    def __init__(self, child: nn.Module, outputs: _BodyOutputs) -> None:
+        self._child, self._outputs = child, outputs
+
+    def __call__(self, *args, **kwargs) -> Any:
+        features = (x for x in args if isinstance(x, Tensor) and x.is_floating_point())
+        return next(features, self._outputs)
+
+    def __getattr__(self, name: str) -> Any:
+        if inspect.isfunction(method := getattr(type(self._child), name, None)):
+            return method.__get__(self)
+        value = getattr(self._child, name)
+        if isinstance(value, Tensor):
+            return torch.empty(value.shape, dtype=value.dtype, device="meta")
+        return _Stub(value, self._outputs) if isinstance(value, nn.Module) else value
+
+
 def _twin(model: nn.Module, head: str, replaced: Callable, seed: int) -> nn.Module:
     """The model with `replaced` as its head, a stub for what else has parameters, random parameters of its own."""
     outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES),))
-    body = lambda *args, **kwargs: outputs
-    stub = lambda child: child if child is None or without_parameters(child) else body
+    stub = lambda child: child if child is None or without_parameters(child) else _Stub(child, outputs)
     children = {name: stub(child) for name, child in model._modules.items()}
     tensors = (model._parameters | model._buffers).items()
     own = {name: normal(seed, *t.shape) for name, t in tensors if t is not None and t.is_floating_point()}
@@ -85,8 +116,10 @@ def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Te
     if not any(p.kind is p.VAR_KEYWORD for p in forward.values()):
         options = {name: value for name, value in options.items() if name in forward}
     outputs = _run(twin, labels=labels, **options)
-    if len(calls) != 1 or len(seen) != 1:
+    if len(calls) != 1 or len(seen) > 1:
         raise NotUnderstood(f"its forward calls the head {len(calls)} times, model.loss_function {len(seen)} times")
+    if not seen:
+        raise NotUnderstood("its forward computes its loss without model.loss_function")
     if seen[0]["labels"] is not labels:
         raise NotUnderstood("its forward changes the labels before the loss")
     if getattr(outputs, "logits", None) is None:
@@ -118,11 +151,11 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
 
 
 def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
-    """Install the three replacements; returns the function that undoes them."""
-    head = getattr(model, spec.head)
+    """Install the replacements; returns the function that undoes them."""
     fused = FusedLoss(spec)
     loss_function = LossFunction(fused, model.loss_function)
-    undo = install(model, CausalLMForward(fused)), install(head, HeadForward(fused))
+    undo = [install(model, CausalLMForward(fused))]
+    undo += [install(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
     # Hugging Face keeps an assigned loss in the instance; the property reads it from there.
     slot = "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
     before = {slot: vars(model)[slot]} if slot in vars(model) else {}
@@ -171,6 +204,13 @@ def _is_linear(head: nn.Module) -> bool:
     return torch.equal(type(head).forward(twin, x), nn.functional.linear(x, twin.weight, twin.bias))
 
 
+def _linears(head: nn.Module) -> list[nn.Module]:
+    """The head itself, or what a wrapper keeps of it: its largest linear layers."""
+    size = lambda m: (getattr(m, "out_features", None), getattr(m, "in_features", None))
+    leaves = [m for m in head.modules() if not m._modules and all(type(n) is int for n in size(m))]
+    return [m for m in leaves if size(m) == max(map(size, leaves))] if head._modules else [head]
+
+
 def learn_loss(model: nn.Module) -> Spec | str | None:
     """How to compute the loss of a model in its head; a reason if that must stay stock; None without a head."""
     if not callable(getattr(model, "get_output_embeddings", None)) or not hasattr(type(model), "loss_function"):
@@ -180,12 +220,19 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
         return None
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
         return "its head is not a child of its own"
-    if foreign := foreign_forward(head):
-        return f"{type(head).__name__}: {foreign}"
+    heads = _linears(head)
+    if (called := called_head(head, lambda m: m in heads)) is None:
+        return f"its head ({type(head).__name__}) does more than call one linear layer"
+    for each in (head, *heads):
+        if foreign := foreign_forward(each):
+            return f"{type(each).__name__}: {foreign}"
+    head = called
+    if not (type(head.weight) in (nn.Parameter, Tensor) or hasattr(head.weight, "placements")):
+        return f"the weight of its head is a {type(head.weight).__name__}"
     try:
         with probing():
-            if not _is_linear(head):
-                return f"its head ({type(head).__name__}) is not a plain linear layer"
+            if odd := [each for each in heads if not _is_linear(each)]:
+                return f"its head ({type(odd[0]).__name__}) is not a plain linear layer"
             softcap, scale, forwarded = _measure(model, name, head.out_features)
             named = lambda f: [
                 p.name
