@@ -363,8 +363,8 @@ def test_bad_options_are_refused_before_anything_is_touched(make_model, options,
 
 
 def test_only_modules_can_be_patched():
-    with pytest.raises(TypeError, match=r"patch: model must be a torch\.nn\.Module, got str"):
-        tigon.patch("llama")
+    with pytest.raises(TypeError, match=r"patch: model must be a torch\.nn\.Module or a model type, got dict"):
+        tigon.patch({})
 
 
 # --- AutoModelForCausalLM and imports ------------------------------------------------------------
