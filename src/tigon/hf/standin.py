@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["in_mode", "linear", "normal", "probing", "stand_in", "without_parameters"]
+__all__ = ["in_mode", "linear", "normal", "own_tensors", "probing", "stand_in", "without_parameters"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -71,6 +71,11 @@ def in_mode(module: M, training: bool) -> M:
     """A stand-in of a module and all below it, training or evaluating."""
     children = {name: child and in_mode(child, training) for name, child in module._modules.items()}
     return stand_in(module, {}, children, training=training)
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
+    """A module's own parameters and buffers. ZeRO-3 puts a dict in place that is no copy of itself under `|`."""
+    return dict([*module._parameters.items(), *module._buffers.items()])
 
 
 def without_parameters(module: nn.Module) -> bool:
