@@ -17,6 +17,7 @@ from tigon.ops.jsd import jsd_reference
 from tigon.ops.kl_div import kl_div_reference
 from tigon.ops.layer_norm import layer_norm_reference
 from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.moe_mlp import moe_mlp_reference
 from tigon.ops.qk_norm_rope import qk_norm_rope_reference
 from tigon.ops.relu2 import relu2_reference
 from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -124,6 +125,24 @@ def _divergence(name: str, run: Callable, reference: Callable, **options) -> Cas
     return Case(name, with_teacher(run), with_teacher(reference), ((11, 100),), targets=100, terms=terms)
 
 
+def _moe(name: str, *biases: tuple[int, int], transposed: bool = False, activation: str = "silu") -> Case:
+    """Three of 16 experts a token, as many as there are features: x and the logits of the router have one shape."""
+
+    def routed(function: Callable) -> Callable:
+        def call(x: Tensor, logits: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+            chosen, index = logits.topk(3)
+            up, down = (up.mT, down.mT) if transposed else (up, down)
+            options = {"transposed": transposed, "activation": activation}
+            options |= dict(zip(("up_bias", "down_bias"), biases, strict=False))
+            return function(x, up / 4, down / 4, index, chosen.softmax(-1), **options)
+
+        return call
+
+    width = 24 if activation == "relu2" else 48
+    shapes = (7, 16), (7, 16), (16, width, 16), (16, 16, 24), *biases
+    return Case(name, routed(tigon.moe_mlp), routed(moe_mlp_reference), shapes)
+
+
 CASES = [
     Case("rms_norm", tigon.rms_norm, rms_norm_reference, ((7, 48), (48,))),
     Case(
@@ -168,6 +187,9 @@ CASES = [
         ((7, 66),),
     ),
     Case("relu2", tigon.relu2, relu2_reference, ((7, 66),)),
+    _moe("moe_mlp"),
+    _moe("moe_mlp transposed with biases", (16, 48), (16, 16), transposed=True, activation="gelu_tanh"),
+    _moe("moe_mlp without gate", activation="relu2"),
     Case("softmax", tigon.softmax, softmax_reference, ((7, 48),)),
     Case("softmax of wide rows", tigon.softmax, softmax_reference, ((3, 33000),)),
     Case(

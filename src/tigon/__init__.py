@@ -14,6 +14,7 @@ from tigon.ops.jsd import JSDLoss, jsd
 from tigon.ops.kl_div import KLDivLoss, kl_div
 from tigon.ops.layer_norm import LayerNorm, layer_norm
 from tigon.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from tigon.ops.moe_mlp import moe_mlp
 from tigon.ops.qk_norm_rope import qk_norm_rope
 from tigon.ops.relu2 import ReLU2MLP, relu2
 from tigon.ops.rms_norm import RMSNorm, add_rms_norm, rms_norm
@@ -48,6 +49,7 @@ __all__ = [
     "kl_div",
     "layer_norm",
     "linear_cross_entropy",
+    "moe_mlp",
     "patch",
     "patched",
     "qk_norm_rope",

@@ -74,6 +74,14 @@ def _unary(run, *shape: int) -> None:
     y.backward(y.detach())
 
 
+def _moe_mlp(h: int, i: int, k: int, dtype: torch.dtype = BF16) -> None:
+    weights, index = _leaf(2, k, dtype=torch.float32), torch.zeros(2, k, dtype=torch.int64)
+    y = tigon.moe_mlp(
+        _leaf(2, h, dtype=dtype), _leaf(1, 2 * i, h, dtype=dtype), _leaf(1, h, i, dtype=dtype), index, weights
+    )
+    y.backward(y.detach())
+
+
 def _divergence(run, v: int, **options) -> None:
     loss = run(_leaf(2, v), torch.zeros(2, v, dtype=BF16), **options)
     loss.backward(loss.detach())
@@ -117,6 +125,10 @@ WORKLOADS = {
     "geglu 14336": lambda: _glu(tigon.geglu),
     "geglu tanh 14336": lambda: _glu(lambda gate, up: tigon.geglu(gate, up, approximate="tanh")),
     "relu2 16384": lambda: _unary(tigon.relu2, 2, 16384),
+    "moe_mlp 2048, 8 of the experts": lambda: _moe_mlp(2048, 768, 8),
+    "moe_mlp 4096, 2 of the experts": lambda: _moe_mlp(4096, 64, 2),
+    "moe_mlp 7168, 8 of the experts": lambda: _moe_mlp(7168, 64, 8),
+    "moe_mlp 10240 in fp32, 22 of the experts": lambda: _moe_mlp(10240, 16, 22, torch.float32),
     "softmax 128": lambda: _unary(tigon.softmax, 64, 128),
     "softmax 4096": lambda: _unary(tigon.softmax, 2, 4096),
     "softmax 16384": lambda: _unary(tigon.softmax, 2, 16384),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tigon.hf.recognise import describe
 from tigon.hf.replacement import is_changed
-from tigon.hf.standin import normal, probing, stand_in, without_parameters
+from tigon.hf.standin import normal, own_tensors, probing, stand_in, without_parameters
 from tigon.ops.dispatch import KERNEL_DTYPES
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
 
@@ -40,17 +40,15 @@ class Experts:
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
         chosen, weights = module.config._experts_implementation, [getattr(module, name) for name in _names(module)]
         skips = all(type(module._modules[n]) is cls and not is_changed(module._modules[n]) for n, cls in self.skipped)
-        dtype = weights[0].dtype  # not a DTensor, nor quantised
-        plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == dtype in KERNEL_DTYPES for w in weights)
+        plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
         # The products of "eager" are in the dtype of autocast, grouped ones in that of the weights.
         cast = chosen == "eager" and torch.is_autocast_enabled(weights[0].device.type)
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
-        if chosen not in self.choices or cast or not (skips and plain and fits):
+        if chosen not in self.choices or cast or not (skips and fits and plain):
             return type(module).forward(module, *args, **kwargs)
-        biases = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False))
         activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
-        own = {"transposed": module.is_transposed, "activation": activation}
-        return moe_mlp(args[0], *weights[:2], *args[1:], **biases, **own)
+        options = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False)) | {"transposed": module.is_transposed}
+        return moe_mlp(args[0], *weights[:2], *args[1:], activation=activation, **options)
 
     def __str__(self) -> str:
         return f"moe_mlp, {self.activation or 'its own activation'}"
@@ -58,10 +56,9 @@ class Experts:
 
 def _twin(module: nn.Module, seed: int, chosen: str) -> nn.Module:
     """The module with a few small experts, in bf16."""
-    sizes = (HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN)
+    names, sizes = _names(module), ((HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN))
     shapes = [s if module.is_transposed else s[::-1] for s in sizes] + [(s[1],) for s in sizes]
-    named = zip(_names(module), shapes, strict=False)
-    own = {name: (normal(seed + len(name), EXPERTS, *shape) * 0.4).bfloat16() for name, shape in named}
+    own = {n: normal(seed + len(n), EXPERTS, *s).mul(0.4).bfloat16() for n, s in zip(names, shapes, strict=False)}
     config = SimpleNamespace(**vars(module.config) | {"_experts_implementation": chosen})
     return stand_in(module, own, num_experts=EXPERTS, config=config)
 
@@ -94,7 +91,7 @@ def recognise_experts(module: nn.Module) -> Experts | str | None:
     if not all(hasattr(module, mark) for mark in marks) or not hasattr(module.config, "_experts_implementation"):
         return None
     children = {name: child for name, child in module._modules.items() if child is not None}
-    own = {name for name, tensor in (module._parameters | module._buffers).items() if tensor is not None}
+    own = {name for name, tensor in own_tensors(module).items() if tensor is not None}
     bare = all(without_parameters(child) and not is_changed(child) for child in children.values())
     if own != set(_names(module)) or not bare:
         return f"has other state than {', '.join(_names(module))}, or hooks on its activation"

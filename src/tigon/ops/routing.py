@@ -80,9 +80,9 @@ class Config:
     @staticmethod
     def heuristic(h: int) -> "Config":
         # Loads of 16 bytes a thread in bf16, K in flight in a sum. A token of up to 8192 features stays in registers.
-        block = min(triton.next_power_of_2(h), 8192)
+        block = triton.next_power_of_2(h) if h <= 8192 else 4096
         sum_block = min(block, 1024)
-        warps = lambda size, features: max(1, min(8, size // (32 * features)))
+        warps = lambda size, features: max(1, min(16, size // (32 * features)))
         return Config(sum_block, warps(sum_block, 8), block, warps(block, 16))
 
 
@@ -127,7 +127,7 @@ def _spread_kernel(
         factor, features = tl.where(here, 1.0, 0.0), tl.where(here, width, 0)
         if WEIGHTED:
             factor *= tl.load(weights_ptr + token * K + k).to(tl.float32)
-        dot = tl.zeros([BLOCK], tl.float32)
+        dot = 0.0
         for start in range(0, width, BLOCK):
             cols = start + tl.arange(0, BLOCK).to(tl.int64)
             mask = cols < width
@@ -135,11 +135,11 @@ def _spread_kernel(
                 x = tl.load(x_ptr + token * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
             if DOT:
                 row = tl.load(rows_ptr + slot * width + cols, mask=cols < features, other=0.0).to(tl.float32)
-                dot += x * row
+                dot += tl.sum(x * row)
             if MADE:
                 tl.store(made_ptr + slot * width + cols, tl.where(here, x * factor, 0.0), mask=mask)
         if DOT:
-            tl.store(dot_ptr + token * K + k, tl.sum(dot))
+            tl.store(dot_ptr + token * K + k, dot)
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
