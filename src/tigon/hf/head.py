@@ -177,7 +177,7 @@ class FusedLoss(threading.local):
         targets = shift_labels
         if targets is None:
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        multiplications = targets.numel() * head.weight.numel()
+        multiplications = targets.numel() * spec.vocabulary * head.in_features  # its weight may not be there yet
         valid_rows = find_rows(targets, ignore_index, multiplications)
         return Call(labels, shift_labels, targets, valid_rows, num_items, ignore_index)
 

@@ -23,8 +23,8 @@ from tigon.hf.head import (
     loss_arguments,
 )
 from tigon.hf.recognise import describe
-from tigon.hf.replacement import foreign_forward, install
-from tigon.hf.standin import normal, probing, stand_in, without_parameters
+from tigon.hf.replacement import foreign_forward, install, wrapped_forward
+from tigon.hf.standin import normal, own_tensors, probing, stand_in, without_parameters
 
 __all__ = ["attach", "learn_loss"]
 
@@ -72,7 +72,7 @@ def _twin(model: nn.Module, head: str, replaced: Callable, seed: int) -> nn.Modu
     outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES),))
     stub = lambda child: child if child is None or without_parameters(child) else _Stub(child, outputs)
     children = {name: stub(child) for name, child in model._modules.items()}
-    tensors = (model._parameters | model._buffers).items()
+    tensors = own_tensors(model).items()
     own = {name: normal(seed, *t.shape) for name, t in tensors if t is not None and t.is_floating_point()}
     return stand_in(model, own, children | {head: replaced}, training=True)
 
@@ -224,7 +224,8 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
     if (called := called_head(head, lambda m: m in heads)) is None:
         return f"its head ({type(head).__name__}) does more than call one linear layer"
     for each in (head, *heads):
-        if foreign := foreign_forward(each):
+        sharded = hasattr(each.weight, "placements") and wrapped_forward(each)
+        if (foreign := foreign_forward(each)) and not sharded:
             return f"{type(each).__name__}: {foreign}"
     head = called
     if not (type(head.weight) in (nn.Parameter, Tensor) or hasattr(head.weight, "placements")):

@@ -7,11 +7,12 @@ and deleting the attribute gives the stock module back.
 import inspect
 import weakref
 from collections.abc import Callable
+from types import CellType, FunctionType
 from typing import Any
 
 from torch import nn
 
-__all__ = ["Replacement", "find_replacement", "foreign_forward", "install", "is_changed"]
+__all__ = ["Replacement", "find_replacement", "foreign_forward", "install", "is_changed", "wrapped_forward"]
 
 
 class Replacement:
@@ -50,10 +51,24 @@ def _slot(module: nn.Module) -> str:
     return "_old_forward" if hooked else "forward"
 
 
+def wrapped_forward(module: nn.Module) -> CellType | None:
+    """Where a function that was assigned as forward keeps the one of the module's class, to call it.
+
+    So transformers' tensor parallelism wraps a module: the forward of its class meets the tensors of this rank.
+    """
+    assigned = vars(module).get("forward")
+    kept = lambda f: isinstance(f, Replacement) or getattr(f, "__func__", None) is type(module).forward
+    cells = (isinstance(assigned, FunctionType) and assigned.__closure__) or ()
+    return next((cell for cell in cells if kept(cell.cell_contents)), None)
+
+
 def find_replacement(module: nn.Module) -> Replacement | None:
-    """The replacement installed on `module`, also one that accelerate has put a hook around since."""
-    found = (vars(module).get(slot) for slot in ("forward", "_old_forward"))
-    return next((forward for forward in found if isinstance(forward, Replacement)), None)
+    """The replacement installed on `module`, also one that accelerate or tensor parallelism has wrapped since."""
+    for slot in ("forward", "_old_forward"):
+        if isinstance(forward := vars(module).get(slot), Replacement):
+            return forward
+    cell = wrapped_forward(module)
+    return cell.cell_contents if cell and isinstance(cell.cell_contents, Replacement) else None
 
 
 def _assigned_forward(module: nn.Module) -> Callable | None:
@@ -64,7 +79,9 @@ def _assigned_forward(module: nn.Module) -> Callable | None:
 def is_changed(module: nn.Module) -> bool:
     """Whether a call of the module does anything but the forward of its class."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks) or _assigned_forward(module) is not None
+    # Those of DeepSpeed, on every module, move its parameters.
+    change = any(not str(hook.__module__).startswith("deepspeed.") for group in hooks for hook in group.values())
+    return change or _assigned_forward(module) is not None
 
 
 def foreign_forward(module: nn.Module) -> str | None:
@@ -81,12 +98,17 @@ def foreign_forward(module: nn.Module) -> str | None:
 
 def install(module: nn.Module, recipe: Callable) -> Callable[[], None]:
     """Give `module` the forward `recipe`; returns the function that undoes it, wherever hooks have moved it since."""
-    replacement, own = Replacement(module, recipe), vars(module)
-    own[_slot(module)] = replacement
+    replacement, own, cell = Replacement(module, recipe), vars(module), wrapped_forward(module)
+    if cell is not None:
+        cell.cell_contents = replacement
+    else:
+        own[_slot(module)] = replacement
 
     def undo() -> None:
         replacement.recipe = None
-        if own.get("forward") is replacement:
+        if (cell := wrapped_forward(module)) is not None and cell.cell_contents is replacement:
+            cell.cell_contents = type(module).forward.__get__(module)
+        elif own.get("forward") is replacement:
             del own["forward"]
         elif own.get("_old_forward") is replacement:
             own["_old_forward"] = type(module).forward.__get__(module)
