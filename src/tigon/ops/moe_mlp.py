@@ -109,6 +109,7 @@ def moe_mlp(
         torch.Size([5, 8])
     """
     op = "moe_mlp"
+    check.tensor(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
     check.floating(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
     check.floating(op, up_bias=up_bias, down_bias=down_bias)
     check.integer(op, top_k_index=top_k_index)
