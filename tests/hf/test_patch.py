@@ -306,12 +306,12 @@ def test_an_activation_that_was_changed_is_called(make_model, batch, assert_same
 
 def test_the_report_names_what_it_left_alone_and_why(make_model):
     model = make_model()
-    model.model.norm = nn.LayerNorm(64)
+    model.model.norm.register_buffer("seen", torch.zeros(64))
     model.model.layers[1].mlp.act_fn = nn.ReLU()
     report = tigon.patch(model)
     left = {(entry.part, entry.module, *entry.names): entry.detail for entry in report.left_alone}
-    assert left.keys() == {("rms_norm", "LayerNorm", "model.norm"), ("glu", "LlamaMLP", "model.layers.1.mlp")}
-    assert "more state than one weight" in left["rms_norm", "LayerNorm", "model.norm"]
+    assert left.keys() == {("rms_norm", "LlamaRMSNorm", "model.norm"), ("glu", "LlamaMLP", "model.layers.1.mlp")}
+    assert "more state than a norm" in left["rms_norm", "LlamaRMSNorm", "model.norm"]
     for entry in report.entries:
         assert entry.module in str(report)
         assert entry.detail in str(report)
@@ -340,7 +340,7 @@ def test_a_model_with_nothing_to_recognise_is_not_touched_and_warned_about():
 def test_plain_modules_need_not_be_in_a_hugging_face_model():
     model = nn.Sequential(tigon.SwiGLUMLP(16, 40), nn.LayerNorm(16))
     report = tigon.patch(model)
-    assert [(e.part, e.module) for e in report.replaced] == [("glu", "SwiGLUMLP")]
+    assert [(e.part, e.module) for e in report.replaced] == [("layer_norm", "LayerNorm"), ("glu", "SwiGLUMLP")]
 
 
 # --- bad input -----------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_plain_modules_need_not_be_in_a_hugging_face_model():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"swiglu": True}, TypeError, "unknown option 'swiglu'; choose from rms_norm, glu, rope, loss, memory"),
+        ({"swiglu": True}, TypeError, "unknown option 'swiglu'; choose from rms_norm, layer_norm, glu,"),
         ({"rope": "yes"}, TypeError, "rope must be True or False, got 'yes'"),
         ({"memory": "lean"}, ValueError, "memory must be one of 'default', got 'lean'"),
     ],

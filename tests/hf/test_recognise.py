@@ -1,5 +1,6 @@
 """Recognition by behaviour: what computes what an op computes is found whatever it is called, what differs is not."""
 
+import dataclasses
 import warnings
 
 import pytest
@@ -8,8 +9,18 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.hf.recognise import GLU, Norm, recognise_glu, recognise_norm
-from tigon.hf.rope import Rope, recognise_rope
+from tigon.hf.recognise import (
+    GLU,
+    LayerNorm,
+    ReLU2,
+    RMSNorm,
+    recognise_glu,
+    recognise_layer_norm,
+    recognise_relu2,
+    recognise_rms_norm,
+)
+from tigon.hf.rope import FORMS, recognise_function, recognise_rope
+from tigon.ops.rope import rope_reference
 
 
 class AnyNorm(nn.Module):
@@ -39,17 +50,17 @@ def x_hat(x, eps):
     ids=["Llama", "OLMo 2", "Gemma"],
 )
 def test_norms_are_told_apart_by_their_bits(compute, offset, rounding):
-    assert recognise_norm(AnyNorm(compute)) == Norm("scale", "tiny", offset, rounding)
+    assert recognise_rms_norm(AnyNorm(compute)) == RMSNorm("tiny", "scale", offset, rounding, gated=False)
 
 
 def test_a_norm_without_weight():
     norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
-    assert recognise_norm(norm) == Norm(None, "tiny", 0.0, "before_weight")
+    assert recognise_rms_norm(norm) == RMSNorm("tiny", None, 0.0, "before_weight", gated=False)
 
 
 def test_torch_rms_norm_is_one():
-    found = recognise_norm(nn.RMSNorm(48, eps=1e-5))
-    assert isinstance(found, Norm)
+    found = recognise_rms_norm(nn.RMSNorm(48, eps=1e-5))
+    assert isinstance(found, RMSNorm)
     assert found.eps == "eps"
 
 
@@ -60,7 +71,7 @@ def test_what_a_module_warns_of_when_probed_is_no_news_to_the_user():
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert isinstance(recognise_norm(AnyNorm(compute)), Norm)
+        assert isinstance(recognise_rms_norm(AnyNorm(compute)), RMSNorm)
     assert not said
 
 
@@ -90,7 +101,7 @@ def test_what_a_module_warns_of_when_probed_is_no_news_to_the_user():
     ],
 )
 def test_what_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
-    assert recognise_norm(AnyNorm(compute)) == "computes something else than an RMS norm"
+    assert recognise_rms_norm(AnyNorm(compute)) == "computes something else than a norm"
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])
@@ -100,14 +111,100 @@ def test_a_norm_that_acts_otherwise_in_one_mode_is_refused_in_both(mode):
             return super().forward(x) * (0.5 if self.training is mode else 1.0)
 
     norm = Moody(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
-    assert recognise_norm(norm) == recognise_norm(norm.eval()) == "computes something else than an RMS norm"
+    assert recognise_rms_norm(norm) == recognise_rms_norm(norm.eval()) == "computes something else than a norm"
 
 
 def test_a_norm_that_cannot_run_alone_says_why():
     def compute(x, w, eps):
         raise OSError("no such kernel")
 
-    assert recognise_norm(AnyNorm(compute)) == "cannot be run by itself (OSError: no such kernel)"
+    assert recognise_rms_norm(AnyNorm(compute)) == "cannot be run by itself (OSError: no such kernel)"
+
+
+class GatedNorm(AnyNorm):
+    def forward(self, signal, gate=None):
+        return self.compute(signal, self.scale, self.tiny, gate)
+
+
+def norm_then_gate(x, w, eps, gate):
+    return (w * x_hat(x, eps).to(x.dtype) * F.silu(gate.float())).to(x.dtype)
+
+
+def gate_then_norm(x, w, eps, gate=None):
+    x = x if gate is None else x * F.silu(gate.float())
+    return w * x_hat(x, eps).to(w.dtype)
+
+
+def test_a_gate_after_the_norm_is_found():
+    norm = GatedNorm(norm_then_gate)
+    x, gate = torch.randn(3, 48, requires_grad=True), torch.randn(3, 48, requires_grad=True)
+    expected = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
+    assert recognise_rms_norm(norm) == RMSNorm("tiny", "scale", 0.0, "before_weight", gated=True)
+    with tigon.patched(norm):
+        given = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_gate_before_the_norm_is_not_taken_for_a_norm_without_gate():
+    assert recognise_rms_norm(GatedNorm(gate_then_norm)) == "computes something else than a norm"
+
+
+# --- layer norms ---------------------------------------------------------------------------------
+
+
+class Centred(AnyNorm):
+    """Written out in steps."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, w, eps: (w.float() * x_hat(x.float() - x.float().mean(-1, True), eps)).to(x.dtype))
+
+
+class Constant(nn.Module):
+    """A norm without weights whose epsilon stands in its code."""
+
+    def forward(self, x):
+        return F.layer_norm(x.float(), (48,), eps=1e-5).to(x.dtype)
+
+
+class ConstantNorm(Constant):
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalized_shape = (48,)
+
+
+@pytest.mark.parametrize(
+    ("norm", "weight", "bias", "eps"),
+    [
+        (nn.LayerNorm(48, eps=1e-3), "weight", "bias", "eps"),
+        (nn.LayerNorm(48, bias=False), "weight", None, "eps"),
+        (nn.LayerNorm(48, elementwise_affine=False), None, None, "eps"),
+        (Centred(), "scale", None, "tiny"),
+        (ConstantNorm(), None, None, 1e-5),
+    ],
+    ids=["torch", "without bias", "without weight", "in steps", "epsilon in the code"],
+)
+def test_layer_norms_are_found(norm, weight, bias, eps):
+    found = recognise_layer_norm(norm)
+    assert isinstance(found, LayerNorm)
+    assert (found.weight, found.bias, found.eps) == (weight, bias, eps)
+    assert recognise_rms_norm(norm) is None
+
+
+def test_a_layer_norm_over_two_dimensions_is_left_alone():
+    assert recognise_layer_norm(nn.LayerNorm((4, 12))) is None
+
+
+# --- other modules -------------------------------------------------------------------------------
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return torch.square(F.relu(x))
+
+
+def test_a_squared_relu_is_found():
+    assert recognise_relu2(Squared()) == ReLU2()
 
 
 @pytest.mark.parametrize(
@@ -116,7 +213,8 @@ def test_a_norm_that_cannot_run_alone_says_why():
     ids=lambda m: type(m).__name__,
 )
 def test_other_modules_are_neither_norms_nor_mlps_nor_ropes(module):
-    assert recognise_norm(module) is recognise_glu(module) is recognise_rope(module) is None
+    for recognise in (recognise_rms_norm, recognise_layer_norm, recognise_glu, recognise_relu2, recognise_rope):
+        assert recognise(module) is None
 
 
 # --- gated MLPs ----------------------------------------------------------------------------------
@@ -249,15 +347,48 @@ class WideAttention(nn.Module):
         return in_fp32(q, k, cos, sin)
 
 
-def test_a_split_half_rope_is_found_by_what_it_computes():
-    found = recognise_rope(Attention())
-    assert isinstance(found, Rope)
-    assert (found.name, found.partial) == ("split_half", False)
+def with_more_angles(q, k, cos, sin, unsqueeze_dim=1):
+    return split_half(q, k, cos * 2, sin, unsqueeze_dim)
 
 
-@pytest.mark.parametrize("attention", [InterleavedAttention, WideAttention], ids=["interleaved", "rounded once"])
-def test_another_rope_is_left_alone(attention):
-    assert "computes another rotary embedding than split halves" in recognise_rope(attention())
+class OtherAttention(nn.Module):
+    def forward(self, q, k, cos, sin):
+        return with_more_angles(q, k, cos, sin)
+
+
+@pytest.mark.parametrize(
+    ("attention", "name", "form"),
+    [
+        (Attention, "split_half", ("split_half", "halves", "promoted", False, False)),
+        (InterleavedAttention, "interleaved", ("interleaved", "pairs", "promoted", False, False)),
+        (WideAttention, "in_fp32", ("split_half", "halves", "fp32", False, False)),
+    ],
+    ids=["split half", "interleaved", "rounded once"],
+)
+def test_a_rope_is_found_by_what_it_computes(attention, name, form):
+    ((found, has),) = recognise_rope(attention()).forms
+    assert (found, dataclasses.astuple(has)) == (name, form)
+
+
+@pytest.mark.parametrize("tensors", [1, 2])
+@pytest.mark.parametrize("partial", [False, True], ids=["whole head", "a part"])
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_form_is_recognised_as_itself(form, partial, tensors):
+    """And as no other: two forms with the same bits would be one too many."""
+
+    def both(q, k, cos, sin, unsqueeze_dim=1):
+        width = cos.shape[-1] * (2 if form.table == "once" else 1)
+        assert partial or width == q.shape[-1]
+        return form(q, k, cos, sin, op=rope_reference, unsqueeze_dim=unsqueeze_dim)
+
+    def one(x, cos, sin, unsqueeze_dim=1):
+        return both(x, None, cos, sin, unsqueeze_dim)[0]
+
+    assert recognise_function(both if tensors == 2 else one) == dataclasses.replace(form, partial=partial)
+
+
+def test_another_rope_is_left_alone():
+    assert recognise_rope(OtherAttention()) == "with_more_angles: computes another rotary embedding than the op"
 
 
 def test_the_replaced_attention_reads_its_own_scope_and_no_other():

@@ -10,17 +10,20 @@ from torch import nn
 
 from tigon.hf.by_type import patch_type
 from tigon.hf.learn import attach, learn_loss
-from tigon.hf.recognise import recognise_glu, recognise_norm
+from tigon.hf.recognise import recognise_glu, recognise_layer_norm, recognise_relu2, recognise_rms_norm
 from tigon.hf.replacement import find_replacement, foreign_forward, install, is_changed
 from tigon.hf.report import Report
 from tigon.hf.rope import recognise_rope
+from tigon.hf.standin import own_tensors
 
 __all__ = ["patch", "patched"]
 
 # How a module is recognised (a recipe, a reason why not, or None) and how what was found is installed.
 PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
-    "rms_norm": (recognise_norm, install),
+    "rms_norm": (recognise_rms_norm, install),
+    "layer_norm": (recognise_layer_norm, install),
     "glu": (recognise_glu, install),
+    "relu2": (recognise_relu2, install),
     "rope": (recognise_rope, install),
     "loss": (learn_loss, attach),
 }
@@ -47,7 +50,7 @@ def _kind(module: nn.Module) -> tuple:
     """What recognition depends on; modules that agree in it are probed once, whatever a model's number of layers."""
     state = [(name, value) for name, value in vars(module).items() if name not in STATE]
     own = tuple((k, v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in state)
-    tensors = (module._parameters | module._buffers).items()
+    tensors = own_tensors(module).items()
     shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
     children = tuple((k, child and _kind(child)) for k, child in module._modules.items())
     return type(module), own, shapes, children, is_changed(module)
@@ -63,8 +66,10 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         model: Any module; a causal language model of transformers profits most. Or a model type, "llama": every model
             of that type is patched when it is built from now on, until the report's `restore()`; what was built before
             stays stock, what was built in between stays patched.
-        rms_norm: RMS norms.
+        rms_norm: RMS norms, also gated ones.
+        layer_norm: Layer norms.
         glu: Gated MLPs.
+        relu2: Squared ReLUs.
         rope: Rotary embeddings of attentions.
         loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
             the head without holding the logits, and `outputs.logits` is None. Evaluation, generation, calls without

@@ -1,0 +1,200 @@
+"""A tiny model of any decoder type, made from its config class: no type is known but by the exceptions at the end.
+
+Fields are made small by name. What varies from layer to layer (a list with one entry a layer) keeps one layer of each
+kind, so that dense and sparse, sliding and full layers are all there.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+
+VOCABULARY = 131
+
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 2,
+    "eod_token_id": 2,
+    "sep_token_id": 2,
+    "vocab_size_per_layer_input": VOCABULARY,
+    # width
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "word_embed_proj_dim", "embedding_dim", "lru_width"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "dense_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp"), 48),
+    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size", "expert_ffn_hidden_size"), 48),
+    "attention_hidden_size": 64,
+    "hidden_size_per_layer_input": 8,
+    "dim_model_base": 32,
+    "embedding_size": 64,
+    "hidden_size_global": 64,
+    "encoder_hash_byte_group_vocab": 64,
+    # heads
+    **dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads"), 4
+    ),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "num_query_groups", "swa_num_key_value_heads"), 2),
+    "swa_num_attention_heads": 4,
+    **dict.fromkeys(
+        ("head_dim", "swa_head_dim", "kv_channels", "v_head_dim", "qk_nope_head_dim", "global_head_dim"), 16
+    ),
+    **dict.fromkeys(("attention_head_dim", "linear_head_dim", "swa_v_head_dim", "d_kv"), 16),
+    "qk_rope_head_dim": 16,
+    "qk_head_dim": 32,
+    "rotary_dim": 8,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "o_lora_rank": 16,
+    "o_groups": 2,
+    "index_head_dim": 16,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "hc_lowrank": 8,
+    "query_pre_attn_scalar": 16,
+    # layers and lengths
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
+    **dict.fromkeys(("original_max_position_embeddings", "model_max_length", "max_sequence_length", "seq_length"), 64),
+    **dict.fromkeys(("sliding_window", "window_size", "attention_window_size", "sliding_window_size"), 4),
+    "attention_chunk_size": 8,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "max_window_layers": 1,
+    "num_nextn_predict_layers": 0,
+    # experts
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), 1),
+    "num_expert_group": 1,
+    "zero_expert_num": 2,
+    # state space and linear attention
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 4),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 32),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 2),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), 4),
+    **dict.fromkeys(("mamba_expand", "expand"), 2),
+    "mamba_dt_rank": 4,
+    "time_step_rank": 4,
+    "mamba_d_ssm": 128,
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_heads"), 2),
+    "linear_num_value_heads": 4,
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    "num_mem_blocks": 1,
+    "adapter_rank": 4,
+}
+
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers")
+
+
+def _one_of_each(lists: list[list]) -> list[int]:
+    """Positions of layers, at least two, that show every combination of what varies from layer to layer."""
+    rows = list(zip(*lists, strict=True))
+    kept = [i for i, row in enumerate(rows) if row not in rows[:i]][:6]
+    return kept if len(kept) > 1 else [0, 1][: len(rows)]
+
+
+def tiny_config(config: PreTrainedConfig, exceptions: dict[str, Any]) -> PreTrainedConfig:
+    """`config` of a class's defaults, made small."""
+    fields = {k: v for k, v in vars(config).items() if not k.startswith("_")}
+    aliases = {v: k for k, v in config.attribute_map.items()}
+    count = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
+    given: dict[str, Any] = {}
+    per_layer = {k: v for k, v in fields.items() if isinstance(v, (list, tuple)) and count and len(v) == count > 1}
+    kept = _one_of_each([list(map(str, v)) for v in per_layer.values()]) if per_layer else [0, 1]
+    for name, value in fields.items():
+        if isinstance(value, PreTrainedConfig):
+            given[name] = tiny_config(value, exceptions.get(name, {}))
+        elif name in per_layer:
+            given[name] = [value[i] for i in kept]
+        elif name in LAYERS and isinstance(value, int):
+            given[name] = len(kept)
+        elif value is not None or name.endswith("token_id") or name == "head_dim":
+            small = SIZES.get(name, SIZES.get(aliases.get(name)))
+            given |= {} if small is None else {name: small}
+    heads = "num_attention_heads", "num_key_value_heads"
+    if heads[0] in given and (
+        "q_lora_rank" in fields or all(fields.get(name) == fields.get(heads[0]) for name in heads)
+    ):
+        given["num_key_value_heads"] = given[heads[0]]  # some attentions have no groups
+    given |= {k: v for k, v in exceptions.items() if not isinstance(v, dict) or k not in given}
+    return type(config)(**given)
+
+
+QWEN4 = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
+    "indexer_budget": 8,
+    "indexer_compress_ratio": 4,
+}
+
+# What the rules above cannot know of a type.
+EXCEPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [3, 3, 2]}
+        }
+    },
+    "gemma3n_text": {"num_kv_shared_layers": 0},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
+    "mamba2": {"num_heads": 4, "head_dim": 32},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 48, "hidden_size": 64},
+    },
+    "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},
+    "nemotron": {"num_key_value_heads": 2},
+    "xlstm": {"qk_dim_factor": 1.0, "mode": "train"},
+    "qwen4_exp_text": QWEN4,
+    "qwen4_exp": {"text_config": QWEN4},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_hidden_size": 128,
+        "attention_head_dim": 32,
+        "use_mamba_kernels": False,
+    },
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"],
+        "num_hidden_layers": 3,
+        "attention_head_dim": 32,
+        "num_mem_blocks": 1,
+    },
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+# The decoder types of transformers 5.17: all of its causal language models but encoders and parts of other models.
+TYPES = (Path(__file__).parent / "decoder_types.txt").read_text().split()
+
+# What is not built, and why.
+WITHOUT = {
+    "gemma3n": "its vision tower needs the package timm",
+    "gemma4_assistant": "its config has no vocabulary: it is part of another model",
+    "gemma4_unified_assistant": "its config has no vocabulary: it is part of another model",
+    "zamba2": "its forward fails with so few layers",
+}
+
+
+def tiny_model(model_type: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """In training mode, with random parameters, always the same; norms' weights and biases too are random."""
+    config = tiny_config(AutoConfig.for_model(model_type), EXCEPTIONS.get(model_type, {}))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
+            parameter += spread * torch.randn(parameter.shape, generator=generator)
+    return model.to(dtype).train()
