@@ -23,7 +23,7 @@ from tigon.hf.head import (
     loss_arguments,
 )
 from tigon.hf.recognise import describe
-from tigon.hf.replacement import foreign_forward, install, wrapped_forward
+from tigon.hf.replacement import find_replacement, foreign_forward, install, uninstall, wrapped_forward
 from tigon.hf.standin import normal, own_tensors, probing, stand_in, without_parameters
 
 __all__ = ["attach", "learn_loss"]
@@ -164,6 +164,8 @@ def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
     def restore() -> None:
         for step in undo:
             step()
+        for head in filter(fused.is_head, model.modules()):  # copies that an adapter library made
+            uninstall(head, find_replacement(head))
         if vars(model).get(slot) is loss_function:
             del vars(model)[slot]
             vars(model).update(before)
@@ -197,7 +199,7 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
 
 def _is_linear(head: nn.Module) -> bool:
     """Whether the head is x W^T + b of its parameters `weight` and `bias`, and nothing more."""
-    if head._modules or set(head._parameters) != {"weight", "bias"}:
+    if head._modules or set(own_tensors(head)) != {"weight", "bias"}:
         return False
     own = {"weight": normal(0, 7, 3)} | ({} if head.bias is None else {"bias": normal(1, 7)})
     twin, x = stand_in(head, own, training=True), normal(2, 2, 5, 3)
@@ -224,16 +226,16 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
     if (called := called_head(head, lambda m: m in heads)) is None:
         return f"its head ({type(head).__name__}) does more than call one linear layer"
     for each in (head, *heads):
-        sharded = hasattr(each.weight, "placements") and wrapped_forward(each)
-        if (foreign := foreign_forward(each)) and not sharded:
+        sharded = hasattr(getattr(each, "weight", None), "placements")
+        if (foreign := foreign_forward(each)) and not (sharded and wrapped_forward(each)):
             return f"{type(each).__name__}: {foreign}"
     head = called
-    if not (type(head.weight) in (nn.Parameter, Tensor) or hasattr(head.weight, "placements")):
-        return f"the weight of its head is a {type(head.weight).__name__}"
     try:
         with probing():
             if odd := [each for each in heads if not _is_linear(each)]:
                 return f"its head ({type(odd[0]).__name__}) is not a plain linear layer"
+            if not (type(head.weight) in (nn.Parameter, Tensor) or hasattr(head.weight, "placements")):
+                return f"the weight of its head is a {type(head.weight).__name__}"
             softcap, scale, forwarded = _measure(model, name, head.out_features)
             named = lambda f: [
                 p.name

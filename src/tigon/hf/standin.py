@@ -43,7 +43,7 @@ def stand_in(
     twin = object.__new__(type(module))
     state = twin.__dict__
     state.update(module.__dict__)
-    for name in ("forward", "_old_forward", "_hf_hook"):
+    for name in ("forward", "_old_forward", "_hf_hook", *(parameters or {})):
         state.pop(name, None)
     for name, value in state.items():
         if "_hooks" in name and isinstance(value, dict):
@@ -74,10 +74,12 @@ def in_mode(module: M, training: bool) -> M:
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's own parameters and buffers. ZeRO-3 puts a dict in place that is no copy of itself under `|`."""
-    return dict([*module._parameters.items(), *module._buffers.items()])
+    """A module's parameters and buffers, and tensors that are mere attributes, as FSDP1 leaves of its flat ones."""
+    # Not by `|`: ZeRO-3 puts a dict in place that is no copy of itself.
+    loose = ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
+    return dict([*module._parameters.items(), *module._buffers.items(), *loose])
 
 
 def without_parameters(module: nn.Module) -> bool:
     """Whether a module holds no tensor at all: an activation, a dropout."""
-    return next(module.parameters(), None) is None and next(module.buffers(), None) is None
+    return all(tensor is None for each in module.modules() for tensor in own_tensors(each).values())
