@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+import tigon
+
 transformers = pytest.importorskip("transformers")
 
 VOCABULARY = 131
@@ -118,3 +120,17 @@ def assert_same_step(step):
 def clone():
     """clone(model) -> a stock copy with the same parameters."""
     return copy.deepcopy
+
+
+@pytest.fixture
+def pair(make_model, clone):
+    """pair(model_type, **config) -> a patched model and a stock one with the same parameters."""
+
+    def make(model_type: str = "llama", change=lambda model: None, **config):
+        model = make_model(model_type, **config)
+        change(model)
+        stock = clone(model)
+        tigon.patch(model)
+        return model, stock
+
+    return make

@@ -4,6 +4,7 @@
 and deleting the attribute gives the stock module back.
 """
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable
@@ -12,7 +13,15 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Replacement", "find_replacement", "foreign_forward", "install", "is_changed", "wrapped_forward"]
+__all__ = [
+    "Replacement",
+    "find_replacement",
+    "foreign_forward",
+    "install",
+    "is_changed",
+    "uninstall",
+    "wrapped_forward",
+]
 
 
 class Replacement:
@@ -98,19 +107,21 @@ def foreign_forward(module: nn.Module) -> str | None:
 
 def install(module: nn.Module, recipe: Callable) -> Callable[[], None]:
     """Give `module` the forward `recipe`; returns the function that undoes it, wherever hooks have moved it since."""
-    replacement, own, cell = Replacement(module, recipe), vars(module), wrapped_forward(module)
-    if cell is not None:
+    replacement = Replacement(module, recipe)
+    if (cell := wrapped_forward(module)) is not None:
         cell.cell_contents = replacement
     else:
-        own[_slot(module)] = replacement
+        vars(module)[_slot(module)] = replacement
+    return functools.partial(uninstall, module, replacement)
 
-    def undo() -> None:
-        replacement.recipe = None
-        if (cell := wrapped_forward(module)) is not None and cell.cell_contents is replacement:
-            cell.cell_contents = type(module).forward.__get__(module)
-        elif own.get("forward") is replacement:
-            del own["forward"]
-        elif own.get("_old_forward") is replacement:
-            own["_old_forward"] = type(module).forward.__get__(module)
 
-    return undo
+def uninstall(module: nn.Module, replacement: Replacement) -> None:
+    """Give `module` the forward of its class back."""
+    own, stock, cell = vars(module), type(module).forward.__get__(module), wrapped_forward(module)
+    replacement.recipe = None
+    if cell is not None and cell.cell_contents is replacement:
+        cell.cell_contents = stock
+    elif own.get("forward") is replacement:
+        del own["forward"]
+    elif own.get("_old_forward") is replacement:
+        own["_old_forward"] = stock
