@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.by_type import patch_type
+from tigon.hf.experts import recognise_experts
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.recognise import recognise_glu, recognise_layer_norm, recognise_relu2, recognise_rms_norm
 from tigon.hf.replacement import find_replacement, foreign_forward, install, is_changed
@@ -24,6 +25,7 @@ PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
     "layer_norm": (recognise_layer_norm, install),
     "glu": (recognise_glu, install),
     "relu2": (recognise_relu2, install),
+    "experts": (recognise_experts, install),
     "rope": (recognise_rope, install),
     "loss": (learn_loss, attach),
 }
@@ -70,6 +72,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         layer_norm: Layer norms.
         glu: Gated MLPs.
         relu2: Squared ReLUs.
+        experts: Experts of a mixture whose weights are one tensor.
         rope: Rotary embeddings of attentions.
         loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
             the head without holding the logits, and `outputs.logits` is None. Evaluation, generation, calls without
