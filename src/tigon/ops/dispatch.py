@@ -58,8 +58,11 @@ EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 
 
 def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in Triton's interpreter."""
-    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
+    """Whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in Triton's interpreter.
+
+    Not on DTensors, which have no memory of their own: the references, in torch's operations, are right for any cut.
+    """
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) or hasattr(x, "placements"):
         return False
     return all(t is None or t.dtype in KERNEL_DTYPES for t in (x, *others))
 
