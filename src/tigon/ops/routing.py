@@ -121,12 +121,11 @@ def _spread_kernel(
     present = tl.load(ends_ptr + experts - 1)
     cols = tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + token * stride_x + cols, mask=cols < width, other=0.0).to(tl.float32)
-    for k in tl.range(0, K, loop_unroll_factor=8 if WHOLE else 1):  # of loops, too many addresses to keep
+    for k in tl.range(0, K, loop_unroll_factor=2):  # of more, too many addresses to keep
         slot = tl.load(slot_ptr + token * K + k)
         here = slot < present
-        factor, features = tl.where(here, 1.0, 0.0), tl.where(here, width, 0)
-        if WEIGHTED:
-            factor *= tl.load(weights_ptr + token * K + k).to(tl.float32)
+        features = tl.where(here, width, 0)
+        factor = tl.load(weights_ptr + token * K + k).to(tl.float32) if WEIGHTED else 1.0
         dot = 0.0
         for start in range(0, width, BLOCK):
             cols = start + tl.arange(0, BLOCK).to(tl.int64)
