@@ -1,72 +1,26 @@
-"""Every decoder type of transformers, tiny: patched, its loss and gradients are those of the stock model.
-
-How far two right ways to compute a gradient lie apart depends on the model: a gradient that is zero by its maths (a
-key's bias under a softmax) is all noise. So the stock model says how large that is: its parameters are moved by about a
-unit in their last place, and its gradients move by so much.
-"""
+"""Every decoder type of transformers, tiny: patched, its loss and gradients are those of the stock model."""
 
 from collections import Counter
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import tigon
 
 transformers = pytest.importorskip("transformers")
+from hf.same_step import assert_same_step, make_batch, noise, step  # noqa: E402
 from hf.tiny import TYPES, VOCABULARY, WITHOUT, tiny_model  # noqa: E402
 
 BUILT = [name for name in TYPES if name not in WITHOUT]
 
 
-@pytest.fixture
-def batch() -> dict[str, Tensor]:
-    """Two sequences of twelve tokens (some state-space models want a multiple of four), some without labels."""
-    tokens = torch.randint(3, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
-    labels = tokens.clone()
-    labels[0, :5] = -100
-    return {"input_ids": tokens, "labels": labels, "use_cache": False}
-
-
-def step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
-    """The loss and every gradient; the same dropout each time."""
-    model.zero_grad()
-    torch.manual_seed(0)
-    loss = model(**batch).loss
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
-
-
-def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[str, float]:
-    """How far each result moves when every parameter moves by about a unit in its last place."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    moved = dict.fromkeys(expected, 0.0)
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in model.parameters():
-                p *= 1 + torch.finfo(torch.float32).eps * torch.randn(p.shape, generator=generator)
-        for name, value in step(model, batch).items():
-            moved[name] = max(moved[name], (value - expected[name]).abs().max().item())
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(before[name])
-    return moved
-
-
 @pytest.mark.parametrize("model_type", BUILT)
-def test_loss_and_gradients_are_stock_and_restore_is_exact(model_type, batch):
-    model = tiny_model(model_type)
+def test_loss_and_gradients_are_stock_and_restore_is_exact(model_type):
+    model, batch = tiny_model(model_type), make_batch(VOCABULARY)
     expected = step(model, batch)
     allowed = noise(model, batch, expected)
     report = tigon.patch(model)
-    given = step(model, batch)
-    assert given.keys() == expected.keys(), str(report)
-    for name, value in expected.items():
-        tolerance = 4 * allowed[name] + 16 * torch.finfo(torch.float32).eps * value.abs().max().item()
-        worst = (given[name] - value).abs().max().item()
-        assert worst <= tolerance, f"{name}: {worst:.3g} apart, {tolerance:.3g} allowed\n{report}"
+    assert_same_step(step(model, batch), expected, allowed, report)
     report.restore()
     restored = step(model, batch)
     assert all(torch.equal(restored[name], value) for name, value in expected.items())
