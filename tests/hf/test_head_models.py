@@ -1,0 +1,137 @@
+"""The loss in the head of models of unusual build: wrapped bodies, vision-language models, losses beside the loss."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import tigon
+from hf.same_step import assert_same_step, noise, step
+from hf.tiny import tiny_config, tiny_model
+from tigon.hf.patch import PARTS
+
+
+def loss_alone(model) -> str:
+    """Patch the loss and nothing else; what is said of it."""
+    report = tigon.patch(model, **dict.fromkeys(set(PARTS) - {"loss"}, False))
+    return next(entry.detail for entry in report.entries if entry.part == "loss" and entry.names == [""])
+
+
+def assert_fused_and_stock(model, batch) -> None:
+    """The loss of the model, patched, is fused, and loss and gradients are those it had before."""
+    expected = step(model, batch)
+    allowed = noise(model, batch, expected)
+    said = loss_alone(model)
+    assert said.startswith("linear_cross_entropy in the head")
+    assert model(**batch).logits is None
+    assert_same_step(step(model, batch), expected, allowed, said)
+
+
+# Their heads are reached from a part of the body, scaled by an attribute of it, or fed by a layer after it.
+BODIES = ["opt", "falcon_h1", "modernbert-decoder"]
+
+
+@pytest.mark.parametrize("model_type", BODIES)
+def test_bodies_of_any_shape(batch, model_type):
+    assert_fused_and_stock(tiny_model(model_type), batch)
+
+
+# --- vision-language models ----------------------------------------------------------------------
+
+SMALL_IMAGES = {"vision_config": {"image_size": 8, "patch_size": 4, "depth": 2}}
+SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+VISION = {
+    "qwen2_vl": {"text_config": {"rope_parameters": SECTIONS}, **SMALL_IMAGES},
+    "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}, **SMALL_IMAGES},
+    "qwen3_vl": SMALL_IMAGES,
+    "qwen3_vl_moe": SMALL_IMAGES,
+    "llava": SMALL_IMAGES | {"image_token_index": 130, "image_seq_length": 4},
+    "gemma3": SMALL_IMAGES,
+    "internvl": {},
+    "mllama": {"vision_config": {"num_global_layers": 1}},
+    "paligemma": SMALL_IMAGES,
+}
+
+
+def vision_model(model_type: str) -> nn.Module:
+    config = tiny_config(transformers.AutoConfig.for_model(model_type), VISION[model_type])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").train()
+    with torch.no_grad():
+        model.get_output_embeddings().weight *= 5
+    return model
+
+
+@pytest.mark.parametrize("model_type", VISION)
+def test_vision_language_models(batch, model_type):
+    assert_fused_and_stock(vision_model(model_type), batch)
+
+
+def test_an_image_before_the_text(batch):
+    model = vision_model("llava")
+    batch["input_ids"][:, :4] = 130
+    batch["pixel_values"] = torch.randn(3, 3, 8, 8)
+    assert_fused_and_stock(model, batch)
+    assert step(model, batch)["model.vision_tower.embeddings.patch_embedding.weight"].any()
+
+
+# --- losses beside the loss ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "jamba", "phimoe"])
+def test_the_loss_of_a_router_is_added(batch, model_type):
+    model, routed = tiny_model(model_type), {**batch, "output_router_logits": True}
+    assert_fused_and_stock(model, routed)
+    assert model(**routed).aux_loss > 0
+    assert step(model, routed)["loss"] > step(model, batch)["loss"]
+
+
+def test_a_loss_that_is_made_of_the_logits_beside_the_loss_stays_stock():
+    model = tiny_model("bamba")
+    model.z_loss_coefficient = 0.1
+    assert loss_alone(model).startswith("its loss is not the standard one")
+
+
+# --- what stays stock, and why -------------------------------------------------------------------
+
+
+def test_a_loss_that_is_not_the_models_loss_function_stays_stock(make_model):
+    model = make_model()
+    stock_forward = type(model).forward
+
+    class Own(type(model)):
+        def forward(self, *args, labels=None, **kwargs):
+            outputs = stock_forward(self, *args, **kwargs)
+            if labels is not None:
+                logits = outputs.logits[:, :-1].flatten(0, 1).float()
+                outputs.loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
+            return outputs
+
+    model.__class__ = Own
+    assert loss_alone(model) == "its forward computes its loss without model.loss_function"
+
+
+def test_a_scale_that_is_trained_inside_the_body_stays_stock(make_model):
+    model = make_model()
+    model.model.scale = nn.Parameter(torch.ones(()))
+    stock_forward = type(model).forward
+
+    class Scaled(type(model)):
+        def forward(self, *args, labels=None, **kwargs):
+            outputs = stock_forward(self, *args, **kwargs)
+            outputs.logits = outputs.logits * self.model.scale
+            if labels is not None:
+                outputs.loss = self.loss_function(outputs.logits, labels, self.config.vocab_size, **kwargs)
+            return outputs
+
+    model.__class__ = Scaled
+    assert "in the head" not in loss_alone(model)
+
+
+def test_a_weight_that_is_no_plain_tensor_stays_stock(make_model):
+    class Quantised(torch.Tensor):
+        """As libraries of quantised weights subclass it."""
+
+    model = make_model()
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Quantised))
+    assert loss_alone(model) == "the weight of its head is a Quantised"
