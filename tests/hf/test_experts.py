@@ -1,0 +1,269 @@
+"""Experts are recognised by what they compute and give the loss and the gradients of the stock module."""
+
+import copy
+import importlib
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tigon.hf.experts import Experts, recognise_experts
+from tigon.hf.replacement import foreign_forward, install
+from tigon.ops.moe_mlp import ACTIVATIONS
+from tigon.testing import assert_accurate
+
+transformers = pytest.importorskip("transformers", "5.0")
+
+T, K, E, H, INNER = 23, 3, 6, 32, 24
+SIZES = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), E),
+    **dict.fromkeys(("moe_intermediate_size", "intermediate_size"), INNER),
+    "hidden_size": H,
+}
+# Model, config, experts; the activation of the op; what is unusual.
+FLAVOURS = {
+    "silu": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeExperts", "silu", {}),
+    "gelu tanh": ("gemma4", "Gemma4TextConfig", "Gemma4TextExperts", "gelu_tanh", {"enable_moe_block": True}),
+    "gelu": ("mixtral", "MixtralConfig", "MixtralExperts", "gelu", {"hidden_act": "gelu"}),
+    "a function as activation": ("lfm2_moe", "Lfm2MoeConfig", "Lfm2MoeExperts", "silu", {}),
+    "no gate": ("nemotron_h", "NemotronHConfig", "NemotronHExperts", "relu2", {}),
+    "transposed, biases, interleaved, clamped": ("gpt_oss", "GptOssConfig", "GptOssExperts", None, {}),
+    "clamped": ("deepseek_v4", "DeepseekV4Config", "DeepseekV4Experts", None, {"swiglu_limit": 2.0}),
+    "relu": ("mixtral", "MixtralConfig", "MixtralExperts", None, {"hidden_act": "relu"}),
+}
+every_flavour = pytest.mark.parametrize("flavour", FLAVOURS)
+
+
+def _experts(flavour: str = "silu", chosen: str = "grouped_mm", dtype: torch.dtype = torch.float32) -> nn.Module:
+    package, config, experts, _, options = FLAVOURS[flavour]
+    models = f"transformers.models.{package}"
+    config = getattr(importlib.import_module(f"{models}.configuration_{package}"), config)(**SIZES | options)
+    config._experts_implementation = chosen
+    module = getattr(importlib.import_module(f"{models}.modeling_{package}"), experts)(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return module.to(dtype).train()
+
+
+def _inputs(tokens: int = T, choices: int = K, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Hidden states, choices and their weights; the last expert gets no token."""
+    generator = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, H, generator=generator).to(dtype).requires_grad_()
+    weights, index = torch.rand(tokens, E - 1, generator=generator).topk(choices)
+    return hidden, index, weights.to(dtype).requires_grad_()
+
+
+def _patched(module: nn.Module) -> nn.Module:
+    recipe = recognise_experts(module)
+    assert isinstance(recipe, Experts), recipe
+    install(module, recipe)
+    return module
+
+
+def _step(module, inputs, parameters=None) -> dict[str, Tensor]:
+    """Output and every gradient, by name."""
+    hidden, _, weights = inputs
+    wanted = {"hidden": hidden, "weights": weights, **dict(parameters or module.named_parameters())}
+    wanted = {name: x for name, x in wanted.items() if x.requires_grad}
+    y = module(*inputs)
+    return {"y": y, **dict(zip(wanted, torch.autograd.grad(y.square().sum(), wanted.values()), strict=True))}
+
+
+def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item() if value.numel() else 0.0
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("inputs", [{}, {"choices": 1}, {"tokens": 1}], ids=str)
+@pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
+@every_flavour
+def test_output_and_gradients_are_the_stock_ones(flavour, chosen, inputs, monkeypatch):
+    stock = _experts(flavour, chosen)
+    module, recipe = copy.deepcopy(stock), recognise_experts(stock)
+    assert recipe.activation == FLAVOURS[flavour][3]
+    install(module, recipe)
+    expected = _step(stock, _inputs(**inputs))
+    # What computes it is the op, not the stock forward.
+    monkeypatch.setattr(type(module), "forward", lambda *args: pytest.fail("the stock forward was called"))
+    _assert_same(_step(module, _inputs(**inputs)), expected)
+
+
+@every_flavour
+def test_no_tokens(flavour):
+    """Gradients are there, and 0: a rank that has no tokens takes part in the reduction of the others'."""
+    got = _step(_patched(_experts(flavour)), _inputs(tokens=0))
+    assert got["y"].shape == (0, H)
+    assert all((gradient == 0).all() for gradient in got.values())
+
+
+@pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
+@every_flavour
+def test_bf16_is_as_near_to_fp32_as_the_stock_module(flavour, chosen):
+    stock = _experts(flavour, chosen, torch.bfloat16)
+    module, inputs = _patched(copy.deepcopy(stock)), _inputs(dtype=torch.bfloat16)
+    wide = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
+    got, eager, exact = _step(module, inputs), _step(stock, inputs), _step(copy.deepcopy(stock).float(), wide)
+    for name in exact:
+        assert_accurate(got[name], eager[name], exact[name], msg=name)
+
+
+@every_flavour
+def test_experts_of_other_ranks(flavour):
+    """Expert parallelism gives them the index E and the weight 0."""
+    stock, inputs = _experts(flavour), _inputs()
+    module = _patched(copy.deepcopy(stock))
+    index, weights = inputs[1].clone(), inputs[2].detach().clone()
+    index[::2, 1], index[4] = E, E
+    inputs = inputs[0], index, weights.masked_fill(index == E, 0.0).requires_grad_()
+    got, expected = _step(module, inputs), _step(stock, inputs)
+    present = index < E  # the stock gradient of a weight that is dropped is 0, or of what was in that memory
+    got["weights"], expected["weights"] = (x["weights"] * present for x in (got, expected))
+    _assert_same(got, expected)
+
+
+@pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "hidden", "weights", "gate_up_proj down_proj"])
+def test_frozen(frozen):
+    stock = _experts()
+    module, inputs = _patched(copy.deepcopy(stock)), _inputs()
+    for name in frozen.split():
+        for of in (stock, module):
+            x = {"hidden": inputs[0], "weights": inputs[2]}.get(name)
+            (of.get_parameter(name) if x is None else x).requires_grad_(False)
+    _assert_same(_step(module, inputs), _step(stock, inputs))
+
+
+@pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast(chosen, dtype):
+    """Hidden states of another dtype than the weights, as norms give them."""
+    stock = _experts("silu", chosen, dtype)
+    module, inputs = _patched(copy.deepcopy(stock)), _inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, expected = _step(module, inputs), _step(stock, inputs)
+    for name, value in expected.items():
+        assert got[name].dtype == value.dtype
+        tolerance = 2**-6 if torch.bfloat16 in (dtype, chosen == "eager" and torch.bfloat16) else 1e-5
+        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance * value.abs().max().item())
+
+
+def test_the_choice_of_the_config_is_respected():
+    """A generation takes batched_mm for a while; who registers a function of their own gets that."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+    module, inputs, called = _patched(_experts()), _inputs(), []
+    moe.ALL_EXPERTS_FUNCTIONS.register("theirs", lambda self, *args: called.append(self))
+    module.config._experts_implementation = "theirs"
+    module(*inputs)
+    assert called == [module]
+    assert recognise_experts(_experts(chosen="theirs")) == "its config has chosen 'theirs' for its experts"
+    module.config._experts_implementation = "grouped_mm"
+    module(*inputs)
+    assert len(called) == 1
+
+
+def test_undone_exactly_and_the_config_is_untouched():
+    module, inputs = _experts(), _inputs()
+    before, state = _step(module, inputs), (dict(vars(module)), module.config.to_dict())
+    undo = install(module, recognise_experts(module))
+    undo()
+    assert (dict(vars(module)), module.config.to_dict()) == state
+    after = _step(module, inputs)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_copy_computes_with_its_own_parameters(copied):
+    module, inputs = _patched(_experts()), _inputs()
+    other = copied(module)
+    with torch.no_grad():
+        other.down_proj.mul_(2)
+    torch.testing.assert_close(other(*inputs), 2 * module(*inputs))
+
+
+def test_weights_are_not_needed():
+    with torch.device("meta"):
+        module = _experts()
+    assert recognise_experts(module) == recognise_experts(_experts())
+
+
+def test_recognition_leaves_the_random_state_alone():
+    module, state = _experts(), torch.get_rng_state()
+    recognise_experts(module)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def _twice(self, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    return 2 * _experts_forward(self, hidden, index, weights)
+
+
+_experts_forward = None
+
+
+def test_what_computes_something_else_is_left_alone():
+    global _experts_forward
+    module = _experts()
+    stock = type(module)
+    _experts_forward = stock.forward
+    module.__class__ = type("Doubled", (stock,), {"forward": _twice})
+    assert recognise_experts(module).startswith("computes something else than moe_mlp")
+    module = _experts()
+    module.scale = nn.Parameter(torch.ones(1))
+    assert recognise_experts(module).startswith("has other state than gate_up_proj, down_proj")
+    module = _experts()
+    module.act_fn.register_forward_hook(lambda *args: None)
+    assert recognise_experts(module).endswith("or hooks on its activation")
+    assert recognise_experts(nn.Linear(3, 3)) is None
+    assert foreign_forward(_experts()) is None
+
+
+def test_a_changed_activation_is_used():
+    """A hook on it, or another in its place, since the patch."""
+    module, inputs = _patched(_experts()), _inputs()
+    module.act_fn = nn.Tanh()
+    stock = _experts()
+    stock.act_fn = nn.Tanh()
+    torch.testing.assert_close(module(*inputs), stock(*inputs))
+
+
+def test_parameters_that_are_computed():
+    """A parametrisation gives the module another class and its weights another type: as PEFT does for experts."""
+
+    class Halved(nn.Module):
+        def forward(self, weight: Tensor) -> Tensor:
+            return weight / 2
+
+    stock = _experts()
+    module, inputs = _patched(copy.deepcopy(stock)), _inputs()
+    for of in (stock, module):
+        nn.utils.parametrize.register_parametrization(of, "gate_up_proj", Halved())
+    _assert_same(_step(module, inputs), _step(stock, inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("flavour", ["silu", "no gate", "transposed, biases, interleaved, clamped"])
+def test_compiles_without_a_graph_break(flavour, dtype):
+    torch._dynamo.reset()
+    module = _patched(_experts(flavour, dtype=dtype))
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    for tokens in (T, T + 4):
+        inputs = _inputs(tokens, dtype=dtype)
+        expected, got = _step(module, inputs), _step(compiled, inputs, module.named_parameters())
+        for name, value in expected.items():
+            tolerance = (2**-6 if dtype == torch.bfloat16 else 1e-5) * value.abs().max().item()
+            torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
+
+
+def test_gradient_checkpointing():
+    stock, inputs = _experts(), _inputs()
+    module = _patched(copy.deepcopy(stock))
+    checkpointed = lambda *args: torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=False)
+    _assert_same(_step(checkpointed, inputs, module.named_parameters()), _step(stock, inputs))
+
+
+def test_every_activation_of_the_op_is_met():
+    assert {flavour[3] for flavour in FLAVOURS.values()} - {None} == set(ACTIVATIONS)
