@@ -1,20 +1,25 @@
-"""Two processes on this machine: under DDP and FSDP2, loss and every gradient of a patched model are stock's."""
+"""Two processes on this machine: under each way of the group, loss and every gradient of a patched model are stock's."""
 
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-WAYS = 5
+import pytest
+
+SCRIPT = Path(__file__).with_name("two_ranks.py")
+LIBRARIES = {"zero": "deepspeed"}
 
 
-def test_two_ranks(tmp_path):
-    script = Path(__file__).with_name("two_ranks.py")
-    command = [sys.executable, str(script)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+@pytest.mark.parametrize(("group", "ways"), [("sharded", 15), ("parallel", 9), ("zero", 3)])
+def test_two_ranks(group, ways, tmp_path):
+    if group in LIBRARIES:
+        pytest.importorskip(LIBRARIES[group])
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["DS_ACCELERATOR"] = "cpu"
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store")],
+            [sys.executable, str(SCRIPT), group, str(rank), str(tmp_path / "store")],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -29,4 +34,4 @@ def test_two_ranks(tmp_path):
             rank.kill()
     for rank, output in zip(ranks, outputs, strict=True):
         assert rank.returncode == 0, output
-        assert output.count(": same") == WAYS, output
+        assert output.count(": same\n") == ways, output

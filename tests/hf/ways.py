@@ -1,0 +1,66 @@
+"""Models and steps for the scripts that are run once a rank, where pytest's fixtures are out of reach."""
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+import tigon
+
+SIZE = {
+    "vocab_size": 132,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+PARTS = {"rms_norm", "glu", "rope", "loss"}
+
+Step = dict[str, Tensor]  # the loss, and every gradient by name
+
+
+def build(model_type: str = "gemma2", **config) -> nn.Module:
+    """A model with random parameters, norms included, always the same."""
+    config = transformers.AutoConfig.for_model(model_type, **SIZE | config)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
+    randomise(model)
+    return model
+
+
+@torch.no_grad()
+def randomise(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter += 0.1 * torch.randn_like(parameter)
+
+
+def patch(model: nn.Module) -> None:
+    report = tigon.patch(model)
+    assert {entry.part for entry in report.replaced} == PARTS, report
+    assert not report.left_alone, report
+
+
+def batch(rank: int, seed: int = 0) -> dict[str, Tensor]:
+    tokens = torch.randint(3, SIZE["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(2 * seed + rank))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def step(model: nn.Module, patched: bool, **inputs) -> Step:
+    outputs = model(**inputs)
+    assert (outputs.logits is None) == patched, "the loss was not fused" if patched else "the stock model is patched"
+    outputs.loss.backward()
+    full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t
+    gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": outputs.loss.detach(), **gradients}
+
+
+def assert_same(given: Step, expected: Step) -> None:
+    """They agree to a few units of the reductions' last place."""
+    assert given.keys() == expected.keys(), given.keys() ^ expected.keys()
+    assert len(expected) > 2
+    for name, value in expected.items():
+        tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item()
+        torch.testing.assert_close(given[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

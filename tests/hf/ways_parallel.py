@@ -1,0 +1,141 @@
+"""One model over both ranks: its layers and its head cut (tensor parallel), or its sequences (context parallel)."""
+
+import functools
+import shutil
+import tempfile
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from transformers import AttentionInterface
+from ways import assert_same, batch, build, patch, step
+
+import tigon
+
+
+def by_plan(model: nn.Module) -> nn.Module:
+    """The model, saved and loaded again under transformers' own plan: its layers and its head are cut."""
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    if dist.get_rank() == 0:
+        model.save_pretrained(folder[0])
+    dist.barrier()
+    model = type(model).from_pretrained(folder[0], tp_plan="auto", attn_implementation="eager").train()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder[0])
+    cut = {name.split(".")[-2] for name, p in model.named_parameters() if hasattr(p, "placements")}
+    assert {"lm_head", "o_proj", "down_proj"} <= cut, cut
+    return model
+
+
+def by_layers(model: nn.Module, local: bool) -> nn.Module:
+    """torch's styles: norms over a part of the sequence (DTensors), MLPs over a part of the features."""
+    mesh = dist.init_device_mesh("cpu", (2,))
+    whole, sequence = Replicate(), Shard(1)
+    for layer in model.model.layers:
+        norm = layer.pre_feedforward_layernorm
+        parallelize_module(norm, mesh, PrepareModuleInput(input_layouts=whole, desired_input_layouts=sequence))
+        parallelize_module(norm, mesh, SequenceParallel())
+        mlp = {
+            "": PrepareModuleInput(input_layouts=sequence, desired_input_layouts=whole),
+            "gate_proj": ColwiseParallel(use_local_output=local),
+            "up_proj": ColwiseParallel(use_local_output=local),
+            "down_proj": RowwiseParallel(),
+        }
+        for name, style in mlp.items():
+            parallelize_module(layer.mlp.get_submodule(name), mesh, style)
+    return model
+
+
+def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) -> Callable[[int], None]:
+    """Both ranks get the same batch; the patched model is compared with the stock one, cut and whole."""
+
+    def way(rank: int) -> None:
+        steps = []
+        for patched in (True, False):
+            model = build(**config)
+            if patched and not patch_after:
+                patch(model)
+            model = distribute(model)
+            if patched and patch_after:
+                patch(model)
+            steps.append(step(model, patched, **batch(0)))
+        assert_same(*steps)
+        assert_same(steps[0], step(build(**config), False, **batch(0)))
+
+    return way
+
+
+def patched_by_type(rank: int) -> None:
+    """A type patched before its models are built, and cut when they are loaded."""
+    report = tigon.patch("gemma2")
+    model = by_plan(build())
+    report.restore()
+    assert_same(step(model, True, **batch(0)), step(build(), False, **batch(0)))
+
+
+def attend_to_all(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[Tensor, None]:
+    """Attention of this rank's part of the sequence to all of it."""
+    key, value = (all_gather_tensor_autograd(x.contiguous(), 2, dist.group.WORLD) for x in (key, value))
+    rows, columns = query.shape[2], key.shape[2]
+    mask = torch.ones(rows, columns, dtype=torch.bool).tril(rows * dist.get_rank())
+    out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def context_parallel(valid: int) -> Callable[[int], None]:
+    """Each rank has half of a sequence, of whose tokens the first `valid` count: the sums are those of the whole."""
+
+    def way(rank: int) -> None:
+        AttentionInterface.register("attend_to_all", attend_to_all)
+        tokens = batch(0)["input_ids"]
+        labels = tokens.clone()
+        labels[:, valid:] = -100
+        whole = {"input_ids": tokens, "position_ids": torch.arange(12).expand(2, 12), "labels": labels}
+        whole["shift_labels"] = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
+        part = {name: value[:, 6 * rank : 6 * rank + 6].contiguous() for name, value in whole.items()}
+        items = (whole["shift_labels"] != -100).sum()
+        steps = []
+        for patched in (True, False):
+            model = build("llama")
+            if patched:
+                patch(model)
+            model.set_attn_implementation("attend_to_all")
+            own = step(model, patched, **part, num_items_in_batch=items)
+            assert (rank == 1 and valid <= 6) == (own["loss"] == 0)
+            for value in own.values():
+                dist.all_reduce(value)
+            steps.append(own)
+        assert_same(*steps)
+        assert_same(steps[0], step(build("llama"), False, **whole, num_items_in_batch=items))
+
+    return way
+
+
+PHI3_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+
+WAYS = {
+    "transformers' plan": tensor_parallel(by_plan),
+    "transformers' plan, norms of heads": tensor_parallel(by_plan, model_type="qwen3"),
+    "transformers' plan, packed": tensor_parallel(
+        by_plan, model_type="phi3", rope_parameters=PHI3_ROPE, eos_token_id=2
+    ),
+    "transformers' plan, patched by type": patched_by_type,
+    "torch's styles": tensor_parallel(functools.partial(by_layers, local=True)),
+    "torch's styles, DTensors between them": tensor_parallel(functools.partial(by_layers, local=False)),
+    "torch's styles, patched before": tensor_parallel(functools.partial(by_layers, local=True), patch_after=False),
+    "context parallel": context_parallel(valid=12),
+    "context parallel, a rank without valid tokens": context_parallel(valid=6),
+}

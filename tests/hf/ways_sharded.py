@@ -1,0 +1,124 @@
+"""Data parallel, and parameters sharded by torch: DDP, FSDP2 and FSDP1."""
+
+import functools
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.nn.parallel import DistributedDataParallel
+from ways import assert_same, batch, build, patch, step
+
+BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
+
+
+def ddp(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model)
+
+
+def fsdp2(model: nn.Module, groups: tuple[str, ...] = (), **options) -> nn.Module:
+    """`groups`: which of norm, head and embed are a unit together, apart from the root."""
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    units = {"head": model.lm_head, "norm": model.model.norm, "embed": model.model.embed_tokens}
+    if groups:
+        fully_shard([units[name] for name in groups] if len(groups) > 1 else units[groups[0]], **options)
+    return fully_shard(model, **options)
+
+
+def fsdp1(model: nn.Module, use_orig_params: bool) -> nn.Module:
+    policy = ModuleWrapPolicy({type(model.model.layers[0])})
+    return FullyShardedDataParallel(
+        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+    )
+
+
+def by_accelerate(model: nn.Module) -> nn.Module:
+    """The units that accelerate makes: it finds the last norm by the name of its class."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
+        transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
+    )  # fmt: skip
+    # An Accelerator itself takes FSDP for accelerators alone.
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True, device="cpu"
+    )
+    model = fsdp2_prepare_model(accelerator, model)
+    assert isinstance(model.model.norm, FSDPModule)
+    return model
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return fsdp2(model)
+
+
+def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[[int], None]:
+    def way(rank: int) -> None:
+        steps = []
+        for patched in (True, False):
+            model = build(**config)
+            if patched and not patch_after:
+                patch(model)
+            model = distribute(model)
+            if patched and patch_after:
+                patch(model)
+            # Twice: what a first step leaves behind must not disturb a second.
+            step(model, patched, **batch(rank))
+            steps.append(step(model, patched, **batch(rank, seed=1)))
+        assert_same(*steps)
+
+    return way
+
+
+def mixed_precision(rank: int) -> None:
+    """With bf16 parameters the patched model is as near to fp32 as the stock one."""
+    exact = step(fsdp2(build()), False, **batch(rank))
+    stock = step(fsdp2(build(), **BF16), False, **batch(rank))
+    model = build()
+    patch(model)
+    given = step(fsdp2(model, ("norm", "head"), **BF16), True, **batch(rank))
+    assert given.keys() == exact.keys()
+    for name, value in exact.items():
+        allowed = 2 * (stock[name] - value).abs().max() + 0.01 * value.abs().max()
+        assert (given[name] - value).abs().max() < allowed, name
+
+
+def accumulated(rank: int) -> None:
+    """Two batches, of which only the second's backward reduces, with the number of items of both."""
+    steps = []
+    for patched in (True, False):
+        model = build()
+        if patched:
+            patch(model)
+        model = ddp(model)
+        with model.no_sync():
+            step(model, patched, **batch(rank), num_items_in_batch=torch.tensor(40))
+        steps.append(step(model, patched, **batch(rank, seed=1), num_items_in_batch=torch.tensor(40)))
+    assert_same(*steps)
+
+
+WAYS = {
+    "DDP": same(ddp),
+    "DDP with accumulation": accumulated,
+    "FSDP2, plain root": same(fsdp2),
+    "FSDP2, the head a unit of its own": same(functools.partial(fsdp2, groups=("head",))),
+    "FSDP2, norm and head one unit": same(functools.partial(fsdp2, groups=("norm", "head"))),
+    "FSDP2, tied embeddings": same(fsdp2, tie_word_embeddings=True),
+    "FSDP2, tied embeddings, norm and head one unit": same(
+        functools.partial(fsdp2, groups=("norm", "embed", "head")), tie_word_embeddings=True
+    ),
+    "FSDP2, patched after": same(functools.partial(fsdp2, groups=("norm", "head")), patch_after=True),
+    "FSDP2, checkpointing": same(checkpointed),
+    "FSDP2, bf16 parameters": mixed_precision,
+    "FSDP2 by accelerate": same(by_accelerate),
+    "FSDP2 by accelerate, tied embeddings": same(by_accelerate, tie_word_embeddings=True),
+    "FSDP1, original parameters": same(functools.partial(fsdp1, use_orig_params=True)),
+    "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
+    "FSDP1, flat parameters, patched after": same(functools.partial(fsdp1, use_orig_params=False), patch_after=True),
+}

@@ -1,0 +1,65 @@
+"""DeepSpeed's ZeRO-3: parameters are empty but in the forward and the backward of the module that has them."""
+
+from collections.abc import Callable
+
+import deepspeed
+import torch
+from deepspeed.utils import safe_get_full_grad
+from transformers.integrations import HfDeepSpeedConfig
+from ways import Step, assert_same, batch, build, patch, randomise
+
+import tigon.ops.glu as glu
+
+
+def zero3(dtype: torch.dtype = torch.float32, patch_after: bool = False, **config) -> Callable[[int], None]:
+    """A step of DeepSpeed's engine: parameters are empty but in the forward of the module that has them."""
+
+    def run(rank: int, patched: bool) -> Step:
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+        deepspeed.init_distributed("gloo")
+        options = {
+            "train_micro_batch_size_per_gpu": 2,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "bf16": {"enabled": dtype is torch.bfloat16},
+        }
+        keep = HfDeepSpeedConfig(options)  # as long as it lives, models are built empty
+        model = build(**config)
+        assert model.lm_head.weight.numel() == 0
+        with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+            randomise(model)
+        del keep
+        if patched and not patch_after:
+            patch(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=options)
+        if patched and patch_after:
+            patch(model)
+        result, calls, asked = {}, [], glu.runs_kernels
+        glu.runs_kernels = lambda *x: calls.append(x) or asked(*x)
+        for i in range(2):
+            outputs = engine(**batch(rank, seed=i))
+            assert (outputs.logits is None) == patched
+            engine.backward(outputs.loss)
+            result[f"loss {i}"] = outputs.loss.detach()
+            result |= {f"{name} {i}": safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
+            engine.step()
+        glu.runs_kernels = asked
+        assert len(calls) == (4 if patched else 0), "hooks of DeepSpeed on activations must not turn off gated MLPs"
+        external = [name for name, m in model.named_modules() if getattr(m, "_external_params", None)]
+        assert not external, f"{external} read parameters of other modules"
+        engine.destroy()
+        return result
+
+    def way(rank: int) -> None:
+        assert_same(run(rank, True), run(rank, False))
+
+    return way
+
+
+WAYS = {
+    "ZeRO-3": zero3(),
+    "ZeRO-3, patched after": zero3(patch_after=True),
+    "ZeRO-3, tied embeddings": zero3(tie_word_embeddings=True),
+}
