@@ -75,6 +75,16 @@ def test_an_image_before_the_text(batch):
     assert step(model, batch)["model.vision_tower.embeddings.patch_embedding.weight"].any()
 
 
+def test_a_model_that_embeds_its_tokens_itself_on_meta():
+    """Its forward calls a method of its body, which is run on the stand-in and reads no weight."""
+    config = tiny_config(transformers.AutoConfig.for_model("qwen2_5_omni_thinker"), {})
+    config.vision_start_token_id, config.audio_start_token_id = 5, 6
+    config.text_config.rope_parameters = SECTIONS
+    with torch.device("meta"):
+        model = transformers.AutoModelForImageTextToText.from_config(config)
+    assert loss_alone(model) == "linear_cross_entropy in the head"
+
+
 # --- losses beside the loss ----------------------------------------------------------------------
 
 

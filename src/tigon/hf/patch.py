@@ -75,9 +75,12 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         experts: Experts of a mixture whose weights are one tensor.
         rope: Rotary embeddings of attentions.
         loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
-            the head without holding the logits, and `outputs.logits` is None. Evaluation, generation, calls without
-            labels or with `logits_to_keep` stay stock. If the logits are changed on their way after the patch (a hook
-            on the head, another soft cap in the config), the loss is NaN instead of wrong.
+            the head without holding the logits, and `logits` of the output is None, in tuples too. So it is in any mode
+            where `skip_logits=True` is given to the model's call (then also with `shift_labels` alone), and in none
+            with `skip_logits=False`. Evaluation, generation, calls without labels or with `logits_to_keep` stay stock,
+            and so does the loss while an adapter on the head takes part, with a warning. If the logits are changed on
+            their way after the patch (a hook on the head, another soft cap in the config), the loss is NaN instead of
+            wrong.
         memory: "default".
 
     Returns:
