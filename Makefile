@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu bench lint install clean
+.PHONY: demo test test-gpu bench models lint install clean
 
 install: $(STAMP)
 
@@ -26,6 +26,9 @@ test-gpu: $(STAMP)  ## the ops and what only a GPU can show
 
 bench: $(STAMP)  ## time every op against its peers
 	$(BIN)/tigon bench $(ARGS)
+
+models: $(STAMP)  ## write docs/models.md: what is replaced in every model type
+	$(BIN)/tigon inspect --all --out docs/models.md
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

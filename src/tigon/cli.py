@@ -1,4 +1,4 @@
-"""The command line: `tigon demo`, `tigon bench`, `tigon resources`, `tigon env`.
+"""The command line: `tigon demo`, `tigon inspect`, `tigon bench`, `tigon resources`, `tigon env`.
 
 Commands with imports of their own are loaded when they are called, after a look at whether those are there.
 """
@@ -39,6 +39,7 @@ _COMMANDS = (
         "Train a Hugging Face decoder on real text, stock and with Tigon, and compare.",
         needs=("transformers", "tokenizers", "matplotlib", "psutil", "numpy"),
     ),
+    _Command("inspect", "Show what tigon.patch replaces in a model, without its weights.", needs=("transformers",)),
     _Command("bench", "Measure speed and memory of every op beside its peers.", needs=("matplotlib",)),
     _Command(
         "resources", "Compile every kernel for every chip and print what it takes.", module="tigon.bench.resources"

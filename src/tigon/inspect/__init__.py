@@ -1,0 +1,1 @@
+"""`tigon inspect`: what `tigon.patch` would replace in a model, found without its weights."""
