@@ -96,6 +96,19 @@ def test_a_wrapped_head_is_pickled_with_its_model(make_model, clone, batch, asse
     assert_step(clone(model), stock, batch, fused=True)
 
 
+def test_a_copy_of_the_head_that_the_model_calls_too_gives_its_logits(make_model, clone, batch, step):
+    """As heads of tokens further ahead are begun from the head."""
+    model = make_model()
+    stock = clone(model)
+    tigon.patch(model)
+    for each in (model, stock):
+        each.ahead = clone(each.lm_head)
+        each.lm_head.register_forward_pre_hook(lambda m, args, each=each: setattr(each, "seen", each.ahead(*args)))
+    given, expected = step(model, batch), step(stock, batch)
+    torch.testing.assert_close(given["loss"], expected["loss"])
+    assert torch.equal(model.seen, stock.seen)
+
+
 # --- PEFT ----------------------------------------------------------------------------------------
 
 ORDERS = ("patched first", "adapted first")

@@ -121,6 +121,7 @@ def cut_by_rows(x: Any, *head: Tensor | None) -> bool:
 class Call:
     """One fused forward: what its loss depends on, and what was made of it."""
 
+    head: nn.Module  # whose call computes the loss, and of no copy of it
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
     targets: Tensor  # [B, S]: labels where they are predicted
@@ -179,7 +180,7 @@ class FusedLoss(threading.local):
             targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
         multiplications = targets.numel() * spec.vocabulary * head.in_features  # its weight may not be there yet
         valid_rows = find_rows(targets, ignore_index, multiplications)
-        return Call(labels, shift_labels, targets, valid_rows, num_items, ignore_index)
+        return Call(head, labels, shift_labels, targets, valid_rows, num_items, ignore_index)
 
 
 @dataclass(eq=False)
@@ -214,6 +215,7 @@ class HeadForward:
         cut = cut_by_rows(hidden, weight, head.bias)
         if (
             call is None
+            or call.head is not head
             or call.loss is not None
             or hidden.shape[:-1] != call.targets.shape
             or weight.shape != (spec.vocabulary, hidden.shape[-1])  # a shard: its logits are not all
