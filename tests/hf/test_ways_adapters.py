@@ -1,0 +1,145 @@
+"""Quantised weights and adapters in the layers: loss and every gradient are those of the stock model with the same."""
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+PARTS = {"rms_norm", "glu", "rope", "loss"}
+
+
+@pytest.fixture(params=["llama", "gemma2", "phi3"])
+def model_type(request) -> str:
+    return request.param
+
+
+def to_4bit(linear: nn.Linear) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, torch.float32)
+    layer.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=layer)
+    layer.bias = linear.bias
+    layer = layer.to("cpu")  # quantises
+    assert layer.weight.numel() < linear.weight.numel()
+    return layer
+
+
+def to_8bit(linear: nn.Linear) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear8bitLt(
+        linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False
+    )
+    layer.load_state_dict(linear.state_dict())
+    layer = layer.to("cpu")
+    assert layer.weight.dtype == torch.int8
+    return layer
+
+
+class Wrapped(nn.Module):
+    """A linear layer of a library that nobody has heard of: another class, no weight of its own."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.rows = nn.ParameterList(linear.weight.detach().chunk(3))
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, torch.cat(list(self.rows)), self.bias)
+
+
+OTHER_WEIGHTS = {"4 bit": to_4bit, "8 bit": to_8bit, "of an unknown class": Wrapped}
+
+
+def exchange(model: nn.Module, convert) -> nn.Module:
+    """The model with every linear layer but its head converted; what is embedded is trained at least."""
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                setattr(module, name, convert(child))
+    model.enable_input_require_grads()
+    return model
+
+
+def with_lora(model: nn.Module, **options) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    model = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:  # zero at first, and lora_A then without a gradient
+                parameter.normal_(0, 0.1)
+    return model.train()
+
+
+def patch(model: nn.Module) -> None:
+    report = tigon.patch(model)
+    assert {entry.part for entry in report.replaced} == PARTS, report
+    assert not report.left_alone, report
+
+
+@pytest.mark.parametrize("weights", OTHER_WEIGHTS)
+@pytest.mark.parametrize("order", ["patch first", "weights first"])
+def test_weights_of_other_kinds(make_model, batch, assert_same_step, model_type, weights, order):
+    model, stock = make_model(model_type), make_model(model_type)
+    if order == "patch first":
+        patch(model)
+    model, stock = (exchange(m, OTHER_WEIGHTS[weights]) for m in (model, stock))
+    if order == "weights first":
+        patch(model)
+    assert model(**batch).logits is None
+    assert_same_step(model, stock, batch)
+
+
+@pytest.mark.parametrize("weights", ["full", "4 bit", "8 bit"])
+@pytest.mark.parametrize("order", ["patch first", "adapters first"])
+def test_adapters_on_every_layer(make_model, batch, assert_same_step, model_type, weights, order):
+    pytest.importorskip("peft")
+    model, stock = make_model(model_type), make_model(model_type)
+    if convert := OTHER_WEIGHTS.get(weights):
+        model, stock = exchange(model, convert), exchange(stock, convert)
+    if order == "patch first":
+        patch(model)
+    model, stock = with_lora(model), with_lora(stock)
+    if order == "adapters first":
+        patch(model)
+    assert model(**batch).logits is None
+    assert any("lora_A" in name for name, p in stock.named_parameters() if p.requires_grad)
+    assert_same_step(model, stock, batch)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_adapters_and_checkpointing(make_model, batch, assert_same_step, reentrant):
+    pytest.importorskip("peft")
+    model, stock = make_model("gemma2"), make_model("gemma2")
+    patch(model)
+    model, stock = with_lora(model), with_lora(stock)
+    for each in (model, stock):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        each.enable_input_require_grads()
+    assert_same_step(model, stock, batch)
+
+
+def test_merged_adapters_leave_the_patched_model(make_model, batch, assert_same_step):
+    pytest.importorskip("peft")
+    model, stock = make_model(), make_model()
+    patch(model)
+    model, stock = (with_lora(m).merge_and_unload().requires_grad_(True) for m in (model, stock))
+    assert model(**batch).logits is None
+    assert_same_step(model, stock, batch)
+
+
+def test_what_adapters_drop_is_drawn_alike(make_model, batch, step):
+    """Dropout in the adapters takes the random numbers that it takes in the stock model."""
+    pytest.importorskip("peft")
+    model, stock = make_model(), make_model()
+    patch(model)
+    model, stock = with_lora(model, lora_dropout=0.3), with_lora(stock, lora_dropout=0.3)
+    torch.manual_seed(1)
+    given = step(model, batch)
+    torch.manual_seed(1)
+    expected = step(stock, batch)
+    assert given.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(given[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))

@@ -1,0 +1,100 @@
+"""Weights that are there only in the forward and the backward of their own module, as ZeRO-3 keeps them.
+
+An emulation in one process, of what matters to a patch; test_two_ranks.py has the library itself.
+"""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+
+class Guarded(OrderedDict):
+    """The parameters of a module, refused while they are empty. It is no copy of itself: it takes its module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module, self.in_step = module, False
+
+    def __getitem__(self, name: str):
+        parameter = super().__getitem__(name)
+        if self.in_step and parameter is not None and parameter.numel() == 0:
+            raise AssertionError(f"a weight of {type(self.module).__name__} is read where it is empty")
+        return parameter
+
+
+def empty(model: nn.Module) -> None:
+    """Take the weights away; each keeps its shape as `ds_shape`."""
+    for parameter in model.parameters():
+        parameter.full, parameter.ds_shape = parameter.data, parameter.shape
+        parameter.data = torch.empty(0)
+
+
+def engine(model: nn.Module) -> None:
+    """Hooks on every module, also on those without parameters, that bring the weights and take them away again."""
+
+    def bring(module: nn.Module, *args) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = parameter.full
+
+    def take(module: nn.Module, *args) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = torch.empty(0)
+
+    for hook in (bring, take):
+        hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
+    for module in model.modules():
+        guarded = Guarded(module)
+        for name, parameter in module._parameters.items():
+            guarded[name] = parameter
+        module._parameters = guarded
+        module.register_forward_pre_hook(bring)
+        module.register_forward_hook(take)
+        if any(p is not None for p in module._parameters.values()):
+            module.register_full_backward_pre_hook(bring)
+
+
+def step(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
+    tensors = [m._parameters for m in model.modules()]
+    for guarded in tensors:
+        guarded.in_step = True
+    loss = model(**batch).loss
+    for guarded in tensors:
+        guarded.in_step = False
+    assert all(p.numel() == 0 for p in model.parameters())
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.data = parameter.full
+    return {"loss": loss.detach(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3"])
+@pytest.mark.parametrize("order", ["patch first", "engine first"])
+@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied"])
+def test_weights_that_are_elsewhere(make_model, batch, monkeypatch, model_type, order, tied):
+    model, stock = (make_model(model_type, tie_word_embeddings=tied) for _ in range(2))
+    empty(model)
+    if order == "engine first":
+        engine(model)
+    report = tigon.patch(model)
+    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "loss"}
+    assert not report.left_alone, report
+    if order == "patch first":
+        engine(model)
+    calls, asked = [], tigon.ops.glu.runs_kernels
+    monkeypatch.setattr("tigon.ops.glu.runs_kernels", lambda *x: calls.append(x) or asked(*x))
+    given = step(model, batch)
+    assert len(calls) == 2, "hooks on an activation that move no weights turned off the gated MLPs"
+    loss = stock(**batch).loss
+    loss.backward()
+    expected = {"loss": loss.detach(), **{name: p.grad for name, p in stock.named_parameters()}}
+    assert given.keys() == expected.keys()
+    for name, value in expected.items():
+        tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item()
+        torch.testing.assert_close(given[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

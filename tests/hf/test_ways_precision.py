@@ -1,0 +1,124 @@
+"""Scaled losses in fp16, and activations kept elsewhere or made again: gradients are those of the stock model."""
+
+import pytest
+import torch
+
+import tigon
+
+
+@pytest.fixture(params=["llama", "gemma2"])
+def model_type(request) -> str:
+    return request.param
+
+
+# --- fp16 with a scaled loss ---------------------------------------------------------------------
+
+
+def scaled_step(model, batch, scale: float) -> tuple[dict[str, torch.Tensor], torch.amp.GradScaler, torch.optim.SGD]:
+    """The loss, gradients by name (unscaled), and what made them."""
+    model.zero_grad()
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=scale), torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.autocast("cpu", torch.float16):
+        loss = model(**batch).loss
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    return {"loss": loss.detach(), **gradients}, scaler, optimizer
+
+
+@pytest.mark.parametrize("items", [27, 10**7], ids=["a mean", "a mean of very many"])
+def test_a_scaled_loss_in_fp16(make_model, model_type, batch, step, items):
+    """Unscaled, the gradients of a mean of 10^7 items would be zero in fp16."""
+    batch["num_items_in_batch"] = torch.tensor(items)
+    scale = 2.0 ** (items // 27).bit_length() * 64
+    stock, model = make_model(model_type), make_model(model_type)
+    tigon.patch(model)
+    exact = step(make_model(model_type), batch)
+    given, *_ = scaled_step(model, batch, scale)
+    expected, *_ = scaled_step(stock, batch, scale)
+    assert given.keys() == expected.keys() == exact.keys()
+    for name, value in exact.items():
+        size = value.abs().max()
+        allowed = 2 * (expected[name] - value).abs().max() + 0.002 * size
+        assert size > 0
+        assert (given[name] - value).abs().max() < allowed, name
+
+
+def test_a_scale_that_overflows_skips_the_step(make_model, model_type, batch):
+    model = make_model(model_type)
+    tigon.patch(model)
+    before = [p.clone() for p in model.parameters()]
+    _, scaler, optimizer = scaled_step(model, batch, 2.0**60)
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**59
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+# --- activations -----------------------------------------------------------------------------------
+
+
+def test_activations_kept_in_host_memory(make_model, model_type, batch, step):
+    model, stock = make_model(model_type), make_model(model_type)
+    tigon.patch(model)
+    with torch.autograd.graph.save_on_cpu():
+        given = step(model, batch)
+    same = step(model, batch)
+    assert all(torch.equal(given[name], value) for name, value in same.items())
+    torch.testing.assert_close(given["loss"], step(stock, batch)["loss"])
+
+
+def test_activations_are_saved_through_the_hooks_alone(make_model, model_type, batch, step):
+    """What offloading took away is free: overwritten before backward, it changes nothing."""
+    model, stock = make_model(model_type), make_model(model_type)
+    tigon.patch(model)
+    kept = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    copies, taken = [], []
+
+    def take(x: torch.Tensor) -> int:
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in kept:
+            taken.append(x.detach())
+            x = x.clone()
+        copies.append(x.detach())
+        return len(copies) - 1
+
+    with torch.autograd.graph.saved_tensors_hooks(take, lambda i: copies[i]):
+        loss = model(**batch).loss
+    assert len(taken) > 20
+    given = {"loss": loss.detach().clone()}
+    with torch.no_grad():
+        for x in taken:
+            x.fill_(torch.nan)
+    loss.backward()
+    given |= {name: p.grad for name, p in model.named_parameters()}
+    expected = step(stock, batch)
+    assert given.keys() == expected.keys()
+    for name, value in expected.items():
+        tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item()
+        torch.testing.assert_close(given[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_autocast_and_checkpointing(make_model, model_type, batch, step, reentrant):
+    """Made again in the same dtypes: with checkpointing the bits are those without."""
+    model = make_model(model_type)
+    tigon.patch(model)
+    model.enable_input_require_grads()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = step(model, batch)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        given = step(model, batch)
+    assert given.keys() == expected.keys()
+    assert all(torch.equal(given[name], value) for name, value in expected.items())
+
+
+def test_the_graph_of_a_loss_may_be_kept(make_model, model_type, batch):
+    """Two backward passes of one forward add twice the gradient."""
+    model = make_model(model_type)
+    tigon.patch(model)
+    loss = model(**batch).loss
+    loss.backward(retain_graph=True)
+    once = {name: p.grad.clone() for name, p in model.named_parameters()}
+    loss.backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * once[name], msg=name)
