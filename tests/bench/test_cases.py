@@ -109,6 +109,12 @@ def test_products_floor():
     assert ignored.flops == 6 * 4096 * 4096 * 128256
 
 
+def test_products_of_experts():
+    case = by_name["moe_mlp/qwen3-30b-a3b/8192x2048x128x768x8"]
+    assert case.flops == 3 * 6 * 8192 * 8 * 2048 * 768
+    assert case.bytes is None
+
+
 def test_inputs_leave_the_global_generator_alone_and_repeat():
     case = Case("rms_norm", "tiny", (4, 8))
     state = torch.random.get_rng_state()

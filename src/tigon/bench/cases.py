@@ -1,7 +1,7 @@
 """Cases of `tigon bench`: shapes of real models, and the work that a perfect kernel must do for them.
 
 Shapes: M rows, N features; B batch, S sequence, Hq / Hk query / key heads, D head size; T tokens, I intermediate,
-H hidden, V vocabulary.
+H hidden, V vocabulary; E experts, K of them for a token.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,6 +98,11 @@ def _linear_cross_entropy_flops(case: Case) -> int:
     return 2 * (1 + len(gradients)) * round(t * (1 - case.ignored)) * h * v  # ignored rows need none
 
 
+def _moe_mlp_flops(case: Case) -> int:
+    t, h, _, i, k = case.shape
+    return 3 * 2 * t * k * h * (2 * i + i)  # two products forward, four backward
+
+
 # Forward reads its inputs and writes its outputs; backward reads inputs and upstream gradients and writes gradients.
 OPS: dict[str, Op] = {
     "rms_norm": Op("rms_norm", "M x N", inputs.norm, lambda m, n: 5 * m * n + 3 * n),
@@ -117,6 +122,7 @@ OPS: dict[str, Op] = {
     "swiglu": Op("glu", "T x I", inputs.glu, lambda t, i: 8 * t * i),
     "geglu": Op("glu", "T x I", inputs.glu, lambda t, i: 8 * t * i),
     "relu2": Op("relu2", "T x I", inputs.rows, lambda t, i: 5 * t * i),
+    "moe_mlp": Op("moe_mlp", "T x H x E x I x K", inputs.moe_mlp, flops=_moe_mlp_flops),
     "softmax": Op("softmax", "M x N", inputs.rows, lambda m, n: 5 * m * n),
     # Logits read once, gradient written once: a row is kept on the chip. What reads them twice stands at 67 %.
     "cross_entropy": Op("cross_entropy", "T x V", inputs.cross_entropy, lambda t, v: 2 * t * v),
@@ -167,6 +173,8 @@ _MODELS = (
     Case("geglu", "gemma-2-9b", (16384, 14336), _FIRST, _TANH),
     Case("geglu", "gemma-2-2b", (16384, 9216), _MORE, _TANH),
     Case("relu2", "minitron-8b", (16384, 16384), _MORE),
+    Case("moe_mlp", "qwen3-30b-a3b", (8192, 2048, 128, 768, 8), _MORE),
+    Case("moe_mlp", "mixtral-8x7b", (8192, 4096, 8, 14336, 2), _MORE),
     Case("softmax", "llama-3-8b", (16384, 4096), _ROOFLINE),  # attention over 4096 keys
     Case("softmax", "gpt-2", (16384, 50257), _MORE),
     Case("cross_entropy_inplace", "llama-3-8b", (8192, 128256), _FIRST),
@@ -200,6 +208,7 @@ _MODELS = (
     Case("swiglu", "small", (512, 2048), _SMALL),
     Case("geglu", "small", (512, 2048), _SMALL, _TANH),
     Case("relu2", "small", (512, 2048), _SMALL),
+    Case("moe_mlp", "small", (256, 128, 8, 64, 2), _SMALL),
     Case("softmax", "small", (512, 1024), _SMALL),
     Case("cross_entropy_inplace", "small", (512, 16384), _SMALL),
     Case("cross_entropy", "small", (512, 16384), _SMALL),
@@ -226,6 +235,7 @@ _SWEEPS = (
     *(Case("swiglu", "sweep", (4096, i), _SWEEP) for i in _INTERMEDIATE),
     *(Case("geglu", "sweep", (4096, i), _SWEEP, _TANH) for i in _INTERMEDIATE),
     *(Case("relu2", "sweep", (4096, i), _SWEEP) for i in _INTERMEDIATE),
+    *(Case("moe_mlp", "sweep", (t, 2048, 128, 768, 8), _SWEEP) for t in _LENGTHS),
     *(Case("softmax", "sweep", (4096, n), _SWEEP) for n in _WIDTHS),
     *(Case("cross_entropy_inplace", "sweep", (4096, v), _SWEEP) for v in _VOCABULARIES),
     *(Case("cross_entropy", "sweep", (4096, v), _SWEEP) for v in _VOCABULARIES),

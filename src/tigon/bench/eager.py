@@ -106,6 +106,23 @@ def _qk_norm_rope(case: Case) -> Run:
     return run
 
 
+# --- experts -------------------------------------------------------------------------------------
+
+
+def _moe_mlp(case: Case) -> Run:
+    """Expert by expert, which waits for the device; the sum over experts in fp32, as grouped products are summed."""
+
+    def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        rows = x.new_zeros(*index.shape, x.shape[1])
+        for expert in range(up_proj.shape[0]):
+            token, k = torch.where(index == expert)
+            gate, up = F.linear(x[token], up_proj[expert]).chunk(2, -1)
+            rows[token, k] = F.linear(F.silu(gate) * up, down_proj[expert]) * weights[token, k, None]
+        return (rows.sum(1),)
+
+    return run
+
+
 # --- losses --------------------------------------------------------------------------------------
 
 
@@ -193,6 +210,7 @@ EAGER: dict[str, Callable[[Case], Run]] = {
     "swiglu": lambda case: lambda gate, up: (F.silu(gate) * up,),
     "geglu": lambda case: lambda gate, up: (F.gelu(gate, **case.options) * up,),
     "relu2": lambda case: lambda x: (F.relu(x).square(),),
+    "moe_mlp": _moe_mlp,
     "softmax": _softmax,
     "cross_entropy": _cross_entropy,
     "cross_entropy_inplace": _cross_entropy,

@@ -1,7 +1,7 @@
 """Inputs as in training, made from a private generator: the global random state is neither read nor advanced.
 
 Shapes: M rows, N features; B batch, S sequence, Hq / Hk query / key heads, D head size; T tokens, I intermediate,
-H hidden, V vocabulary.
+H hidden, V vocabulary; E experts, K of them for a token.
 """
 
 from __future__ import annotations
@@ -158,6 +158,19 @@ def qk_norm_rope(make: Maker) -> Inputs:
     scales = {name: make.scale(d).requires_grad_() for name in ("q_weight", "k_weight")}
     q, k, cos, sin = inputs.tensors.values()
     return Inputs({"q": q, "k": k, **scales, "cos": cos, "sin": sin}, inputs.upstream)
+
+
+# --- experts -------------------------------------------------------------------------------------
+
+
+def moe_mlp(make: Maker) -> Inputs:
+    t, h, experts, i, k = make.case.shape
+    x, upstream = make.normal(t, h), make.normal(t, h)
+    up, down = (make.normal(experts, m, n).mul_(n**-0.5) for m, n in ((2 * i, h), (h, i)))
+    weights, index = make.normal(t, experts, dtype=torch.float32).softmax(-1).topk(k)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(x.dtype)
+    wanted = {"x": x, "up_proj": up, "down_proj": down, "top_k_index": index, "top_k_weights": weights}
+    return Inputs({n: y.requires_grad_() if y.is_floating_point() else y for n, y in wanted.items()}, (upstream,))
 
 
 # --- losses --------------------------------------------------------------------------------------

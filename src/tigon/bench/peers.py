@@ -6,6 +6,7 @@ A loader imports its package, which raises `ImportError` where it is not install
 
 from collections.abc import Callable
 from importlib import import_module
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +55,22 @@ def torch_linear_cross_entropy(case: Case) -> Run:
         raise Unsupported("torch.nn.functional.linear_cross_entropy is in torch 2.13 and later")
     _only(case, "acc_dtype")  # one product of all tokens, summed in fp32
     return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
+
+
+def transformers_experts(case: Case) -> Run:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
+
+    def gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        module = SimpleNamespace(gate_up_proj=up_proj, down_proj=down_proj, _apply_gate=gate, **flags)
+        return (grouped_mm_experts_forward(module, x, index, weights),)
+
+    return run
 
 
 def torch_kl_div(case: Case) -> Run:
@@ -134,6 +151,12 @@ def liger_relu2(case: Case) -> Run:
     from liger_kernel.ops import LigerReLUSquaredFunction
 
     return lambda x: (LigerReLUSquaredFunction.apply(x),)
+
+
+def liger_moe_mlp(case: Case) -> Run:
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    return lambda x, up, down, index, weights: (LigerFusedMoEFunction.apply(x, up, down, index.int(), weights),)
 
 
 def liger_softmax(case: Case) -> Run:

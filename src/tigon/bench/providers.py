@@ -78,12 +78,14 @@ def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") ->
 
 
 def _compiled(op: str) -> Callable[[Case], Run]:
-    return lambda case: torch.compile(EAGER[op](case), dynamic=False)
+    load = peers.transformers_experts if op == "moe_mlp" else EAGER[op]  # a loop over experts is no graph
+    return lambda case: torch.compile(load(case), dynamic=False)
 
 
 # What eager code is where one would not guess it.
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
+    "moe_mlp": "expert by expert, waiting for each",
     "softmax": "F.softmax in fp32, then rounded",
     "cross_entropy_inplace": "writes a new gradient buffer",
 }
@@ -139,6 +141,10 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "swiglu": (_liger(peers.liger_swiglu, "gate", "up"), _cute("swiglu", "gate", "up")),
     "geglu": (_liger(peers.liger_geglu, "gate", "up"), _cute("geglu", "gate", "up")),
     "relu2": (_liger(peers.liger_relu2),),
+    "moe_mlp": (
+        Provider("grouped_mm", peers.transformers_experts, note="what transformers runs by default"),
+        _liger(peers.liger_moe_mlp),
+    ),
     "softmax": (
         _torch(peers.torch_softmax, "F.softmax"),
         _liger(peers.liger_softmax),
