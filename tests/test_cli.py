@@ -20,7 +20,7 @@ def run():
 def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("demo", "bench", "resources", "env"))
+    assert all(name in result.output for name in ("demo", "inspect", "bench", "resources", "env"))
 
 
 def test_env_prints_versions_and_devices(run):
@@ -35,7 +35,7 @@ def test_environment_is_text():
     assert all(isinstance(name, str) and isinstance(value, str) and value for name, value in environment().items())
 
 
-@pytest.mark.parametrize("command", ["demo", "bench", "resources"])
+@pytest.mark.parametrize("command", ["demo", "inspect", "bench", "resources"])
 def test_help_of_a_command_is_its_own(run, command, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "200")

@@ -57,7 +57,7 @@ def default_config(model_type: str) -> Any:
             config = cls()
     except Exception as error:
         raise NotInspected(f"the config class of {model_type} has no defaults ({_one_line(error)})") from error
-    heads, width = (getattr(config, name, None) for name in ("num_attention_heads", "hidden_size"))
+    heads, width = (vars(config).get(name) for name in ("num_attention_heads", "hidden_size"))
     if isinstance(heads, int) and isinstance(width, int):
         for name, value in {"num_key_value_heads": heads, "head_dim": width // heads}.items():
             if vars(config).get(name, value) is None:
