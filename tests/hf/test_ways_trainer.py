@@ -1,0 +1,109 @@
+"""Loops of transformers and accelerate: losses, norms of gradients and trained weights are those of the stock model."""
+
+import pytest
+import torch
+
+import tigon
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    """The state of accelerate is that of the process."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
+
+
+@pytest.fixture
+def rows(batch) -> list[dict[str, torch.Tensor]]:
+    """Eight sequences with unlike numbers of labels."""
+    rows = [{name: value[i % 3].roll(i // 3, 0) for name, value in batch.items()} for i in range(8)]
+    for i, row in enumerate(rows):
+        row["labels"] = row["labels"].clone()
+        row["labels"][: i % 5] = -100
+    return rows
+
+
+def lora(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+SETTINGS = {
+    "accumulation": {"gradient_accumulation_steps": 4},
+    "one batch a step": {"per_device_train_batch_size": 4},
+    "checkpointing": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "adapters": {"gradient_accumulation_steps": 4},
+}
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_the_trainer(make_model, rows, tmp_path, setting):
+    from transformers import Trainer, TrainingArguments, default_data_collator
+
+    arguments = {"per_device_train_batch_size": 1, "max_steps": 4, "learning_rate": 1e-2, "optim": "sgd"}
+    results = []
+    for patched in (True, False):
+        model = make_model("gemma2")
+        if patched:
+            tigon.patch(model)
+        if setting == "adapters":
+            model = lora(model)
+        options = TrainingArguments(
+            output_dir=str(tmp_path), logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
+            disable_tqdm=True, **arguments | SETTINGS[setting],
+        )  # fmt: skip
+        trainer = Trainer(model, options, train_dataset=rows, data_collator=default_data_collator)
+        trainer.train()
+        log = [entry for entry in trainer.state.log_history if "loss" in entry]
+        numbers = [entry[name] for entry in log for name in ("loss", "grad_norm")]
+        assert len(numbers) == 8
+        results.append((numbers, {name: p.detach() for name, p in model.named_parameters()}))
+    (given, weights), (expected, stock) = results
+    assert given == pytest.approx(expected, rel=1e-4)
+    for name, value in stock.items():
+        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4 * float(value.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_loop_of_accelerate(make_model, rows, step, precision):
+    """Prepared, accumulated over two batches, clipped; in bf16 as near to fp32 as stock."""
+    from accelerate import Accelerator
+
+    def run(patched: bool, precision: str) -> dict[str, torch.Tensor]:
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = Accelerator(cpu=True, mixed_precision=precision, gradient_accumulation_steps=2)
+        model = make_model("qwen3")
+        if patched:
+            tigon.patch(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = torch.utils.data.DataLoader(rows, batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        results = {}
+        for i, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                outputs = model(**batch)
+                assert (outputs.logits is None) == patched
+                assert outputs.loss.dtype == torch.float32
+                accelerator.backward(outputs.loss)
+                results[f"loss {i}"] = outputs.loss.detach()
+                if accelerator.sync_gradients:
+                    results[f"norm {i}"] = accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    results |= {f"{name} {i}": p.grad.clone() for name, p in model.named_parameters()}
+                optimizer.step()
+                optimizer.zero_grad()
+        return results
+
+    exact, stock, given = run(False, "no"), run(False, precision), run(True, precision)
+    assert given.keys() == exact.keys()
+    assert sum(name.startswith("norm") for name in given) == 2
+    for name, value in exact.items():
+        size = value.abs().max()
+        allowed = 2 * (stock[name] - value).abs().max() + (1e-5 if precision == "no" else 0.02) * size
+        assert (given[name] - value).abs().max() <= allowed, name
