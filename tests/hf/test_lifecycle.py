@@ -152,7 +152,7 @@ def test_compiles_with_no_graph_break(patched, make_model, batch, step):
 def test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart(patched, make_model, batch, monkeypatch, first):
     torch._dynamo.reset()
     models = {"stock": make_model(), "patched": patched(loss=False)}
-    marked = lambda q, k, cos, sin: tuple(torch.erfinv(x) for x in (q, k))
+    marked = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
     monkeypatch.setattr("tigon.hf.rope.rope", marked)
     seen = []
 

@@ -20,7 +20,6 @@ from tigon.hf.recognise import (
     recognise_rms_norm,
 )
 from tigon.hf.rope import FORMS, recognise_function, recognise_rope
-from tigon.ops.rope import rope_reference
 
 
 class AnyNorm(nn.Module):
@@ -379,7 +378,7 @@ def test_every_form_is_recognised_as_itself(form, partial, tensors):
     def both(q, k, cos, sin, unsqueeze_dim=1):
         width = cos.shape[-1] * (2 if form.table == "once" else 1)
         assert partial or width == q.shape[-1]
-        return form(q, k, cos, sin, op=rope_reference, unsqueeze_dim=unsqueeze_dim)
+        return form(q, k, cos, sin, unsqueeze_dim, reference=True)
 
     def one(x, cos, sin, unsqueeze_dim=1):
         return both(x, None, cos, sin, unsqueeze_dim)[0]

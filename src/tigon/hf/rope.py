@@ -6,6 +6,7 @@ class's code object over a copy of the globals in which that one name is our fun
 outside, is touched, and there is nothing to share and to restore.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from tigon.hf.recognise import describe
 from tigon.hf.standin import normal, probing
 from tigon.ops.dispatch import runs_kernels
-from tigon.ops.rope import Layout, Table, rope, rope_reference
+from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
 
 __all__ = ["Form", "Rope", "recognise_function", "recognise_rope"]
 
@@ -35,11 +36,12 @@ class Form:
     flipped: bool = False  # by the negative angle
     partial: bool = False  # also where the tables are narrower than the heads
 
-    def __call__(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, op: Callable = rope, **heads) -> tuple:
-        dtype = None if self.result == "promoted" else q.dtype
-        if self.result == "fp32" and (op is rope_reference or not runs_kernels(q)):  # kernels compute in it anyway
+    def __call__(self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, reference: bool = False):
+        op, dtype = rope_reference if reference else rope, None if self.result == "promoted" else q.dtype
+        if self.result == "fp32" and (reference or not runs_kernels(q)):  # kernels compute in it anyway
             q, k = q.float(), None if k is None else k.float()
-        return op(q, k, cos, -sin if self.flipped else sin, layout=self.layout, table=self.table, dtype=dtype, **heads)
+        sin = -sin if self.flipped else sin
+        return op(q, k, cos, sin, unsqueeze_dim=heads, layout=self.layout, table=self.table, dtype=dtype)
 
     def __str__(self) -> str:
         words = ["rope", self.layout.replace("_", " ")]
@@ -63,56 +65,46 @@ FORMS = [
 
 @dataclass(frozen=True)
 class Call:
-    """How a function is called: turned tensors by name, then `cos`, `sin` and what has a default, in any order."""
+    """How a function is called: one or two tensors to turn, `cos`, `sin` and what has a default, in any order."""
 
     names: tuple[str, ...]
     tensors: tuple[str, ...]
-    unsqueeze_dim: int | None  # its default, if there is such a parameter
+    heads: int | None  # the default of `unsqueeze_dim`; None: they are the last dimension but one
 
     @staticmethod
     def of(function: Callable) -> "Call | None":
         parameters = inspect.signature(function).parameters
-        names, own = tuple(parameters), {"cos", "sin", "unsqueeze_dim", "position_ids"}
-        tensors = tuple(name for name in names if name not in own)
+        tensors = tuple(name for name in parameters if name not in ("cos", "sin", "unsqueeze_dim", "position_ids"))
         if not {"cos", "sin"} <= parameters.keys() or len(tensors) not in (1, 2):
             return None
-        dim = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
-        return Call(names, tensors, dim) if dim in (None, 1, 2) else None
-
-    def bind(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+        heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
+        return Call(tuple(parameters), tensors, heads) if heads in (None, 1, 2) else None
 
 
 class _Turn:
     """Stands for the stock function: the op where it takes the arguments, the stock function where not."""
 
-    def __init__(self, stock: Callable, call: Call, form: Form) -> None:
-        self.stock, self.call, self.form = stock, call, form
+    def __init__(self, stock: Callable, form: Form) -> None:
+        self.stock, self.form, self.call = stock, form, Call.of(stock)
 
     def __call__(self, *args, **kwargs) -> Any:
-        given, (first, *others) = self.call.bind(args, kwargs), self.call.tensors
-        q, k = given.get(first), given.get(others[0]) if others else None
-        heads, cos, sin = given.get("unsqueeze_dim", self.call.unsqueeze_dim), given.get("cos"), given.get("sin")
-        batched = isinstance(q, Tensor) and q.dim() == 4
-        if not self._fits(q, k, cos, sin, given, heads, batched):
+        call, given = self.call, {**dict(zip(self.call.names, args, strict=False)), **kwargs}
+        tensors = [given.get(name) for name in (*call.tensors, "cos", "sin")]
+        heads = given.get("unsqueeze_dim", call.heads or 2)
+        if not all(isinstance(x, Tensor) for x in tensors) or given.get("position_ids") is not None:
             return self.stock(*args, **kwargs)
-        if batched:
-            q, k = self.form(q, k, cos, sin, unsqueeze_dim=heads or 2)
-        else:
-            inputs = (x if x is None else x[None] for x in (q, k, cos, sin))
-            q, k = (x if x is None else x[0] for x in self.form(*inputs, unsqueeze_dim=2))
-        return (q, k) if others else q
-
-    def _fits(self, q, k, cos, sin, given, heads, batched) -> bool:
-        if not all(isinstance(x, Tensor) for x in (q, cos, sin)) or given.get("position_ids") is not None:
-            return False
-        alike = k is None or (isinstance(k, Tensor) and k.dim() == q.dim() and k.dtype == q.dtype)
-        if (len(self.call.tensors) == 2 and k is None) or not alike or cos.dim() != 2 + batched:
-            return False
-        if not batched and (q.dim() != 3 or self.call.unsqueeze_dim is not None):
-            return False
-        width = cos.shape[-1] * (2 if self.form.table == "once" else 1)
-        return heads in (None, 1, 2) and (width == q.shape[-1] or (self.form.partial and width < q.shape[-1]))
+        *turned, cos, sin = tensors
+        size, width = turned[0].shape[-1], rotary_size(cos, self.form.table)
+        batched, alone = (all(x.dim() == n for x in turned) and cos.dim() == n - 1 for n in (4, 3))
+        fits = width == size or (self.form.partial and width < size)
+        alike = all(x.dtype == turned[0].dtype for x in turned)
+        if not (fits and alike and heads in (1, 2) and (batched or (alone and call.heads is None))):
+            return self.stock(*args, **kwargs)
+        if alone:
+            *turned, cos, sin = (x[None] for x in tensors)
+        results = self.form(turned[0], turned[1] if len(turned) == 2 else None, cos, sin, heads)
+        q, k = (x if x is None or batched else x[0] for x in results)
+        return q if len(turned) == 1 else (q, k)
 
 
 class Rope:
@@ -122,7 +114,7 @@ class Rope:
         self.cls, self.forms = cls, forms
         stock = inspect.getattr_static(cls, "forward")
         self.live, others = stock.__globals__, stock.__code__.co_names
-        turns = {name: _Turn(self.live[name], Call.of(self.live[name]), form) for name, form in forms}
+        turns = {name: _Turn(self.live[name], form) for name, form in forms}
         scope = {**self.live, **turns}
         self.others = [other for other in others if other in scope and other not in turns]
         # torch.compile knows globals by their module's name: with it, a graph of a stock and a patched model would take
@@ -149,8 +141,7 @@ def recognise_function(function: Callable) -> Form | str | None:
     if (call := Call.of(function)) is None:
         return None
     dtypes = [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
-    cases = list(itertools.product((1, 2) if call.unsqueeze_dim else (2,), (1, 2), dtypes))
-    reason = "computes another rotary embedding than the op"
+    cases = list(itertools.product((1, 2) if call.heads else (2,), (1, 2), dtypes))
 
     @functools.cache
     def run(i: int, width: int) -> tuple[list, tuple]:
@@ -158,30 +149,34 @@ def recognise_function(function: Callable) -> Form | str | None:
         shapes = [(2, n, 5, 16) if heads == 1 else (2, 5, n, 16) for n in (4, 2)][: len(call.tensors)]
         inputs = [normal(100 * i + n, *shape, dtype=dtype) for n, shape in enumerate(shapes)]
         tables = [normal(100 * i + n, batch, 5, width, dtype=table_dtype) for n in (7, 8)]
-        options = {"unsqueeze_dim": heads} if call.unsqueeze_dim else {}
         named = dict(zip((*call.tensors, "cos", "sin"), [x.clone() for x in (*inputs, *tables)], strict=True))
-        given = function(**named, **options)
+        given = function(**named, **({"unsqueeze_dim": heads} if call.heads else {}))
         return [*inputs, None][:2] + tables, given if isinstance(given, tuple) else (given, None)
 
-    def same(form: Form, width: int, i: int) -> bool:
-        inputs, given = run(i, width)
-        wanted = form(*inputs, op=rope_reference, unsqueeze_dim=cases[i][0])
-        return all(a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in zip(given, wanted, strict=True))
+    def same(form: Form, width: int) -> bool:
+        for i, (heads, *_) in enumerate(cases):
+            inputs, given = run(i, width)
+            wanted = form(*inputs, heads, reference=True)
+            if not all(
+                a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in zip(given, wanted, strict=True)
+            ):
+                return False
+        return True
 
+    failure = "computes another rotary embedding than the op"
     with probing():
         for form in FORMS:
             width = 8 if form.table == "once" else 16
             try:
-                if all(same(form, width, i) for i in range(len(cases))):
-                    with_a_part = True
-                    try:
-                        with_a_part = all(same(form, width // 2, i) for i in range(len(cases)))
-                    except Exception:
-                        with_a_part = False
-                    return replace(form, partial=with_a_part)
+                if not same(form, width):
+                    continue
             except Exception as error:
-                reason = f"cannot be run by itself ({describe(error)})" if width == 16 else reason
-    return reason
+                failure = f"cannot be run by itself ({describe(error)})" if width == 16 else failure
+                continue
+            with contextlib.suppress(Exception):
+                form = replace(form, partial=same(form, width // 2))
+            return form
+    return failure
 
 
 def recognise_rope(module: nn.Module) -> Rope | str | None:
