@@ -10,6 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from ways import DEVICE
 
 if __name__ == "__main__":
     group, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
@@ -18,7 +19,10 @@ if __name__ == "__main__":
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     limit = datetime.timedelta(seconds=60)  # a rank that fails leaves the other waiting
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(rank)
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
     for name, way in importlib.import_module(f"ways_{group}").WAYS.items():
         way(rank)
         print(f"{name}: same", flush=True)

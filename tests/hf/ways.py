@@ -1,5 +1,7 @@
 """Models and steps for the scripts that are run once a rank, where pytest's fixtures are out of reach."""
 
+import os
+
 import torch
 import transformers
 from torch import Tensor, nn
@@ -17,6 +19,9 @@ SIZE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
+DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")  # of the ranks: cpu, or cuda with a GPU each
+# A GPU's kernels have exponentials of their own.
+TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * torch.finfo(torch.float32).eps
 PARTS = {"rms_norm", "glu", "rope", "loss"}
 
 Step = dict[str, Tensor]  # the loss, and every gradient by name
@@ -28,7 +33,7 @@ def build(model_type: str = "gemma2", **config) -> nn.Module:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
     randomise(model)
-    return model
+    return model.to(DEVICE)
 
 
 @torch.no_grad()
@@ -45,7 +50,7 @@ def patch(model: nn.Module) -> None:
 
 def batch(rank: int, seed: int = 0) -> dict[str, Tensor]:
     tokens = torch.randint(3, SIZE["vocab_size"], (2, 12), generator=torch.Generator().manual_seed(2 * seed + rank))
-    return {"input_ids": tokens, "labels": tokens}
+    return {"input_ids": tokens.to(DEVICE), "labels": tokens.to(DEVICE)}
 
 
 def step(model: nn.Module, patched: bool, **inputs) -> Step:
@@ -62,5 +67,5 @@ def assert_same(given: Step, expected: Step) -> None:
     assert given.keys() == expected.keys(), given.keys() ^ expected.keys()
     assert len(expected) > 2
     for name, value in expected.items():
-        tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item()
+        tolerance = TOLERANCE * value.abs().max().item()
         torch.testing.assert_close(given[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")

@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
-from ways import assert_same, batch, build, patch, step
+from ways import DEVICE, assert_same, batch, build, patch, step
 
 import tigon
 
@@ -42,7 +43,7 @@ def by_plan(model: nn.Module) -> nn.Module:
 
 def by_layers(model: nn.Module, local: bool) -> nn.Module:
     """torch's styles: norms over a part of the sequence (DTensors), MLPs over a part of the features."""
-    mesh = dist.init_device_mesh("cpu", (2,))
+    mesh = dist.init_device_mesh(DEVICE, (2,))
     whole, sequence = Replicate(), Shard(1)
     for layer in model.model.layers:
         norm = layer.pre_feedforward_layernorm
@@ -90,8 +91,9 @@ def attend_to_all(module, query, key, value, attention_mask, scaling, **kwargs) 
     """Attention of this rank's part of the sequence to all of it."""
     key, value = (all_gather_tensor_autograd(x.contiguous(), 2, dist.group.WORLD) for x in (key, value))
     rows, columns = query.shape[2], key.shape[2]
-    mask = torch.ones(rows, columns, dtype=torch.bool).tril(rows * dist.get_rank())
-    out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
+    mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(rows * dist.get_rank())
+    with sdpa_kernel(SDPBackend.MATH):  # a GPU has less exact ones
+        out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -103,7 +105,7 @@ def context_parallel(valid: int) -> Callable[[int], None]:
         tokens = batch(0)["input_ids"]
         labels = tokens.clone()
         labels[:, valid:] = -100
-        whole = {"input_ids": tokens, "position_ids": torch.arange(12).expand(2, 12), "labels": labels}
+        whole = {"input_ids": tokens, "position_ids": torch.arange(12, device=DEVICE).expand(2, 12), "labels": labels}
         whole["shift_labels"] = F.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
         part = {name: value[:, 6 * rank : 6 * rank + 6].contiguous() for name, value in whole.items()}
         items = (whole["shift_labels"] != -100).sum()

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from ways import assert_same, batch, build, patch, step
+from ways import DEVICE, assert_same, batch, build, patch, step
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
@@ -31,7 +31,7 @@ def fsdp2(model: nn.Module, groups: tuple[str, ...] = (), **options) -> nn.Modul
 def fsdp1(model: nn.Module, use_orig_params: bool) -> nn.Module:
     policy = ModuleWrapPolicy({type(model.model.layers[0])})
     return FullyShardedDataParallel(
-        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        model, auto_wrap_policy=policy, use_orig_params=use_orig_params, device_id=torch.device(DEVICE)
     )
 
 
@@ -46,7 +46,7 @@ def by_accelerate(model: nn.Module) -> nn.Module:
     )  # fmt: skip
     # An Accelerator itself takes FSDP for accelerators alone.
     accelerator = SimpleNamespace(
-        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True, device="cpu"
+        state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True, device=DEVICE
     )
     model = fsdp2_prepare_model(accelerator, model)
     assert isinstance(model.model.norm, FSDPModule)
@@ -98,8 +98,8 @@ def accumulated(rank: int) -> None:
             patch(model)
         model = ddp(model)
         with model.no_sync():
-            step(model, patched, **batch(rank), num_items_in_batch=torch.tensor(40))
-        steps.append(step(model, patched, **batch(rank, seed=1), num_items_in_batch=torch.tensor(40)))
+            step(model, patched, **batch(rank), num_items_in_batch=torch.tensor(40, device=DEVICE))
+        steps.append(step(model, patched, **batch(rank, seed=1), num_items_in_batch=torch.tensor(40, device=DEVICE)))
     assert_same(*steps)
 
 

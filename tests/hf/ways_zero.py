@@ -6,23 +6,22 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
 from transformers.integrations import HfDeepSpeedConfig
-from ways import Step, assert_same, batch, build, patch, randomise
+from ways import DEVICE, Step, assert_same, batch, build, patch, randomise
 
 import tigon.ops.glu as glu
 
 
-def zero3(dtype: torch.dtype = torch.float32, patch_after: bool = False, **config) -> Callable[[int], None]:
+def zero3(patch_after: bool = False, **config) -> Callable[[int], None]:
     """A step of DeepSpeed's engine: parameters are empty but in the forward of the module that has them."""
 
     def run(rank: int, patched: bool) -> Step:
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-        deepspeed.init_distributed("gloo")
+        deepspeed.init_distributed("nccl" if DEVICE == "cuda" else "gloo")
         options = {
             "train_micro_batch_size_per_gpu": 2,
             "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
-            "bf16": {"enabled": dtype is torch.bfloat16},
         }
         keep = HfDeepSpeedConfig(options)  # as long as it lives, models are built empty
         model = build(**config)

@@ -1,0 +1,253 @@
+"""Ways of training that only a GPU shows: a patched model in fp16 and bf16 is as accurate as the stock one."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+transformers = pytest.importorskip("transformers")
+
+SIZE = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 512,
+    "vocab_size": 32000,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "bos_token_id": 1,
+}
+Step = dict[str, torch.Tensor]  # the loss, and every gradient by name
+
+
+@pytest.fixture(params=["llama", "qwen3", "gemma2"])
+def model_type(request) -> str:
+    return request.param
+
+
+def make_model(model_type: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    """Its parameters, norms included, are random numbers of bf16, whatever its dtype."""
+    config = transformers.AutoConfig.for_model(model_type, **SIZE)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    return model.to(torch.bfloat16).to(dtype).cuda()
+
+
+def make_batch(seed: int = 1) -> Step:
+    tokens = torch.randint(3, SIZE["vocab_size"], (2, 256), generator=torch.Generator().manual_seed(seed)).cuda()
+    labels = tokens.clone()
+    labels[:, : 5 + seed] = -100
+    return {"input_ids": tokens, "labels": labels, "use_cache": False}
+
+
+def gradients(model: nn.Module) -> Step:
+    return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def take_step(model: nn.Module, batch: Step) -> Step:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
+
+
+def patch(model: nn.Module) -> nn.Module:
+    report = tigon.patch(model)
+    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "loss"}, report
+    return model
+
+
+def assert_as_accurate(given: Step, stock: Step, exact: Step) -> None:
+    """The error of every result, relative to its norm, is at most twice that of stock."""
+    assert given.keys() == stock.keys() == exact.keys()
+    assert len(exact) > 2
+    for name, value in exact.items():
+        error = lambda x, value=value: float((x.double() - value.double()).norm() / value.double().norm())
+        # One number may be right by luck.
+        allowed = 2 * error(stock[name]) + (2e-3 if value.numel() == 1 else 2e-4)
+        assert error(given[name]) <= allowed, f"{name}: {error(given[name]):.2e}, stock {error(stock[name]):.2e}"
+
+
+def compare(run, model_type: str, dtype: torch.dtype = torch.bfloat16) -> None:
+    """`run(model, batch)` of a patched and a stock model of `dtype`, and a plain step of one in fp32."""
+    batch = make_batch()
+    exact = take_step(make_model(model_type, torch.float32), batch)
+    stock = run(make_model(model_type, dtype), batch)
+    given = run(patch(make_model(model_type, dtype)), batch)
+    assert_as_accurate(given, stock, exact)
+
+
+# --- precision and memory ------------------------------------------------------------------------
+
+
+def test_bf16_autocast(model_type):
+    def run(model, batch):
+        with torch.autocast("cuda", torch.bfloat16):
+            return take_step(model, batch)
+
+    compare(run, model_type, torch.float32)
+
+
+def test_fp16_with_a_scaled_loss(model_type):
+    def run(model, batch):
+        scaler, optimizer = torch.amp.GradScaler("cuda", init_scale=2.0**10), torch.optim.SGD(model.parameters(), 0.1)
+        with torch.autocast("cuda", torch.float16):
+            loss = model(**batch).loss
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        return {"loss": loss.detach(), **gradients(model)}
+
+    compare(run, model_type, torch.float32)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing(model_type, reentrant):
+    def run(model, batch):
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return take_step(model, batch)
+
+    compare(run, model_type)
+
+
+def test_activations_in_host_memory(model_type):
+    def run(model, batch):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return take_step(model, batch)
+
+    compare(run, model_type)
+
+
+# --- graphs --------------------------------------------------------------------------------------
+
+
+def test_compiled_in_one_graph(model_type):
+    def run(model, batch):
+        torch._dynamo.reset()
+        step = take_step(torch.compile(model, fullgraph=True), batch)
+        return {name.removeprefix("_orig_mod."): value for name, value in step.items()}
+
+    compare(run, model_type)
+
+
+def test_a_captured_step(model_type):
+    """Forward and backward in one CUDA graph, replayed on another batch with another number of labels."""
+
+    def capture_and_replay(model, batch):
+        static = make_batch(seed=9)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                model.zero_grad(set_to_none=True)
+                model(**static).loss.backward()
+        torch.cuda.current_stream().wait_stream(stream)
+        model.zero_grad(set_to_none=True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            loss = model(**static).loss
+            loss.backward()
+        for name in ("input_ids", "labels"):
+            static[name].copy_(batch[name])
+        results = []
+        for _ in range(2):  # a replay writes the gradients; it does not add to them
+            graph.replay()
+            torch.cuda.synchronize()
+            results.append({"loss": loss.detach().clone(), **gradients(model)})
+        torch.testing.assert_close(results[0]["loss"], results[1]["loss"])
+        return results[1]
+
+    batch = make_batch()
+    exact = take_step(make_model(model_type, torch.float32), batch)
+    stock = take_step(make_model(model_type), batch)
+    given = capture_and_replay(patch(make_model(model_type)), batch)
+    assert_as_accurate(given, stock, exact)
+
+
+# --- quantised layers and adapters ---------------------------------------------------------------
+
+
+def to_4bit(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Every linear layer but the head in 4 bits that it computes with in `dtype`."""
+    bnb = pytest.importorskip("bitsandbytes")
+    for module in list(model.model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear:
+                layer = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=dtype)
+                weight = child.weight.data.to("cpu", torch.float32)  # quantised from the same numbers in every dtype
+                layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
+                setattr(module, name, layer.cuda())
+    model.enable_input_require_grads()
+    return model
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:  # numbers of bf16 in every dtype
+                spread = 0.02 * torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(spread.bfloat16())
+    return model.train()
+
+
+@pytest.mark.parametrize("order", ["patch first", "layers first"])
+@pytest.mark.parametrize("layers", ["4 bit", "adapters", "adapters on 4 bit"])
+def test_quantised_layers_and_adapters(model_type, layers, order):
+    def build(dtype: torch.dtype, patched: bool) -> nn.Module:
+        model = make_model(model_type, dtype)
+        if patched and order == "patch first":
+            patch(model)
+        model = to_4bit(model, dtype) if "4 bit" in layers else model
+        model = with_lora(model) if "adapters" in layers else model
+        if patched and order == "layers first":
+            patch(model)
+        return model
+
+    batch = make_batch()
+    exact = take_step(build(torch.float32, False), batch)
+    stock = take_step(build(torch.bfloat16, False), batch)
+    model = build(torch.bfloat16, True)
+    assert model(**batch).logits is None
+    assert_as_accurate(take_step(model, batch), stock, exact)
+
+
+# --- two GPUs ------------------------------------------------------------------------------------
+
+SCRIPT = Path(__file__).parents[1] / "hf" / "two_ranks.py"
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("group", ["sharded", "parallel", "zero"])
+def test_two_gpus(group, tmp_path):
+    """DDP and FSDP, tensor and context parallel, ZeRO-3, in fp32 over NCCL."""
+    if group == "zero":
+        pytest.importorskip("deepspeed")
+    environment = {**os.environ, "TIGON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
+    command = functools.partial(
+        subprocess.Popen, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    ranks = [command([sys.executable, str(SCRIPT), group, str(rank), str(tmp_path / "store")]) for rank in (0, 1)]
+    try:
+        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    for rank, output in zip(ranks, outputs, strict=True):
+        assert rank.returncode == 0, output
+        assert ": same\n" in output, output
