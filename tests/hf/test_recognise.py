@@ -15,9 +15,8 @@ from tigon.hf.recognise import (
     ReLU2,
     RMSNorm,
     recognise_glu,
-    recognise_layer_norm,
+    recognise_norm,
     recognise_relu2,
-    recognise_rms_norm,
 )
 from tigon.hf.rope import FORMS, recognise_function, recognise_rope
 
@@ -49,16 +48,16 @@ def x_hat(x, eps):
     ids=["Llama", "OLMo 2", "Gemma"],
 )
 def test_norms_are_told_apart_by_their_bits(compute, offset, rounding):
-    assert recognise_rms_norm(AnyNorm(compute)) == RMSNorm("tiny", "scale", offset, rounding, gated=False)
+    assert recognise_norm(AnyNorm(compute)) == RMSNorm("tiny", "scale", offset, rounding, gated=False)
 
 
 def test_a_norm_without_weight():
     norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
-    assert recognise_rms_norm(norm) == RMSNorm("tiny", None, 0.0, "before_weight", gated=False)
+    assert recognise_norm(norm) == RMSNorm("tiny", None, 0.0, "before_weight", gated=False)
 
 
 def test_torch_rms_norm_is_one():
-    found = recognise_rms_norm(nn.RMSNorm(48, eps=1e-5))
+    found = recognise_norm(nn.RMSNorm(48, eps=1e-5))
     assert isinstance(found, RMSNorm)
     assert found.eps == "eps"
 
@@ -70,7 +69,7 @@ def test_what_a_module_warns_of_when_probed_is_no_news_to_the_user():
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert isinstance(recognise_rms_norm(AnyNorm(compute)), RMSNorm)
+        assert isinstance(recognise_norm(AnyNorm(compute)), RMSNorm)
     assert not said
 
 
@@ -100,7 +99,7 @@ def test_what_a_module_warns_of_when_probed_is_no_news_to_the_user():
     ],
 )
 def test_what_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
-    assert recognise_rms_norm(AnyNorm(compute)) == "computes something else than a norm"
+    assert recognise_norm(AnyNorm(compute)) == "computes something else than a norm"
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])
@@ -110,14 +109,14 @@ def test_a_norm_that_acts_otherwise_in_one_mode_is_refused_in_both(mode):
             return super().forward(x) * (0.5 if self.training is mode else 1.0)
 
     norm = Moody(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
-    assert recognise_rms_norm(norm) == recognise_rms_norm(norm.eval()) == "computes something else than a norm"
+    assert recognise_norm(norm) == recognise_norm(norm.eval()) == "computes something else than a norm"
 
 
 def test_a_norm_that_cannot_run_alone_says_why():
     def compute(x, w, eps):
         raise OSError("no such kernel")
 
-    assert recognise_rms_norm(AnyNorm(compute)) == "cannot be run by itself (OSError: no such kernel)"
+    assert recognise_norm(AnyNorm(compute)) == "cannot be run by itself (OSError: no such kernel)"
 
 
 class GatedNorm(AnyNorm):
@@ -138,7 +137,7 @@ def test_a_gate_after_the_norm_is_found():
     norm = GatedNorm(norm_then_gate)
     x, gate = torch.randn(3, 48, requires_grad=True), torch.randn(3, 48, requires_grad=True)
     expected = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
-    assert recognise_rms_norm(norm) == RMSNorm("tiny", "scale", 0.0, "before_weight", gated=True)
+    assert recognise_norm(norm) == RMSNorm("tiny", "scale", 0.0, "before_weight", gated=True)
     with tigon.patched(norm):
         given = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
     for a, b in zip(given, expected, strict=True):
@@ -146,7 +145,7 @@ def test_a_gate_after_the_norm_is_found():
 
 
 def test_a_gate_before_the_norm_is_not_taken_for_a_norm_without_gate():
-    assert recognise_rms_norm(GatedNorm(gate_then_norm)) == "computes something else than a norm"
+    assert recognise_norm(GatedNorm(gate_then_norm)) == "computes something else than a norm"
 
 
 # --- layer norms ---------------------------------------------------------------------------------
@@ -184,14 +183,13 @@ class ConstantNorm(Constant):
     ids=["torch", "without bias", "without weight", "in steps", "epsilon in the code"],
 )
 def test_layer_norms_are_found(norm, weight, bias, eps):
-    found = recognise_layer_norm(norm)
+    found = recognise_norm(norm)
     assert isinstance(found, LayerNorm)
     assert (found.weight, found.bias, found.eps) == (weight, bias, eps)
-    assert recognise_rms_norm(norm) is None
 
 
 def test_a_layer_norm_over_two_dimensions_is_left_alone():
-    assert recognise_layer_norm(nn.LayerNorm((4, 12))) is None
+    assert recognise_norm(nn.LayerNorm((4, 12))) is None
 
 
 # --- other modules -------------------------------------------------------------------------------
@@ -212,7 +210,7 @@ def test_a_squared_relu_is_found():
     ids=lambda m: type(m).__name__,
 )
 def test_other_modules_are_neither_norms_nor_mlps_nor_ropes(module):
-    for recognise in (recognise_rms_norm, recognise_layer_norm, recognise_glu, recognise_relu2, recognise_rope):
+    for recognise in (recognise_norm, recognise_glu, recognise_relu2, recognise_rope):
         assert recognise(module) is None
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from tigon.hf.by_type import patch_type
 from tigon.hf.experts import recognise_experts
 from tigon.hf.learn import attach, learn_loss
-from tigon.hf.recognise import recognise_glu, recognise_layer_norm, recognise_relu2, recognise_rms_norm
+from tigon.hf.recognise import recognise_glu, recognise_norm, recognise_relu2
 from tigon.hf.replacement import find_replacement, foreign_forward, install, is_changed
 from tigon.hf.report import Report
 from tigon.hf.rope import recognise_rope
@@ -21,8 +21,8 @@ __all__ = ["patch", "patched"]
 
 # How a module is recognised (a recipe, a reason why not, or None) and how what was found is installed.
 PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
-    "rms_norm": (recognise_rms_norm, install),
-    "layer_norm": (recognise_layer_norm, install),
+    "rms_norm": (recognise_norm, install),
+    "layer_norm": (recognise_norm, install),
     "glu": (recognise_glu, install),
     "relu2": (recognise_relu2, install),
     "experts": (recognise_experts, install),
@@ -100,22 +100,26 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     parts = _choose(options)
     if isinstance(model, str):
         return patch_type(model, functools.partial(patch, **options))
-    report, plan = Report(type(model).__name__), []
+    report, plan, asked, found = Report(type(model).__name__), {}, set(), {}
     modules = [(name, module) for name, module in model.named_modules() if find_replacement(module) is None]
     kinds = {module: _kind(module) for _, module in modules}
     for part in parts:
         recognise, apply = PARTS[part]
-        found: dict[tuple, Any] = {}
         for name, module in modules:
-            if (kind := kinds[module]) not in found:
-                found[kind] = recognise(module)
-            if (recipe := found[kind]) is not None:
-                recipe = foreign_forward(module) or recipe
-                left = isinstance(recipe, str)
-                report.add(part, type(module).__name__, not left, str(recipe), name)
-                plan += [] if left else [(apply, module, recipe)]
+            if (key := (recognise, kinds[module])) not in found:
+                found[key] = recognise(module)
+            recipe = found[key]
+            # What one function recognises may be one of several parts; why it did not is said once.
+            other = recognise in asked if isinstance(recipe, str) else getattr(recipe, "part", part) != part
+            if recipe is None or other or module in plan:
+                continue
+            recipe = foreign_forward(module) or recipe
+            left = isinstance(recipe, str)
+            report.add(part, type(module).__name__, not left, str(recipe), name)
+            plan |= {} if left else {module: (apply, recipe)}
+        asked.add(recognise)
     # Everything is known and nothing was refused: only now is the model touched.
-    report.undo = [apply(module, recipe) for apply, module, recipe in plan]
+    report.undo = [apply(module, recipe) for module, (apply, recipe) in plan.items()]
     already = len(list(model.modules())) - len(modules)
     if already:
         report.notes.append(f"{already} modules were patched already and stay as they are")

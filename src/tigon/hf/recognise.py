@@ -36,9 +36,8 @@ __all__ = [
     "ReLU2",
     "describe",
     "recognise_glu",
-    "recognise_layer_norm",
+    "recognise_norm",
     "recognise_relu2",
-    "recognise_rms_norm",
 ]
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -76,6 +75,7 @@ class RMSNorm:
     offset: float
     rounding: Literal["before_weight", "after_weight"]
     gated: bool
+    part = "rms_norm"
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         if kwargs or len(args) != 1 + self.gated or not all(isinstance(x, Tensor) for x in args):
@@ -119,6 +119,7 @@ class LayerNorm:
     weight: str | None
     bias: str | None
     written: Callable  # a reference with the module's bits
+    part = "layer_norm"
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         if kwargs or len(args) != 1:
@@ -191,18 +192,6 @@ def recognise_norm(module: nn.Module) -> RMSNorm | LayerNorm | str | None:
         except Exception as error:
             failure = f"cannot be run by itself ({describe(error)})"
     return failure
-
-
-def recognise_rms_norm(module: nn.Module) -> RMSNorm | str | None:
-    """`recognise_norm` without layer norms."""
-    found = recognise_norm(module)
-    return None if isinstance(found, LayerNorm) else found
-
-
-def recognise_layer_norm(module: nn.Module) -> LayerNorm | None:
-    """`recognise_norm` of layer norms alone."""
-    found = recognise_norm(module)
-    return found if isinstance(found, LayerNorm) else None
 
 
 # --- gated MLPs ----------------------------------------------------------------------------------
