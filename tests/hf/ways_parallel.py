@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from ways import DEVICE, assert_same, batch, build, patch, step
 
 import tigon
+from tigon.ops import dispatch
 
 
 def by_plan(model: nn.Module) -> nn.Module:
@@ -87,6 +88,15 @@ def patched_by_type(rank: int) -> None:
     assert_same(step(model, True, **batch(0)), step(build(), False, **batch(0)))
 
 
+def no_kernel_on_parts(rank: int) -> None:
+    """A DTensor has no memory of its own that a kernel could read."""
+    x = distribute_tensor(torch.randn(4, 8, device=DEVICE), dist.init_device_mesh(DEVICE, (2,)), [Shard(0)])
+    before, dispatch.INTERPRETED = dispatch.INTERPRETED, True
+    assert dispatch.runs_kernels(x.to_local())
+    assert not dispatch.runs_kernels(x)
+    dispatch.INTERPRETED = before
+
+
 def attend_to_all(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[Tensor, None]:
     """Attention of this rank's part of the sequence to all of it."""
     key, value = (all_gather_tensor_autograd(x.contiguous(), 2, dist.group.WORLD) for x in (key, value))
@@ -138,6 +148,7 @@ WAYS = {
     "torch's styles": tensor_parallel(functools.partial(by_layers, local=True)),
     "torch's styles, DTensors between them": tensor_parallel(functools.partial(by_layers, local=False)),
     "torch's styles, patched before": tensor_parallel(functools.partial(by_layers, local=True), patch_after=False),
+    "no kernel on parts": no_kernel_on_parts,
     "context parallel": context_parallel(valid=12),
     "context parallel, a rank without valid tokens": context_parallel(valid=6),
 }
