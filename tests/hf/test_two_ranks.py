@@ -11,7 +11,7 @@ SCRIPT = Path(__file__).with_name("two_ranks.py")
 LIBRARIES = {"zero": "deepspeed"}
 
 
-@pytest.mark.parametrize(("group", "ways"), [("sharded", 15), ("parallel", 10), ("zero", 3)])
+@pytest.mark.parametrize(("group", "ways"), [("sharded", 16), ("parallel", 10), ("zero", 3)])
 def test_two_ranks(group, ways, tmp_path):
     if group in LIBRARIES:
         pytest.importorskip(LIBRARIES[group])

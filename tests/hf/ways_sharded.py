@@ -119,6 +119,7 @@ WAYS = {
     "FSDP2 by accelerate": same(by_accelerate),
     "FSDP2 by accelerate, tied embeddings": same(by_accelerate, tie_word_embeddings=True),
     "FSDP1, original parameters": same(functools.partial(fsdp1, use_orig_params=True)),
+    "FSDP1, original parameters, patched after": same(functools.partial(fsdp1, use_orig_params=True), patch_after=True),
     "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
     "FSDP1, flat parameters, patched after": same(functools.partial(fsdp1, use_orig_params=False), patch_after=True),
 }

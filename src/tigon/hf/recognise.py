@@ -175,7 +175,8 @@ def recognise_norm(module: nn.Module) -> RMSNorm | LayerNorm | str | None:
     likely = (tensors and epsilons) or "norm" in type(module).__name__.lower()
     if module._modules or not likely or not _takes(module, 1, 2) or any(t.dim() > 1 for t in tensors.values()):
         return None
-    sizes = {tuple(getattr(t, "ds_shape", t.shape)) for t in tensors.values()}  # ZeRO-3 keeps the shape of what it took
+    # ZeRO-3 keeps the shape of what it took; FSDP1 may leave nothing on this rank.
+    sizes = {tuple(getattr(t, "ds_shape", t.shape)) for t in tensors.values()} - {(0,)}
     if len(tensors) > 2 or len(sizes) > 1 or any(b is not None for b in module._buffers.values()):
         return "has more state than a norm"
     # Without a weight it may still check its input's width against an attribute.
