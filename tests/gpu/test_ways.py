@@ -233,11 +233,11 @@ SCRIPT = Path(__file__).parents[1] / "hf" / "two_ranks.py"
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("group", ["sharded", "parallel", "zero"])
+@pytest.mark.parametrize("group", ["sharded", "parallel", "zero", "adapters"])
 def test_two_gpus(group, tmp_path):
     """DDP and FSDP, tensor and context parallel, ZeRO-3, in fp32 over NCCL."""
-    if group == "zero":
-        pytest.importorskip("deepspeed")
+    if library := {"zero": "deepspeed", "adapters": "peft"}.get(group):
+        pytest.importorskip(library)
     environment = {**os.environ, "TIGON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     command = functools.partial(
         subprocess.Popen, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

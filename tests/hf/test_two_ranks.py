@@ -1,4 +1,4 @@
-"""Two processes on this machine: under each way of the group, loss and every gradient of a patched model are stock's."""
+"""Two processes on this machine: each way of a group gives a patched model the loss and every gradient of stock."""
 
 import os
 import subprocess
@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).with_name("two_ranks.py")
-LIBRARIES = {"zero": "deepspeed"}
+LIBRARIES = {"zero": "deepspeed", "adapters": "peft"}
 
 
-@pytest.mark.parametrize(("group", "ways"), [("sharded", 16), ("parallel", 10), ("zero", 3)])
+@pytest.mark.parametrize(("group", "ways"), [("sharded", 16), ("parallel", 10), ("zero", 3), ("adapters", 4)])
 def test_two_ranks(group, ways, tmp_path):
     if group in LIBRARIES:
         pytest.importorskip(LIBRARIES[group])

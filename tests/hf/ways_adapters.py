@@ -1,0 +1,42 @@
+"""Adapters in a model that is data parallel or sharded: most parameters are frozen, a few are trained."""
+
+from collections.abc import Callable
+
+import peft
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from ways import assert_same, batch, build, patch, step
+from ways_sharded import ddp
+
+
+def fsdp2(model: nn.Module) -> nn.Module:
+    for layer in model.base_model.model.model.layers:
+        fully_shard(layer)
+    return fully_shard(model)
+
+
+def same(distribute: Callable, saved: list[str]) -> Callable[[int], None]:
+    """`saved`: which modules are trained as a whole, beside adapters on every layer."""
+
+    def way(rank: int) -> None:
+        steps = []
+        for patched in (True, False):
+            model = build()
+            if patched:
+                patch(model)
+            torch.manual_seed(0)
+            options = {"r": 4, "target_modules": "all-linear", "modules_to_save": saved, "init_lora_weights": False}
+            model = distribute(peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM")))
+            steps.append(step(model, patched, **batch(rank)))
+        assert_same(*steps)
+
+    return way
+
+
+WAYS = {
+    "DDP": same(ddp, []),
+    "DDP, a head that is trained": same(ddp, ["lm_head"]),
+    "FSDP2": same(fsdp2, []),
+    "FSDP2, a head that is trained": same(fsdp2, ["lm_head"]),
+}
