@@ -1,6 +1,7 @@
 """Every decoder type of transformers, tiny, on the kernels: in fp32 its step is stock's, in bf16 as accurate."""
 
 import copy
+from statistics import median
 
 import pytest
 import torch
@@ -33,16 +34,22 @@ def _distance(given: dict, exact: dict) -> float:
 
 @pytest.mark.parametrize("model_type", BUILT)
 def test_bf16_is_as_accurate_as_stock(model_type):
-    model, batch = tiny_model(model_type).to(torch.bfloat16).cuda(), make_batch(VOCABULARY, 4, 64, device="cuda")
+    """Over six batches: where two experts are near, which one a router takes is rounded either way, and that is most of
+    the error of a model that small, stock or patched. A kernel that is wrong is wrong in most batches.
+    """
+    model = tiny_model(model_type).to(torch.bfloat16).cuda()
+    wide = copy.deepcopy(model).float()
+    batches = [make_batch(VOCABULARY, 4, 64, device="cuda", seed=seed) for seed in range(6)]
     try:
-        stock = step(model, batch)
+        stock = [step(model, batch) for batch in batches]
     except RuntimeError as error:
         pytest.skip(f"the stock model does not run in bf16: {str(error)[:80]}")
-    exact = step(copy.deepcopy(model).float(), batch)
+    exact = [step(wide, batch) for batch in batches]
     report = tigon.patch(model)
-    given = step(model, batch)
-    assert given.keys() == stock.keys()
-    # A router may choose other experts where two are near: then both ways lie as far from the fp32 model.
-    assert _distance(given, exact) <= 1.5 * _distance(stock, exact) + 1e-3, report
-    error, allowed = (abs(losses["loss"].item() - exact["loss"].item()) for losses in (given, stock))
-    assert error <= 2 * allowed + 4e-3 * exact["loss"].item(), report
+    given = [step(model, batch) for batch in batches]
+    assert given[0].keys() == stock[0].keys()
+    errors, allowed = ([_distance(a, b) for a, b in zip(results, exact, strict=True)] for results in (given, stock))
+    assert median(errors) <= 1.5 * max(allowed) + 1e-3, f"{errors}, stock {allowed}\n{report}"
+    losses = [torch.stack([result["loss"].float() for result in results]) for results in (given, stock, exact)]
+    error, allowed = ((loss - losses[2]).square().mean().sqrt().item() for loss in losses[:2])
+    assert error <= 2 * allowed + 1e-3 * losses[2].mean().item(), f"{losses}\n{report}"

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 
-def make_batch(vocabulary: int, rows: int = 2, length: int = 12, device: str = "cpu") -> dict[str, Tensor]:
+def make_batch(
+    vocabulary: int, rows: int = 2, length: int = 12, device: str = "cpu", seed: int = 0
+) -> dict[str, Tensor]:
     """Random tokens, some without labels; lengths are a multiple of four, which some state-space models want."""
-    tokens = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(0)).to(device)
+    tokens = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
     labels = tokens.clone()
     labels[0, :5] = -100
     return {"input_ids": tokens, "labels": labels, "use_cache": False}

@@ -330,6 +330,8 @@ def test_a_string_that_is_no_model_type(given, nearest):
 
 
 def test_a_type_that_is_only_a_part(patch_type):
+    if "csm_depth_decoder_model" not in transformers.CONFIG_MAPPING:
+        pytest.skip("no type of its own in this version")
     with pytest.raises(ValueError, match="part of other models only"):
         patch_type("csm_depth_decoder_model")
 
