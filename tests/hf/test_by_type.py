@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.hf.replacement import find_replacement
+from tigon.modules.replacement import find_replacement
 
 transformers = pytest.importorskip("transformers")
 

@@ -1,6 +1,7 @@
 """`tigon.patch`: the same numbers as stock for every model type, undone exactly, and a report that tells all."""
 
 import copy
+import importlib
 import os
 import subprocess
 import sys
@@ -261,10 +262,10 @@ def test_the_random_state_is_not_touched(make_model):
 
 
 def test_a_deep_model_is_probed_once_for_each_kind(make_model, monkeypatch):
-    import tigon.hf.recognise as recognise
-
     runs = []
-    monkeypatch.setattr(recognise, "normal", lambda *a, _n=recognise.normal, **k: runs.append(a) or _n(*a, **k))
+    for name in ("norms", "mlps", "rope"):
+        module = importlib.import_module(f"tigon.modules.{name}")
+        monkeypatch.setattr(module, "normal", lambda *a, _n=module.normal, **k: runs.append(a) or _n(*a, **k))
     with torch.device("meta"):
         tigon.patch(make_model("llama"))
         shallow = len(runs)

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.by_type import patch_type
-from tigon.hf.experts import recognise_experts
 from tigon.hf.learn import attach, learn_loss
-from tigon.hf.recognise import recognise_glu, recognise_norm, recognise_relu2
-from tigon.hf.replacement import find_replacement, foreign_forward, install, is_changed
 from tigon.hf.report import Report
-from tigon.hf.rope import recognise_rope
-from tigon.hf.standin import own_tensors
+from tigon.modules.experts import recognise_experts
+from tigon.modules.mlps import recognise_glu, recognise_relu2
+from tigon.modules.norms import recognise_norm
+from tigon.modules.replacement import find_replacement, foreign_forward, install, is_changed
+from tigon.modules.rope import recognise_rope
+from tigon.modules.standin import own_tensors
 
 __all__ = ["patch", "patched"]
 

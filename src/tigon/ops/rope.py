@@ -10,8 +10,8 @@ Each pair (x1, x2) of the first R features turns by its angle; the others pass t
     interleaved      (x[2 i], x[2 i + 1])       (y[2 i], y[2 i + 1])       both cos[i]
     deinterleaved    (x[2 i], x[2 i + 1])       (y[i], y[i + R/2])         both cos[i]
 
-That is for the table "halves". Of a table "once" (R/2 wide) both are cos[i], of "pairs" they are cos[2 i], cos[2 i + 1].
-Both are equal for every usual table, but nothing here needs it.
+That is for the table "halves". Of a table "once" (R/2 wide) both are cos[i], of "pairs" they are cos[2 i] and
+cos[2 i + 1]. Both are equal for every usual table, but nothing here needs it.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.experts import Experts, recognise_experts
-from tigon.hf.replacement import foreign_forward, install
+from tigon.modules.experts import Experts, recognise_experts
+from tigon.modules.replacement import foreign_forward, install
 from tigon.ops.moe_mlp import ACTIVATIONS
 from tigon.testing import assert_accurate
 

@@ -11,9 +11,8 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.recognise import describe
-from tigon.hf.replacement import is_changed
-from tigon.hf.standin import normal, own_tensors, probing, stand_in, without_parameters
+from tigon.modules.replacement import is_changed
+from tigon.modules.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
 from tigon.ops.dispatch import KERNEL_DTYPES
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
 

@@ -18,8 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.recognise import describe
-from tigon.hf.standin import normal, probing
+from tigon.modules.standin import describe, normal, probing
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
 

@@ -1,6 +1,7 @@
 """Small twins of modules, to be run in place of the originals: on the CPU, in any dtype, without touching anything."""
 
 import contextlib
+import inspect
 import warnings
 from collections.abc import Iterator
 from typing import TypeVar
@@ -8,7 +9,22 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-__all__ = ["in_mode", "linear", "normal", "own_tensors", "probing", "stand_in", "without_parameters"]
+__all__ = [
+    "BF16",
+    "FP32",
+    "describe",
+    "in_mode",
+    "linear",
+    "normal",
+    "own_tensors",
+    "probing",
+    "same_bits",
+    "stand_in",
+    "takes",
+    "without_parameters",
+]
+
+FP32, BF16 = torch.float32, torch.bfloat16
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -83,3 +99,24 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
 def without_parameters(module: nn.Module) -> bool:
     """Whether a module holds no tensor at all: an activation, a dropout."""
     return all(tensor is None for each in module.modules() for tensor in own_tensors(each).values())
+
+
+def describe(error: Exception) -> str:
+    """One line of an exception for a report."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+
+
+def takes(module: nn.Module, *counts: int) -> bool:
+    """Whether the class has a forward of its own that can be called with one of these numbers of arguments."""
+    if type(module).forward is nn.Module.forward:
+        return False
+    for count in counts:
+        with contextlib.suppress(TypeError, ValueError):
+            inspect.signature(type(module).forward).bind(module, *[None] * count)
+            return True
+    return False
+
+
+def same_bits(a: object, b: Tensor) -> bool:
+    """Whether `a` is a tensor with the dtype and the values of `b`."""
+    return isinstance(a, Tensor) and a.dtype == b.dtype and torch.equal(a, b)

@@ -1,0 +1,150 @@
+"""Recognise gated MLPs, whatever their parts are called, and squared ReLUs."""
+
+import contextlib
+import functools
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tigon.modules.replacement import is_changed
+from tigon.modules.standin import (
+    BF16,
+    FP32,
+    describe,
+    in_mode,
+    linear,
+    normal,
+    own_tensors,
+    probing,
+    same_bits,
+    stand_in,
+    takes,
+    without_parameters,
+)
+from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.relu2 import relu2, relu2_reference
+
+__all__ = ["GLU", "ReLU2", "recognise_glu", "recognise_relu2"]
+
+KINDS: dict[str, tuple[Callable, Callable]] = {  # the op and its reference
+    "swiglu": (swiglu, swiglu_reference),
+    "geglu": (geglu, geglu_reference),
+    "geglu (tanh)": tuple(functools.partial(f, approximate="tanh") for f in (geglu, geglu_reference)),
+}
+
+
+@dataclass(frozen=True)
+class GLU:
+    """`down(act(gate(x)) * up(x))` through the module's own children; without `up`, `gate` gives both, packed."""
+
+    kind: str
+    gate: str
+    up: str | None
+    down: str
+    skipped: tuple[tuple[str, type], ...] = ()  # the children that the op does without: the activation
+
+    def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
+        children = module._modules
+        skips = all(type(children[name]) is cls and not is_changed(children[name]) for name, cls in self.skipped)
+        if kwargs or len(args) != 1 or not skips:
+            return type(module).forward(module, *args, **kwargs)
+        gate = getattr(module, self.gate)(*args)
+        up = None if self.up is None else getattr(module, self.up)(*args)
+        # Children of different dtypes: the reference promotes as torch does.
+        op, eager = KINDS[self.kind]
+        op = eager if reference or (up is not None and up.dtype != gate.dtype) else op
+        return getattr(module, self.down)(op(gate, up))
+
+    def __str__(self) -> str:
+        return f"{self.kind}, packed" if self.up is None else self.kind
+
+
+def _wirings(linears: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, str]]:
+    """Every (gate, up, down) that the sizes of the children allow."""
+    for gate, *ups, down in itertools.permutations(linears):
+        width, inner = linears[gate].in_features, linears[gate].out_features
+        fits = all((linears[up].in_features, linears[up].out_features) == (width, inner) for up in ups)
+        if fits and linears[down].in_features * (1 if ups else 2) == inner:
+            yield gate, (ups[0] if ups else None), down
+
+
+def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtype, seed: int) -> nn.Module:
+    """The module with small children of the same wiring, and its attributes that name sizes made small likewise."""
+    gate, up, down = wiring
+    real = linears[gate].in_features, linears[down].in_features, linears[down].out_features
+    hidden, inner, out = 24, 40, 24 if real[2] == real[0] else 56  # all different, so that a wrong wiring fails
+    training = seed % 2 == 1
+    children: dict[str, nn.Module] = {}
+    for i, (name, child) in enumerate(module._modules.items()):
+        if name in linears:
+            sizes = (inner, out) if name == down else (hidden, inner if up else 2 * inner)
+            bias = getattr(child, "bias", None) is not None
+            children[name] = linear(seed + 10 * i, *sizes, dtype, bias)
+        else:
+            children[name] = child and in_mode(child, training)
+    small = {real[2]: out, 2 * real[1]: 2 * inner, real[1]: inner, real[0]: hidden}
+    sizes = {name: small[value] for name, value in vars(module).items() if type(value) is int and value in small}
+    return stand_in(module, {}, children, training=training, **sizes)
+
+
+def recognise_glu(module: nn.Module) -> GLU | str | None:
+    """A gated MLP: two (packed) or three linear children that fit each other, and nothing else with parameters."""
+    has_sizes = lambda m: all(type(getattr(m, name, None)) is int for name in ("in_features", "out_features"))
+    linears = {name: child for name, child in module._modules.items() if has_sizes(child)}
+    if len(linears) not in (2, 3) or not takes(module, 1) or not (wirings := list(_wirings(linears))):
+        return None
+    others = {name: child for name, child in module._modules.items() if name not in linears and child is not None}
+    extra = [name for name, child in others.items() if not without_parameters(child)]
+    extra += [name for name, tensor in own_tensors(module).items() if tensor is not None]
+    if extra:
+        return f"has more state than a gated MLP ({', '.join(extra)})"
+    if changed := [name for name, child in others.items() if is_changed(child)]:
+        return f"has hooks on {', '.join(changed)}, or another forward there"
+    skipped = tuple((name, type(child)) for name, child in others.items())
+    failure = "computes something else than silu, gelu or gelu-tanh gates"
+    for wiring in wirings:
+        candidates = [GLU(kind, *wiring, skipped) for kind in KINDS]
+        try:
+            with probing():
+                for seed, dtype in enumerate((FP32, BF16, BF16, FP32)):
+                    twin = _glu_twin(module, linears, wiring, dtype, seed)
+                    x = (normal(1000 + seed, 2, 16, 24) * 3).to(dtype)
+                    y = type(module).forward(twin, x.clone())
+                    candidates = [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
+        except Exception as error:
+            failure = f"cannot be run by itself ({describe(error)})"
+            continue
+        if candidates:
+            return candidates[0]
+    return failure
+
+
+# --- squared ReLU --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReLU2:
+    """`relu2`, for an activation that is a module of its own."""
+
+    def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
+        return type(module).forward(module, *args, **kwargs) if kwargs or len(args) != 1 else relu2(*args)
+
+    def __str__(self) -> str:
+        return "relu2"
+
+
+def recognise_relu2(module: nn.Module) -> ReLU2 | None:
+    """A squared ReLU: no children, no parameters."""
+    if module._modules or not without_parameters(module) or not takes(module, 1):
+        return None
+    with contextlib.suppress(Exception), probing():
+        for seed, dtype in enumerate((FP32, BF16, FP32)):
+            x = normal(seed, 16, 24, dtype=dtype)
+            twin = stand_in(module, training=seed > 0)
+            if not same_bits(type(module).forward(twin, x.clone()), relu2_reference(x)):
+                return None
+        return ReLU2()
+    return None

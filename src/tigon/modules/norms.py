@@ -1,0 +1,147 @@
+"""Recognise RMS norms and layer norms: rows of very different sizes show epsilon, offset and where a norm rounds."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.modules.standin import BF16, FP32, describe, normal, own_tensors, probing, same_bits, stand_in, takes
+from tigon.ops.dispatch import runs_kernels
+from tigon.ops.glu import swiglu
+from tigon.ops.layer_norm import layer_norm, layer_norm_reference
+from tigon.ops.rms_norm import rms_norm, rms_norm_reference
+
+__all__ = ["LayerNorm", "RMSNorm", "recognise_norm"]
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """`rms_norm` of the module's own weight and epsilon, read by name at every call; gated: times silu of a gate."""
+
+    eps: str | float
+    weight: str | None
+    offset: float
+    rounding: Literal["before_weight", "after_weight"]
+    gated: bool
+    part = "rms_norm"
+
+    def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
+        if kwargs or len(args) != 1 + self.gated or not all(isinstance(x, Tensor) for x in args):
+            return type(module).forward(module, *args, **kwargs)
+        weight, eps = _own(module, self.weight), _own(module, self.eps)
+        y = (rms_norm_reference if reference else rms_norm)(
+            args[0], weight, eps, offset=self.offset, rounding=self.rounding
+        )
+        if not self.gated:
+            return y
+        dtype, gate = args[0].dtype, args[1]
+        if not reference and dtype == y.dtype == gate.dtype and runs_kernels(y, gate):
+            return swiglu(gate, y)  # in fp32 as below
+        return (y * F.silu(gate.float())).to(dtype)
+
+    def __str__(self) -> str:
+        offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"
+        return f"rms_norm{' without weight' if self.weight is None else offset}{', then swiglu' if self.gated else ''}"
+
+
+# Other ways to write `layer_norm_reference`, rounded once as well.
+
+
+def _layer_norm_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    wide = (t if t is None else t.float() for t in (x, weight, bias))
+    return layer_norm_reference(*wide, eps).to(x.dtype)
+
+
+def _layer_norm_in_steps(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    y = x.float() - x.float().mean(-1, keepdim=True)
+    y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
+    y = y if weight is None else weight.float() * y
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """`layer_norm` of the module's own weight, bias and epsilon, read by name at every call."""
+
+    eps: str | float
+    weight: str | None
+    bias: str | None
+    written: Callable  # a reference with the module's bits
+    part = "layer_norm"
+
+    def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
+        if kwargs or len(args) != 1:
+            return type(module).forward(module, *args, **kwargs)
+        own = [_own(module, name) for name in (self.weight, self.bias, self.eps)]
+        return (self.written if reference else layer_norm)(args[0], *own)
+
+    def __str__(self) -> str:
+        without = [name for name in ("weight", "bias") if getattr(self, name) is None]
+        return f"layer_norm without {' and '.join(without)}" if without else "layer_norm"
+
+
+def _own(module: nn.Module, name: str | float | None) -> Tensor | float | None:
+    return getattr(module, name) if isinstance(name, str) else name
+
+
+def _norm_candidates(names: list[str], epsilons: list[str | float], gated: bool) -> Iterator[RMSNorm | LayerNorm]:
+    if len(names) < 2:
+        forms = itertools.product((0.0, 1.0), ("before_weight", "after_weight")) if names else [(0.0, "before_weight")]
+        weight = names[0] if names else None
+        yield from (RMSNorm(eps, weight, *form, gated) for eps, form in itertools.product(epsilons, forms))
+    if not gated:
+        pairs = itertools.permutations([*names, None][:2], 2) if names else [(None, None)]
+        written = (layer_norm_reference, _layer_norm_in_fp32, _layer_norm_in_steps)
+        yield from (LayerNorm(eps, *pair, how) for eps, pair, how in itertools.product(epsilons, pairs, written))
+
+
+def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int, gated: bool) -> list:
+    """The candidates that reproduce the module in every combination of dtypes it can run."""
+    rows = max(16, 4096 // width)
+    sizes = torch.logspace(-4, 2, rows)[:, None]  # the smallest have a mean square below any epsilon
+    combinations = itertools.product((True, False), (FP32, BF16), (FP32, BF16))
+    for seed, (training, dtype, weight_dtype) in enumerate(combinations):
+        inputs = [(normal(seed, rows, width) * sizes).to(dtype)]
+        inputs += [normal(50 + seed, rows, width, dtype=dtype)] if gated else []
+        own = {name: normal(100 + seed + 10 * i, width, dtype=weight_dtype) for i, name in enumerate(names)}
+        twin = stand_in(module, own, training=training)
+        try:
+            y = type(module).forward(twin, *(x.clone() for x in inputs))
+        except Exception:
+            if dtype == weight_dtype:
+                raise
+            continue  # it refuses mixed dtypes, so there is nothing to reproduce
+        candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
+    return candidates
+
+
+def recognise_norm(module: nn.Module) -> RMSNorm | LayerNorm | str | None:
+    """A norm: no children, at most two parameters (1-D, of one size), and an epsilon or "norm" in the class's name."""
+    tensors = {name: t for name, t in own_tensors(module).items() if t is not None}
+    epsilons = [name for name, value in vars(module).items() if type(value) is float and 0.0 < value <= 0.1]
+    # Without both it may be a dropout or an activation as well.
+    likely = (tensors and epsilons) or "norm" in type(module).__name__.lower()
+    if module._modules or not likely or not takes(module, 1, 2) or any(t.dim() > 1 for t in tensors.values()):
+        return None
+    # ZeRO-3 keeps the shape of what it took; FSDP1 may leave nothing on this rank.
+    sizes = {tuple(getattr(t, "ds_shape", t.shape)) for t in tensors.values()} - {(0,)}
+    if len(tensors) > 2 or len(sizes) > 1 or any(b is not None for b in module._buffers.values()):
+        return "has more state than a norm"
+    # Without a weight it may still check its input's width against an attribute.
+    own = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
+    widths = list(*sizes) if sizes else [size for size in own if type(size) is int and 1 < size <= 65536] + [96]
+    failure = "computes something else than a norm"
+    gated = takes(module, 2)
+    for width in widths:
+        candidates = list(_norm_candidates(list(tensors), epsilons or [1e-5, 1e-6], gated))
+        try:
+            with probing():
+                if found := _run_norm(module, list(tensors), candidates, width, gated):
+                    return found[0]
+        except Exception as error:
+            failure = f"cannot be run by itself ({describe(error)})"
+    return failure

@@ -1,0 +1,113 @@
+"""MLPs are recognised by what they compute, whatever their parts are called; what differs is left alone."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tigon.modules.mlps import GLU, ReLU2, recognise_glu, recognise_relu2
+
+
+class Split(nn.Module):
+    """w1, w3 and w2 as some models have them; declared in another order than they are used."""
+
+    def __init__(self, act=F.silu, bias: bool = False, hidden: int = 16, inner: int = 32) -> None:
+        super().__init__()
+        self.w2 = nn.Linear(inner, hidden, bias=bias)
+        self.w1 = nn.Linear(hidden, inner, bias=bias)
+        self.w3 = nn.Linear(hidden, inner, bias=bias)
+        self.act, self.multiplier = act, 1.0
+
+    def forward(self, x):
+        return self.w2(self.act(self.w1(x)) * self.w3(x) * self.multiplier)
+
+
+class Packed(nn.Module):
+    def __init__(self, gate_first: bool = True) -> None:
+        super().__init__()
+        self.both, self.out, self.inner = nn.Linear(16, 64), nn.Linear(32, 16), 32
+        self.gate_first = gate_first
+
+    def forward(self, x):
+        first, second = self.both(x).split(self.inner, dim=-1)
+        gate, up = (first, second) if self.gate_first else (second, first)
+        return self.out(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    ("act", "kind"),
+    [(F.silu, "swiglu"), (F.gelu, "geglu"), (lambda x: F.gelu(x, approximate="tanh"), "geglu (tanh)")],
+    ids=["silu", "gelu", "gelu tanh"],
+)
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("inner", [32, 16], ids=["wide", "square"])
+def test_a_gated_mlp_is_found_under_any_names(act, kind, bias, inner):
+    assert recognise_glu(Split(act, bias, inner=inner)) == GLU(kind, "w1", "w3", "w2")
+
+
+def test_a_packed_mlp_whose_code_names_its_size():
+    assert recognise_glu(Packed()) == GLU("swiglu", "both", None, "out")
+
+
+def test_children_of_other_classes_need_only_say_their_sizes():
+    class Quantised(nn.Module):
+        def __init__(self, features_in, features_out):
+            super().__init__()
+            self.in_features, self.out_features = features_in, features_out
+
+        def forward(self, x):
+            raise AssertionError("recognition must not run the big children")
+
+    mlp = Split()
+    mlp.w1, mlp.w3, mlp.w2 = Quantised(16, 32), Quantised(16, 32), Quantised(32, 16)
+    assert recognise_glu(mlp) == GLU("swiglu", "w1", "w3", "w2")
+
+
+@pytest.mark.parametrize(
+    "act", [F.relu, torch.sigmoid, F.gelu, lambda x: F.silu(x) * 1.0001], ids=["relu", "sigmoid", "gelu", "near"]
+)
+def test_gates_are_compared_bit_for_bit(act):
+    class Doubled(Split):
+        def forward(self, x):
+            return super().forward(x) * 2
+
+    assert recognise_glu(Doubled(act)) == "computes something else than silu, gelu or gelu-tanh gates"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda mlp: setattr(mlp, "multiplier", 0.7),
+        lambda mlp: setattr(mlp, "act", nn.Sequential(nn.SiLU(), nn.Dropout(0.1))),
+        lambda mlp: setattr(mlp, "act", lambda x: F.silu(x.masked_fill(x < x.mean(), 0))),
+    ],
+    ids=["multiplier", "dropout", "sparsity"],
+)
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_what_a_gated_mlp_does_beside_is_not_lost(change, training):
+    mlp = Split()
+    change(mlp)
+    mlp.train(training)
+    assert recognise_glu(mlp) == "computes something else than silu, gelu or gelu-tanh gates"
+
+
+def test_a_norm_inside_is_named():
+    mlp = Split()
+    mlp.inner_norm = nn.RMSNorm(32)
+    assert recognise_glu(mlp) == "has more state than a gated MLP (inner_norm)"
+
+
+def test_a_packed_mlp_with_up_before_gate_is_left_alone():
+    assert recognise_glu(Packed(gate_first=False)) == "computes something else than silu, gelu or gelu-tanh gates"
+
+
+# --- squared ReLU --------------------------------------------------------------------------------
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return torch.square(F.relu(x))
+
+
+def test_a_squared_relu_is_found():
+    assert recognise_relu2(Squared()) == ReLU2()
