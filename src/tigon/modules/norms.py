@@ -56,6 +56,10 @@ def _layer_norm_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None, e
     return layer_norm_reference(*wide, eps).to(x.dtype)
 
 
+def _layer_norm_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)  # on a CPU also of bf16 by fp32 weights
+
+
 def _layer_norm_in_steps(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     y = x.float() - x.float().mean(-1, keepdim=True)
     y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps)
@@ -95,7 +99,7 @@ def _norm_candidates(names: list[str], epsilons: list[str | float], gated: bool)
         yield from (RMSNorm(eps, weight, *form, gated) for eps, form in itertools.product(epsilons, forms))
     if not gated:
         pairs = itertools.permutations([*names, None][:2], 2) if names else [(None, None)]
-        written = (layer_norm_reference, _layer_norm_in_fp32, _layer_norm_in_steps)
+        written = (layer_norm_reference, _layer_norm_mixed, _layer_norm_in_fp32, _layer_norm_in_steps)
         yield from (LayerNorm(eps, *pair, how) for eps, pair, how in itertools.product(epsilons, pairs, written))
 
 
