@@ -74,11 +74,15 @@ def _unary(run, *shape: int) -> None:
     y.backward(y.detach())
 
 
-def _moe_mlp(h: int, i: int, k: int, dtype: torch.dtype = BF16) -> None:
+def _own_gate(x: torch.Tensor) -> torch.Tensor:
+    return x[:, ::2] * x[:, 1::2].sigmoid()
+
+
+def _moe_mlp(h: int, i: int, k: int, dtype: torch.dtype = BF16, **options) -> None:
     weights, index = _leaf(2, k, dtype=torch.float32), torch.zeros(2, k, dtype=torch.int64)
-    y = tigon.moe_mlp(
-        _leaf(2, h, dtype=dtype), _leaf(1, 2 * i, h, dtype=dtype), _leaf(1, h, i, dtype=dtype), index, weights
-    )
+    width = i if options.get("activation") == "relu2" else 2 * i
+    up, down = _leaf(1, width, h, dtype=dtype), _leaf(1, h, i, dtype=dtype)
+    y = tigon.moe_mlp(_leaf(2, h, dtype=dtype), up, down, index, weights, **options)
     y.backward(y.detach())
 
 
@@ -128,6 +132,11 @@ WORKLOADS = {
     "moe_mlp 2048, 8 of the experts": lambda: _moe_mlp(2048, 768, 8),
     "moe_mlp 4096, 2 of the experts": lambda: _moe_mlp(4096, 64, 2),
     "moe_mlp 7168, 8 of the experts": lambda: _moe_mlp(7168, 64, 8),
+    "moe_mlp 1024, gelu, 2 of the experts": lambda: _moe_mlp(1024, 14336, 2, activation="gelu"),
+    "moe_mlp 1024, gelu_tanh, 2 of the experts": lambda: _moe_mlp(1024, 704, 2, activation="gelu_tanh"),
+    "moe_mlp 1024 without gate, 6 of the experts": lambda: _moe_mlp(1024, 1856, 6, activation="relu2"),
+    "moe_mlp 4096, a gate of one's own, 2 of the experts": lambda: _moe_mlp(4096, 64, 2, activation=_own_gate),
+    "moe_mlp 2880, a gate of one's own, 4 of the experts": lambda: _moe_mlp(2880, 64, 4, activation=_own_gate),
     "moe_mlp 10240 in fp32, 22 of the experts": lambda: _moe_mlp(10240, 16, 22, torch.float32),
     "softmax 128": lambda: _unary(tigon.softmax, 64, 128),
     "softmax 4096": lambda: _unary(tigon.softmax, 2, 4096),

@@ -66,7 +66,7 @@ class Config:
 
 
 @triton.jit
-def _activation(x, KIND: tl.constexpr):
+def activation_and_slope(x, KIND: tl.constexpr):
     """x fp32 -> act(x), act'(x)."""
     if KIND == "gelu":
         gate = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -91,7 +91,7 @@ def _forward_kernel(
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    act, _ = _activation(gate, KIND)
+    act, _ = activation_and_slope(gate, KIND)
     tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
 
 
@@ -104,7 +104,7 @@ def _backward_kernel(
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
-    act, slope = _activation(gate, KIND)
+    act, slope = activation_and_slope(gate, KIND)
     if NEEDS_DGATE:
         up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
         tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * slope, mask=mask)

@@ -5,6 +5,8 @@ r"""Products with the matrix of each row's group: y[s] = x[s] W[g(s)], rows sort
 torch's `grouped_mm` where it runs; elsewhere a loop over the groups, which on a GPU waits for their sizes. Rows beyond
 the last group are not computed: whatever is in them, there and in dx, means nothing.
 
+A bias of each group is added to its rows; its gradient is their sum, in fp32 and rounded once: a product with ones.
+
 Shapes: S rows, E groups, N and M features.
 """
 
@@ -14,14 +16,14 @@ from torch import Tensor
 
 from tigon.ops.dispatch import first_order, launcher
 
-__all__ = ["grouped_linear"]
+__all__ = ["group_sums", "grouped_linear", "grouped_product", "grouped_weight_gradient", "rows_of_groups"]
 
 GROUPED_MM = getattr(F, "grouped_mm", None)  # since torch 2.10
 
 
 def _fast(x: Tensor, weight: Tensor) -> bool:
     """Whether `grouped_mm` takes the factors."""
-    if GROUPED_MM is None or x.shape[0] == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if GROUPED_MM is None or x.numel() == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
@@ -37,7 +39,7 @@ def _aligned(x: Tensor) -> bool:
     return step * x.element_size() % 16 == 0 and (x.dim() < 3 or x.stride(0) * x.element_size() % 16 == 0)
 
 
-# --- the loop ------------------------------------------------------------------------------------
+# --- products (no autograd) ------------------------------------------------------------------------------------
 
 
 def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
@@ -48,7 +50,9 @@ def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
 
 @launcher(fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x [S, N], weight [E, N, M], ends [E] -> [S, M]; rows of no group are 0."""
+    """x [S, N], weight [E, N, M], ends [E] -> [S, M]."""
+    if _fast(x, weight):
+        return GROUPED_MM(x, weight, offs=ends)
     y = x.new_zeros(x.shape[0], weight.shape[2])
     for group, start, end in _groups(ends, x.shape[0]):
         torch.mm(x[start:end], weight[group], out=y[start:end])
@@ -57,11 +61,26 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 @launcher(fake=lambda x, dy, ends: x.new_empty(ends.shape[0], x.shape[1], dy.shape[1]))
 def grouped_weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
-    """x [S, N], dy [S, M], ends [E] -> [E, N, M]."""
+    """x [S, N], dy [S, M], ends [E] -> [E, N, M]; of a group without rows, 0."""
+    if _fast(x.mT, dy):
+        return GROUPED_MM(x.mT, dy, offs=ends)
     dweight = x.new_zeros(ends.shape[0], x.shape[1], dy.shape[1])
     for group, start, end in _groups(ends, x.shape[0]):
         torch.mm(x[start:end].T, dy[start:end], out=dweight[group])
     return dweight
+
+
+def group_sums(rows: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
+    """rows [S, M], ends [E], factors [S] or None (of 1) -> [E, M], the sum over each group of its rows times these."""
+    lanes = 16 // rows.element_size()  # the narrowest factor that `grouped_mm` takes
+    if factors is None:
+        factors = rows.new_ones(len(rows), lanes)
+    else:
+        factors = factors.to(rows.dtype)[:, None].repeat(1, lanes)
+    return grouped_weight_gradient(factors, rows, ends)[:, 0].contiguous()
+
+
+# --- autograd ------------------------------------------------------------------------------------
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -79,7 +98,19 @@ class _GroupedLinear(torch.autograd.Function):
         return dx, None if x is None else grouped_weight_gradient(x, dy, ends), None
 
 
-# --- public: its arguments are checked by the op that it is a part of ------------------------------
+class _RowsOfGroups(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group, ends):
+        ctx.save_for_backward(ends)
+        return x[group]
+
+    @staticmethod
+    @first_order
+    def backward(ctx, drows):
+        return group_sums(drows.contiguous(), *ctx.saved_tensors), None, None
+
+
+# --- public: their arguments are checked by the op that they are parts of --------------------------
 
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -87,3 +118,8 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     if _fast(x, weight):
         return GROUPED_MM(x, weight, offs=ends)
     return _GroupedLinear.apply(x, weight, ends)
+
+
+def rows_of_groups(x: Tensor, group: Tensor, ends: Tensor) -> Tensor:
+    """x [E, M], group [S] int64: of each row, whatever it is for rows of none, ends [E] -> x[group] [S, M]."""
+    return _RowsOfGroups.apply(x, group, ends)

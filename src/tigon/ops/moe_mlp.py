@@ -6,6 +6,17 @@ Rows are sorted by expert without waiting for the device, so that the products o
 product; `tigon.ops.routing` spreads the tokens and sums what comes back. An index of E or more is an expert of another
 rank: it adds nothing.
 
+Of the S = T K rows only h = x[t] U^T + b is kept for backward: [S, 2 I], beside x itself. For the row s of (t, k):
+
+    da[s] = dy[t] D                              the weight w[t, k] comes after the product: dw needs da without it
+    dh[s], (w a)[s], dw[t, k] = from da[s], h[s], w[t, k]      in one pass, `tigon.ops.expert_activation`
+    dD = sum_s dy[t]^T (w a)[s]                  dc = sum_s w[t, k] dy[t]      and dw[t, k] += <dy[t], c>
+    dU = sum_s dh[s]^T x[t]                      db = sum_s dh[s]
+    dx[t] = sum_k dh[s] U
+
+Each only where it is needed, by the same two products forward and four backward as by autograd; x and dy are spread
+again for theirs. An activation of one's own is differentiated by autograd, which keeps what its parts save.
+
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """
 
@@ -15,8 +26,16 @@ import torch
 from torch import Tensor
 
 from tigon.ops import check
+from tigon.ops.dispatch import first_order, launcher
+from tigon.ops.expert_activation import activation_gradients
 from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.grouped_linear import grouped_linear
+from tigon.ops.grouped_linear import (
+    group_sums,
+    grouped_linear,
+    grouped_product,
+    grouped_weight_gradient,
+    rows_of_groups,
+)
 from tigon.ops.relu2 import relu2, relu2_reference
 from tigon.ops.routing import Routing, combine, route, spread
 
@@ -54,15 +73,127 @@ def moe_mlp_reference(
     return rows.sum(1).to(x.dtype)
 
 
+# --- launchers (no autograd) ---------------------------------------------------------------------
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool) -> Tensor:
+    y = grouped_product(x, weight if transposed else weight.mT, routing.ends)
+    return y if bias is None else y.add_(bias[routing.group])
+
+
+def _fake_forward(x, up, down, weights, up_bias, down_bias, slot, order, expert, ends, kind, transposed):
+    return torch.empty_like(x), up.new_empty(order.shape[0], up.shape[2 if transposed else 1])
+
+
+@launcher(fake=_fake_forward)
+def moe_forward(
+    x: Tensor, up: Tensor, down: Tensor, weights: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
+    slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """-> y [T, H] and h [S, 2 I]."""
+    routing = Routing(slot, order, expert, ends)
+    h = _product(spread(x, routing, up.dtype), up, up_bias, routing, transposed)
+    z = _product(ACTIVATIONS[kind][0](h), down, down_bias, routing, transposed)
+    return combine(z, weights, routing, x.dtype), h
+
+
+def _fake_backward(
+    dy, x, h, up, down, weights, down_bias, slot, order, expert, ends, kind, transposed, needs
+):  # fmt: skip
+    (experts,), hidden, width = ends.shape, dy.shape[1], h.shape[1]
+    inner = width // ACTIVATIONS[kind][2]
+    shapes = (width, hidden), (hidden, inner)
+    up, down = (h.new_empty(experts, *(s[::-1] if transposed else s)) for s in shapes)
+    made = torch.empty_like(dy), up, down, torch.empty_like(weights, memory_format=torch.contiguous_format)
+    made += h.new_empty(experts, width), h.new_empty(experts, hidden)
+    return tuple(g if need else None for g, need in zip(made, needs, strict=True))
+
+
+@launcher(fake=_fake_backward)
+def moe_backward(
+    dy: Tensor, x: Tensor | None, h: Tensor, up: Tensor | None, down: Tensor | None, weights: Tensor,
+    down_bias: Tensor | None, slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool,
+    needs: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> gradients of x, up, down, weights, up_bias, down_bias, None where not needed; and inputs for these alone."""
+    routing = Routing(slot, order, expert, ends)
+    needs_x, needs_up, needs_down, needs_weights, needs_up_bias, needs_down_bias = needs
+    needs_dh = needs_x or needs_up or needs_up_bias
+    of_weight = lambda a, b: grouped_weight_gradient(*((b, a) if transposed else (a, b)), ends)
+    dx = dup = ddown = dweights = dup_bias = ddown_bias = da = None
+
+    rows = spread(dy, routing, h.dtype)  # [S, H]
+    if needs_dh or needs_weights:
+        da = grouped_product(rows, down.mT if transposed else down, ends)  # [S, I]
+    if needs_down_bias:
+        ddown_bias = group_sums(rows, ends, weights.flatten()[order])
+    if not needs_down:
+        del rows
+    if da is not None or needs_down:
+        exact = weights if down_bias is None else weights.to(_wide(weights))
+        dh, wa, dweights = activation_gradients(h, da, exact, routing, kind, needs_dh, needs_down, needs_weights)
+    del da
+    if dweights is not None and down_bias is not None:
+        dweights = (dweights + _products_with_bias(dy, down_bias, routing)).to(weights.dtype)
+    if needs_down:
+        ddown = of_weight(rows, wa)
+        del rows, wa
+    if needs_up_bias:
+        dup_bias = group_sums(dh, ends)
+    if needs_up:
+        dup = of_weight(dh, spread(x, routing, h.dtype))
+    if needs_x:
+        dx = combine(grouped_product(dh, up.mT if transposed else up, ends), None, routing, dy.dtype)
+    return dx, dup, ddown, dweights, dup_bias, ddown_bias
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _products_with_bias(dy: Tensor, bias: Tensor, routing: Routing) -> Tensor:
+    """dy [T, H], bias [E, H] -> [T, K]: dy[t] . bias[e] of each choice, 0 of an expert that is not here."""
+    wide = _wide(bias)
+    products = dy.new_empty(dy.shape[0], bias.shape[0], dtype=wide)
+    torch.mm(dy.to(wide), bias.to(wide).T, out=products)  # into it, because autocast would round the result
+    absent = routing.slot >= routing.ends[-1]
+    return products.gather(1, routing.group[routing.slot]).masked_fill(absent, 0.0)
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class _MoEMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, up, down, weights, up_bias, down_bias, slot, order, expert, ends, kind, transposed):
+        routing = slot, order, expert, ends
+        y, h = moe_forward(x, up, down, weights, up_bias, down_bias, *routing, kind, transposed)
+        needs_x, needs_up, _, needs_weights, needs_up_bias, _ = needs = ctx.needs_input_grad[:6]
+        ctx.save_for_backward(
+            x if needs_up else None,
+            h,
+            up if needs_x else None,
+            down if needs_x or needs_up or needs_up_bias or needs_weights else None,
+            weights,
+            down_bias if needs_weights else None,
+            *routing,
+        )
+        ctx.options = kind, transposed, list(needs)
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        gradients = moe_backward(dy, *ctx.saved_tensors, *ctx.options)
+        return *(g if need else None for g, need in zip(gradients, ctx.options[2], strict=True)), *[None] * 6
+
+
 # --- public --------------------------------------------------------------------------------------
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool) -> Tensor:
     y = grouped_linear(x, weight if transposed else weight.mT, routing.ends)
-    if bias is None:
-        return y
-    # The last bias's gradient counts the rows of no expert in: they must be 0, and the product leaves them unwritten.
-    return y.add_(bias[routing.expert.clamp(max=bias.shape[0] - 1).long()]).masked_fill(routing.absent, 0.0)
+    return y if bias is None else y.add_(rows_of_groups(bias, routing.group, routing.ends))
 
 
 def moe_mlp(
@@ -79,8 +210,10 @@ def moe_mlp(
 ) -> Tensor:
     """The weighted sum of the MLPs of K experts for each token, with gradients for all but the indices.
 
-    Products are in the dtype of the weights, sums over experts in fp32. In bf16 nothing waits for the device (compute
-    capability 8.0, torch 2.10, sizes that are multiples of 8); otherwise each grouped product waits for the sizes.
+    For backward it keeps `x` and the result of the first product, [T K, 2 I], alone; with an activation of one's own,
+    what autograd keeps. Products are in the dtype of the weights, sums over experts in fp32. In bf16 nothing waits for
+    the device (compute capability 8.0, torch 2.10, sizes that are multiples of 8); otherwise each grouped product waits
+    for the sizes.
 
     Args:
         x: [T, H], fp32 | bf16 | fp16.
@@ -136,9 +269,11 @@ def moe_mlp(
     check.same(op, "dtype", up_proj=up_proj, down_proj=down_proj, up_bias=up_bias, down_bias=down_bias)
     check.same(op, "device", x=x, up_proj=up_proj, down_proj=down_proj, top_k_index=top_k_index)
 
-    act = ACTIVATIONS[activation][0] if isinstance(activation, str) else activation
     routing = route(top_k_index, experts)
+    if isinstance(activation, str):
+        tensors = x, up_proj, down_proj, top_k_weights, up_bias, down_bias
+        return _MoEMLP.apply(*tensors, *routing, activation, transposed)
     h = spread(x, routing, up_proj.dtype)
-    h = act(_linear(h, up_proj, up_bias, routing, transposed))
+    h = activation(_linear(h, up_proj, up_bias, routing, transposed))
     h = _linear(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
     return combine(h, top_k_weights, routing, x.dtype)

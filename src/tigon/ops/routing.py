@@ -38,6 +38,11 @@ class Routing(NamedTuple):
         """[S, 1] bool: rows of no expert."""
         return (self.expert >= self.ends.shape[0])[:, None]
 
+    @property
+    def group(self) -> Tensor:
+        """[S] int64: the expert of a row, the last one for rows of none."""
+        return self.expert.clamp(max=self.ends.shape[0] - 1).long()
+
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """top_k_index [T, K] of integers -> its rows sorted by expert; rows of one expert keep the order of the tokens."""
@@ -59,10 +64,13 @@ def spread_reference(x: Tensor, routing: Routing, dtype: torch.dtype | None = No
     return rows.masked_fill(routing.absent, 0.0).to(dtype or x.dtype)
 
 
-def combine_reference(rows: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
+def combine_reference(
+    rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None
+) -> Tensor:  # fmt: skip
     """Eager definition of `combine`; the tests' ground truth and the CPU path."""
     chosen = rows.masked_fill(routing.absent, 0.0)[routing.slot]
-    return (chosen * weights[..., None]).sum(1).to(dtype or rows.dtype)
+    chosen = chosen if weights is None else chosen * weights[..., None]
+    return chosen.sum(1).to(dtype or rows.dtype)
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -229,8 +237,10 @@ def spread(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Ten
     return spread_reference(x, routing, dtype)
 
 
-def combine(rows: Tensor, weights: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """rows [S, H] sorted by expert, weights [T, K] -> [T, H] in `dtype` (of `rows`): weighted sums over the choices."""
+def combine(rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
+    """rows [S, H] sorted by expert, weights [T, K] or None (of 1) -> [T, H] in `dtype` (of `rows`): weighted sums over
+    the choices.
+    """
     if runs_kernels(rows, weights) and routing.slot.numel() and rows.shape[1]:
         return _Combine.apply(rows, weights, routing.slot, routing.ends, dtype or rows.dtype)
     return combine_reference(rows, weights, routing, dtype)
