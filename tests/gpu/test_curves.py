@@ -40,8 +40,7 @@ def _curve(
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     if patched:
-        parts = {entry.part for entry in tigon.patch(model).replaced}
-        assert {"rms_norm", "glu", "rope", "loss"} <= parts
+        assert {"rms_norm", "glu", "rope", "loss"} <= {entry.part for entry in tigon.patch(model).replaced}
     losses = []
     for i, ids in enumerate(text):
         optimizer.param_groups[0]["lr"] = 3e-4 * min(1.0, (i + 1) / 10)

@@ -104,7 +104,8 @@ def recognise_glu(module: nn.Module) -> GLU | str | None:
     if changed := [name for name, child in others.items() if is_changed(child)]:
         return f"has hooks on {', '.join(changed)}, or another forward there"
     skipped = tuple((name, type(child)) for name, child in others.items())
-    failure = "computes something else than silu, gelu or gelu-tanh gates"
+    other = "computes something else than silu, gelu or gelu-tanh gates"
+    failure, ran = other, False
     for wiring in wirings:
         candidates = [GLU(kind, *wiring, skipped) for kind in KINDS]
         try:
@@ -115,14 +116,13 @@ def recognise_glu(module: nn.Module) -> GLU | str | None:
                     y = type(module).forward(twin, x.clone())
                     candidates = [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
         except Exception as error:
-            sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
-            if len(sizes) == 1:  # query, key and value of an attention, say
-                return None
-            failure = f"cannot be run by itself ({describe(error)})"
+            failure = failure if ran else f"cannot be run by itself ({describe(error)})"
             continue
+        failure, ran = other, True
         if candidates:
             return candidates[0]
-    return failure
+    sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
+    return failure if ran or len(sizes) > 1 else None  # query, key and value of an attention, say
 
 
 # --- squared ReLU --------------------------------------------------------------------------------

@@ -33,9 +33,8 @@ M = TypeVar("M", bound=nn.Module)
 def probing() -> Iterator[None]:
     """Plain eager CPU arithmetic, whatever modes the caller is in; the global random state is as before after it."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(
-        1
-    )  # on tensors this small more of them wait for each other: six times the time, if others work
+    # On tensors this small, more would wait for each other: sixfold the time on a busy machine.
+    torch.set_num_threads(1)
     with (
         contextlib.ExitStack() as stack,
         torch.random.fork_rng(devices=[]),
