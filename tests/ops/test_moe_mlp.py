@@ -3,10 +3,13 @@ import torch
 from torch import Tensor
 
 import tigon
+import tigon.ops.moe_mlp as moe_module
 import tigon.ops.routing as routing_module
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.grouped_linear import grouped_linear
-from tigon.ops.moe_mlp import moe_mlp_reference
+from tigon.ops import expert_activation
+from tigon.ops.expert_activation import activation_gradients, activation_gradients_reference
+from tigon.ops.grouped_linear import group_sums, grouped_linear, rows_of_groups
+from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp_reference
 from tigon.ops.routing import Config, combine, combine_reference, route, spread, spread_reference
 
 kernels = pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="of the kernels, not of the reference")
@@ -25,9 +28,10 @@ def _index(tokens: int = T, choices: int = K, experts: int = E) -> Tensor:
 
 def _experts(dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
     """Up and down, and biases if asked for."""
-    shapes = [(E, 2 * INNER, H), (E, H, INNER)]
+    width = INNER if options.get("activation") == "relu2" else 2 * INNER
+    shapes = [(E, width, H), (E, H, INNER)]
     shapes = [(*s[:1], *s[:0:-1]) for s in shapes] if options.get("transposed") else shapes
-    shapes += [(E, 2 * INNER), (E, H)] if options.get("biases") else []
+    shapes += [(E, width), (E, H)] if options.get("biases") else []
     return [(_normal(*s, seed=i).detach() / 4).to(dtype).requires_grad_() for i, s in enumerate(shapes)]
 
 
@@ -50,6 +54,9 @@ LAYOUTS = {
     "plain": {},
     "transposed": {"transposed": True},
     "biases": {"biases": True},
+    "biases, transposed, gelu": {"biases": True, "transposed": True, "activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "biases, no gate": {"biases": True, "activation": "relu2"},
     "biases, transposed, a gate of one's own": {"biases": True, "transposed": True, "activation": _gpt_oss_gate},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
@@ -106,6 +113,108 @@ def test_experts_in_a_lower_precision_than_the_tokens():
     tensors = [_normal(T, H), _normal(T, K), *_experts(dtype)]
     assert tigon.moe_mlp(tensors[0], *tensors[2:], _index(), tensors[1]).dtype == torch.float32
     assert_as_accurate_as_eager(_call(tigon.moe_mlp, _index()), _call(moe_mlp_reference, _index()), tensors)
+
+
+def test_larger_sums():
+    """Of hundreds of terms each, with weights of another size than one."""
+    t, e, h, inner, dtype = 40, 4, 128, 160, DTYPES[-1]
+    index, weights = _index(t, 2, e), (_normal(t, 2).detach().sigmoid() / 4).to(dtype).requires_grad_()
+    shapes = (e, 2 * inner, h), (e, h, inner), (e, 2 * inner), (e, h)
+    tensors = [(_normal(*s, seed=i).detach() * h**-0.5).to(dtype).requires_grad_() for i, s in enumerate(shapes)]
+    tensors = [_normal(t, h, dtype=dtype), weights, *tensors]
+    assert_as_accurate_as_eager(_call(tigon.moe_mlp, index), _call(moe_mlp_reference, index), tensors)
+
+
+# --- what backward takes -------------------------------------------------------------------------
+
+
+def _kept(run, tensors: list[Tensor]) -> int:
+    """Bytes that are kept for backward, beside the inputs."""
+    storages = {}
+    note = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        run(*tensors)
+    return sum(size for start, size in storages.items() if start not in {t.data_ptr() for t in tensors})
+
+
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS.values() if not callable(x.get("activation"))], ids=str)
+def test_only_the_first_product_is_kept(layout):
+    tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
+    options = {name: value for name, value in layout.items() if name != "biases"}
+    width = INNER if layout.get("activation") == "relu2" else 2 * INNER
+    order = T * K * (8 + 8 + 2) + E * 4  # the slot, the choice and the expert of each row, and where experts end
+    assert _kept(_call(tigon.moe_mlp, _index(), **options), tensors) == T * K * width * 4 + order
+
+
+NEEDS = {
+    "all": ("x weights up down up_bias down_bias", {"products": 2, "weights": 4, "spreads": 2}),
+    "frozen experts": ("x weights", {"products": 2, "weights": 0, "spreads": 1}),
+    "x": ("x", {"products": 2, "weights": 0, "spreads": 1}),
+    "the router": ("weights", {"products": 1, "weights": 0, "spreads": 1}),
+    "up": ("up", {"products": 1, "weights": 1, "spreads": 2}),
+    "down": ("down", {"products": 0, "weights": 1, "spreads": 1}),
+    "biases": ("up_bias down_bias", {"products": 1, "weights": 2, "spreads": 1}),
+    "the last bias": ("down_bias", {"products": 0, "weights": 1, "spreads": 1}),
+}
+
+
+@pytest.mark.parametrize(("needed", "expected"), NEEDS.values(), ids=NEEDS)
+def test_what_nobody_needs_is_not_computed(needed, expected, monkeypatch):
+    """Products of rows with experts, of rows with rows (of a bias with ones), and rows made of tokens in backward."""
+    counts = dict.fromkeys(expected, 0)
+
+    def counted(name: str, function):
+        def call(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    names = "x", "weights", "up", "down", "up_bias", "down_bias"
+    tensors = dict(zip(names, [_normal(T, H), _normal(T, K), *_experts(biases=True)], strict=True))
+    run = _call(tigon.moe_mlp, _index())
+    full = dict(zip(names, outputs_and_gradients(run, list(tensors.values()))[1], strict=True))
+    some = [x.detach().requires_grad_(name in needed.split()) for name, x in tensors.items()]
+    y = run(*some)
+    for name, part in (
+        ("products", "grouped_product"), ("weights", "grouped_weight_gradient"), ("weights", "group_sums"),
+        ("spreads", "spread"),
+    ):  # fmt: skip
+        monkeypatch.setattr(moe_module, part, counted(name, getattr(moe_module, part)))
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    got = torch.autograd.grad(y, [x for x in some if x.requires_grad], upstream)
+    assert counts == expected
+    for name, gradient in zip([n for n in names if n in needed.split()], got, strict=True):
+        torch.testing.assert_close(gradient, full[name], rtol=1e-5, atol=1e-6)
+
+
+@kernels
+@pytest.mark.parametrize("inner", [1, 17, 1030])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gradients_of_an_activation(kind, inner):
+    """One block and several; rows of no expert hold NaN, which must not show."""
+    index = _index(3)
+    index[1, 0] = E
+    routing, rows = route(index, E), 3 * K
+    h, da = _normal(rows, inner * ACTIVATIONS[kind][2]).detach(), _normal(rows, inner, seed=1).detach()
+    h[-1], da[-1], weights = torch.nan, torch.nan, _normal(3, K).detach()
+    expected = activation_gradients_reference(h, da, weights, routing, kind, True, True, True)
+    assert expected[2][1, 0] == 0
+    for asked in ((True, True, True), (True, False, True), (False, True, False), (False, False, True)):
+        given = da.clone() if asked[0] or asked[2] else None
+        got = activation_gradients(h, given, weights, routing, kind, *asked)
+        for a, b, wanted in zip(got, expected, asked, strict=True):
+            assert (a is None) == (not wanted)
+            if wanted:
+                a, b = (a[:-1], b[:-1]) if a.shape[0] == rows else (a, b)
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inner", [1, 64, 768, 1024, 14336])
+def test_heuristic_of_an_activation(inner):
+    config = expert_activation.Config.heuristic(inner)
+    assert config.block <= 1024
+    assert 1 <= config.num_warps <= 4
 
 
 # --- spreading and combining ---------------------------------------------------------------------
@@ -177,6 +286,25 @@ def test_grouped_products(dtype, sizes, transposed):
     expected = outputs_and_gradients(lambda x, w: torch.cat((x[:5] @ w[1], x[5:] @ w[2])), [x, weight])
     for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_over_groups(dtype):
+    """A bias's gradient, in fp32 and rounded once: in half precision, 2048 ones and a quarter each."""
+    rows, ends = torch.full((4100, 8), 1.0, device=DEVICE, dtype=dtype), [0, 2049, 4098, 4098]
+    ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    rows[4098:] = torch.nan  # of no group
+    rows[2049] = 0.25
+    expected = torch.tensor([0.0, 2049.0, 2048.25, 0.0], device=DEVICE).to(dtype)[:, None].expand(4, 8)
+    assert torch.equal(group_sums(rows, ends), expected)
+    factors = torch.full((4100,), 0.5, device=DEVICE)
+    assert torch.equal(group_sums(rows, ends, factors), expected / 2)
+    bias = _normal(4, 8, dtype=dtype)
+    group = torch.zeros(4100, dtype=torch.int64, device=DEVICE)
+    group[:2049], group[2049:4098] = 1, 2
+    spread_bias = rows_of_groups(bias, group, ends)
+    assert torch.equal(spread_bias, bias[group])
+    assert torch.equal(torch.autograd.grad(spread_bias, bias, rows)[0], expected)
 
 
 def test_odd_sizes():

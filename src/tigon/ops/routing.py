@@ -129,7 +129,8 @@ def _spread_kernel(
     present = tl.load(ends_ptr + experts - 1)
     cols = tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + token * stride_x + cols, mask=cols < width, other=0.0).to(tl.float32)
-    for k in tl.range(0, K, loop_unroll_factor=2):  # of more, too many addresses to keep
+    # Of more than two, too many addresses to keep; two alone spill on sm_80 in Triton 3.6.
+    for k in tl.range(0, K, loop_unroll_factor=2 if K > 2 else 1):
         slot = tl.load(slot_ptr + token * K + k)
         here = slot < present
         features = tl.where(here, width, 0)
