@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tigon.ops.dispatch import Device, cdiv, device_of, launch, launcher
 from tigon.ops.norm import sum_rows
-from tigon.ops.rope import (
+from tigon.ops.rope_heads import (
     PAIRED,
     axis_bits,
     blocks,

@@ -23,7 +23,8 @@ from tigon.ops import check
 from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
 from tigon.ops.norm_rope import WIDEST, qk_norm_rope_backward, qk_norm_rope_forward
 from tigon.ops.rms_norm import Rounding, rms_norm_reference
-from tigon.ops.rope import Layout, alike, axes_of, check_rope, rope_reference, takes_kernels
+from tigon.ops.rope import Layout, axes_of, check_rope, rope_reference, takes_kernels
+from tigon.ops.rope_heads import alike
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 
