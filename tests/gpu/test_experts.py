@@ -133,6 +133,17 @@ def test_is_the_same_from_run_to_run():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_keeps_the_first_product_alone():
+    module, inputs = _patched(_experts()), _inputs(8192)
+    _step(module, inputs)
+    before = torch.cuda.memory_allocated()
+    y = module(*inputs)
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    rows = 8192 * K
+    expected = rows * 2 * INNER * 2 + rows * (8 + 8 + 2)  # and the slot, the choice and the expert of each row
+    assert expected <= kept <= expected + 2**14
+
+
 def test_takes_less_memory_than_stock():
     def peak(module: nn.Module) -> int:
         inputs = _inputs(8192)
@@ -143,7 +154,24 @@ def test_takes_less_memory_than_stock():
         return torch.cuda.max_memory_allocated() - before
 
     stock = _experts()
-    assert peak(_patched(copy.deepcopy(stock))) < 0.9 * peak(stock)
+    taken, y, rows = peak(_patched(copy.deepcopy(stock))), 8192 * H * 2, 8192 * K
+    # What is kept, its gradient and one tensor of [S, H]; and that of the activation's output, or the other gradients.
+    most = 2 * y + rows * 18 + rows * 2 * (4 * INNER + H)
+    most += max(rows * 2 * INNER, y + sum(p.nbytes for p in stock.parameters()))
+    assert taken < 1.03 * most
+    assert taken < 0.75 * peak(stock)
+
+
+@pytest.mark.parametrize("flavour", ["qwen3_moe", "gpt_oss"])
+def test_frozen_experts_keep_no_tokens_and_get_no_gradient(flavour):
+    """Adapters elsewhere: the gradients of tokens and router alone, equal to those of a step that makes all."""
+    module, inputs = _patched(_experts(flavour)), _inputs()
+    full = _step(module, inputs)
+    module.requires_grad_(False)
+    y = module(*inputs)
+    got = torch.autograd.grad(y, [inputs[0], inputs[2]], torch.ones_like(y))
+    for gradient, name in zip(got, ("hidden", "weights"), strict=True):
+        assert torch.equal(gradient, full[name])
 
 
 def test_other_dtypes():
@@ -151,7 +179,33 @@ def test_other_dtypes():
     for dtype in (torch.float32, torch.float16):
         x, index, weights = _inputs()
         x = x.detach().to(dtype).requires_grad_()
-        up, down = (0.05 * torch.randn(E, *s, device="cuda", dtype=dtype) for s in ((2 * INNER, H), (H, INNER)))
-        y = tigon.moe_mlp(x, up, down, index, weights)
-        expected = tigon.ops.moe_mlp.moe_mlp_reference(x, up, down, index, weights)
-        torch.testing.assert_close(y, expected, rtol=0, atol=2**-8 * expected.abs().max().item())
+        shapes = (E, 2 * INNER, H), (E, H, INNER), (E, 2 * INNER), (E, H)
+        experts = [(0.05 * torch.randn(s, device="cuda")).to(dtype).requires_grad_() for s in shapes]
+        results = []
+        for function in (tigon.moe_mlp, tigon.ops.moe_mlp.moe_mlp_reference):
+            up, down, up_bias, down_bias = experts
+            y = function(x, up, down, index, weights, up_bias=up_bias, down_bias=down_bias)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, weights, *experts])])
+        for got, expected in zip(*results, strict=True):
+            torch.testing.assert_close(got, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("activation", ["gelu_tanh", "relu2"])
+def test_accuracy_with_biases(activation):
+    """Transposed, with products of ones for the biases' gradients; no model of transformers has all of it."""
+    x, index, weights = _inputs(router=torch.float32)
+    width = INNER if activation == "relu2" else 2 * INNER
+    generator = torch.Generator("cuda").manual_seed(2)
+    shapes = (E, H, width), (E, INNER, H), (E, width), (E, H)
+    experts = [(0.05 * torch.randn(s, device="cuda", generator=generator)).to(BF16) for s in shapes]
+    tensors, dy = [x, weights, *experts], torch.randn(T, H, device="cuda", dtype=BF16)
+    options = {"transposed": True, "activation": activation}
+
+    def run(function, dtype: torch.dtype | None = None) -> list[Tensor]:
+        x, weights, up, down, *biases = own = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+        y = function(x, up, down, index, weights, **options, **dict(zip(("up_bias", "down_bias"), biases, strict=True)))
+        return [y.detach(), *torch.autograd.grad(y, own, dy.to(y.dtype))]
+
+    reference = tigon.ops.moe_mlp.moe_mlp_reference
+    for i, triple in enumerate(zip(run(tigon.moe_mlp), run(reference), run(reference, torch.float64), strict=True)):
+        assert_accurate(*triple, msg=str(i))
