@@ -149,8 +149,8 @@ def _forward_kernel(
     rstd_ptr += token.to(tl.int64) * (2 if TOGETHER else HQ + HK)
 
     row = b * stride_cb + s * stride_cs
-    cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R)
-    sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R)
+    cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
+    sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
     _forward_heads(
         q_ptr + b * stride_qb + s * stride_qs, wq_ptr, q_out_ptr + b * stride_qob + s * stride_qos, rstd_ptr,
         stride_qh, stride_qoh, cos1, cos2, sin1, sin2, eps, offset,
@@ -192,8 +192,8 @@ def _backward_heads(
         dy1, dy2, h3 = load_heads(dy_ptrs, inside, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
         x1, x2, x3 = load_heads(x_ptrs, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
         row = b * stride_cb + s * stride_cs
-        cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R)
-        sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R)
+        cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
+        sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
         rstd_ptrs = rstd_ptr + token.to(tl.int64) * RSTDS
         if TOGETHER:
             rstd = tl.load(rstd_ptrs + tl.zeros([1, 1], tl.int32))

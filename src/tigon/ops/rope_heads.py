@@ -78,7 +78,7 @@ def store_heads(
 @triton.jit
 def load_angles(
     ptr, stride_a, R: tl.constexpr, PAIRED: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr,
-    TABLE: tl.constexpr = "halves",
+    TABLE: tl.constexpr,
 ):  # fmt: skip
     """A token's row of a table [R], or of one of three axes [3, R], for the first and the second of each pair; fp32."""
     cols = tl.arange(0, BLOCK_R)
