@@ -146,6 +146,18 @@ def test_only_the_first_product_is_kept(layout):
     assert _kept(_call(tigon.moe_mlp, _index(), **options), tensors) == T * K * width * 4 + order
 
 
+def test_nothing_is_kept_where_no_gradient_will_be_asked_for(monkeypatch):
+    launcher, kept = moe_module.moe_forward, []
+    monkeypatch.setattr(moe_module, "moe_forward", lambda *args: kept.append(launcher(*args)[1]) or launcher(*args))
+    tensors, run = [_normal(T, H), _normal(T, K), *_experts()], _call(tigon.moe_mlp, _index())
+    with torch.no_grad():
+        run(*tensors)
+    run(*[x.detach() for x in tensors])
+    assert kept == [None, None]
+    assert run(*tensors).requires_grad
+    assert kept[2].shape == (T * K, 2 * INNER)
+
+
 NEEDS = {
     "all": ("x weights up down up_bias down_bias", {"products": 2, "weights": 4, "spreads": 2}),
     "frozen experts": ("x weights", {"products": 2, "weights": 0, "spreads": 1}),

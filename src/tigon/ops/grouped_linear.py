@@ -39,7 +39,7 @@ def _aligned(x: Tensor) -> bool:
     return step * x.element_size() % 16 == 0 and (x.dim() < 3 or x.stride(0) * x.element_size() % 16 == 0)
 
 
-# --- products (no autograd) ------------------------------------------------------------------------------------
+# --- products (no autograd) ------------------------------------------------------------------------
 
 
 def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:

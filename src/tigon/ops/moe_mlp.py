@@ -81,19 +81,23 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, t
     return y if bias is None else y.add_(bias[routing.group])
 
 
-def _fake_forward(x, up, down, weights, up_bias, down_bias, slot, order, expert, ends, kind, transposed):
-    return torch.empty_like(x), up.new_empty(order.shape[0], up.shape[2 if transposed else 1])
+def _fake_forward(x, up, down, weights, up_bias, down_bias, slot, order, expert, ends, kind, transposed, keeps):
+    h = up.new_empty(order.shape[0], up.shape[2 if transposed else 1]) if keeps else None
+    return x.new_empty(x.shape), h
 
 
 @launcher(fake=_fake_forward)
 def moe_forward(
     x: Tensor, up: Tensor, down: Tensor, weights: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool,
+    slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool, keeps: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> y [T, H] and h [S, 2 I]."""
+    """-> y [T, H] and, for backward, h [S, 2 I] or None."""
     routing = Routing(slot, order, expert, ends)
     h = _product(spread(x, routing, up.dtype), up, up_bias, routing, transposed)
-    z = _product(ACTIVATIONS[kind][0](h), down, down_bias, routing, transposed)
+    a = ACTIVATIONS[kind][0](h)
+    h = h if keeps else None
+    z = _product(a, down, down_bias, routing, transposed)
+    del a
     return combine(z, weights, routing, x.dtype), h
 
 
@@ -104,7 +108,7 @@ def _fake_backward(
     inner = width // ACTIVATIONS[kind][2]
     shapes = (width, hidden), (hidden, inner)
     up, down = (h.new_empty(experts, *(s[::-1] if transposed else s)) for s in shapes)
-    made = torch.empty_like(dy), up, down, torch.empty_like(weights, memory_format=torch.contiguous_format)
+    made = dy.new_empty(dy.shape), up, down, torch.empty_like(weights, memory_format=torch.contiguous_format)
     made += h.new_empty(experts, width), h.new_empty(experts, hidden)
     return tuple(g if need else None for g, need in zip(made, needs, strict=True))
 
@@ -167,7 +171,7 @@ class _MoEMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, up, down, weights, up_bias, down_bias, slot, order, expert, ends, kind, transposed):
         routing = slot, order, expert, ends
-        y, h = moe_forward(x, up, down, weights, up_bias, down_bias, *routing, kind, transposed)
+        y, h = moe_forward(x, up, down, weights, up_bias, down_bias, *routing, kind, transposed, True)
         needs_x, needs_up, _, needs_weights, needs_up_bias, _ = needs = ctx.needs_input_grad[:6]
         ctx.save_for_backward(
             x if needs_up else None,
@@ -272,7 +276,9 @@ def moe_mlp(
     routing = route(top_k_index, experts)
     if isinstance(activation, str):
         tensors = x, up_proj, down_proj, top_k_weights, up_bias, down_bias
-        return _MoEMLP.apply(*tensors, *routing, activation, transposed)
+        if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors):
+            return _MoEMLP.apply(*tensors, *routing, activation, transposed)
+        return moe_forward(*tensors, *routing, activation, transposed, False)[0]
     h = spread(x, routing, up_proj.dtype)
     h = activation(_linear(h, up_proj, up_bias, routing, transposed))
     h = _linear(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
