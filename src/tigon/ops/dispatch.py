@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -26,6 +27,8 @@ __all__ = [
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 takes the references
+
+PLAIN = (Tensor, torch.nn.Parameter)
 
 # Options of every launch: Triton 3.10 stops fusing products and sums by default.
 COMPILE = {"enable_fp_fusion": True}
@@ -60,11 +63,16 @@ EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in Triton's interpreter.
 
-    Not on DTensors, which have no memory of their own: the references, in torch's operations, are right for any cut.
+    Not on DTensors and other wrappers without memory of their own: the references, in torch's operations, are right for
+    any cut. A collective's result that is still on its way is waited for where it is read (`launcher`).
     """
-    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")) or hasattr(x, "placements"):
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
         return False
-    return all(t is None or t.dtype in KERNEL_DTYPES for t in (x, *others))
+    return all(t is None or (t.dtype in KERNEL_DTYPES and _has_memory(t)) for t in (x, *others))
+
+
+def _has_memory(x: Tensor) -> bool:
+    return type(x) in PLAIN or not hasattr(x, "__tensor_flatten__") or hasattr(x, "trigger_wait")
 
 
 @functools.cache
@@ -218,6 +226,8 @@ def launcher(fake: Callable) -> Callable[[Callable], Callable]:
         def call(*args):
             if torch.compiler.is_compiling():
                 return operator(*args)
+            if dist.is_available() and dist.is_initialized():  # what tensor parallelism gathers comes as a promise
+                args = [x.trigger_wait() if type(x) not in PLAIN and hasattr(x, "trigger_wait") else x for x in args]
             device = args[0].get_device()
             # As `guarded` has it, without one more call: small models wait for the host.
             return function(*args) if device < 0 or device == torch._C._cuda_getDevice() else guarded(*args)

@@ -1,0 +1,38 @@
+"""Results of collectives that are still on their way: what tensor parallelism hands on."""
+
+import pytest
+import torch
+
+import tigon
+from op_cases import DEVICE
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group(
+        "nccl" if DEVICE == "cuda" else "gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_result_of_a_collective_is_waited_for(group):
+    """It is a wrapper without memory: a kernel that took its address would read at 0."""
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+
+    def promised(x):
+        result = all_reduce(x.detach(), "sum", group)
+        assert isinstance(result, AsyncCollectiveTensor)
+        return result.requires_grad_()
+
+    x, weight, dy = (torch.randn(*shape, device=DEVICE) for shape in ((5, 64), (64,), (5, 64)))
+    plain = x.clone().requires_grad_()
+    expected = tigon.rms_norm(plain, weight), tigon.swiglu(plain)
+    given = tigon.rms_norm(promised(x), weight), tigon.swiglu(promised(x))
+    for a, b in zip(given, expected, strict=True):
+        assert torch.equal(a, b)
+    wanted = torch.autograd.grad(expected[0], plain, dy)[0]
+    late = promised(x)
+    gradient = torch.autograd.grad(tigon.rms_norm(late, weight), late, all_reduce(dy, "sum", group))[0]
+    assert torch.equal(gradient, wanted)
