@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import tigon
-from tigon.modules.experts import recognise_experts
-from tigon.modules.replacement import install
+from tigon.recognition.experts import recognise_experts
+from tigon.recognition.replacement import install
 from tigon.testing import assert_accurate
 
 modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.modules.replacement import find_replacement
+from tigon.recognition.replacement import find_replacement
 
 transformers = pytest.importorskip("transformers")
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.modules.replacement import find_replacement
+from tigon.recognition.replacement import find_replacement
 
 
 @pytest.fixture
@@ -153,7 +153,7 @@ def test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart(patched, make_m
     torch._dynamo.reset()
     models = {"stock": make_model(), "patched": patched(loss=False)}
     marked = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
-    monkeypatch.setattr("tigon.modules.rope.rope", marked)
+    monkeypatch.setattr("tigon.recognition.rope.rope", marked)
     seen = []
 
     def backend(graph, inputs):
@@ -317,7 +317,7 @@ def test_a_wrapper_put_around_a_forward_later_gets_stock_after_restore(make_mode
     report = tigon.patch(model)
     for attention in (layer.self_attn for layer in model.model.layers):
         attention.forward = functools.wraps(attention.forward)(lambda *a, inner=attention.forward, **k: inner(*a, **k))
-    monkeypatch.setattr("tigon.modules.rope.rope", None)
+    monkeypatch.setattr("tigon.recognition.rope.rope", None)
     with pytest.raises(TypeError):
         model(**batch)
     report.restore()

@@ -31,11 +31,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.modules.replacement import find_replacement, foreign_forward
-from tigon.modules.standin import stand_in
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.valid_rows import ValidRows
+from tigon.recognition.replacement import find_replacement, foreign_forward
+from tigon.recognition.standin import stand_in
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 

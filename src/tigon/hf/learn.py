@@ -22,8 +22,8 @@ from tigon.hf.head import (
     called_head,
     loss_arguments,
 )
-from tigon.modules.replacement import find_replacement, foreign_forward, install, uninstall, wrapped_forward
-from tigon.modules.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
+from tigon.recognition.replacement import find_replacement, foreign_forward, install, uninstall, wrapped_forward
+from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
 
 __all__ = ["attach", "learn_loss"]
 

@@ -11,12 +11,12 @@ from torch import nn
 from tigon.hf.by_type import patch_type
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.report import Report
-from tigon.modules.experts import recognise_experts
-from tigon.modules.mlps import recognise_glu, recognise_relu2
-from tigon.modules.norms import recognise_norm
-from tigon.modules.replacement import find_replacement, foreign_forward, install, is_changed
-from tigon.modules.rope import recognise_rope
-from tigon.modules.standin import own_tensors
+from tigon.recognition.experts import recognise_experts
+from tigon.recognition.mlps import recognise_glu, recognise_relu2
+from tigon.recognition.norms import recognise_norm
+from tigon.recognition.replacement import find_replacement, foreign_forward, install, is_changed
+from tigon.recognition.rope import recognise_rope
+from tigon.recognition.standin import own_tensors
 
 __all__ = ["patch", "patched"]
 

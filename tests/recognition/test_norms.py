@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.modules.mlps import recognise_glu, recognise_relu2
-from tigon.modules.norms import LayerNorm, RMSNorm, recognise_norm
-from tigon.modules.rope import recognise_rope
+from tigon.recognition.mlps import recognise_glu, recognise_relu2
+from tigon.recognition.norms import LayerNormRecipe, RMSNormRecipe, recognise_norm
+from tigon.recognition.rope import recognise_rope
 
 
 class AnyNorm(nn.Module):
@@ -40,17 +40,17 @@ def x_hat(x, eps):
     ids=["Llama", "OLMo 2", "Gemma"],
 )
 def test_norms_are_told_apart_by_their_bits(compute, offset, rounding):
-    assert recognise_norm(AnyNorm(compute)) == RMSNorm("tiny", "scale", offset, rounding, gated=False)
+    assert recognise_norm(AnyNorm(compute)) == RMSNormRecipe("tiny", "scale", offset, rounding, gated=False)
 
 
 def test_a_norm_without_weight():
     norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
-    assert recognise_norm(norm) == RMSNorm("tiny", None, 0.0, "before_weight", gated=False)
+    assert recognise_norm(norm) == RMSNormRecipe("tiny", None, 0.0, "before_weight", gated=False)
 
 
 def test_torch_rms_norm_is_one():
     found = recognise_norm(nn.RMSNorm(48, eps=1e-5))
-    assert isinstance(found, RMSNorm)
+    assert isinstance(found, RMSNormRecipe)
     assert found.eps == "eps"
 
 
@@ -61,7 +61,7 @@ def test_what_a_module_warns_of_when_probed_is_no_news_to_the_user():
 
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert isinstance(recognise_norm(AnyNorm(compute)), RMSNorm)
+        assert isinstance(recognise_norm(AnyNorm(compute)), RMSNormRecipe)
     assert not said
 
 
@@ -129,7 +129,7 @@ def test_a_gate_after_the_norm_is_found():
     norm = GatedNorm(norm_then_gate)
     x, gate = torch.randn(3, 48, requires_grad=True), torch.randn(3, 48, requires_grad=True)
     expected = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
-    assert recognise_norm(norm) == RMSNorm("tiny", "scale", 0.0, "before_weight", gated=True)
+    assert recognise_norm(norm) == RMSNormRecipe("tiny", "scale", 0.0, "before_weight", gated=True)
     with tigon.patched(norm):
         given = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
     for a, b in zip(given, expected, strict=True):
@@ -176,7 +176,7 @@ class ConstantNorm(Constant):
 )
 def test_layer_norms_are_found(norm, weight, bias, eps):
     found = recognise_norm(norm)
-    assert isinstance(found, LayerNorm)
+    assert isinstance(found, LayerNormRecipe)
     assert (found.weight, found.bias, found.eps) == (weight, bias, eps)
 
 

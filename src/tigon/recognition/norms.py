@@ -9,17 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.modules.standin import BF16, FP32, describe, normal, own_tensors, probing, same_bits, stand_in, takes
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.glu import swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
+from tigon.recognition.standin import BF16, FP32, describe, normal, own_tensors, probing, same_bits, stand_in, takes
 
-__all__ = ["LayerNorm", "RMSNorm", "recognise_norm"]
+__all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
 
 
 @dataclass(frozen=True)
-class RMSNorm:
+class RMSNormRecipe:
     """`rms_norm` of the module's own weight and epsilon, read by name at every call; gated: times silu of a gate."""
 
     eps: str | float
@@ -68,7 +68,7 @@ def _layer_norm_in_steps(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 
 @dataclass(frozen=True)
-class LayerNorm:
+class LayerNormRecipe:
     """`layer_norm` of the module's own weight, bias and epsilon, read by name at every call."""
 
     eps: str | float
@@ -92,15 +92,17 @@ def _own(module: nn.Module, name: str | float | None) -> Tensor | float | None:
     return getattr(module, name) if isinstance(name, str) else name
 
 
-def _norm_candidates(names: list[str], epsilons: list[str | float], gated: bool) -> Iterator[RMSNorm | LayerNorm]:
+def _norm_candidates(
+    names: list[str], epsilons: list[str | float], gated: bool
+) -> Iterator[RMSNormRecipe | LayerNormRecipe]:
     if len(names) < 2:
         forms = itertools.product((0.0, 1.0), ("before_weight", "after_weight")) if names else [(0.0, "before_weight")]
         weight = names[0] if names else None
-        yield from (RMSNorm(eps, weight, *form, gated) for eps, form in itertools.product(epsilons, forms))
+        yield from (RMSNormRecipe(eps, weight, *form, gated) for eps, form in itertools.product(epsilons, forms))
     if not gated:
         pairs = itertools.permutations([*names, None][:2], 2) if names else [(None, None)]
         written = (layer_norm_reference, _layer_norm_mixed, _layer_norm_in_fp32, _layer_norm_in_steps)
-        yield from (LayerNorm(eps, *pair, how) for eps, pair, how in itertools.product(epsilons, pairs, written))
+        yield from (LayerNormRecipe(eps, *pair, how) for eps, pair, how in itertools.product(epsilons, pairs, written))
 
 
 def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int, gated: bool) -> list:
@@ -123,7 +125,7 @@ def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int,
     return candidates
 
 
-def recognise_norm(module: nn.Module) -> RMSNorm | LayerNorm | str | None:
+def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str | None:
     """A norm: no children, at most two parameters (1-D, of one size), and an epsilon or "norm" in the class's name."""
     tensors = {name: t for name, t in own_tensors(module).items() if t is not None}
     epsilons = [name for name, value in vars(module).items() if type(value) is float and 0.0 < value <= 0.1]

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tigon.modules.replacement import is_changed
-from tigon.modules.standin import (
+from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.relu2 import relu2, relu2_reference
+from tigon.recognition.replacement import is_changed
+from tigon.recognition.standin import (
     BF16,
     FP32,
     describe,
@@ -24,10 +26,8 @@ from tigon.modules.standin import (
     takes,
     without_parameters,
 )
-from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.relu2 import relu2, relu2_reference
 
-__all__ = ["GLU", "ReLU2", "recognise_glu", "recognise_relu2"]
+__all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 
 KINDS: dict[str, tuple[Callable, Callable]] = {  # the op and its reference
     "swiglu": (swiglu, swiglu_reference),
@@ -37,7 +37,7 @@ KINDS: dict[str, tuple[Callable, Callable]] = {  # the op and its reference
 
 
 @dataclass(frozen=True)
-class GLU:
+class GLURecipe:
     """`down(act(gate(x)) * up(x))` through the module's own children; without `up`, `gate` gives both, packed."""
 
     kind: str
@@ -90,7 +90,7 @@ def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtyp
     return stand_in(module, {}, children, training=training, **sizes)
 
 
-def recognise_glu(module: nn.Module) -> GLU | str | None:
+def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     """A gated MLP: two (packed) or three linear children that fit each other, and nothing else with parameters."""
     has_sizes = lambda m: all(type(getattr(m, name, None)) is int for name in ("in_features", "out_features"))
     linears = {name: child for name, child in module._modules.items() if has_sizes(child)}
@@ -107,7 +107,7 @@ def recognise_glu(module: nn.Module) -> GLU | str | None:
     other = "computes something else than silu, gelu or gelu-tanh gates"
     failure, ran = other, False
     for wiring in wirings:
-        candidates = [GLU(kind, *wiring, skipped) for kind in KINDS]
+        candidates = [GLURecipe(kind, *wiring, skipped) for kind in KINDS]
         try:
             with probing():
                 for seed, dtype in enumerate((FP32, BF16, BF16, FP32)):
@@ -129,7 +129,7 @@ def recognise_glu(module: nn.Module) -> GLU | str | None:
 
 
 @dataclass(frozen=True)
-class ReLU2:
+class ReLU2Recipe:
     """`relu2`, for an activation that is a module of its own."""
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
@@ -139,7 +139,7 @@ class ReLU2:
         return "relu2"
 
 
-def recognise_relu2(module: nn.Module) -> ReLU2 | None:
+def recognise_relu2(module: nn.Module) -> ReLU2Recipe | None:
     """A squared ReLU: no children, no parameters."""
     if module._modules or not without_parameters(module) or not takes(module, 1):
         return None
@@ -149,5 +149,5 @@ def recognise_relu2(module: nn.Module) -> ReLU2 | None:
             twin = stand_in(module, training=seed > 0)
             if not same_bits(type(module).forward(twin, x.clone()), relu2_reference(x)):
                 return None
-        return ReLU2()
+        return ReLU2Recipe()
     return None

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.modules.mlps import GLU, ReLU2, recognise_glu, recognise_relu2
+from tigon.recognition.mlps import GLURecipe, ReLU2Recipe, recognise_glu, recognise_relu2
 
 
 class Split(nn.Module):
@@ -42,11 +42,11 @@ class Packed(nn.Module):
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("inner", [32, 16], ids=["wide", "square"])
 def test_a_gated_mlp_is_found_under_any_names(act, kind, bias, inner):
-    assert recognise_glu(Split(act, bias, inner=inner)) == GLU(kind, "w1", "w3", "w2")
+    assert recognise_glu(Split(act, bias, inner=inner)) == GLURecipe(kind, "w1", "w3", "w2")
 
 
 def test_a_packed_mlp_whose_code_names_its_size():
-    assert recognise_glu(Packed()) == GLU("swiglu", "both", None, "out")
+    assert recognise_glu(Packed()) == GLURecipe("swiglu", "both", None, "out")
 
 
 def test_children_of_other_classes_need_only_say_their_sizes():
@@ -60,7 +60,7 @@ def test_children_of_other_classes_need_only_say_their_sizes():
 
     mlp = Split()
     mlp.w1, mlp.w3, mlp.w2 = Quantised(16, 32), Quantised(16, 32), Quantised(32, 16)
-    assert recognise_glu(mlp) == GLU("swiglu", "w1", "w3", "w2")
+    assert recognise_glu(mlp) == GLURecipe("swiglu", "w1", "w3", "w2")
 
 
 @pytest.mark.parametrize(
@@ -110,4 +110,4 @@ class Squared(nn.Module):
 
 
 def test_a_squared_relu_is_found():
-    assert recognise_relu2(Squared()) == ReLU2()
+    assert recognise_relu2(Squared()) == ReLU2Recipe()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.modules.rope import FORMS, recognise_function, recognise_rope
+from tigon.recognition.rope import FORMS, recognise_function, recognise_rope
 
 
 def split_half(q, k, cos, sin, unsqueeze_dim=1):

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tigon.modules.experts import Experts, recognise_experts
-from tigon.modules.replacement import foreign_forward, install
 from tigon.ops.moe_mlp import ACTIVATIONS
+from tigon.recognition.experts import ExpertsRecipe, recognise_experts
+from tigon.recognition.replacement import foreign_forward, install
 from tigon.testing import assert_accurate
 
 transformers = pytest.importorskip("transformers", "5.0")
@@ -58,7 +58,7 @@ def _inputs(tokens: int = T, choices: int = K, dtype: torch.dtype = torch.float3
 
 def _patched(module: nn.Module) -> nn.Module:
     recipe = recognise_experts(module)
-    assert isinstance(recipe, Experts), recipe
+    assert isinstance(recipe, ExpertsRecipe), recipe
     install(module, recipe)
     return module
 

@@ -18,11 +18,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tigon.modules.standin import describe, normal, probing
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
+from tigon.recognition.standin import describe, normal, probing
 
-__all__ = ["Form", "Rope", "recognise_function", "recognise_rope"]
+__all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ class _Turn:
         return q if len(turned) == 1 else (q, k)
 
 
-class Rope:
+class RopeRecipe:
     """The stock forward of an attention class, with its rope functions (globals, by name) replaced."""
 
     def __init__(self, cls: type[nn.Module], forms: tuple[tuple[str, Form], ...]) -> None:
@@ -128,7 +128,7 @@ class Rope:
         return self.forward(module, *args, **kwargs)
 
     def __reduce__(self):
-        return Rope, (self.cls, self.forms)
+        return RopeRecipe, (self.cls, self.forms)
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
@@ -178,7 +178,7 @@ def recognise_function(function: Callable) -> Form | str | None:
     return failure
 
 
-def recognise_rope(module: nn.Module) -> Rope | str | None:
+def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
     """A module whose forward calls a function of `cos` and `sin` that turns queries and keys as `rope` can."""
     forward, forms, reasons = inspect.getattr_static(type(module), "forward", None), [], []
     for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
@@ -188,4 +188,4 @@ def recognise_rope(module: nn.Module) -> Rope | str | None:
             forms.append((name, found))
         elif found:
             reasons.append(f"{name}: {found}")
-    return Rope(type(module), tuple(forms)) if forms else "; ".join(reasons) or None
+    return RopeRecipe(type(module), tuple(forms)) if forms else "; ".join(reasons) or None

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from tigon.modules.replacement import is_changed
-from tigon.modules.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
 from tigon.ops.dispatch import KERNEL_DTYPES
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.recognition.replacement import is_changed
+from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
 
-__all__ = ["Experts", "recognise_experts"]
+__all__ = ["ExpertsRecipe", "recognise_experts"]
 
 CHOICES = ("grouped_mm", "eager")
 EXPERTS, HIDDEN, INNER = 5, 24, 40  # of a twin
@@ -29,7 +29,7 @@ def _names(module: nn.Module) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsRecipe:
     """`moe_mlp` of the module's own parameters, with an activation of the op or, for None, the module's own."""
 
     activation: str | None
@@ -70,7 +70,7 @@ def _activations(module: nn.Module, dtype: torch.dtype) -> set[str]:
     return {kind for kind, z in made.items() if y.dtype == z.dtype and torch.equal(y, z)}
 
 
-def _reproduces(recipe: Experts, module: nn.Module, chosen: str) -> bool:
+def _reproduces(recipe: ExpertsRecipe, module: nn.Module, chosen: str) -> bool:
     """Whether the recipe is the module: in fp32 but for the order of sums, in bf16 as near to fp32 as the module is."""
     for seed, dtype in ((10, torch.float32), (20, torch.bfloat16)):  # of the router's weights
         twin, x = _twin(module, seed, chosen), (normal(seed, 17, HIDDEN) * 3).bfloat16()
@@ -84,7 +84,7 @@ def _reproduces(recipe: Experts, module: nn.Module, chosen: str) -> bool:
     return True
 
 
-def recognise_experts(module: nn.Module) -> Experts | str | None:
+def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
     """Experts in the layout that transformers marks, whose forward the config chooses."""
     marks = "has_gate", "has_bias", "is_transposed", "num_experts", "config"
     if not all(hasattr(module, mark) for mark in marks) or not hasattr(module.config, "_experts_implementation"):
@@ -100,10 +100,10 @@ def recognise_experts(module: nn.Module) -> Experts | str | None:
         with probing():
             kinds = _activations(module, torch.float32) & _activations(module, torch.bfloat16)
             skipped = tuple((name, type(child)) for name, child in children.items()) if kinds else ()
-            recipe = Experts(next(iter(kinds), None), CHOICES, skipped)
+            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES, skipped)
             right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
         return f"cannot be run by itself ({describe(error)})"
     if chosen not in right:
         return f"computes something else than moe_mlp, where its config has chosen {chosen!r}"
-    return Experts(recipe.activation, right, skipped)
+    return ExpertsRecipe(recipe.activation, right, skipped)
