@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import tigon
+from hf import same_step
 
 transformers = pytest.importorskip("transformers")
 
@@ -91,29 +92,14 @@ def batch() -> dict[str, torch.Tensor]:
 def step():
     """step(model, batch) -> the loss and every gradient, by name."""
 
-    def run(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
-        model.zero_grad()
-        loss = model(**batch)["loss"]
-        loss.backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        return {"loss": loss.detach(), **gradients}
-
-    return run
+    return same_step.step
 
 
 @pytest.fixture
 def assert_same_step(step):
     """assert_same_step(model, stock, batch): loss and gradients agree to a few units of the reductions' last place."""
 
-    def check(model: nn.Module, stock: nn.Module, batch: dict) -> None:
-        given, expected = step(model, batch), step(stock, batch)
-        assert given.keys() == expected.keys()
-        for name, value in expected.items():
-            # The sums run in another order: errors are relative to the terms, of the size of the largest element.
-            tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item()
-            torch.testing.assert_close(given[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-    return check
+    return lambda model, stock, batch: same_step.assert_same(step(model, batch), step(stock, batch))
 
 
 @pytest.fixture

@@ -8,6 +8,8 @@ by so much.
 import torch
 from torch import Tensor, nn
 
+EPS = torch.finfo(torch.float32).eps
+
 
 def make_batch(
     vocabulary: int, rows: int = 2, length: int = 12, device: str = "cpu", seed: int = 0
@@ -37,7 +39,7 @@ def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[st
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters():
-                p *= 1 + torch.finfo(torch.float32).eps * torch.randn(p.shape, generator=generator).to(p.device)
+                p *= 1 + EPS * torch.randn(p.shape, generator=generator).to(p.device)
         for name, value in step(model, batch).items():
             moved[name] = max(moved[name], (value - expected[name]).abs().max().item())
         with torch.no_grad():
@@ -46,10 +48,21 @@ def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[st
     return moved
 
 
-def assert_same_step(given: dict[str, Tensor], expected: dict[str, Tensor], allowed: dict[str, float], said: object):
+def assert_same(given: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 64 * EPS) -> None:
+    """They agree to `tolerance` of the largest element: by default a few units in the last place of the reductions.
+
+    The sums run in another order: errors are relative to the terms, of the size of the largest element.
+    """
+    assert given.keys() == expected.keys(), given.keys() ^ expected.keys()
+    for name, value in expected.items():
+        atol = tolerance * value.abs().max().item()
+        torch.testing.assert_close(given[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def assert_within_noise(given: dict[str, Tensor], expected: dict[str, Tensor], allowed: dict[str, float], said: object):
     """In fp32: no further apart than the noise, and a few units in the last place of the largest element."""
     assert given.keys() == expected.keys(), str(said)
     for name, value in expected.items():
-        tolerance = 4 * allowed[name] + 16 * torch.finfo(torch.float32).eps * value.abs().max().item()
+        tolerance = 4 * allowed[name] + 16 * EPS * value.abs().max().item()
         worst = (given[name] - value).abs().max().item()
         assert worst <= tolerance, f"{name}: {worst:.3g} apart, {tolerance:.3g} allowed\n{said}"

@@ -6,7 +6,7 @@ import transformers
 from torch import nn
 
 import tigon
-from hf.same_step import assert_same_step, noise, step
+from hf.same_step import assert_within_noise, noise, step
 from hf.tiny import tiny_config, tiny_model
 from tigon.hf.patch import PARTS
 
@@ -24,7 +24,7 @@ def assert_fused_and_stock(model, batch) -> None:
     said = loss_alone(model)
     assert said.startswith("linear_cross_entropy in the head")
     assert model(**batch).logits is None
-    assert_same_step(step(model, batch), expected, allowed, said)
+    assert_within_noise(step(model, batch), expected, allowed, said)
 
 
 # Their heads are reached from a part of the body, scaled by an attribute of it, or fed by a layer after it.
@@ -36,50 +36,11 @@ def test_bodies_of_any_shape(batch, model_type):
     assert_fused_and_stock(tiny_model(model_type), batch)
 
 
-# --- vision-language models ----------------------------------------------------------------------
-
-SMALL_IMAGES = {"vision_config": {"image_size": 8, "patch_size": 4, "depth": 2}}
-SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-VISION = {
-    "qwen2_vl": {"text_config": {"rope_parameters": SECTIONS}, **SMALL_IMAGES},
-    "qwen2_5_vl": {"text_config": {"rope_parameters": SECTIONS}, **SMALL_IMAGES},
-    "qwen3_vl": SMALL_IMAGES,
-    "qwen3_vl_moe": SMALL_IMAGES,
-    "llava": SMALL_IMAGES | {"image_token_index": 130, "image_seq_length": 4},
-    "gemma3": SMALL_IMAGES,
-    "internvl": {},
-    "mllama": {"vision_config": {"num_global_layers": 1}},
-    "paligemma": SMALL_IMAGES,
-}
-
-
-def vision_model(model_type: str) -> nn.Module:
-    config = tiny_config(transformers.AutoConfig.for_model(model_type), VISION[model_type])
-    torch.manual_seed(0)
-    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").train()
-    with torch.no_grad():
-        model.get_output_embeddings().weight *= 5
-    return model
-
-
-@pytest.mark.parametrize("model_type", VISION)
-def test_vision_language_models(batch, model_type):
-    assert_fused_and_stock(vision_model(model_type), batch)
-
-
-def test_an_image_before_the_text(batch):
-    model = vision_model("llava")
-    batch["input_ids"][:, :4] = 130
-    batch["pixel_values"] = torch.randn(3, 3, 8, 8)
-    assert_fused_and_stock(model, batch)
-    assert step(model, batch)["model.vision_tower.embeddings.patch_embedding.weight"].any()
-
-
 def test_a_model_that_embeds_its_tokens_itself_on_meta():
     """Its forward calls a method of its body, which is run on the stand-in and reads no weight."""
     config = tiny_config(transformers.AutoConfig.for_model("qwen2_5_omni_thinker"), {})
     config.vision_start_token_id, config.audio_start_token_id = 5, 6
-    config.text_config.rope_parameters = SECTIONS
+    config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
     assert loss_alone(model) == "linear_cross_entropy in the head"
