@@ -4,7 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu bench models lint install clean
+# Another version of transformers than that of constraints.txt, with a venv of its own.
+TRANSFORMERS ?= 5.23.0
+OTHER := .venv-transformers-$(TRANSFORMERS)
+
+.PHONY: demo test test-transformers test-gpu bench models lint install clean
 
 install: $(STAMP)
 
@@ -21,6 +25,13 @@ test: $(STAMP)  ## everything a machine without a GPU can show
 	$(BIN)/python -m pytest tests --ignore tests/gpu --numprocesses 2 $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/ops --numprocesses 2 $(ARGS)
 
+test-transformers:  ## what meets transformers, in another version: make test-transformers TRANSFORMERS=5.23.0
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	grep -Ev '^(transformers|huggingface_hub|tokenizers|safetensors)==' constraints.txt > $(OTHER)/constraints.txt
+	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+		'transformers==$(TRANSFORMERS)' --constraint $(OTHER)/constraints.txt
+	$(OTHER)/bin/python -m pytest tests/hf tests/recognition --numprocesses 2 $(ARGS)
+
 test-gpu: $(STAMP)  ## the ops and what only a GPU can show
 	$(BIN)/python -m pytest tests/ops tests/gpu $(ARGS)
 
@@ -35,4 +46,4 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-transformers-* build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -282,7 +282,7 @@ def test_two_types_at_once(patch_type, make_model):
 def test_the_report_is_filled_by_what_is_built(patch_type):
     report = patch_type("llama")
     assert not report
-    assert "every new llama, none built so far" in str(report)
+    assert "every new llama: none built yet" in str(report)
     assert "until restore()" in str(report)
     WAYS["class"]()
     assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "loss"}
@@ -304,6 +304,7 @@ def test_twice_is_a_no_op_with_a_note(patch_type):
     first = patch_type("llama")
     second = patch_type("llama", loss=False)
     assert "already" in second.notes[0]
+    assert "every new llama: nothing patched" in str(second)
     second.restore()
     model = WAYS["class"]()
     assert find_replacement(model)  # by the first, with its options
@@ -325,7 +326,9 @@ def test_patch_of_a_model_that_was_patched_by_its_type(patch_type):
 
 @pytest.mark.parametrize(("given", "nearest"), [("lama", "llama"), ("Llama", "llama"), ("qwen-3", "qwen3"), ("", "")])
 def test_a_string_that_is_no_model_type(given, nearest):
-    with pytest.raises(ValueError, match=f"patch: model must be a model type .*, got {given!r}; nearest: .*{nearest}"):
+    with pytest.raises(
+        ValueError, match=f"patch: model must be a model type, got {given!r}; nearest types of .*: .*{nearest}"
+    ):
         tigon.patch(given)
 
 

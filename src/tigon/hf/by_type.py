@@ -17,17 +17,16 @@ __all__ = ["config_class", "patch_type"]
 
 ACTIVE: set[str] = set()
 CONSTRUCTORS = ("__init__", "from_pretrained", "_from_config")
+NOTE = "models of this type are patched when they are built, until restore(); what was built stays patched"
 
 
-def config_class(model_type: str, what: str = "patch: model") -> type:
-    """The config class of a model type; a ValueError with the nearest names if there is no such type."""
+def config_class(model_type: str, rule: str) -> type:
+    """The config class of a model type; a ValueError with `rule` and the nearest names if there is no such type."""
     from transformers import CONFIG_MAPPING, __version__
 
     if model_type not in CONFIG_MAPPING:
         nearest = ", ".join(difflib.get_close_matches(model_type.lower(), CONFIG_MAPPING.keys(), cutoff=0.0))
-        raise ValueError(
-            f"{what} must be a model type of transformers {__version__}, got {model_type!r}; nearest: {nearest}"
-        )
+        raise ValueError(f"{rule}, got {model_type!r}; nearest types of transformers {__version__}: {nearest}")
     return CONFIG_MAPPING[model_type]
 
 
@@ -43,45 +42,52 @@ def _classes(config: type) -> list[type]:
     return [cls for cls in found if getattr(cls, "config_class", None) is config]
 
 
-def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
-    """Let `patch` run on every new model of the type. The report is that of the last one; `restore()` ends it."""
-    config, inside = config_class(model_type), threading.local()
-    report = Report(f"every new {model_type}, none built so far")
-    if model_type in ACTIVE:
-        report.notes.append("models of this type are patched when they are built already: nothing was changed")
-        return report
-    note = "models of this type are patched when they are built, until restore(); what was built stays patched"
+class Builds:
+    """Builds of models of a type: the outermost constructor of each ends with `patch`, as long as this is active."""
 
-    def end_with_patch(cls: type, name: str) -> Callable[[], None]:
+    def __init__(self, config: type, patch: Callable[[nn.Module], Report], report: Report) -> None:
+        self.config, self.patch, self.report, self.active = config, patch, report, True
+        self.thread = threading.local()  # its `building`: whether a constructor runs
+
+    def wrap(self, cls: type, name: str) -> Callable[[], None]:
+        """Wrap a constructor of `cls`; returns what unwraps it, unless somebody has wrapped it since."""
         own, stock = vars(cls).get(name), inspect.getattr_static(cls, name)
 
         @functools.wraps(function := getattr(stock, "__func__", stock))
         def build(subject: Any, *args, **kwargs) -> Any:
-            outermost, inside.a_build = not getattr(inside, "a_build", False), True
+            outermost, self.thread.building = not getattr(self.thread, "building", False), True
             try:
                 result = function(subject, *args, **kwargs)
             finally:
-                inside.a_build = not outermost
+                self.thread.building = not outermost
             model = subject if result is None else result[0] if isinstance(result, tuple) else result
-            if outermost and report.undo and model.config.model_type == config.model_type:
-                made = patch(model)  # whose undo would keep the model
-                report.model = f"every new {model_type}, the last a {made.model}"
-                report.entries, report.notes = made.entries, [note, *made.notes]
+            if self.active and outermost and model.config.model_type == self.config.model_type:
+                made, report = self.patch(model), self.report  # the undo of what was made would keep the model
+                report.model, report.empty = f"every new {self.config.model_type}, the last a {made.model}", made.empty
+                report.entries, report.notes = made.entries, [NOTE, *made.notes]
             return result
 
-        wrapper = classmethod(build) if isinstance(stock, classmethod) else build
-        setattr(cls, name, wrapper)
+        setattr(cls, name, wrapper := classmethod(build) if isinstance(stock, classmethod) else build)
 
         def undo() -> None:
+            self.active = False
             if vars(cls).get(name) is wrapper:
                 delattr(cls, name) if own is None else setattr(cls, name, own)
 
         return undo
 
-    report.undo = [end_with_patch(cls, name) for cls in _classes(config) for name in CONSTRUCTORS]
-    if not report.undo:
+
+def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
+    """Let `patch` run on every new model of the type. The report is that of the last one; `restore()` ends it."""
+    config, report = config_class(model_type, "patch: model must be a model type"), Report(f"every new {model_type}")
+    if model_type in ACTIVE:
+        report.notes.append("models of this type are patched when they are built already: nothing was changed")
+        return report
+    builds, classes = Builds(config, patch, report), _classes(config)
+    if not classes:
         raise ValueError(f"patch: {model_type!r} is built as a part of other models only: patch by their types")
-    report.notes.append(note)
+    report.empty, report.notes = "none built yet", [NOTE]
     ACTIVE.add(model_type)
-    report.undo.append(lambda: ACTIVE.discard(model_type))
+    report.undo = [builds.wrap(cls, name) for cls in classes for name in CONSTRUCTORS]
+    report.undo.append(functools.partial(ACTIVE.discard, model_type))
     return report

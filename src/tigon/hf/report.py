@@ -3,6 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 __all__ = ["Entry", "Report"]
 
@@ -11,7 +15,7 @@ __all__ = ["Entry", "Report"]
 class Entry:
     """Modules of one class that had the same fate."""
 
-    part: str  # rms_norm, glu, rope, loss
+    part: str  # one of tigon.hf.patch.PARTS
     module: str  # class name
     replaced: bool
     detail: str  # by what, or why not
@@ -36,6 +40,7 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    empty: str = field(default="nothing patched", repr=False)  # what the title says then
 
     @property
     def replaced(self) -> list[Entry]:
@@ -68,10 +73,10 @@ class Report:
 
     def _rows(self) -> list[tuple[str, ...]]:
         now = lambda entry: entry.detail if entry.replaced else f"left alone: {entry.detail}"
-        return [(e.part, e.module, str(e.count), now(e)) for e in [*self.replaced, *self.left_alone]]
+        return [(e.part, e.module, f"{e.count:,}", now(e)) for e in [*self.replaced, *self.left_alone]]
 
     def _title(self) -> str:
-        return f"{self.model}: {len(self)} modules patched" if self else f"{self.model}: nothing patched"
+        return f"{self.model}: {f'{len(self):,} modules patched' if self else self.empty}"
 
     def __str__(self) -> str:
         rows = [COLUMNS, *self._rows()]
@@ -80,16 +85,24 @@ class Report:
         lines.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([self._title(), *(lines if self.entries else []), *(f"note: {note}" for note in self.notes)])
 
-    def __rich__(self) -> object:
-        from rich.console import Group
+    def table(self) -> "Table":
+        """The entries as a table of rich."""
         from rich.table import Table
         from rich.text import Text
 
-        table = Table(title=self._title(), title_justify="left")
+        table = Table()
         for column in COLUMNS:
             table.add_column(column, justify="right" if column == "count" else "left", overflow="fold")
         for row in self._rows():
             table.add_row(*map(Text, row), style="yellow" if row[-1].startswith("left alone") else None)
+        return table
+
+    def __rich__(self) -> object:
+        from rich.console import Group
+        from rich.text import Text
+
+        table = self.table()
+        table.title, table.title_justify = self._title(), "left"
         return Group(table, *(Text(f"note: {note}") for note in self.notes)) if self.notes else table
 
 

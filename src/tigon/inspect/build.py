@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ __all__ = ["NotInspected", "build", "default_config", "find_config", "quietly"]
 
 # The class that trains the whole model with its loss comes first.
 AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
+RULE = "must be a model type, owner/name on the hub, or a file or folder that exists"
 
 
 class NotInspected(ValueError):
@@ -23,8 +25,8 @@ class NotInspected(ValueError):
 
 
 def _one_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+    text = textwrap.shorten(str(error), 300, placeholder=" ...")
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 @contextlib.contextmanager
@@ -51,7 +53,7 @@ def default_config(model_type: str) -> Any:
         NotInspected: the class has no defaults.
         ValueError: there is no such type; it names the nearest.
     """
-    cls = config_class(model_type, "it")
+    cls = config_class(model_type, RULE)
     try:
         with quietly():
             config = cls()
@@ -77,9 +79,9 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
     path = Path(model).expanduser()
     here = path.is_file() or (path / "config.json").is_file()
     if not here and path.is_dir() and "/" in model:
-        raise NotInspected(f"it must have a config.json if it is a folder, got {model!r}")
+        raise NotInspected(f"must have a config.json if it is a folder, got {model!r}")
     if not here and (path.is_absolute() or model.startswith(".") or model.count("/") > 1 or model.endswith(".json")):
-        raise NotInspected(f"it must be a file or folder that exists, got {model!r}")
+        raise NotInspected(f"must be a file or folder that exists, got {model!r}")
     if not here and "/" not in model:
         return default_config(model)
     source = str(path) if here else model
@@ -91,7 +93,8 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
             reason = f"{model!r} comes with code of its own: --trust-remote-code allows it to run"
             raise NotInspected(reason) from error
         if isinstance(error, ValueError) and "model_type" in PretrainedConfig.get_config_dict(source)[0]:
-            config_class(PretrainedConfig.get_config_dict(source)[0]["model_type"], f"the model_type of {model}")
+            model_type = PretrainedConfig.get_config_dict(source)[0]["model_type"]
+            config_class(model_type, f"the model_type of {model} must be one of transformers")
         raise NotInspected(f"the config of {model!r} cannot be read ({_one_line(error)})") from error
 
 

@@ -7,30 +7,21 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import tigon
-from tigon.hf.report import Report
+from tigon.hf.report import Entry, Report
 from tigon.inspect.build import build, quietly
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["GROUPS", "Inspection", "group_of", "inspect_config"]
+__all__ = ["GROUPS", "Inspection", "inspect_config"]
 
-# What a reader asks for, and words of the parts of a report that answer it.
+# What a reader asks for, and the parts of a report that answer it.
 GROUPS = {
-    "norms": ("norm",),
-    "MLPs and experts": ("glu", "mlp", "relu2", "experts"),
+    "norms": ("rms_norm", "layer_norm"),
+    "MLPs and experts": ("glu", "relu2", "experts"),
     "rope": ("rope",),
     "loss": ("loss",),
 }
-
-
-def group_of(part: str) -> str:
-    """The group of a part; a part of none is a group of its own.
-
-    >>> group_of("rms_norm"), group_of("qk_norm_rope"), group_of("softmax")
-    ('norms', 'norms', 'softmax')
-    """
-    return next((group for group, words in GROUPS.items() if any(word in part for word in words)), part)
 
 
 @dataclass(frozen=True)
@@ -44,13 +35,14 @@ class Inspection:
     report: Report
     others: dict[str, int]  # classes of which nothing is recognised, with their numbers
 
+    def entries(self, group: str) -> list[Entry]:
+        """What was recognised as of a group."""
+        return [entry for entry in self.report.entries if entry.part in GROUPS[group]]
+
     def coverage(self) -> dict[str, tuple[int, int]]:
         """By group: modules that are replaced, and modules that were recognised as of its kind."""
-        found = {group: [0, 0] for group in (*GROUPS, *(group_of(entry.part) for entry in self.report.entries))}
-        for entry in self.report.entries:
-            found[group_of(entry.part)][0] += entry.count * entry.replaced
-            found[group_of(entry.part)][1] += entry.count
-        return {group: (replaced, all_) for group, (replaced, all_) in found.items()}
+        count = lambda entries: sum(entry.count for entry in entries)
+        return {g: (count(e for e in self.entries(g) if e.replaced), count(self.entries(g))) for g in GROUPS}
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for programs."""
@@ -72,25 +64,15 @@ class Inspection:
     def print(self, console: "Console") -> None:
         """The table and what is below it."""
         from rich.markup import escape
-        from rich.table import Table
         from rich.text import Text
 
         console.print(f"[bold]{self.model_class}[/] ({escape(self.model_type)}), {_size(self.parameters)} parameters\n")
-        table = Table()
-        for column in ("module", "count", "part", "with tigon.patch"):
-            table.add_column(column, justify="right" if column == "count" else "left", overflow="fold")
-        entries = sorted(self.report.entries, key=lambda entry: not entry.replaced)
-        for entry in entries:
-            row = (
-                entry.module,
-                f"{entry.count:,}",
-                entry.part,
-                entry.detail if entry.replaced else f"stays: {entry.detail}",
-            )
-            table.add_row(*map(Text, row), style=None if entry.replaced else "yellow")
+        table = self.report.table()
         for name, count in self.others.items():
-            table.add_row(Text(name), f"{count:,}", "", "", style="dim")
+            table.add_row("", Text(name), f"{count:,}", "", style="dim")
         console.print(table)
+        if self.others:
+            console.print("Blank: no op of Tigon computes this class.", style="dim")
         covered = [
             f"{group} {n:,} of {m:,}" if m else f"{group} none found" for group, (n, m) in self.coverage().items()
         ]
