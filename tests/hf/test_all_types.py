@@ -32,12 +32,18 @@ def test_no_type_is_left_out_in_silence():
     assert len(BUILT) >= 120
 
 
+# How many types have each part: what is asked for at least, and what is measured now.
+LEAST = {"rms_norm": 106, "mlp": 95, "rope": 95, "loss": 125, "all": 75}
+MEASURED = {"rms_norm": 107, "mlp": 105, "rope": 115, "loss": 139, "all": 88, "layer_norm": 38}
+MEASURED |= {"glu": 90, "experts": 46, "relu2": 8}  # of which an "mlp" has one at least
+
+
 def test_coverage():
-    """What of the decoder types runs on Tigon: the counts that docs/models.md states, none given away."""
+    """A part that is lost in a type, or found in one more, shows."""
     counts: Counter[str] = Counter()
     for model_type in BUILT:
         parts = {entry.part for entry in tigon.patch(tiny_model(model_type)).replaced}
         mlp = bool(parts & {"glu", "experts"})
         counts.update(parts, mlp=mlp, all=mlp and {"rms_norm", "rope", "loss"} <= parts)
-    least = {"rms_norm": 106, "mlp": 95, "rope": 95, "loss": 125, "all": 75}
-    assert all(counts[part] >= n for part, n in least.items()), dict(counts)
+    assert dict(counts) == MEASURED
+    assert all(counts[part] >= n for part, n in LEAST.items())
