@@ -8,7 +8,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from types import CellType, FunctionType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from torch import nn
@@ -22,6 +22,8 @@ __all__ = [
     "uninstall",
     "wrapped_forward",
 ]
+
+REPLICATE = "_replicate_for_data_parallel"
 
 
 class Replacement:
@@ -37,10 +39,39 @@ class Replacement:
         self.recipe = recipe  # None once undone: a wrapper that still holds this then gets stock
 
     def __reduce__(self):
-        return Replacement, (self.module(), self.recipe)
+        return Replacement, (self.__self__, self.recipe)
+
+    @property
+    def __self__(self) -> nn.Module:
+        if (module := self.module()) is None:
+            raise ReferenceError("tigon: the module of this forward is gone: keep the module, not its forward alone")
+        return module
+
+    @property
+    def __func__(self) -> FunctionType:
+        """Of any module of its class, as of a method: accelerate binds it to the module it wraps or copies."""
+
+        def forward(module: nn.Module, *args, **kwargs) -> Any:
+            return (self.recipe or type(module).forward)(module, *args, **kwargs)
+
+        forward.__signature__ = inspect.signature(type(self.__self__).forward)
+        return forward
+
+    @property
+    def __code__(self) -> CodeType:
+        """That of the stock forward: `torch.export` says where it is from."""
+        return inspect.unwrap(type(self.__self__).forward).__code__
+
+    def replicate(self) -> nn.Module:
+        """In place of the module's `_replicate_for_data_parallel`: `nn.DataParallel` copies what the module holds."""
+        replica = type(self.__self__)._replicate_for_data_parallel(self.__self__)
+        del vars(replica)[REPLICATE]
+        if vars(replica).get("forward") is self:
+            vars(replica)["forward"] = Replacement(replica, self.recipe)
+        return replica
 
     def __call__(self, *args, **kwargs) -> Any:
-        module = self.module()
+        module = self.__self__
         if args and isinstance(args[0], nn.Module):  # accelerate's unwrap_model made it a method
             module, *args = args
         if self.recipe is None:
@@ -50,8 +81,7 @@ class Replacement:
     @property
     def __signature__(self) -> inspect.Signature:
         """That of the stock forward: the Trainer and `generate` read it to learn what the model takes."""
-        module = self.module()
-        return inspect.signature(type(module).forward.__get__(module))
+        return inspect.signature(type(self.__self__).forward.__get__(self.__self__))
 
 
 def _slot(module: nn.Module) -> str:
@@ -112,6 +142,7 @@ def install(module: nn.Module, recipe: Callable) -> Callable[[], None]:
         cell.cell_contents = replacement
     else:
         vars(module)[_slot(module)] = replacement
+    vars(module)[REPLICATE] = replacement.replicate
     return functools.partial(uninstall, module, replacement)
 
 
@@ -119,6 +150,8 @@ def uninstall(module: nn.Module, replacement: Replacement) -> None:
     """Give `module` the forward of its class back."""
     own, stock, cell = vars(module), type(module).forward.__get__(module), wrapped_forward(module)
     replacement.recipe = None
+    if getattr(own.get(REPLICATE), "__self__", None) is replacement:
+        del own[REPLICATE]
     if cell is not None and cell.cell_contents is replacement:
         cell.cell_contents = stock
     elif own.get("forward") is replacement:

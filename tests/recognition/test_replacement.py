@@ -1,0 +1,130 @@
+"""A forward of a module's own, through what other code does to modules: it binds, copies, replicates and exports them."""
+
+import copy
+import gc
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+from tigon.recognition.replacement import find_replacement, install
+
+
+def twice(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """A recipe that shows whose weight it reads."""
+    return 2 * nn.functional.linear(x, module.weight)
+
+
+@pytest.fixture
+def layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(3, 2, bias=False)
+
+
+X = torch.eye(3)
+
+
+def assert_own(module: nn.Module, factor: int = 2) -> None:
+    """The module's call is the recipe (or, with factor 1, stock) on the weight that it has now."""
+    assert torch.equal(module(X), factor * module.weight.t())
+
+
+def zeroed(module: nn.Module) -> nn.Module:
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    return module
+
+
+# --- as a method ---------------------------------------------------------------------------------
+
+
+def test_what_binds_the_function_of_the_forward_reaches_the_module_it_is_bound_to(layer):
+    """As accelerate does for mixed precision: of a plain closure, deepcopy would keep the original's."""
+    undo = install(layer, twice)
+    function = layer.forward.__func__
+    layer.forward = types.MethodType(lambda module, *args: function(module, *args), layer)
+    other = zeroed(copy.deepcopy(layer))
+    assert_own(other)
+    assert_own(layer)
+    undo()
+    assert_own(layer, 1)
+    assert_own(other, 1)
+
+
+def test_a_copy_of_a_model_in_mixed_precision_has_its_own_weights(layer):
+    accelerate = pytest.importorskip("accelerate")
+    install(layer, twice)
+    prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(layer)
+    other = zeroed(copy.deepcopy(prepared))
+    assert not other(X).any()
+    assert prepared(X).any()
+    assert prepared(X).dtype == torch.float32
+
+
+def test_compiled_regions_call_the_compiled_copy():
+    other = pytest.importorskip("accelerate.utils.other")
+    if not hasattr(other, "compile_regions"):
+        pytest.skip("no compile_regions")
+    model = nn.Sequential(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 3))
+    install(model, lambda module, x: module)
+    copied = other.compile_regions(model, backend="eager")
+    assert copied is not model
+    assert copied.forward(X) is copied
+
+
+# --- replicas ------------------------------------------------------------------------------------
+
+
+def replicated(module: nn.Module, weight: torch.Tensor) -> nn.Module:
+    """One replica, as `nn.DataParallel` makes them: parameters are plain tensors that were copied."""
+    replica = module._replicate_for_data_parallel()
+    replica.weight, replica._parameters["bias"] = weight, None
+    return replica
+
+
+@pytest.mark.parametrize("duplicate", [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_replica_reads_its_own_weight(layer, duplicate):
+    install(layer, twice)
+    module = duplicate(layer)
+    replica = replicated(module, torch.full((2, 3), 5.0))
+    assert_own(replica)
+    assert_own(module)
+    assert find_replacement(replica) is not find_replacement(module)
+
+
+def test_a_replica_of_a_restored_module_is_stock(layer):
+    before = set(vars(layer))
+    undo = install(layer, twice)
+    replica = replicated(layer, torch.ones(2, 3))
+    undo()
+    assert set(vars(layer)) == before
+    assert_own(replicated(layer, torch.full((2, 3), 5.0)), 1)
+    assert_own(replica)  # lives as long as the call it was made for
+
+
+def test_replicating_leaves_nothing_in_the_state_dict(layer):
+    before = layer.state_dict().keys()
+    install(layer, twice)
+    assert layer.state_dict().keys() == before
+
+
+# --- what other code reads -----------------------------------------------------------------------
+
+
+def test_torch_export(layer):
+    install(layer, twice)
+    program = torch.export.export(layer, (X,))
+    assert torch.equal(program.module()(X), layer(X))
+
+
+def test_a_forward_whose_module_is_gone_says_so():
+    module = nn.Linear(3, 2)
+    install(module, twice)
+    forward = module.forward
+    del module
+    gc.collect()
+    with pytest.raises(ReferenceError, match="the module of this forward is gone"):
+        forward(X)
