@@ -134,8 +134,9 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     if already:
         report.notes.append(f"{already} modules were patched already and stay as they are")
     elif not report:
-        report.notes.append(f"nothing was recognised ({', '.join(parts)} asked for); the model was not touched")
-        warnings.warn(f"tigon.patch({report.model}): nothing was recognised", stacklevel=2)
+        said = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
+        report.notes.append(f"{said} ({', '.join(parts)} asked for); the model was not touched")
+        warnings.warn(f"tigon.patch({report.model}): {said}", stacklevel=2)
     return report
 
 

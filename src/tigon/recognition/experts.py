@@ -15,6 +15,7 @@ from tigon.ops.dispatch import KERNEL_DTYPES
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
+from tigon.recognition.watch import Watched, still, watch
 
 __all__ = ["ExpertsRecipe", "recognise_experts"]
 
@@ -34,16 +35,15 @@ class ExpertsRecipe:
 
     activation: str | None
     choices: tuple[str, ...]  # of the config, under which the module computes the same
-    skipped: tuple[tuple[str, type], ...]  # the children that the op does without: the activation
+    watched: Watched
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
         chosen, weights = module.config._experts_implementation, [getattr(module, name) for name in _names(module)]
-        skips = all(type(module._modules[n]) is cls and not is_changed(module._modules[n]) for n, cls in self.skipped)
         plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
         # The products of "eager" are in the dtype of autocast, grouped ones in that of the weights.
         cast = chosen == "eager" and torch.is_autocast_enabled(weights[0].device.type)
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
-        if chosen not in self.choices or cast or not (skips and fits and plain):
+        if chosen not in self.choices or cast or not (fits and plain and still(module, self.watched)):
             return type(module).forward(module, *args, **kwargs)
         activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
         options = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False)) | {"transposed": module.is_transposed}
@@ -99,11 +99,11 @@ def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
     try:
         with probing():
             kinds = _activations(module, torch.float32) & _activations(module, torch.bfloat16)
-            skipped = tuple((name, type(child)) for name, child in children.items()) if kinds else ()
-            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES, skipped)
-            right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
+            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES, watch(module) if kinds else ())
+            unwatched = ExpertsRecipe(recipe.activation, CHOICES, ())  # a twin has sizes of its own
+            right = tuple(name for name in CHOICES if _reproduces(unwatched, module, name))
     except Exception as error:
         return f"cannot be run by itself ({describe(error)})"
     if chosen not in right:
         return f"computes something else than moe_mlp, where its config has chosen {chosen!r}"
-    return ExpertsRecipe(recipe.activation, right, skipped)
+    return ExpertsRecipe(recipe.activation, right, recipe.watched)

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -14,18 +14,22 @@ from tigon.ops.relu2 import relu2, relu2_reference
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (
     BF16,
+    FP16,
     FP32,
     describe,
+    gradients,
     in_mode,
     linear,
     normal,
     own_tensors,
     probing,
     same_bits,
+    same_gradients,
     stand_in,
     takes,
     without_parameters,
 )
+from tigon.recognition.watch import Watched, still, watch
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 
@@ -44,12 +48,10 @@ class GLURecipe:
     gate: str
     up: str | None
     down: str
-    skipped: tuple[tuple[str, type], ...] = ()  # the children that the op does without: the activation
+    watched: Watched = field(default=(), compare=False)
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        children = module._modules
-        skips = all(type(children[name]) is cls and not is_changed(children[name]) for name, cls in self.skipped)
-        if kwargs or len(args) != 1 or not skips:
+        if kwargs or len(args) != 1 or not still(module, self.watched):
             return type(module).forward(module, *args, **kwargs)
         gate = getattr(module, self.gate)(*args)
         up = None if self.up is None else getattr(module, self.up)(*args)
@@ -90,6 +92,26 @@ def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtyp
     return stand_in(module, {}, children, training=training, **sizes)
 
 
+# Dtypes and leading shapes: sequences long and short. Some modules take three dimensions only.
+CASES = [(FP32, (2, 16)), (BF16, (1, 300)), (BF16, (2, 16)), (FP32, (1, 32)), (FP16, (4, 8))]
+
+
+def _run_glu(module: nn.Module, linears: dict, wiring: tuple, candidates: list, seed: int, case: tuple) -> list:
+    """The candidates that reproduce the module, and in fp32 its gradients too."""
+    dtype, shape = case
+    twin = _glu_twin(module, linears, wiring, dtype, seed)
+    plain = normal(1000 + seed, *shape, 24)
+    sizes = torch.logspace(-4, 1 if dtype == FP16 else 10, plain[..., 0].numel()).view(*shape, 1)
+    x = (plain * sizes).to(dtype)
+    y = type(module).forward(twin, x.clone())
+    candidates = [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
+    if dtype != FP32 or not candidates:
+        return candidates
+    leaves = [plain, *(p for name in linears for p in twin._modules[name]._parameters.values() if p is not None)]
+    stock = gradients(lambda: type(module).forward(twin, plain), leaves)
+    return [c for c in candidates if same_gradients(gradients(lambda c=c: c(twin, plain), leaves), stock)]
+
+
 def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     """A gated MLP: two (packed) or three linear children that fit each other, and nothing else with parameters."""
     has_sizes = lambda m: all(type(getattr(m, name, None)) is int for name in ("in_features", "out_features"))
@@ -103,24 +125,20 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
         return f"has more state than a gated MLP ({', '.join(extra)})"
     if changed := [name for name, child in others.items() if is_changed(child)]:
         return f"has hooks on {', '.join(changed)}, or another forward there"
-    skipped = tuple((name, type(child)) for name, child in others.items())
     other = "computes something else than silu, gelu or gelu-tanh gates"
     failure, ran = other, False
     for wiring in wirings:
-        candidates = [GLURecipe(kind, *wiring, skipped) for kind in KINDS]
+        candidates = [GLURecipe(kind, *wiring) for kind in KINDS]
         try:
             with probing():
-                for seed, dtype in enumerate((FP32, BF16, BF16, FP32)):
-                    twin = _glu_twin(module, linears, wiring, dtype, seed)
-                    x = (normal(1000 + seed, 2, 16, 24) * 3).to(dtype)
-                    y = type(module).forward(twin, x.clone())
-                    candidates = [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
+                for case in enumerate(CASES):
+                    candidates = _run_glu(module, linears, wiring, candidates, *case)
         except Exception as error:
             failure = failure if ran else f"cannot be run by itself ({describe(error)})"
             continue
         failure, ran = other, True
         if candidates:
-            return candidates[0]
+            return replace(candidates[0], watched=watch(module))
     sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
     return failure if ran or len(sizes) > 1 else None  # query, key and value of an attention, say
 
@@ -132,8 +150,12 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
 class ReLU2Recipe:
     """`relu2`, for an activation that is a module of its own."""
 
+    watched: Watched = field(default=(), compare=False)
+
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
-        return type(module).forward(module, *args, **kwargs) if kwargs or len(args) != 1 else relu2(*args)
+        if kwargs or len(args) != 1 or not still(module, self.watched):
+            return type(module).forward(module, *args, **kwargs)
+        return relu2(*args)
 
     def __str__(self) -> str:
         return "relu2"
@@ -144,10 +166,12 @@ def recognise_relu2(module: nn.Module) -> ReLU2Recipe | None:
     if module._modules or not without_parameters(module) or not takes(module, 1):
         return None
     with contextlib.suppress(Exception), probing():
-        for seed, dtype in enumerate((FP32, BF16, FP32)):
-            x = normal(seed, 16, 24, dtype=dtype)
-            twin = stand_in(module, training=seed > 0)
-            if not same_bits(type(module).forward(twin, x.clone()), relu2_reference(x)):
+        for seed, dtype in enumerate((FP32, BF16, FP16)):
+            x = (normal(seed, 16, 24) * torch.logspace(-4, 1 if dtype == FP16 else 15, 16)[:, None]).to(dtype)
+            twins = [stand_in(module, training=training) for training in (True, False)]
+            if not all(same_bits(type(module).forward(twin, x.clone()), relu2_reference(x)) for twin in twins):
                 return None
-        return ReLU2Recipe()
+        x = normal(3, 16, 24)
+        stock, ours = (gradients(run, [x]) for run in (lambda: type(module).forward(module, x), lambda: relu2(x)))
+        return ReLU2Recipe(watch(module)) if same_gradients(ours, stock) else None
     return None

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -13,7 +13,21 @@ from tigon.ops.dispatch import runs_kernels
 from tigon.ops.glu import swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
-from tigon.recognition.standin import BF16, FP32, describe, normal, own_tensors, probing, same_bits, stand_in, takes
+from tigon.recognition.standin import (
+    BF16,
+    FP16,
+    FP32,
+    describe,
+    gradients,
+    normal,
+    own_tensors,
+    probing,
+    same_bits,
+    same_gradients,
+    stand_in,
+    takes,
+)
+from tigon.recognition.watch import Watched, still, watch
 
 __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
 
@@ -27,12 +41,13 @@ class RMSNormRecipe:
     offset: float
     rounding: Literal["before_weight", "after_weight"]
     gated: bool
+    watched: Watched = field(default=(), compare=False)
     part = "rms_norm"
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        if kwargs or len(args) != 1 + self.gated or not all(isinstance(x, Tensor) for x in args):
-            return type(module).forward(module, *args, **kwargs)
         weight, eps = _own(module, self.weight), _own(module, self.eps)
+        if kwargs or len(args) != 1 + self.gated or not _fits(module, args, weight, self.watched):
+            return type(module).forward(module, *args, **kwargs)
         y = (rms_norm_reference if reference else rms_norm)(
             args[0], weight, eps, offset=self.offset, rounding=self.rounding
         )
@@ -75,12 +90,13 @@ class LayerNormRecipe:
     weight: str | None
     bias: str | None
     written: Callable  # a reference with the module's bits
+    watched: Watched = field(default=(), compare=False)
     part = "layer_norm"
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        if kwargs or len(args) != 1:
-            return type(module).forward(module, *args, **kwargs)
         own = [_own(module, name) for name in (self.weight, self.bias, self.eps)]
+        if kwargs or len(args) != 1 or not _fits(module, args, own[0], self.watched):
+            return type(module).forward(module, *args, **kwargs)
         return (self.written if reference else layer_norm)(args[0], *own)
 
     def __str__(self) -> str:
@@ -90,6 +106,13 @@ class LayerNormRecipe:
 
 def _own(module: nn.Module, name: str | float | None) -> Tensor | float | None:
     return getattr(module, name) if isinstance(name, str) else name
+
+
+def _fits(module: nn.Module, args: tuple, weight: Tensor | None, watched: Watched) -> bool:
+    """Whether the op takes these arguments, and the module is as it was when it was recognised."""
+    if not all(isinstance(x, Tensor) for x in args) or not still(module, watched):
+        return False
+    return weight is None or weight.shape == args[0].shape[-1:]
 
 
 def _norm_candidates(
@@ -105,14 +128,25 @@ def _norm_candidates(
         yield from (LayerNormRecipe(eps, *pair, how) for eps, pair, how in itertools.product(epsilons, pairs, written))
 
 
+# Training and dtypes of the input and of the weights.
+CASES = [
+    *itertools.product((True, False), (FP32, BF16), (FP32, BF16)),
+    (True, FP16, FP16),
+]
+
+
 def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int, gated: bool) -> list:
-    """The candidates that reproduce the module in every combination of dtypes it can run."""
-    rows = max(16, 4096 // width)
-    sizes = torch.logspace(-4, 2, rows)[:, None]  # the smallest have a mean square below any epsilon
-    combinations = itertools.product((True, False), (FP32, BF16), (FP32, BF16))
-    for seed, (training, dtype, weight_dtype) in enumerate(combinations):
-        inputs = [(normal(seed, rows, width) * sizes).to(dtype)]
-        inputs += [normal(50 + seed, rows, width, dtype=dtype)] if gated else []
+    """The candidates that reproduce the module, in every combination of dtypes it can run, and its gradients."""
+    rows = max(16, 4096 // width) // 4 * 4
+    # The smallest have a mean square below any epsilon, the largest are beyond any clamp.
+    sizes = torch.logspace(-4, 12, rows)
+    shapes = (rows,), (2, rows // 2), (2, 2, rows // 4)
+    for seed, (training, dtype, weight_dtype) in enumerate(CASES):
+        shape = (*shapes[seed % 3], width)
+        inputs = [
+            (normal(seed, *shape) * sizes.clamp(max=1e3 if dtype == FP16 else 1e12).view(*shape[:-1], 1)).to(dtype)
+        ]
+        inputs += [normal(50 + seed, *shape, dtype=dtype)] if gated else []
         own = {name: normal(100 + seed + 10 * i, width, dtype=weight_dtype) for i, name in enumerate(names)}
         twin = stand_in(module, own, training=training)
         try:
@@ -122,7 +156,11 @@ def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int,
                 raise
             continue  # it refuses mixed dtypes, so there is nothing to reproduce
         candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
-    return candidates
+    twin = stand_in(module, {name: normal(i, width) for i, name in enumerate(names)}, training=True)
+    inputs = [normal(20 + i, 8, width) for i in range(1 + gated)]
+    leaves = [*inputs, *(twin._parameters[name] for name in names)]
+    stock = gradients(lambda: type(module).forward(twin, *inputs), leaves)
+    return [c for c in candidates if same_gradients(gradients(lambda c=c: c(twin, *inputs), leaves), stock)]
 
 
 def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str | None:
@@ -137,17 +175,23 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
     sizes = {tuple(getattr(t, "ds_shape", t.shape)) for t in tensors.values()} - {(0,)}
     if len(tensors) > 2 or len(sizes) > 1 or any(b is not None for b in module._buffers.values()):
         return "has more state than a norm"
-    # Without a weight it may still check its input's width against an attribute.
+    if (1,) in sizes:
+        return "has a weight of one element"
+    # Without a weight it may still check its input's width against an attribute, or take parts of that width each.
     own = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
-    widths = list(*sizes) if sizes else [size for size in own if type(size) is int and 1 < size <= 65536] + [96]
-    failure = "computes something else than a norm"
-    gated = takes(module, 2)
+    named = [size for size in own if type(size) is int and 1 < size <= 65536] + [96]
+    widths = list(*sizes) if sizes else [factor * size for size in named for factor in (1, 2)]
+    gated, names, failure = takes(module, 2), list(tensors), ""
+    candidates, ran = list(_norm_candidates(names, epsilons or [1e-5, 1e-6], gated)), False
     for width in widths:
-        candidates = list(_norm_candidates(list(tensors), epsilons or [1e-5, 1e-6], gated))
         try:
             with probing():
-                if found := _run_norm(module, list(tensors), candidates, width, gated):
-                    return found[0]
+                candidates, ran = _run_norm(module, names, candidates, width, gated), True
         except Exception as error:
             failure = f"cannot be run by itself ({describe(error)})"
-    return failure
+    if not ran:
+        return failure
+    if not candidates:
+        return "computes something else than rms_norm or layer_norm"
+    found = candidates[0]
+    return replace(found, watched=watch(module, (found.eps, *names)))

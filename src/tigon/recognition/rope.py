@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
-from tigon.recognition.standin import describe, normal, probing
+from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 
 __all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]
 
@@ -93,17 +93,25 @@ class _Turn:
         if not all(isinstance(x, Tensor) for x in tensors) or given.get("position_ids") is not None:
             return self.stock(*args, **kwargs)
         *turned, cos, sin = tensors
-        size, width = turned[0].shape[-1], rotary_size(cos, self.form.table)
-        batched, alone = (all(x.dim() == n for x in turned) and cos.dim() == n - 1 for n in (4, 3))
-        fits = width == size or (self.form.partial and width < size)
-        alike = all(x.dtype == turned[0].dtype for x in turned)
-        if not (fits and alike and heads in (1, 2) and (batched or (alone and call.heads is None))):
-            return self.stock(*args, **kwargs)
-        if alone:
+        batched = cos.dim() == 3
+        if not batched and cos.dim() == 2 and call.heads is None and all(x.dim() == 3 for x in turned):
             *turned, cos, sin = (x[None] for x in tensors)
+        if heads not in (1, 2) or not self._fits(turned, cos, sin, heads):
+            return self.stock(*args, **kwargs)
         results = self.form(turned[0], turned[1] if len(turned) == 2 else None, cos, sin, heads)
         q, k = (x if x is None or batched else x[0] for x in results)
         return q if len(turned) == 1 else (q, k)
+
+    def _fits(self, turned: list[Tensor], cos: Tensor, sin: Tensor, heads: int) -> bool:
+        """Whether the op takes these shapes; the stock function takes whatever broadcasts."""
+        if cos.dim() != 3 or any(x.dim() != 4 for x in turned) or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
+            return False
+        q, width = turned[0], rotary_size(cos, self.form.table)
+        batch, length, size = q.shape[0], q.shape[3 - heads], q.shape[3]
+        sizes = ((x.shape[0], x.shape[3 - heads], x.shape[3], x.dtype) for x in turned)
+        alike = all(each == (batch, length, size, q.dtype) for each in sizes)
+        part = width == size or (self.form.partial and width < size)
+        return alike and part and width % 2 == 0 and cos.shape[0] in (1, batch) and cos.shape[1] == length
 
 
 class RopeRecipe:
@@ -113,9 +121,9 @@ class RopeRecipe:
         self.cls, self.forms = cls, forms
         stock = inspect.getattr_static(cls, "forward")
         self.live, others = stock.__globals__, stock.__code__.co_names
-        turns = {name: _Turn(self.live[name], form) for name, form in forms}
-        scope = {**self.live, **turns}
-        self.others = [other for other in others if other in scope and other not in turns]
+        self.turns = {name: _Turn(self.live[name], form) for name, form in forms}
+        scope = {**self.live, **self.turns}
+        self.others = [other for other in others if other in scope and other not in self.turns]
         # torch.compile knows globals by their module's name: with it, a graph of a stock and a patched model would take
         # the same function for both.
         del scope["__name__"]
@@ -123,8 +131,10 @@ class RopeRecipe:
         self.forward.__kwdefaults__, self.forward.__module__ = stock.__kwdefaults__, stock.__module__
 
     def __call__(self, module: nn.Module, *args, **kwargs):
-        if not torch.compiler.is_compiling():  # somebody may give the file another attention function
-            self.forward.__globals__.update({name: self.live[name] for name in self.others})
+        if not torch.compiler.is_compiling():  # somebody may give the file another attention function, or rope
+            now = {name: self.live[name] for name in (*self.others, *self.turns)}
+            kept = {name: turn for name, turn in self.turns.items() if now[name] is turn.stock}
+            self.forward.__globals__.update(now | kept)
         return self.forward(module, *args, **kwargs)
 
     def __reduce__(self):
@@ -134,33 +144,47 @@ class RopeRecipe:
         return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
 
 
-@functools.cache
 def recognise_function(function: Callable) -> Form | str | None:
-    """The form that has the bits of `function`, for a whole head of 16 features and perhaps for a part of it."""
+    """The form that computes what `function` does, for a whole head of 16 features and perhaps for a part of it."""
+    # Probed once for all layers, but again where a function that it calls was replaced.
+    helpers = tuple(id(function.__globals__.get(name)) for name in function.__code__.co_names)
+    return _recognise(function, helpers)
+
+
+@functools.cache
+def _recognise(function: Callable, helpers: tuple) -> Form | str | None:
     if (call := Call.of(function)) is None:
         return None
     dtypes = [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
     cases = list(itertools.product((1, 2) if call.heads else (2,), (1, 2), dtypes))
 
-    @functools.cache
-    def run(i: int, width: int) -> tuple[list, tuple]:
+    def prepare(i: int, width: int) -> tuple[list[Tensor], list[Tensor]]:
         heads, batch, (dtype, table_dtype) = cases[i]
         shapes = [(2, n, 5, 16) if heads == 1 else (2, 5, n, 16) for n in (4, 2)][: len(call.tensors)]
         inputs = [normal(100 * i + n, *shape, dtype=dtype) for n, shape in enumerate(shapes)]
-        tables = [normal(100 * i + n, batch, 5, width, dtype=table_dtype) for n in (7, 8)]
-        named = dict(zip((*call.tensors, "cos", "sin"), [x.clone() for x in (*inputs, *tables)], strict=True))
-        given = function(**named, **({"unsqueeze_dim": heads} if call.heads else {}))
-        return [*inputs, None][:2] + tables, given if isinstance(given, tuple) else (given, None)
+        return inputs, [normal(100 * i + n, batch, 5, width, dtype=table_dtype) for n in (7, 8)]
+
+    def stock(i: int, inputs: list[Tensor], tables: list[Tensor]) -> tuple:
+        named = dict(zip((*call.tensors, "cos", "sin"), (*inputs, *tables), strict=True))
+        given = function(**named, **({"unsqueeze_dim": cases[i][0]} if call.heads else {}))
+        return given if isinstance(given, tuple) else (given, None)
+
+    def ours(form: Form, i: int, inputs: list[Tensor], tables: list[Tensor]) -> tuple:
+        return form(*[*inputs, None][:2], *tables, cases[i][0], reference=True)
+
+    @functools.cache
+    def given(i: int, width: int) -> tuple:
+        inputs, tables = prepare(i, width)
+        return stock(i, [x.clone() for x in inputs], [x.clone() for x in tables])
 
     def same(form: Form, width: int) -> bool:
-        for i, (heads, *_) in enumerate(cases):
-            inputs, given = run(i, width)
-            wanted = form(*inputs, heads, reference=True)
-            if not all(
-                a is b or (a.dtype == b.dtype and torch.equal(a, b)) for a, b in zip(given, wanted, strict=True)
-            ):
+        for i in range(len(cases)):
+            wanted = ours(form, i, *prepare(i, width))
+            if not all(a is b or same_bits(a, b) for a, b in zip(given(i, width), wanted, strict=True)):
                 return False
-        return True
+        inputs, tables = prepare(0, width)
+        theirs = gradients(lambda: stock(0, inputs, tables), inputs)
+        return same_gradients(gradients(lambda: ours(form, 0, inputs, tables), inputs), theirs)
 
     failure = "computes another rotary embedding than the op"
     with probing():
@@ -178,12 +202,24 @@ def recognise_function(function: Callable) -> Form | str | None:
     return failure
 
 
+def _rope_of(function: object, file: str) -> Form | str | None:
+    """What a global that a forward names is; `file` is the name of the forward's module."""
+    if (
+        not isinstance(function, types.FunctionType)
+        or not {"cos", "sin"} <= inspect.signature(function).parameters.keys()
+    ):
+        return None
+    origin = inspect.unwrap(function).__module__ or ""
+    if origin.split(".")[0] not in (file.split(".")[0], "transformers"):
+        return f"was already replaced (by {origin})"
+    return recognise_function(function) or "takes other arguments than queries, keys, cos and sin"
+
+
 def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
     """A module whose forward calls a function of `cos` and `sin` that turns queries and keys as `rope` can."""
     forward, forms, reasons = inspect.getattr_static(type(module), "forward", None), [], []
     for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
-        function = forward.__globals__.get(name)
-        found = recognise_function(function) if isinstance(function, types.FunctionType) else None
+        found = _rope_of(forward.__globals__.get(name), forward.__module__)
         if isinstance(found, Form):
             forms.append((name, found))
         elif found:

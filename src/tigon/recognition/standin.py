@@ -3,28 +3,31 @@
 import contextlib
 import inspect
 import warnings
-from collections.abc import Iterator
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 __all__ = [
     "BF16",
+    "FP16",
     "FP32",
     "describe",
+    "gradients",
     "in_mode",
     "linear",
     "normal",
     "own_tensors",
     "probing",
     "same_bits",
+    "same_gradients",
     "stand_in",
     "takes",
     "without_parameters",
 ]
 
-FP32, BF16 = torch.float32, torch.bfloat16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -108,7 +111,8 @@ def without_parameters(module: nn.Module) -> bool:
 
 def describe(error: Exception) -> str:
     """One line of an exception for a report."""
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:100]}"
+    first = (str(error).splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:100]}{'...' if len(first) > 100 else ''}"
 
 
 def takes(module: nn.Module, *counts: int) -> bool:
@@ -125,3 +129,24 @@ def takes(module: nn.Module, *counts: int) -> bool:
 def same_bits(a: object, b: Tensor) -> bool:
     """Whether `a` is a tensor with the dtype and the values of `b`."""
     return isinstance(a, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def gradients(run: Callable[[], Any], leaves: Sequence[Tensor]) -> list[Tensor | None]:
+    """Of the leaves that `run` computes with, for one upstream gradient; None where none arrives."""
+    with torch.enable_grad():
+        for leaf in leaves:
+            leaf.requires_grad_()
+        results = run()
+        outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
+        upstream = [normal(9 + i, *y.shape, dtype=y.dtype) for i, y in enumerate(outputs)]
+        wanted = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad]
+        if not wanted:
+            return [None] * len(leaves)
+        outputs, upstream = zip(*wanted, strict=True)
+        return list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True))
+
+
+def same_gradients(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
+    """Whether the same leaves get a gradient, and but for the order of sums the same."""
+    close = lambda x, y: (x - y).abs().max() <= 1e-4 * y.abs().max()
+    return all(x is y is None or (x is not None and y is not None and close(x, y)) for x, y in zip(a, b, strict=True))
