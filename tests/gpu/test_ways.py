@@ -1,11 +1,5 @@
 """Ways of training that only a GPU shows: a patched model in fp16 and bf16 is as accurate as the stock one."""
 
-import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +7,8 @@ from torch import nn
 import tigon
 
 transformers = pytest.importorskip("transformers")
+from hf.same_step import step as take_step  # noqa: E402
+from hf.test_two_ranks import GROUPS, assert_same_on_two  # noqa: E402
 
 SIZE = {
     "hidden_size": 512,
@@ -55,13 +51,6 @@ def make_batch(seed: int = 1) -> Step:
 
 def gradients(model: nn.Module) -> Step:
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def take_step(model: nn.Module, batch: Step) -> Step:
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    return {"loss": loss.detach(), **gradients(model)}
 
 
 def patch(model: nn.Module) -> nn.Module:
@@ -229,25 +218,9 @@ def test_quantised_layers_and_adapters(model_type, layers, order):
 
 # --- two GPUs ------------------------------------------------------------------------------------
 
-SCRIPT = Path(__file__).parents[1] / "hf" / "two_ranks.py"
-
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("group", ["sharded", "parallel", "zero", "adapters"])
-def test_two_gpus(group, tmp_path):
+@pytest.mark.parametrize("group", GROUPS)
+def test_two_gpus(group):
     """DDP and FSDP, tensor and context parallel, ZeRO-3, in fp32 over NCCL."""
-    if library := {"zero": "deepspeed", "adapters": "peft"}.get(group):
-        pytest.importorskip(library)
-    environment = {**os.environ, "TIGON_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
-    command = functools.partial(
-        subprocess.Popen, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    ranks = [command([sys.executable, str(SCRIPT), group, str(rank), str(tmp_path / "store")]) for rank in (0, 1)]
-    try:
-        outputs = [rank.communicate(timeout=280)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, output in zip(ranks, outputs, strict=True):
-        assert rank.returncode == 0, output
-        assert ": same\n" in output, output
+    assert_same_on_two("cuda", group)

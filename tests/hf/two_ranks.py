@@ -1,6 +1,6 @@
 """Run by test_two_ranks.py, once a rank: a patched and a stock model take a step under each way of a group.
 
-python two_ranks.py GROUP RANK STORE
+python two_ranks.py GROUP STORE
 """
 
 import datetime
@@ -10,20 +10,19 @@ import sys
 
 import torch
 import torch.distributed as dist
-from ways import DEVICE
+
+from hf.ways import DEVICE
 
 if __name__ == "__main__":
-    group, rank, store = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    group, store = sys.argv[1:]
+    rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    # For libraries that look for a launcher; the group exists already.
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     limit = datetime.timedelta(seconds=60)  # a rank that fails leaves the other waiting
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
-    for name, way in importlib.import_module(f"ways_{group}").WAYS.items():
+    for name, way in importlib.import_module(f"hf.ways_{group}").WAYS.items():
         way(rank)
         print(f"{name}: same", flush=True)
     dist.destroy_process_group()

@@ -7,6 +7,8 @@ import transformers
 from torch import Tensor, nn
 
 import tigon
+from hf import same_step
+from tigon.hf.report import Report
 
 SIZE = {
     "vocab_size": 132,
@@ -21,7 +23,7 @@ SIZE = {
 }
 DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")  # of the ranks: cpu, or cuda with a GPU each
 # A GPU's kernels have exponentials of their own.
-TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * torch.finfo(torch.float32).eps
+TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * same_step.EPS
 PARTS = {"rms_norm", "glu", "rope", "loss"}
 
 Step = dict[str, Tensor]  # the loss, and every gradient by name
@@ -42,10 +44,11 @@ def randomise(model: nn.Module) -> None:
         parameter += 0.1 * torch.randn_like(parameter)
 
 
-def patch(model: nn.Module) -> None:
+def patch(model: nn.Module) -> Report:
     report = tigon.patch(model)
     assert {entry.part for entry in report.replaced} == PARTS, report
     assert not report.left_alone, report
+    return report
 
 
 def batch(rank: int, seed: int = 0) -> dict[str, Tensor]:
@@ -59,13 +62,9 @@ def step(model: nn.Module, patched: bool, **inputs) -> Step:
     outputs.loss.backward()
     full = lambda t: t.full_tensor() if hasattr(t, "full_tensor") else t
     gradients = {name: full(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": outputs.loss.detach(), **gradients}
+    return {"loss": full(outputs.loss.detach()), **gradients}
 
 
 def assert_same(given: Step, expected: Step) -> None:
-    """They agree to a few units of the reductions' last place."""
-    assert given.keys() == expected.keys(), given.keys() ^ expected.keys()
     assert len(expected) > 2
-    for name, value in expected.items():
-        tolerance = TOLERANCE * value.abs().max().item()
-        torch.testing.assert_close(given[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    same_step.assert_same(given, expected, TOLERANCE)

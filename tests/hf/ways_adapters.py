@@ -6,8 +6,9 @@ import peft
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from ways import assert_same, batch, build, patch, step
-from ways_sharded import ddp
+
+from hf.ways import assert_same, batch, build, patch, step
+from hf.ways_sharded import ddp
 
 
 def fsdp2(model: nn.Module) -> nn.Module:

@@ -20,9 +20,9 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
-from ways import DEVICE, assert_same, batch, build, patch, step
 
 import tigon
+from hf.ways import DEVICE, assert_same, batch, build, patch, step
 from tigon.ops import dispatch
 
 

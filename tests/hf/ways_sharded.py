@@ -9,7 +9,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
-from ways import DEVICE, assert_same, batch, build, patch, step
+
+from hf.ways import DEVICE, assert_same, batch, build, patch, step
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 

@@ -6,9 +6,9 @@ import deepspeed
 import torch
 from deepspeed.utils import safe_get_full_grad
 from transformers.integrations import HfDeepSpeedConfig
-from ways import DEVICE, Step, assert_same, batch, build, patch, randomise
 
 import tigon.ops.glu as glu
+from hf.ways import DEVICE, Step, assert_same, batch, build, patch, randomise
 
 
 def zero3(patch_after: bool = False, **config) -> Callable[[int], None]:
