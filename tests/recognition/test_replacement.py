@@ -1,6 +1,7 @@
-"""A forward of a module's own, through what other code does to modules: it binds, copies, replicates and exports them."""
+"""A forward of a module's own, through what other code does to modules: bind, copy, replicate, export."""
 
 import copy
+import functools
 import gc
 import pickle
 import types
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.recognition.replacement import find_replacement, install
+from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook, install
 
 
 def twice(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -128,3 +129,50 @@ def test_a_forward_whose_module_is_gone_says_so():
     gc.collect()
     with pytest.raises(ReferenceError, match="the module of this forward is gone"):
         forward(X)
+
+
+# --- forwards and hooks of others ----------------------------------------------------------------
+
+
+def of_library(name: str, source: str, **given):
+    """A function as if a library had it."""
+    there = {"__name__": name, "functools": functools, **given}
+    exec(source, there)
+    return there["made"]
+
+
+WRAPPER = "@functools.wraps(stock)\ndef made(self, x):\n    return stock(self, x)"
+
+
+@pytest.mark.parametrize(
+    ("library", "foreign"),
+    [("another.library", True), (f"{__name__.partition('.')[0]}.other", False), ("torch.utils", False)],
+    ids=["another", "its own", "torch"],
+)
+def test_a_class_whose_forward_a_library_wraps(library, foreign):
+    class Layer(nn.Module):
+        def forward(self, x):
+            return x
+
+    Layer.forward = of_library(library, WRAPPER, stock=Layer.forward)
+    said = f"the forward of its class was already replaced (by {library})"
+    assert foreign_forward(Layer()) == (said if foreign else None)
+
+
+def test_a_forward_wrapped_on_the_instance_is_the_wrappers(layer):
+    layer.forward = of_library("another.library", WRAPPER.replace("self, x", "x"), stock=layer.forward)
+    assert foreign_forward(layer) == "its forward was already replaced (by another.library)"
+
+
+@pytest.mark.parametrize("register", ["forward_hook", "full_backward_hook", "full_backward_pre_hook"])
+@pytest.mark.parametrize("partial", [False, True])
+def test_hooks_are_foreign_but_for_those_that_shard(layer, register, partial):
+    for library, foreign in (("torch.distributed.fsdp", None), ("another.library", "another.library")):
+        hook = of_library(library, "made = lambda *args: None")
+        getattr(layer, f"register_{register}")(functools.partial(hook) if partial else hook)
+        assert foreign_hook(nn.Sequential(layer)) == foreign
+
+
+def test_hooks_before_the_forward_are_not_foreign(layer):
+    layer.register_forward_pre_hook(lambda module, args: None)
+    assert foreign_hook(layer) is None

@@ -4,10 +4,11 @@ Three places of the instance change, and no model's forward is copied:
 
 - `model.forward` notes the labels of the call, runs the stock forward, and takes the placeholder out of its output;
 - `head.forward`, reached through the head's own call (hooks that gather or shard weights fire as ever), returns a
-  placeholder of shape [1, 1, 1] where logits would be, after computing the loss of the call;
+  placeholder of shape [1, 1, 3] where logits would be, after computing the loss of the call;
 - `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph, and what the
-  placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if something did
-  (a hook that changes the head's output, another soft cap since the patch), for a check would wait for the GPU.
+  middle of the placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if
+  something did (another soft cap since the patch), for a check would wait for the GPU. The ends of the placeholder
+  hold NaN: what else a model makes of its logits is NaN, never wrong.
 
 Only in training mode with labels, or where `skip_logits=True` asks for it. Any other call, and any that this cannot
 honour, runs the stock code as it was.
@@ -31,10 +32,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.ops.dispatch import PLAIN
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.valid_rows import ValidRows
-from tigon.recognition.replacement import find_replacement, foreign_forward
+from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
@@ -43,6 +45,7 @@ __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec"
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 IGNORE_INDEX = -100  # its default
 MODULE_STATE = vars(nn.Module()).keys()
+PLACEHOLDER = (1, 1, 3)
 
 
 def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -60,6 +63,7 @@ class Spec:
     logit_scale: float
     positional: tuple[str, ...]  # arguments of the model's forward that may come by position
     forwarded: frozenset[str]  # which of LOSS_ARGUMENTS the model hands on to its loss
+    loss_type: str | None  # of the model: by it `loss_function` was chosen
     unknown: frozenset[str]  # arguments of the loss that the standard one does not have: a call that gives one is stock
 
     @property
@@ -158,14 +162,18 @@ class FusedLoss(threading.local):
         if asked and kwargs.get("labels") is None and "labels" not in by_position and "shift_labels" in spec.forwarded:
             kwargs["labels"] = kwargs.get("shift_labels")  # without labels it would not go to its loss
         given = {**by_position, **kwargs}
+        loss_function = model.loss_function
+        if self.is_place(loss_function) and getattr(model, "loss_type", None) != spec.loss_type:
+            loss_function.leave(model)  # it may be another now
         labels, kept = given.get("labels"), given.get("logits_to_keep", 0)
         wanted = model.training if asked is None else asked
         if not wanted or not isinstance(labels, Tensor) or not (isinstance(kept, int) and kept == 0):
             return None
         # The head or the loss was exchanged since (resized embeddings, an adapter): it is theirs now.
-        if not self.is_place(model.loss_function):
+        if not self.is_place(model.loss_function) or torch._C._are_functorch_transforms_active():
             return None
-        if (head := called_head(getattr(model, spec.head), self.is_head)) is None:
+        called = getattr(model, spec.head)
+        if (head := called_head(called, self.is_head)) is None or foreign_hook(called):
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
@@ -200,7 +208,7 @@ class CausalLMForward:
         if call is None or call.loss is None:
             return outputs
         if isinstance(outputs, tuple):
-            return tuple(None if getattr(item, "shape", None) == (1, 1, 1) else item for item in outputs)
+            return tuple(None if getattr(item, "shape", None) == PLACEHOLDER else item for item in outputs)
         return dataclasses.replace(outputs, logits=None)
 
 
@@ -219,7 +227,7 @@ class HeadForward:
             or call.loss is not None
             or hidden.shape[:-1] != call.targets.shape
             or weight.shape != (spec.vocabulary, hidden.shape[-1])  # a shard: its logits are not all
-            or not (cut or type(weight) in (nn.Parameter, Tensor))  # another DTensor, a quantised weight
+            or not (cut or type(weight) in PLAIN)  # another DTensor, a quantised weight
         ):
             return type(head).forward(head, hidden)
         targets = call.targets.to(hidden.device)
@@ -236,7 +244,11 @@ class HeadForward:
             process_group=weight.device_mesh.get_group() if cut else None,
         )
         # In the graph of the loss, and no view: FSDP2 dislikes views as outputs.
-        placeholder = call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss
+        token = call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss
+        # Anomaly detection would take the NaN in the gradient of a soft cap, which goes nowhere, for an error.
+        watched = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
+        end = torch.full_like(token, spec.token if watched else torch.nan)
+        placeholder = torch.cat((end, token, end), -1)
         if not cut:
             return placeholder
         # As it would be gathered.
@@ -249,6 +261,14 @@ class LossFunction:
 
     fused: FusedLoss
     stock: Callable
+    slot: str  # where it is in the model
+    assigned: bool  # whether `stock` was there, or the model chose it
+
+    def leave(self, model: nn.Module) -> None:
+        """Give the model its own loss back, if this is still in its place."""
+        if vars(model).get(self.slot) is self:
+            del vars(model)[self.slot]
+            vars(model).update({self.slot: self.stock} if self.assigned else {})
 
     def __call__(self, *args, **kwargs) -> Tensor:
         call = self.fused.call
@@ -258,7 +278,7 @@ class LossFunction:
         logits, labels = given["logits"], given["labels"]
         logits = logits.full_tensor() if hasattr(logits, "placements") else logits
         if (
-            logits.shape != (1, 1, 1)
+            logits.shape != PLACEHOLDER
             or not (labels is call.labels or labels.device != call.labels.device)
             or not _same(given.get("num_items_in_batch"), call.num_items)
             or not _same(given.get("shift_labels"), call.shift_labels)
@@ -268,10 +288,11 @@ class LossFunction:
                 "tigon: the model gave its loss other arguments than it was called with, or its head was called twice, "
                 "and the head has computed the loss already; use tigon.patch(model, loss=False) for this model"
             )
-        change = logits.detach().float() / self.fused.spec.token_at_loss - 1.0  # a cast to bf16 makes 0.004
+        token = logits[..., 1]
+        change = token.detach().float() / self.fused.spec.token_at_loss - 1.0  # a cast to bf16 makes 0.004
         factor = torch.ones_like(change).masked_fill(change.abs() > 0.01, torch.nan).sum()
         # Nothing is added: the sum keeps the head's output in the graph, whose hooks gather sharded weights.
-        return call.loss * factor + 0.0 * logits.sum()
+        return call.loss * factor + 0.0 * token.sum()
 
 
 def _same(given: Any, used: Any) -> bool:

@@ -5,7 +5,9 @@ few features: no weight of the model is read, so it may be on meta, sharded or q
 vocabulary, so that code which addresses single entries shows.
 """
 
+import functools
 import inspect
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,8 +24,29 @@ from tigon.hf.head import (
     called_head,
     loss_arguments,
 )
-from tigon.recognition.replacement import find_replacement, foreign_forward, install, uninstall, wrapped_forward
-from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
+from tigon.ops.dispatch import PLAIN
+from tigon.recognition.replacement import (
+    find_replacement,
+    foreign_forward,
+    foreign_hook,
+    install,
+    uninstall,
+    wrapped_forward,
+    written_in,
+)
+from tigon.recognition.standin import (
+    BF16,
+    FP32,
+    describe,
+    gradients,
+    normal,
+    own_tensors,
+    probing,
+    same_bits,
+    same_gradients,
+    stand_in,
+    without_parameters,
+)
 
 __all__ = ["attach", "learn_loss"]
 
@@ -66,9 +89,9 @@ class _Stub:
         return _Stub(value, self._outputs) if isinstance(value, nn.Module) else value
 
 
-def _twin(model: nn.Module, head: str, replaced: Callable, seed: int) -> nn.Module:
+def _twin(model: nn.Module, head: str, replaced: Callable, seed: int, hidden: Tensor | None = None) -> nn.Module:
     """The model with `replaced` as its head, a stub for what else has parameters, random parameters of its own."""
-    outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES),))
+    outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES) if hidden is None else hidden,))
     stub = lambda child: child if child is None or without_parameters(child) else _Stub(child, outputs)
     children = {name: stub(child) for name, child in model._modules.items()}
     tensors = own_tensors(model).items()
@@ -102,11 +125,13 @@ def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Te
         seen.append(loss_arguments(args, kwargs))
         return torch.zeros(())
 
+    calls = []
+
     def stub(hidden: Tensor) -> Tensor:
         calls.append(hidden)
         return logits.clone()
 
-    stub.weight, calls = logits, []  # its dtype is asked for
+    stub.weight = logits  # its dtype is asked for
     twin = _twin(model, head, stub, seed)
     twin.loss_function = loss_function
     labels = _labels(logits.shape[-1], seed)
@@ -152,12 +177,11 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
 def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
     """Install the replacements; returns the function that undoes them."""
     fused = FusedLoss(spec)
-    loss_function = LossFunction(fused, model.loss_function)
     undo = [install(model, CausalLMForward(fused))]
     undo += [install(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
     # Hugging Face keeps an assigned loss in the instance; the property reads it from there.
     slot = "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
-    before = {slot: vars(model)[slot]} if slot in vars(model) else {}
+    loss_function = LossFunction(fused, model.loss_function, slot, slot in vars(model))
     model.loss_function = loss_function
 
     def restore() -> None:
@@ -165,11 +189,18 @@ def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
             step()
         for head in filter(fused.is_head, model.modules()):  # copies that an adapter library made
             uninstall(head, find_replacement(head))
-        if vars(model).get(slot) is loss_function:
-            del vars(model)[slot]
-            vars(model).update(before)
+        loss_function.leave(model)
 
     return restore
+
+
+def _run_loss(twin: nn.Module, results: list[Any], **kwargs) -> Tensor:
+    results.append(_run(twin, **kwargs))
+    return results[0].loss
+
+
+def _leaves(head: nn.Module, x: Tensor) -> list[Tensor]:
+    return [x, head.weight] if head.bias is None else [x, head.weight, head.bias]
 
 
 def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
@@ -182,27 +213,47 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
     for case in cases:
         if not case.keys() <= spec.forwarded:
             continue
-        stock, fused = (_twin(model, spec.head, stand_in(head, own), 9) for _ in range(2))
-        attach(fused, spec)
         targets = torch.where(labels == -100, case["ignore_index"], labels) if "ignore_index" in case else labels
-        expected = _run(stock, labels=targets, **case).loss
-        outputs = _run(fused, labels=targets, **case)
-        if outputs.logits is not None:
+        found = []
+        for is_fused in (False, True):
+            hidden, layer = normal(9, BATCH, LENGTH, FEATURES), stand_in(head, own)
+            twin = _twin(model, spec.head, layer, 9, hidden)
+            if is_fused:
+                attach(twin, spec)
+            results: list[Any] = []
+            run = functools.partial(_run_loss, twin, results, labels=targets, **case)
+            found.append((gradients(run, _leaves(layer, hidden)), results[0].loss.detach()))
+        if results[0].logits is not None:
             raise NotUnderstood("its output keeps the logits out of reach")
-        if expected.dtype != outputs.loss.dtype or not torch.allclose(outputs.loss, expected, rtol=1e-5, atol=1e-6):
+        (stock, expected), (fused, loss) = found
+        if expected.dtype != loss.dtype or not torch.allclose(loss, expected, rtol=1e-5, atol=1e-6):
             given = ", ".join(case) or "labels"
             raise NotUnderstood(
-                f"its loss is not the standard one ({float(expected):.6g} for {float(outputs.loss):.6g} with {given})"
+                f"its loss is not the standard one ({float(expected):.6g} for {float(loss):.6g} with {given})"
             )
+        if not same_gradients(fused, stock):
+            raise NotUnderstood("the gradients of its loss are not those of the standard one")
 
 
 def _is_linear(head: nn.Module) -> bool:
-    """Whether the head is x W^T + b of its parameters `weight` and `bias`, and nothing more."""
+    """Whether the head is x W^T + b of its parameters `weight` and `bias`, and so are its gradients."""
     if head._modules or set(own_tensors(head)) != {"weight", "bias"}:
         return False
-    own = {"weight": normal(0, 7, 3)} | ({} if head.bias is None else {"bias": normal(1, 7)})
-    twin, x = stand_in(head, own, training=True), normal(2, 2, 5, 3)
-    return torch.equal(type(head).forward(twin, x), nn.functional.linear(x, twin.weight, twin.bias))
+    if not all(type(getattr(head, name, None)) is int for name in ("in_features", "out_features")):
+        return False
+    linear = lambda module, x: nn.functional.linear(x, module.weight, module.bias)
+    for dtype, training in itertools.product((FP32, BF16), (True, False)):
+        own = {"weight": normal(0, 7, 3, dtype=dtype)}
+        own |= {} if head.bias is None else {"bias": normal(1, 7, dtype=dtype)}
+        found = []
+        for forward in (type(head).forward, linear):
+            twin, x = stand_in(head, own, training=training), normal(2, 2, 5, 3, dtype=dtype)
+            run = functools.partial(forward, twin, x)
+            found.append((run(), gradients(run, _leaves(twin, x))))
+        (y, given), (expected, stock) = found
+        if not same_bits(y, expected) or not same_gradients(given, stock):
+            return False
+    return True
 
 
 def _linears(head: nn.Module) -> list[nn.Module]:
@@ -210,6 +261,11 @@ def _linears(head: nn.Module) -> list[nn.Module]:
     size = lambda m: (getattr(m, "out_features", None), getattr(m, "in_features", None))
     leaves = [m for m in head.modules() if not m._modules and all(type(n) is int for n in size(m))]
     return [m for m in leaves if size(m) == max(map(size, leaves))] if head._modules else [head]
+
+
+def _argument_names(function: Callable) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
 def learn_loss(model: nn.Module) -> Spec | str | None:
@@ -220,7 +276,7 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
     if head is None:
         return None
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
-        return "its head is not a child of its own"
+        return "its head is not a direct child of the model"
     heads = _linears(head)
     if (called := called_head(head, lambda m: m in heads)) is None:
         return f"its head ({type(head).__name__}) does more than call one linear layer"
@@ -228,27 +284,29 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
         sharded = hasattr(getattr(each, "weight", None), "placements")
         if (foreign := foreign_forward(each)) and not (sharded and wrapped_forward(each)):
             return f"{type(each).__name__}: {foreign}"
+    if (origin := foreign_hook(head)) is not None:
+        return f"a hook on its head may change the logits (of {origin})"
+    loss_function = model.loss_function
+    # Another may have a state, and options among its keyword arguments, that no probe finds.
+    if not inspect.isfunction(loss_function) or not written_in(loss_function).startswith("transformers."):
+        return f"its loss function was replaced (by {written_in(loss_function)})"
     head = called
     try:
-        with probing():
+        with probing(), torch.inference_mode(False):
             if odd := [each for each in heads if not _is_linear(each)]:
                 return f"its head ({type(odd[0]).__name__}) is not a plain linear layer"
-            if not (type(head.weight) in (nn.Parameter, Tensor) or hasattr(head.weight, "placements")):
+            if not (type(head.weight) in PLAIN or hasattr(head.weight, "placements")):
                 return f"the weight of its head is a {type(head.weight).__name__}"
             softcap, scale, forwarded = _measure(model, name, head.out_features)
-            named = lambda f: [
-                p.name
-                for p in inspect.signature(f).parameters.values()
-                if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-            ]
             spec = Spec(
                 head=name,
                 vocabulary=head.out_features,
                 softcap=softcap,
                 logit_scale=scale,
-                positional=tuple(named(type(model).forward)[1:]),
+                positional=tuple(_argument_names(type(model).forward)[1:]),
                 forwarded=forwarded,
-                unknown=frozenset(named(model.loss_function)) - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
+                loss_type=getattr(model, "loss_type", None),
+                unknown=frozenset(_argument_names(loss_function)) - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
             )
             _verify(model, head, spec)
     except NotUnderstood as reason:

@@ -17,12 +17,16 @@ __all__ = [
     "Replacement",
     "find_replacement",
     "foreign_forward",
+    "foreign_hook",
     "install",
     "is_changed",
     "uninstall",
     "wrapped_forward",
+    "written_in",
 ]
 
+# Whose hooks on a module only gather and shard its parameters, or what goes in and out.
+SHARDING = ("torch.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations.")
 REPLICATE = "_replicate_for_data_parallel"
 
 
@@ -123,14 +127,37 @@ def is_changed(module: nn.Module) -> bool:
     return change or _assigned_forward(module) is not None
 
 
+def written_in(function: Callable) -> str:
+    """The Python module that a function's own code is in; `functools.wraps` gives it the name of what it wraps."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    in_code = getattr(function, "__globals__", {}).get("__name__")
+    return in_code or getattr(function, "__module__", None) or type(function).__module__
+
+
+def _foreign_hook(module: nn.Module) -> str | None:
+    groups = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
+    origins = [written_in(hook) for group in groups for hook in group.values()]
+    return next((origin for origin in origins if not origin.startswith(SHARDING)), None)
+
+
+def foreign_hook(module: nn.Module) -> str | None:
+    """Who has put a hook that may change outputs or gradients on a module or what is in it; None if nobody did.
+
+    Hooks before the forward may: the forward sees what they change. So may those that shard: they change no values.
+    """
+    return next(filter(None, map(_foreign_hook, module.modules())), None)
+
+
 def foreign_forward(module: nn.Module) -> str | None:
     """What stands in place of the forward that the module's class was written with, or None if nothing does."""
     if (current := _assigned_forward(module)) is not None:
-        origin = getattr(current, "__module__", None) or type(current).__module__
-        return f"its forward was already replaced (by {origin})"
+        return f"its forward was already replaced (by {written_in(current)})"
     owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    origin = getattr(inspect.unwrap(owner.forward), "__module__", None)
-    if origin != owner.__module__:
+    function, known = owner.forward, {owner.__module__.partition(".")[0], "torch", "transformers"}
+    while hasattr(function, "__wrapped__") and written_in(function).partition(".")[0] in known:  # a decorator of theirs
+        function = function.__wrapped__
+    if (origin := written_in(function)) != owner.__module__:
         return f"the forward of its class was already replaced (by {origin})"
     return None
 

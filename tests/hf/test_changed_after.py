@@ -1,0 +1,360 @@
+"""What is changed on a model after the patch counts as on a stock one: it is honoured, or the loss is NaN."""
+
+import functools
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+transformers = pytest.importorskip("transformers")
+loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+
+
+def is_fused(outputs) -> bool:
+    return outputs.logits is None
+
+
+def said_of_the_loss(model) -> str:
+    return next(entry.detail for entry in tigon.patch(model).entries if entry.part == "loss")
+
+
+# --- hooks on the head ---------------------------------------------------------------------------
+
+
+def mask_a_part_of_the_vocabulary(head, args, output):
+    return output.masked_fill(torch.arange(output.shape[-1]) >= 100, -1e4)
+
+
+def change_a_little(head, args, output):
+    return 1.005 * output
+
+
+def forget_most_tokens(head, args, output):
+    return torch.cat((output[:, :4], 0 * output[:, 4:]), 1)
+
+
+def on_output(hook):
+    return lambda model: model.lm_head.register_forward_hook(hook)
+
+
+HOOKS = {
+    "mask": on_output(mask_a_part_of_the_vocabulary),
+    "scale": on_output(change_a_little),
+    "slice": on_output(forget_most_tokens),
+    "partial": on_output(functools.partial(change_a_little)),
+    "backward": lambda model: model.lm_head.register_full_backward_hook(lambda head, given, got: (given[0] * 0.5,)),
+    "backward pre": lambda model: model.lm_head.register_full_backward_pre_hook(lambda head, got: (got[0] * 0.5,)),
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_a_hook_that_changes_the_logits_or_their_gradient_is_not_ignored(pair, batch, assert_same_step, hook):
+    model, stock = pair()
+    hook(model), hook(stock)
+    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+        assert_same_step(model, stock, batch)
+
+
+def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
+    torch._dynamo.reset()
+    model, stock = pair(num_hidden_layers=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert is_fused(compiled(**batch))
+    HOOKS["slice"](model), HOOKS["slice"](stock)
+    torch._dynamo.reset()  # a graph is made with the hooks of its time
+    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
+
+
+def test_a_hook_there_before_the_patch_keeps_the_loss_stock(make_model):
+    model = make_model()
+    HOOKS["mask"](model)
+    assert said_of_the_loss(model) == f"a hook on its head may change the logits (of {__name__})"
+
+
+def test_a_hook_that_changes_the_input_of_the_head_is_seen(pair, batch, assert_same_step):
+    model, stock = pair()
+    for each in (model, stock):
+        each.lm_head.register_forward_pre_hook(lambda head, args: (2 * args[0],))
+    assert is_fused(model(**batch))
+    assert_same_step(model, stock, batch)
+
+
+# --- other uses of the logits --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 7.0}], ids=["plain", "soft cap"])
+@pytest.mark.parametrize("use", [torch.mean, lambda x: x.logsumexp(-1).square().mean(), lambda x: x.softmax(-1).max()])
+def test_logits_used_beside_the_loss_give_nan_and_never_a_wrong_loss(pair, batch, step, use, config):
+    model, _ = pair("gemma2", **config)
+
+    class Regularised(type(model)):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            outputs.loss = outputs.loss + 1e-3 * use(outputs.logits)
+            return outputs
+
+    model.__class__ = Regularised
+    assert step(model, batch)["loss"].isnan()
+
+
+def test_logits_used_before_the_loss_give_nan(pair, batch):
+    model, _ = pair()
+    forward = type(model).forward
+
+    class Regularised(type(model)):
+        def forward(self, *args, **kwargs):
+            self.extra, fused = [], self._loss_function
+
+            def loss_function(logits, *given, **options):
+                self.extra.append(logits.square().mean())
+                return fused(logits, *given, **options)
+
+            stub = types.SimpleNamespace(loss_function=loss_function, lm_head=self.lm_head, model=self.model)
+            stub.config = self.config
+            outputs = forward(stub, *args, **kwargs)
+            outputs.loss = outputs.loss + self.extra[0]
+            return outputs
+
+    model.__class__ = Regularised
+    assert model(**batch).loss.isnan()
+
+
+def test_a_regulariser_there_at_the_patch_keeps_the_loss_stock(make_model, batch):
+    model = make_model()
+
+    class Regularised(type(model)):
+        def forward(self, *args, **kwargs):
+            outputs = super().forward(*args, **kwargs)
+            if outputs.loss is not None:
+                outputs.loss = outputs.loss + outputs.logits.square().mean()
+            return outputs
+
+    model.__class__ = Regularised
+    assert "its loss is not the standard one" in said_of_the_loss(model)
+
+
+def test_anomaly_detection_finds_none(pair, batch, assert_same_step):
+    model, stock = pair("gemma2")
+    with torch.autograd.detect_anomaly(check_nan=True):
+        assert is_fused(model(**batch))
+        assert_same_step(model, stock, batch)
+
+
+# --- the loss ------------------------------------------------------------------------------------
+
+
+def weighted(logits, labels, vocab_size, **options):
+    weight = options.pop("loss_weight", 1.0)
+    return weight * loss_utils.ForCausalLMLoss(logits, labels, vocab_size, **options)
+
+
+class Weighted:
+    weight = 1.0
+
+    def __call__(self, logits, labels, vocab_size, **options):
+        return self.weight * loss_utils.ForCausalLMLoss(logits, labels, vocab_size, **options)
+
+
+@functools.wraps(loss_utils.ForCausalLMLoss)
+def wrapped(*args, **options):
+    return options.pop("loss_weight", 1.0) * loss_utils.ForCausalLMLoss(*args, **options)
+
+
+@pytest.mark.parametrize("loss", [weighted, Weighted(), wrapped, functools.partial(weighted)])
+def test_a_loss_of_another_library_stays_stock(make_model, loss):
+    model = make_model()
+    model.loss_function = loss
+    assert said_of_the_loss(model) == f"its loss function was replaced (by {__name__})"
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
+def test_a_loss_type_chosen_later_is_used(pair, batch, assert_same_step, training):
+    model, stock = pair()
+    for each in (model.train(training), stock.train(training)):
+        each.loss_type = "ForMaskedLM"
+    assert_same_step(model, stock, batch)
+    assert model.loss_function is stock.loss_function
+
+
+def test_a_loss_type_is_not_read_where_a_loss_was_assigned(make_model, clone, batch, assert_same_step):
+    model = make_model()
+    model.loss_function = loss_utils.ForCausalLMLoss
+    stock = clone(model)
+    report = tigon.patch(model)
+    model.loss_type = stock.loss_type = "ForMaskedLM"
+    assert_same_step(model, stock, batch)
+    report.restore()
+    assert model.loss_function is loss_utils.ForCausalLMLoss
+
+
+def test_a_head_that_is_called_twice_is_stopped(pair, batch):
+    model, _ = pair()
+
+    class Twice(type(model)):
+        def get_output_embeddings(self):
+            return self.lm_head
+
+    model.__class__ = Twice
+    head = model.lm_head
+    # The second call, of the same shape, gives its logits, which the loss is given: the first call had its loss.
+    model.lm_head.register_forward_pre_hook(lambda module, args: setattr(model, "hidden", args[0]))
+    forward = type(model).forward
+
+    def again(self, *args, **kwargs):
+        fused = self._loss_function
+
+        class Stub:
+            config, model, lm_head = self.config, self.model, staticmethod(lambda x: (head(x), head(x))[1])
+            loss_function = staticmethod(fused)
+
+        return forward(Stub, *args, **kwargs)
+
+    Twice.forward = again
+    with pytest.raises(RuntimeError, match="its head was called twice"):
+        model(**batch)
+
+
+def test_other_labels_given_to_the_loss_are_stopped(pair, batch):
+    model, _ = pair()
+
+    class Shifted(type(model)):
+        def forward(self, *args, labels=None, **kwargs):
+            return super().forward(*args, labels=labels.roll(1, 1), **kwargs)
+
+    model.__class__ = Shifted
+    with pytest.raises(RuntimeError, match="other arguments than it was called with"):
+        model(**batch)
+
+
+# --- heads whose gradients are not a linear layer's ----------------------------------------------
+
+
+class ForgetsItsInput(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x.detach(), self.weight, self.bias)
+
+
+class ForgetsItsWeight(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.detach(), self.bias)
+
+
+class InFp32(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x.float(), self.weight.float(), self.bias)
+
+
+class HalfInEvaluation(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * (1.0 if self.training else 0.5)
+
+
+@pytest.mark.parametrize("kind", [ForgetsItsInput, ForgetsItsWeight, InFp32, HalfInEvaluation])
+def test_heads_that_train_or_evaluate_otherwise_stay_stock(make_model, kind):
+    model = make_model()
+    model.lm_head.__class__ = kind
+    assert said_of_the_loss(model) == f"its head ({kind.__name__}) is not a plain linear layer"
+
+
+def with_logits_of(head):
+    """A change of a model: its logits are `head(lm_head, hidden states)`."""
+
+    def change(model):
+        class Changed(type(model)):
+            def forward(self, input_ids, labels=None, **kwargs):
+                logits = head(self.lm_head, self.model(input_ids).last_hidden_state)
+                loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+                return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+        model.__class__ = Changed
+
+    return change
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5], ids=["all", "half"])
+def test_a_model_that_detaches_its_logits_stays_stock(make_model, share):
+    model = make_model()
+    with_logits_of(lambda head, x: torch.lerp(y := head(x), y.detach(), share))(model)
+    assert said_of_the_loss(model) == "the gradients of its loss are not those of the standard one"
+
+
+def test_a_model_that_detaches_what_its_head_gets_trains_as_it_did(pair, batch, assert_same_step):
+    model, stock = pair(change=with_logits_of(lambda head, x: head(x.detach())))
+    del batch["attention_mask"]
+    assert is_fused(model(**batch))
+    assert_same_step(model, stock, batch)
+
+
+def test_a_head_without_sizes_stays_stock(make_model):
+    class Head(nn.Module):
+        def __init__(self, weight):
+            super().__init__()
+            self.weight, self.bias = weight, None
+
+        def forward(self, x):
+            return nn.functional.linear(x, self.weight)
+
+    model = make_model()
+    model.lm_head = Head(model.lm_head.weight)
+    assert said_of_the_loss(model) == "its head (Head) is not a plain linear layer"
+
+
+# --- ways of running -----------------------------------------------------------------------------
+
+
+def test_gradients_of_functions_of_the_parameters(pair, batch):
+    from torch.func import functional_call, grad
+
+    model, stock = pair()
+    gradients = []
+    for each in (model, stock):
+        parameters = {name: p.detach() for name, p in each.named_parameters()}
+        gradients.append(grad(lambda p, m=each: functional_call(m, p, (), batch).loss)(parameters))
+    torch.testing.assert_close(*gradients)
+
+
+def test_replicas_of_data_parallelism_compute_losses_of_their_own(pair, batch):
+    """On the CPU, as `nn.DataParallel` makes them: parameters are plain tensors, each replica runs in a thread."""
+
+    def replicate(model, factor):
+        weights = {name: (factor * p.detach()).requires_grad_() for name, p in model.named_parameters()}
+        modules = dict(model.named_modules())
+        copies = {name: module._replicate_for_data_parallel() for name, module in modules.items()}
+        for name, copied in copies.items():
+            prefix = f"{name}." if name else ""
+            for key in modules[name]._modules:
+                setattr(copied, key, copies[prefix + key])
+            for key, parameter in modules[name]._parameters.items():
+                if parameter is None:
+                    copied._parameters[key] = None
+                else:
+                    setattr(copied, key, weights[prefix + key])
+        return copies[""], weights
+
+    def losses(model):
+        results, barrier = [None, None], threading.Barrier(2)
+
+        def run(i):
+            replica, weights = replicate(model, 1 - i / 2)
+            part = {name: value[i : i + 2] for name, value in batch.items()}
+            barrier.wait()
+            outputs = replica(**part)
+            outputs.loss.backward()
+            results[i] = outputs.loss.detach(), {name: w.grad for name, w in weights.items()}, is_fused(outputs)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+    model, stock = pair()
+    for (loss, gradients, fused), (expected, stock_gradients, _) in zip(losses(model), losses(stock), strict=True):
+        assert fused
+        torch.testing.assert_close(loss, expected)
+        torch.testing.assert_close(gradients, stock_gradients)
