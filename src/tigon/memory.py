@@ -183,14 +183,13 @@ class _Block:
     def learn(self, x: Tensor, how: _Recipe | _Elsewhere, index: int = 0) -> None:
         key = x.untyped_storage()._cdata
 
-        def forget(_: weakref.ref) -> None:
-            if self.known.get(key) is new:
-                del self.known[key]
-            if self.nodes.get(new.node) is new:
-                del self.nodes[new.node]
+        def forget(ref: weakref.ref | None = None) -> None:
+            if key in self.known and (ref is None or self.known[key].ref is ref):
+                self.nodes.pop(self.known.pop(key).node, None)
 
+        forget()
         self.known[key] = new = _Known(x, forget, how, index)
-        if isinstance(how, _Recipe) and new.node[0] is not None:
+        if type(how) is _Recipe:
             self.nodes[new.node] = new
 
     def remember(self, results: Tensor | tuple, function: Callable, args: tuple) -> None:
