@@ -45,11 +45,22 @@ SETTINGS = {
 
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_trainer(make_model, rows, tmp_path, setting):
+    """Four steps, and an evaluation that is given the logits."""
     from transformers import Trainer, TrainingArguments, default_data_collator
+
+    fused = set()
+
+    class Seen(Trainer):
+        def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            if model.training:
+                fused.add(outputs.logits is None)
+            return (loss, outputs) if return_outputs else loss
 
     arguments = {"per_device_train_batch_size": 1, "max_steps": 4, "learning_rate": 1e-2, "optim": "sgd"}
     results = []
     for patched in (True, False):
+        fused.clear()
         model = make_model("gemma2")
         if patched:
             tigon.patch(model)
@@ -59,12 +70,18 @@ def test_the_trainer(make_model, rows, tmp_path, setting):
             output_dir=str(tmp_path), logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
             disable_tqdm=True, **arguments | SETTINGS[setting],
         )  # fmt: skip
-        trainer = Trainer(model, options, train_dataset=rows, data_collator=default_data_collator)
+        trainer = Seen(
+            model, options, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator,
+            compute_metrics=lambda p: {"logits": p.predictions.shape[-1]},
+        )  # fmt: skip
         trainer.train()
+        assert fused == {patched and setting != "label smoothing"}  # which the Trainer makes of the logits
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         numbers = [entry[name] for entry in log for name in ("loss", "grad_norm")]
         assert len(numbers) == 8
-        results.append((numbers, {name: p.detach() for name, p in model.named_parameters()}))
+        metrics = trainer.evaluate()
+        assert metrics["eval_logits"] == 131
+        results.append(([*numbers, metrics["eval_loss"]], {name: p.detach() for name, p in model.named_parameters()}))
     (given, weights), (expected, stock) = results
     assert given == pytest.approx(expected, rel=1e-4)
     for name, value in stock.items():
