@@ -1,45 +1,27 @@
 """Processes on this machine: a vocabulary cut over ranks is exact, and accumulate_grad is safe under DDP and FSDP2.
 
-As a script it is one rank: python test_linear_cross_entropy_parallel.py RANK RANKS STORE
+As a script it is one rank: python test_linear_cross_entropy_parallel.py STORE
 """
 
 import contextlib
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ranks import run_ranks
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 @pytest.mark.parametrize("ranks", [2, 3], ids=lambda n: f"{n} ranks")
-def test_ranks(ranks, tmp_path):
-    # Without GPUs, where there are some: these ranks compute on the CPU.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, __file__, str(rank), str(ranks), str(tmp_path / "store")],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for process, output in zip(processes, outputs, strict=True):
-        assert process.returncode == 0, "\n".join(outputs)
+def test_ranks(ranks):
+    for output in run_ranks(__file__, ranks=ranks):
         assert output.splitlines()[-1] == f"{len(_checks(ranks))} checks passed", output
 
 
@@ -491,7 +473,7 @@ def _checks(ranks: int) -> list[Callable[[], None]]:
 
 
 if __name__ == "__main__":
-    rank, ranks, store = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3])
+    rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that was not written holds NaN
     dist.init_process_group(
