@@ -123,7 +123,8 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             plan |= {} if left else {module: (apply, recipe)}
         asked.add(recognise)
     already = len(list(model.modules())) - len(modules)
-    lean = options.get("memory") == "lean" and bool(already or report)
+    lean = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    lean = options.get("memory") == "lean" and bool(lean)
     if lean and (reason := refusal(model)):
         raise ValueError(f"patch: memory='lean' cannot be had of this {report.model}: {reason}; 'default' can")
     # Everything is known and nothing was refused: only now is the model touched.
@@ -133,7 +134,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         report.notes.append("lean: outputs of norms and gates are made again in backward")
     if already:
         report.notes.append(f"{already} modules were patched already and stay as they are")
-    elif not report:
+    elif not report and not lean:
         said = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{said} ({', '.join(parts)} asked for); the model was not touched")
         warnings.warn(f"tigon.patch({report.model}): {said}", stacklevel=2)
