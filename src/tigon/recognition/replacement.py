@@ -127,17 +127,21 @@ def is_changed(module: nn.Module) -> bool:
     return change or _assigned_forward(module) is not None
 
 
-def written_in(function: Callable) -> str:
-    """The Python module that a function's own code is in; `functools.wraps` gives it the name of what it wraps."""
+def _origin(function: Callable) -> str:
+    """The Python module that a function says it is of."""
     while isinstance(function, functools.partial):
         function = function.func
-    in_code = getattr(function, "__globals__", {}).get("__name__")
-    return in_code or getattr(function, "__module__", None) or type(function).__module__
+    return getattr(function, "__module__", None) or type(function).__module__
+
+
+def written_in(function: Callable) -> str:
+    """The Python module that a function's own code is in; `functools.wraps` gives it the name of what it wraps."""
+    return getattr(function, "__globals__", {}).get("__name__") or _origin(function)
 
 
 def _foreign_hook(module: nn.Module) -> str | None:
     groups = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    origins = [written_in(hook) for group in groups for hook in group.values()]
+    origins = [_origin(hook) for group in groups for hook in group.values()]
     return next((origin for origin in origins if not origin.startswith(SHARDING)), None)
 
 
