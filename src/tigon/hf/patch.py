@@ -35,7 +35,7 @@ OPTIONS = (*PARTS, "memory")
 MEMORY = ("default", "lean")
 
 # Attributes of every module, and what accelerate's hooks leave: nothing that tells what a module computes.
-STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward"}
+STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
 
 
 def _choose(options: dict[str, Any]) -> list[str]:
@@ -62,7 +62,7 @@ def _kind(module: nn.Module) -> tuple:
 
 
 def patch(model: nn.Module | str, **options: Any) -> Report:
-    """Replace, in this instance only, what computes bit for bit what an op of Tigon computes.
+    """Replace, in this instance only, what computes what an op of Tigon computes, to the bit.
 
     Modules are recognised by running small twins of them, so the model may be of any class, on any device or on meta,
     and moved, trained, compiled, copied and saved afterwards as before. Whatever differs keeps its own code.
@@ -81,9 +81,9 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             the head without holding the logits, and `logits` of the output is None, in tuples too. So it is in any mode
             where `skip_logits=True` is given to the model's call (then also with `shift_labels` alone), and in none
             with `skip_logits=False`. Evaluation, generation, calls without labels or with `logits_to_keep` stay stock,
-            and so does the loss while an adapter on the head takes part, with a warning. If the logits are changed on
-            their way after the patch (a hook on the head, another soft cap in the config), the loss is NaN instead of
-            wrong.
+            and so does the loss while an adapter or a hook on the head takes part, with a warning. If the logits are
+            treated otherwise after the patch (another soft cap in the config) or used beside the loss, the loss is NaN
+            instead of wrong.
         memory: "default", or "lean": the model's forward runs in `tigon.lean()`, which keeps no output of a norm or a
             gate for backward, where it is made again, bit for bit.
 
@@ -133,7 +133,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         report.undo.append(make_lean(model))
         report.notes.append("lean: outputs of norms and gates are made again in backward")
     if already:
-        report.notes.append(f"{already} modules were patched already and stay as they are")
+        report.notes.append(f"{already} places were patched already and stay as they are")
     elif not report and not lean:
         said = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{said} ({', '.join(parts)} asked for); the model was not touched")

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.dispatch import KERNEL_DTYPES
+from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
@@ -39,7 +39,7 @@ class ExpertsRecipe:
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
         chosen, weights = module.config._experts_implementation, [getattr(module, name) for name in _names(module)]
-        plain = all(type(w) in (nn.Parameter, Tensor) and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
+        plain = all(type(w) in PLAIN and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
         # The products of "eager" are in the dtype of autocast, grouped ones in that of the weights.
         cast = chosen == "eager" and torch.is_autocast_enabled(weights[0].device.type)
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
