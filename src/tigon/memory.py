@@ -52,21 +52,27 @@ class _Recipe:
     forward and backward, and give them back for the backward of their own module alone.
     """
 
-    def __init__(self, function: Callable, args: tuple, results: tuple[Tensor | None, ...]) -> None:
+    __slots__ = (
+        "args", "autocast", "device", "function", "given", "kept", "left", "round", "savers", "stream", "strides",
+        "values",
+    )  # fmt: skip
+
+    def __init__(self, function: Callable, args: tuple, results: tuple[Tensor | None, ...], device: torch.device):
         self.function, self.args = function, list(args)
         self.given: dict[int, tuple[Tensor, int]] = {}  # which of the arguments are tensors; and their versions
         self.kept: dict[int, Any] | None = None  # the same, as they are kept for backward, once somebody saves a result
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
                 if x.dim() > 1:
-                    self.given[i] = x, x._version
-                self.args[i] = None if x.dim() > 1 else x.detach().clone()
-        self.strides = [y if y is None else y.stride() for y in results]
-        self.device = next(y.device for y in results if y is not None)
-        self.stream, self.autocast = _stream(self.device), _autocast(self.device)
+                    self.given[i], self.args[i] = (x, x._version), None
+                else:
+                    self.args[i] = x.detach().clone()
+        self.strides = [None if y is None else y.stride() for y in results]
+        self.device, self.stream, self.autocast = device, _stream(device), _autocast(device)
         # Of each result: itself while it is needed, how many saved it, how many have yet to take it, how often made.
-        self.values: list[Tensor | None] = [None] * len(results)
-        self.savers, self.left, self.round = ([0] * len(results) for _ in range(3))
+        n = len(results)
+        self.values: list[Tensor | None] = [None] * n
+        self.savers, self.left, self.round = [0] * n, [0] * n, [0] * n
 
     def keep(self, pack: Callable[[Tensor], Any]) -> bool:
         """Keep the arguments for backward, if they still are what the results were made of."""
@@ -77,28 +83,30 @@ class _Recipe:
             self.given = {}
         return True
 
-    def make(self) -> list[Tensor | None]:
-        """All results anew."""
-        args = list(self.args)
+    def make(self, own_stream: bool) -> list[Tensor | None]:
+        """All results anew, on the stream of the forward pass or on another."""
+        args = self.args.copy()
         for i, kept in self.kept.items():
-            args[i] = _unpack(kept)
-            if _stream(self.device) != self.stream:  # to which the memory belongs, so that it might be reused too early
-                args[i].record_stream(torch.cuda.current_stream(self.device))
-        with contextlib.ExitStack() as stack, torch.no_grad():
-            if _autocast(self.device) != self.autocast:
-                enabled, kind = self.autocast is not None, self.device.type
-                stack.enter_context(torch.autocast(kind, self.autocast, enabled, cache_enabled=False))
-            results = self.function(*args)
+            args[i] = x = _unpack(kept)
+            if not own_stream:  # its memory belongs to the other, which might use it again too early
+                x.record_stream(torch.cuda.current_stream(self.device))
+        plain = not torch.is_grad_enabled() and _autocast(self.device) == self.autocast
+        results = self.function(*args) if plain else self._as_in_forward(args)
         results = results if isinstance(results, tuple) else (results,)
         return [y if y is None else _with_strides(y, s) for y, s in zip(results, self.strides, strict=True)]
+
+    def _as_in_forward(self, args: list) -> Any:
+        kind, enabled = self.device.type, self.autocast is not None
+        with torch.no_grad(), torch.autocast(kind, self.autocast, enabled, cache_enabled=False):
+            return self.function(*args)
 
     def take(self, i: int, result: "_Result") -> Tensor:
         """Result i for one of its savers; it is held until each of them has taken it."""
         if _stream(self.device) != self.stream:
-            return self.make()[i]
+            return self.make(False)[i]
         value = self.values[i]
         if value is None:
-            made = self.make()
+            made = self.make(True)
             value = made[i]
             for j, savers in enumerate(self.savers):
                 if savers and self.values[j] is None:
@@ -119,6 +127,8 @@ def _with_strides(y: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 class _Result:
     """A result of a recipe, or a view `t` of it, as one of its savers keeps it."""
+
+    __slots__ = ("index", "recipe", "round", "view")
 
     def __init__(self, recipe: _Recipe, index: int, y: Tensor, t: Tensor) -> None:
         self.recipe, self.index, self.round = recipe, index, 0
@@ -160,6 +170,8 @@ def _unpack(kept: Any) -> Tensor:
 class _Known:
     """A live tensor, its version, and how it is kept: result `index` of a recipe, or elsewhere."""
 
+    __slots__ = ("how", "index", "node", "ref", "version")
+
     def __init__(self, x: Tensor, forget: Callable, how: _Recipe | _Elsewhere, index: int = 0) -> None:
         # Of the tensor, not of its storage: its version tells of writing through any view. It lives as long as these.
         self.ref, self.version, self.how, self.index = weakref.ref(x, forget), x._version, how, index
@@ -197,7 +209,7 @@ class _Block:
         recipe = None
         for i, y in enumerate(results):
             if type(y) is Tensor and y.requires_grad and _is_whole(y):
-                recipe = recipe or _Recipe(function, args, results)
+                recipe = recipe or _Recipe(function, args, results, y.device)
                 self.learn(y, recipe, i)
 
     def find(self, t: Tensor) -> tuple[_Known, Tensor] | None:
@@ -221,7 +233,7 @@ class _Block:
         y = None if known is None else known.ref()
         if y is None or known.current(y) is None or y.device != cast.device or y.shape != cast.shape:
             return None
-        self.learn(cast, _Recipe(_cast, (y, cast.dtype), (cast,)))
+        self.learn(cast, _Recipe(_cast, (y, cast.dtype), (cast,), cast.device))
         return self.find(t)
 
     def pack(self, t: Tensor) -> Any:
