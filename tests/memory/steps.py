@@ -22,11 +22,14 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 class Step:
     """Inputs and weights that need gradients, always the same, and what of a forward pass is still there."""
 
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
-        self.dtype, self.leaves, self.watched = dtype, [], {}
+    def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
+        self.dtype, self.device, self.leaves, self.watched = dtype, device, [], {}
+
+    def constant(self, seed: int, *shape: int) -> Tensor:
+        return normal(seed, *shape, dtype=self.dtype).to(self.device)
 
     def leaf(self, *shape: int) -> Tensor:
-        self.leaves.append(normal(len(self.leaves), *shape, dtype=self.dtype).requires_grad_())
+        self.leaves.append(self.constant(len(self.leaves), *shape).requires_grad_())
         return self.leaves[-1]
 
     def x(self, *shape: int) -> Tensor:
@@ -34,7 +37,7 @@ class Step:
         return self.leaf(*(shape or (*ROWS, WIDTH))) * 1.5
 
     def weight(self, *shape: int) -> nn.Parameter:
-        self.leaves.append(nn.Parameter(normal(len(self.leaves), *(shape or (WIDTH,)), dtype=self.dtype)))
+        self.leaves.append(nn.Parameter(self.constant(len(self.leaves), *(shape or (WIDTH,)))))
         return self.leaves[-1]
 
     def product(self, y: Tensor, width: int = 5) -> Tensor:
@@ -62,10 +65,10 @@ def total(*results: Tensor) -> Tensor:
 
 
 def run(
-    forward: Callable[[Step], Tensor], lean: bool, dtype: torch.dtype = torch.float32
+    forward: Callable[[Step], Tensor], lean: bool, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[set[str], list[Tensor]]:
     """What is kept after the forward pass, and the loss and every gradient."""
-    step = Step(dtype)
+    step = Step(dtype, device)
     with block(lean):
         loss = forward(step)
     kept = step.kept()

@@ -42,7 +42,7 @@ def heads(step: Step, n: int) -> Tensor:
 
 
 def tables(step: Step) -> tuple[Tensor, Tensor]:
-    angles = normal(99, 1, 7, 8, dtype=step.dtype)
+    angles = step.constant(99, 1, 7, 8)
     return angles.cos(), angles.sin()
 
 
