@@ -1,6 +1,7 @@
 """`tigon.lean()`: who saves what, how often it is made again, when it goes, and what it meets."""
 
 import contextlib
+import functools
 import gc
 import threading
 
@@ -145,12 +146,18 @@ def test_autocast(dtype):
     assert not casts
 
 
-def test_backward_in_autocast():
+@pytest.mark.parametrize("backward", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("forward", [False, True], ids=["forward outside", "forward inside"])
+def test_made_again_as_in_the_forward_pass(forward, backward):
+    """An op of torch's own computes in another dtype under autocast."""
+    op = remade(lambda x: x @ x.mT)
+
     def gradients(lean: bool) -> list[Tensor]:
-        step = Step(torch.bfloat16)
-        with block(lean):
-            loss = total(step.product(tigon.layer_norm(step.x(), step.weight())))
-        with torch.autocast("cpu", torch.bfloat16):
+        step = Step()
+        with torch.autocast("cpu", torch.bfloat16, forward), block(lean):
+            y = op(step.x())
+            loss = total(y * step.leaf(*y.shape))
+        with torch.autocast("cpu", torch.bfloat16, backward):
             loss.backward()
         return step.gradients()
 
@@ -411,32 +418,50 @@ class Host(saved_tensors_hooks):
         self.copies: list[tuple[int, ...]] = []
         super().__init__(self.pack, lambda copy: copy.clone())
 
+    def __enter__(self) -> "Host":
+        super().__enter__()
+        return self
+
     def pack(self, t: Tensor) -> Tensor:
         self.copies.append(tuple(t.shape))
         return t.detach().clone()
 
 
+class Exp(torch.autograd.Function):
+    """Keeps its input alone, as the kernels of norms and gates do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0].exp()
+
+
 def test_hooks_around_the_block():
-    """They keep what is kept: the norm's input, once for itself and for the recipe, and not its result."""
-    expected = run(norm_and_product, False)[1]
-    step = Step()
-    host = Host()
-    with host:
-        x, w = step.x(), step.weight()
-        step.watch(x=x)
+    """They keep what is kept: the op's input, once for itself and for the recipe, and not its result."""
+    exp = remade(Exp.apply)
+
+    def forward(lean: bool, step: Step) -> Tensor:
+        x = step.x()
         host.copies.clear()
-        with tigon.lean():
-            y = tigon.ops.rms_norm._rms_norm(x, w, 1e-6, 0.0, "before_weight")
-            step.watch(y=y)
-            z = step.product(y)
-        before = sum(shape == (*ROWS, WIDTH) for shape in host.copies)
-        z = total(z)
-    del x, y
-    assert step.kept() == set()
-    if INTERPRETED:  # the reference saves what it makes on the way
-        assert before == 1
-    z.backward()
-    assert_same_bits([z.detach(), *step.gradients()], expected)
+        with block(lean):
+            y = exp(x)
+            step.watch(x=x, y=y)
+            z = step.product(y), step.product(y)
+        inputs.append(host.copies.count((*ROWS, WIDTH)))
+        return total(*z)
+
+    results, inputs = [], []
+    for lean in (True, False):
+        with Host() as host:
+            kept, made = run(functools.partial(forward, lean), False)
+        assert kept == set()
+        results.append(made)
+    assert inputs == [1, 1]  # of the others its products see views
+    assert_same_bits(*results)
 
 
 def test_hooks_in_the_block():
@@ -513,19 +538,23 @@ def test_checkpointing_around_the_block(reentrant):
 
 
 def test_gradients_of_gradients_of_products():
-    """The product's own second derivative goes through what was made again."""
+    """The product's own second derivative goes through what was made again; making it leaves no history."""
+    modes = []
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        modes.append(torch.is_grad_enabled())
+        return tigon.ops.rms_norm.rms_norm_reference(x, w)
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
         with block(lean):
-            y = tigon.ops.rms_norm.rms_norm_reference(step.x(), step.weight())
-            tigon.memory.remember(y, lambda x: x.clone(), y.detach().clone())
-            z = step.product(y)
+            z = step.product(remade(norm)(step.x(), step.weight()))
         (first,) = torch.autograd.grad(total(z), step.leaves[2], create_graph=True)
         total(first).backward()
         return step.gradients()
 
     assert_same_bits(gradients(True), gradients(False))
+    assert modes == [True, *[False] * (len(modes) - 2), True]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="the references have second derivatives")
