@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tigon
 from hf.ways import DEVICE, batch, build, step
+from hf.ways_parallel import by_layers, by_plan
 from hf.ways_sharded import BF16, checkpointed, ddp, fsdp1, fsdp2
 
 
@@ -28,7 +29,7 @@ def some_checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[[int], None]:
+def same(distribute: Callable, patch_after: bool = False, one_batch: bool = False, **config) -> Callable[[int], None]:
     def way(rank: int) -> None:
         results = []
         for memory in ("lean", "default"):
@@ -39,7 +40,7 @@ def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[
             if patch_after:
                 tigon.patch(model, memory=memory)
             for seed in range(2):  # what a first step leaves behind must not disturb a second
-                made = step(model, True, **batch(rank, seed))
+                made = step(model, True, **batch(0 if one_batch else rank, seed))
             results.append(made)
         lean, default = results
         assert lean.keys() == default.keys()
@@ -75,4 +76,8 @@ WAYS = {
     "FSDP1, original parameters": same(functools.partial(fsdp1, use_orig_params=True)),
     "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
     "FSDP1, flat parameters, patched after": same(functools.partial(fsdp1, use_orig_params=False), patch_after=True),
+    "tensor parallel": same(by_plan, patch_after=True, one_batch=True, model_type="llama"),
+    "tensor parallel, DTensors between layers": same(
+        functools.partial(by_layers, local=False), patch_after=True, one_batch=True
+    ),
 }

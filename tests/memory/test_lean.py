@@ -62,6 +62,31 @@ def test_three_products_share_one():
     assert seen == [[], []]
 
 
+class Twice(torch.autograd.Function):
+    """Asks for what it saved once for each use."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y.square()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.saved_tensors[0] * dy + dy * ctx.saved_tensors[0]
+
+
+def test_one_that_asks_twice():
+    """It takes no one else's turn."""
+    step, norm = Step(), Counted()
+    with tigon.lean():
+        y = norm.again(step.x(), step.weight())
+        loss = total(step.product(y), Twice.apply(y))
+        del y
+    loss.backward()
+    assert len(norm.made) == 2
+    assert norm.alive() == []
+
+
 def test_one_that_is_not_asked_for():
     """A product outside of the gradient's path does not take part; the next backward is right all the same."""
 
@@ -259,9 +284,11 @@ def test_weights_that_are_gone_in_backward(way):
             w = step.weight()
             y = tigon.rms_norm(step.x(), w)
             z = step.product(y)
-        values = w.detach().clone()
+        values, step.loss = w.detach().clone(), total(z)
         if way == "exchanged":
+            step.watch(w=w)
             w.data = torch.empty(0)
+            assert step.kept() == set()  # an engine means to free it
         else:
             w.untyped_storage().resize_(0)
 
@@ -273,7 +300,7 @@ def test_weights_that_are_gone_in_backward(way):
                 w.data.copy_(values)
 
         y.register_hook(bring)
-        total(z).backward()
+        step.loss.backward()
         return step.gradients()
 
     assert_same_bits(gradients(True), gradients(False))
@@ -462,6 +489,18 @@ def test_hooks_around_the_block():
         results.append(made)
     assert inputs == [1, 1]  # of the others its products see views
     assert_same_bits(*results)
+
+
+def test_hooks_that_lose_the_strides():
+    """As `save_on_cpu` with pinned memory: what was made of a transposed tensor is laid out as it was."""
+
+    def forward(lean: bool, step: Step) -> Tensor:
+        with saved_tensors_hooks(lambda t: (t.detach().contiguous(), 0), lambda kept: kept[0]), block(lean):
+            y = tigon.relu2(step.x(2, 3, 4, 5).transpose(1, 2))
+            assert not y.is_contiguous()
+            return total(y.transpose(1, 2) * step.leaf(5))
+
+    assert_same_bits(*(run(functools.partial(forward, lean), False)[1] for lean in (True, False)))
 
 
 def test_hooks_in_the_block():
