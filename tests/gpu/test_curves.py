@@ -66,6 +66,7 @@ def test_curve(model_type, text):
     apart = (given - stock).abs()
     print(f"{model_type}: {stock[0]:.3f} -> {stock[-1]:.3f}, patched {apart.max():.1e} apart, noise {noise.max():.1e}")
     assert stock[-1] < stock[0] - 1.0  # it learns
-    # One run's noise at one step is a matter of chance; the size of it over the run is not.
-    assert apart.square().mean().sqrt() <= 2.0 * noise.square().mean().sqrt() + 1e-4
-    assert apart.max() <= 2.5 * noise.max() + 1e-3
+    # One run's noise at one step is a matter of chance; the size of it over the run is not. Another order of the rows
+    # leaves each forward as it was, the patch rounds every layer otherwise: hence three times.
+    assert apart.square().mean().sqrt() <= 3.0 * noise.square().mean().sqrt() + 1e-4
+    assert apart.max() <= 3.0 * noise.max()
