@@ -120,9 +120,9 @@ class _Recipe:
 
 
 def _with_strides(y: Tensor, strides: tuple[int, ...]) -> Tensor:
-    return (
-        y if y.stride() == strides else torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
-    )
+    if y.stride() == strides:
+        return y
+    return torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
 
 
 class _Result:
@@ -314,7 +314,26 @@ def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
 
 @contextlib.contextmanager
 def lean() -> Iterator[None]:
-    """Keep no activation for backward that Tigon's ops make again cheaply."""
+    """Keep nothing for backward that Tigon's ops make again cheaply, in this thread's forward passes in the block.
+
+    Outputs of norms and gates, and heads that are normalised, then turned, which other layers would save: these save how
+    to make them. Every gradient has the same bits. Backward may run anywhere. Saved-tensor hooks around the block keep
+    what is left; those in it take what is saved under them. Under `torch.compile` the graph makes them again. Also a
+    decorator.
+
+    Raises:
+        RuntimeError: torch is older than 2.8, or forbids saved-tensor hooks here. In backward, an input of such an op was
+            written in place since.
+
+    Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; of chosen ops,
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+
+    Example:
+        >>> x, norm, linear = torch.randn(2, 8, requires_grad=True), tigon.RMSNorm(8), torch.nn.Linear(8, 4)
+        >>> with tigon.lean():
+        ...     y = linear(norm(x))  # keeps x, and not what the norm gives
+        >>> y.sum().backward()
+    """
     global _open
     if torch.compiler.is_compiling():
         _open += 1
