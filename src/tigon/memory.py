@@ -316,17 +316,16 @@ def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
 def lean() -> Iterator[None]:
     """Keep nothing for backward that Tigon's ops make again cheaply, in this thread's forward passes in the block.
 
-    Outputs of norms and gates, and heads that are normalised, then turned, which other layers would save: these save how
-    to make them. Every gradient has the same bits. Backward may run anywhere. Saved-tensor hooks around the block keep
-    what is left; those in it take what is saved under them. Under `torch.compile` the graph makes them again. Also a
-    decorator.
+    Outputs of norms and gates, and heads that are normalised, then turned: layers that would save them save how to make
+    them. Every gradient has the same bits. Backward may run anywhere. Saved-tensor hooks around the block keep what is
+    left; those in it take what is saved under them. Under `torch.compile` the graph makes them again. Also a decorator.
 
     Raises:
-        RuntimeError: torch is older than 2.8, or forbids saved-tensor hooks here. In backward, an input of such an op was
-            written in place since.
+        RuntimeError: torch is older than 2.8, or forbids saved-tensor hooks here. In backward, an input of such an op
+            was written in place since.
 
-    Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; of chosen ops,
-    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+    Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; of chosen
+    ops, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
 
     Example:
         >>> x, norm, linear = torch.randn(2, 8, requires_grad=True), tigon.RMSNorm(8), torch.nn.Linear(8, 4)
