@@ -5,7 +5,7 @@ who computes them. Where that is "grouped_mm" (the default) or "eager", `moe_mlp
 choice, made later or for the length of a generation, is respected at every call.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import torch
@@ -99,11 +99,10 @@ def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
     try:
         with probing():
             kinds = _activations(module, torch.float32) & _activations(module, torch.bfloat16)
-            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES, watch(module) if kinds else ())
-            unwatched = ExpertsRecipe(recipe.activation, CHOICES, ())  # a twin has sizes of its own
-            right = tuple(name for name in CHOICES if _reproduces(unwatched, module, name))
+            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES, ())  # a twin has sizes of its own: nothing watched
+            right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
         return f"cannot be run by itself ({describe(error)})"
     if chosen not in right:
         return f"computes something else than moe_mlp, where its config has chosen {chosen!r}"
-    return ExpertsRecipe(recipe.activation, right, recipe.watched)
+    return replace(recipe, choices=right, watched=watch(module) if kinds else ())
