@@ -1,6 +1,7 @@
 """Models and steps for the scripts that are run once a rank, where pytest's fixtures are out of reach."""
 
 import os
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -49,6 +50,17 @@ def patch(model: nn.Module) -> Report:
     assert {entry.part for entry in report.replaced} == PARTS, report
     assert not report.left_alone, report
     return report
+
+
+def distributed(distribute: Callable, patched: bool, patch_after: bool, **config) -> nn.Module:
+    """A model of `build` over the ranks, patched before or after that, or stock."""
+    model = build(**config)
+    if patched and not patch_after:
+        patch(model)
+    model = distribute(model)
+    if patched and patch_after:
+        patch(model)
+    return model
 
 
 def batch(rank: int, seed: int = 0) -> dict[str, Tensor]:

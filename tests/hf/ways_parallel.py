@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 
 import tigon
-from hf.ways import DEVICE, assert_same, batch, build, patch, step
+from hf.ways import DEVICE, assert_same, batch, build, distributed, patch, step
 from tigon.ops import dispatch
 
 
@@ -67,12 +67,7 @@ def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) ->
     def way(rank: int) -> None:
         steps = []
         for patched in (True, False):
-            model = build(**config)
-            if patched and not patch_after:
-                patch(model)
-            model = distribute(model)
-            if patched and patch_after:
-                patch(model)
+            model = distributed(distribute, patched, patch_after, **config)
             steps.append(step(model, patched, **batch(0)))
         assert_same(*steps)
         assert_same(steps[0], step(build(**config), False, **batch(0)))

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from hf.ways import DEVICE, assert_same, batch, build, patch, step
+from hf.ways import DEVICE, assert_same, batch, build, distributed, patch, step
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 
@@ -63,12 +63,7 @@ def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[
     def way(rank: int) -> None:
         steps = []
         for patched in (True, False):
-            model = build(**config)
-            if patched and not patch_after:
-                patch(model)
-            model = distribute(model)
-            if patched and patch_after:
-                patch(model)
+            model = distributed(distribute, patched, patch_after, **config)
             # Twice: what a first step leaves behind must not disturb a second.
             step(model, patched, **batch(rank))
             steps.append(step(model, patched, **batch(rank, seed=1)))
