@@ -8,6 +8,7 @@ The ops are here as functions and modules; what needs transformers is imported w
 
 import importlib
 
+from tigon.memory import lean
 from tigon.ops.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy
 from tigon.ops.glu import GEGLUMLP, SwiGLUMLP, geglu, swiglu
 from tigon.ops.jsd import JSDLoss, jsd
@@ -48,6 +49,7 @@ __all__ = [
     "jsd",
     "kl_div",
     "layer_norm",
+    "lean",
     "linear_cross_entropy",
     "moe_mlp",
     "patch",

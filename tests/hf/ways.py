@@ -45,8 +45,8 @@ def randomise(model: nn.Module) -> None:
         parameter += 0.1 * torch.randn_like(parameter)
 
 
-def patch(model: nn.Module) -> Report:
-    report = tigon.patch(model)
+def patch(model: nn.Module, **options) -> Report:
+    report = tigon.patch(model, **options)
     assert {entry.part for entry in report.replaced} == PARTS, report
     assert not report.left_alone, report
     return report

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.by_type import patch_type
+from tigon.hf.lean import make_lean, refusal
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.report import Report
 from tigon.recognition.experts import recognise_experts
@@ -31,6 +32,7 @@ PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
     "loss": (learn_loss, attach),
 }
 OPTIONS = (*PARTS, "memory")
+MEMORY = ("default", "lean")
 
 # Attributes of every module, and what accelerate's hooks leave: nothing that tells what a module computes.
 STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
@@ -42,8 +44,8 @@ def _choose(options: dict[str, Any]) -> list[str]:
         if name not in OPTIONS:
             raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
         if name == "memory":
-            if value != "default":
-                raise ValueError(f"patch: memory must be one of 'default', got {value!r}")
+            if value not in MEMORY:
+                raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {value!r}")
         elif not isinstance(value, bool):
             raise TypeError(f"patch: {name} must be True or False, got {value!r}")
     return [name for name in PARTS if options.get(name, True)]
@@ -82,7 +84,8 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             and so does the loss while an adapter or a hook on the head takes part, with a warning. If the logits are
             treated otherwise after the patch (another soft cap in the config) or used beside the loss, the loss is NaN
             instead of wrong.
-        memory: "default".
+        memory: "default", or "lean": the model's forward runs in `tigon.lean()`, which keeps no output of a norm or a
+            gate for backward, where it is made again, bit for bit.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.restore()` undoes it.
@@ -90,7 +93,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
 
     Raises:
         TypeError: `model` is no `torch.nn.Module`, or an option is unknown or of the wrong type.
-        ValueError: `memory` is none of its choices, or `model` is a string that is no model type.
+        ValueError: `memory` is none of its choices or cannot be had here, or `model` is a string that is no model type.
 
     Example:
         >>> report = tigon.patch(model, rope=False)
@@ -119,12 +122,19 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             report.add(part, type(module).__name__, not left, str(recipe), name)
             plan |= {} if left else {module: (apply, recipe)}
         asked.add(recognise)
+    already = len(list(model.modules())) - len(modules)
+    lean = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    lean = options.get("memory") == "lean" and bool(lean)
+    if lean and (reason := refusal(model)):
+        raise ValueError(f"patch: memory='lean' cannot be had of this {report.model}: {reason}; 'default' can")
     # Everything is known and nothing was refused: only now is the model touched.
     report.undo = [apply(module, recipe) for module, (apply, recipe) in plan.items()]
-    already = len(list(model.modules())) - len(modules)
+    if lean:
+        report.undo.append(make_lean(model))
+        report.notes.append("lean: outputs of norms and gates are made again in backward")
     if already:
         report.notes.append(f"{already} places were patched already and stay as they are")
-    elif not report:
+    elif not report and not lean:
         said = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{said} ({', '.join(parts)} asked for); the model was not touched")
         warnings.warn(f"tigon.patch({report.model}): {said}", stacklevel=2)

@@ -9,6 +9,7 @@ r"""Gated linear units (Shazeer, arXiv:2002.05202): y = act(gate) * up.
 s is the logistic function. Everything in fp32, rounded once. Shapes: M = rows, I = features.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from tigon.memory import remade
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, launcher, runs_kernels
 from tigon.ops.rows import block_of_row, dense_rows, launch_blocks
@@ -199,6 +201,11 @@ def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Ten
         check.same(op, "dtype", gate=gate, up=up)
     elif gate.dim() == 0 or gate.shape[-1] % 2:
         raise ValueError(f"{op}: packed gate and up must have an even last dimension, got shape {tuple(gate.shape)}")
+    return _activate_and_multiply(gate, up, kind, reference)
+
+
+@remade
+def _activate_and_multiply(gate: Tensor, up: Tensor | None, kind: Kind, reference: Callable) -> Tensor:
     if not runs_kernels(gate) or gate.dim() == 0 or gate.shape[-1] == 0:
         return reference(gate, up)
     return _GLU.apply(gate, up, kind)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.memory import remade
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, runs_kernels
 from tigon.ops.norm import WIDEST, norm_backward, norm_forward
@@ -91,6 +92,11 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         if parameter is not None:
             check.shape("layer_norm", name, parameter, x.shape[-1:])
             check.same("layer_norm", "device", x=x, **{name: parameter})
+    return _layer_norm(x, weight, bias, eps)
+
+
+@remade
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if not runs_kernels(x, weight, bias) or not 0 < x.shape[-1] <= WIDEST:
         return layer_norm_reference(x, weight, bias, eps)
     return _LayerNorm.apply(x, weight, bias, eps)

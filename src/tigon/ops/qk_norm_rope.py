@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from tigon.memory import remade
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
 from tigon.ops.norm_rope import WIDEST, qk_norm_rope_backward, qk_norm_rope_forward
@@ -160,11 +161,25 @@ def qk_norm_rope(
     features = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
     fits = runs_kernels(q, q_weight, k_weight) and q.shape[unsqueeze_dim] and not (together and features > WIDEST)
     if not (fits and takes_kernels(q, k, cos, sin)):
-        return qk_norm_rope_reference(
-            q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, rounding=rounding,
-            unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections,
+        return _by_reference(
+            q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, unsqueeze_dim, layout, sections
         )  # fmt: skip
-    return _QKNormRope.apply(
+    return _by_kernels(
         q, k, q_weight, k_weight, cos, sin, eps, offset, rounding == "before_weight",
         unsqueeze_dim, layout, axes_of(sections), together,
+    )  # fmt: skip
+
+
+@remade
+def _by_kernels(*args: object) -> tuple[Tensor, Tensor | None]:
+    return _QKNormRope.apply(*args)
+
+
+@remade
+def _by_reference(
+    q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, unsqueeze_dim, layout, sections
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    return qk_norm_rope_reference(
+        q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, rounding=rounding,
+        unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from tigon.memory import remade
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, launcher, runs_kernels
 from tigon.ops.rows import block_of_row, dense_rows, launch_blocks
@@ -133,6 +134,11 @@ def relu2(x: Tensor) -> Tensor:
     """
     check.tensor("relu2", x=x)
     check.floating("relu2", x=x)
+    return _relu2(x)
+
+
+@remade
+def _relu2(x: Tensor) -> Tensor:
     return _ReLU2.apply(x) if runs_kernels(x) and x.dim() and x.shape[-1] else relu2_reference(x)
 
 

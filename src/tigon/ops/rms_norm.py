@@ -16,6 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from tigon.memory import remade, remember
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
 from tigon.ops.norm import WIDEST, norm_backward, norm_forward
@@ -156,6 +157,11 @@ def rms_norm(
         torch.Size([2, 5, 64])
     """
     eps, offset = _checked("rms_norm", x, weight, eps, offset, rounding)
+    return _rms_norm(x, weight, eps, offset, rounding)
+
+
+@remade
+def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding) -> Tensor:
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= WIDEST:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
     return _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight")
@@ -203,8 +209,11 @@ def add_rms_norm(
     check.shape("add_rms_norm", "residual", residual, x.shape)
     check.same("add_rms_norm", "device", x=x, residual=residual)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= WIDEST:
-        return add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)
-    return _AddRMSNorm.apply(x, residual, weight, eps, offset, rounding == "before_weight")
+        y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)
+    else:
+        y, total = _AddRMSNorm.apply(x, residual, weight, eps, offset, rounding == "before_weight")
+    remember(y, _rms_norm, total, weight, eps, offset, rounding)
+    return y, total
 
 
 class RMSNorm(nn.RMSNorm):

@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tigon.memory import remade
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, launch, launcher, leave_absent, runs_kernels
 from tigon.ops.rope_heads import (
@@ -323,7 +324,20 @@ def rope(
     if dtype is not None and not dtype.is_floating_point:
         raise TypeError(f"rope: dtype must be of floating point, got {dtype}")
     if not takes_kernels(q, k, cos, sin):
-        return rope_reference(
-            q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections, table=table, dtype=dtype
-        )
-    return _Rope.apply(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)
+        return _by_reference(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype)
+    return _by_kernels(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)
+
+
+# Where queries and keys were normalised before, they can be made again from what the norms keep.
+
+
+@remade(inputs=2)
+def _by_kernels(*args: object) -> tuple[Tensor, Tensor | None]:
+    return _Rope.apply(*args)
+
+
+@remade(inputs=2)
+def _by_reference(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype) -> tuple[Tensor, Tensor | None]:
+    return rope_reference(
+        q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections, table=table, dtype=dtype
+    )

@@ -1,0 +1,227 @@
+"""Lean activations by the kernels: the bits of the default level, less memory, no waits."""
+
+import contextlib
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+from memory.steps import assert_same_bits, block, run
+from memory.test_ops import CASES, KEPT
+
+transformers = pytest.importorskip("transformers")
+
+SIZE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3584,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "vocab_size": 32000,
+    "pad_token_id": 0,
+}
+TOKENS = (2, 1024)
+
+
+def make_model(memory: str, model_type: str = "llama", **config) -> nn.Module:
+    config = transformers.AutoConfig.for_model(model_type, **SIZE | config)
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).cuda().train()
+    tigon.patch(model, memory=memory)
+    return model
+
+
+def make_batch() -> dict[str, Tensor]:
+    tokens = torch.randint(3, SIZE["vocab_size"], TOKENS, generator=torch.Generator().manual_seed(1)).cuda()
+    return {"input_ids": tokens, "labels": tokens, "use_cache": False}
+
+
+def take_step(model: nn.Module, batch: dict) -> tuple[list[Tensor], int, int]:
+    """Loss and gradients; bytes that the forward pass leaves behind, and the most that the step takes."""
+    model.zero_grad()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = model(**batch).loss
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    peak = torch.cuda.max_memory_allocated() - before
+    return [loss.detach(), *(p.grad for p in model.parameters())], kept, peak
+
+
+def made_again(layers: int = 2) -> int:
+    """Bytes: two norms and a product a layer."""
+    return TOKENS[0] * TOKENS[1] * layers * 2 * (2 * SIZE["hidden_size"] + SIZE["intermediate_size"])
+
+
+@pytest.fixture
+def deterministic():
+    """Also of what is not Tigon's: attention and the embedding's gradient."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
+def test_the_bits_of_the_default_level_in_less_memory(model_type, deterministic):
+    results = []
+    for memory in ("lean", "default"):
+        model, batch = make_model(memory, model_type), make_batch()
+        take_step(model, batch)
+        results.append(take_step(model, batch))
+        del model
+    (given, lean_kept, lean_peak), (expected, kept, peak) = results
+    assert_same_bits(given, expected)
+    assert kept - lean_kept >= 0.98 * made_again()
+    assert peak - lean_peak >= 0.8 * made_again()
+    if model_type == "llama":  # the others have more norms
+        assert kept - lean_kept <= 1.02 * (made_again() + TOKENS[0] * TOKENS[1] * 2 * SIZE["hidden_size"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", CASES)
+def test_every_op(name, dtype):
+    kept, expected = run(CASES[name], False, dtype, "cuda")
+    assert kept >= KEPT.get(name, {"y"})
+    kept, given = run(CASES[name], True, dtype, "cuda")
+    assert not kept
+    assert_same_bits(given, expected)
+
+
+DTYPES = list(itertools.product((torch.bfloat16, torch.float32), repeat=3))
+
+
+@pytest.mark.parametrize("n", [64, 1000, 1024, 4096, 5120, 8192, 16384, 32768])
+@pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
+def test_the_norm_of_a_sum_is_that_of_the_sum(n, dtypes):
+    """`add_rms_norm` has its result made again by `rms_norm`, another variant of the kernel."""
+    make = lambda dtype, *shape: torch.randn(*shape, device="cuda", dtype=dtype)
+    x, residual, w = make(dtypes[0], 333, n), make(dtypes[1], 333, n), make(dtypes[2], n)
+    for rounding in ("before_weight", "after_weight"):
+        y, total = tigon.add_rms_norm(x, residual, w, rounding=rounding)
+        assert torch.equal(tigon.rms_norm(total, w, rounding=rounding), y)
+
+
+@pytest.mark.parametrize("n", [64, 1000, 4096, 8192])
+@pytest.mark.parametrize("op", [tigon.rms_norm, lambda x, w: tigon.layer_norm(x, w, w)], ids=["rms", "layer"])
+def test_a_copy_of_the_weight_gives_the_same_bits(n, op):
+    """Also where the weight itself is not aligned, as a part of a flat one."""
+    x, flat = torch.randn(333, n, device="cuda", dtype=torch.bfloat16), torch.randn(n + 1, device="cuda").bfloat16()
+    assert torch.equal(op(x, flat[1:]), op(x, flat[1:].clone()))
+
+
+def test_no_wait():
+    model, batch = make_model("lean"), make_batch()
+    take_step(model, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_in_a_graph():
+    """Forward and backward, captured; replayed on other values."""
+    w, v = (torch.randn(*s, device="cuda", requires_grad=True) for s in ((512,), (64, 512)))
+    x = torch.randn(1000, 512, device="cuda")
+
+    def gradients(lean: bool) -> tuple[Tensor, ...]:
+        with block(lean):
+            h = x * w
+            y = tigon.rms_norm(h, w)
+            loss = (F.linear(y, v).square() + F.linear(tigon.swiglu(y, y), v)).sum()
+            del y
+        return torch.autograd.grad(loss, (w, v))
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            gradients(True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given = gradients(True)
+    x.normal_()
+    graph.replay()
+    assert_same_bits(list(given), list(gradients(False)))
+
+
+def test_streams():
+    """A product on another stream makes its input for itself, of memory that no one takes meanwhile."""
+    side = torch.cuda.Stream()
+    w = torch.randn(4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    v = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(16384, 4096, device="cuda", dtype=torch.bfloat16)
+
+    def gradients(lean: bool) -> list[Tensor]:
+        with block(lean):
+            h = x * w
+            y = tigon.rms_norm(h, w)
+            here = F.linear(y, v)
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                there = F.linear(y, v).float()
+            y.record_stream(side)
+            torch.cuda.current_stream().wait_stream(side)
+            there.record_stream(torch.cuda.current_stream())
+            loss = here.float().square().mean() + there.sin().mean()
+            del y, h
+        made = torch.autograd.grad(loss, (w, v))
+        noise = [torch.full_like(x, torch.nan) for _ in range(3)]  # takes what was freed
+        del noise
+        return list(made)
+
+    expected = gradients(False)
+    for _ in range(5):
+        assert_same_bits(gradients(True), expected)
+
+
+def test_offloading_what_is_left(deterministic):
+    results = []
+    for memory in ("lean", "default"):
+        model, batch = make_model(memory), make_batch()
+        hooks = torch.autograd.graph.save_on_cpu(pin_memory=True)
+        with hooks if memory == "lean" else contextlib.nullcontext():
+            results.append(take_step(model, batch))
+        del model
+    (given, lean_kept, _), (expected, kept, _) = results
+    assert_same_bits(given, expected)
+    assert lean_kept < 0.3 * kept
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_of_one_layer(reentrant, deterministic):
+    results = []
+    for memory in ("lean", "default"):
+        model, batch = make_model(memory), make_batch()
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.model.layers[0].gradient_checkpointing = False
+        results.append(take_step(model, batch))
+        del model
+    (given, lean_kept, _), (expected, kept, _) = results
+    assert_same_bits(given, expected)
+    assert kept - lean_kept >= 0.98 * made_again(layers=1)
+
+
+def test_compiled():
+    """Another graph fuses otherwise: as near to the default as roundings are."""
+    results = []
+    for memory in ("lean", "default"):
+        torch._dynamo.reset()
+        model, batch = make_model(memory), make_batch()
+        compiled = torch.compile(model, fullgraph=True)
+        take_step(compiled, batch)
+        results.append(take_step(compiled, batch))
+        del model, compiled
+    torch._dynamo.reset()
+    (given, lean_kept, _), (expected, kept, _) = results
+    assert kept - lean_kept >= 0.9 * made_again()
+    for a, b in zip(given, expected, strict=True):
+        assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()

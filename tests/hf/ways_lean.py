@@ -1,0 +1,83 @@
+"""`memory="lean"` in a group: bit for bit the loss and every gradient of the default level, distributed alike."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import tigon
+from hf.ways import DEVICE, batch, build, step
+from hf.ways_parallel import by_layers, by_plan
+from hf.ways_sharded import BF16, checkpointed, ddp, fsdp1, fsdp2
+
+
+def norms_apart(model: nn.Module) -> nn.Module:
+    """Each norm is a unit of its own: its weight is not there when the products around it run their backward."""
+    for layer in model.model.layers:
+        for name, child in layer.named_children():
+            if "norm" in name:
+                fully_shard(child)
+    fully_shard(model.model.norm)
+    return fsdp2(model)
+
+
+def some_checkpointed(model: nn.Module) -> nn.Module:
+    model = checkpointed(model)
+    model.model.layers[0].gradient_checkpointing = False
+    return model
+
+
+def same(distribute: Callable, patch_after: bool = False, one_batch: bool = False, **config) -> Callable[[int], None]:
+    def way(rank: int) -> None:
+        results = []
+        for memory in ("lean", "default"):
+            model = build(**config)
+            if not patch_after:
+                tigon.patch(model, memory=memory)
+            model = distribute(model)
+            if patch_after:
+                tigon.patch(model, memory=memory)
+            for seed in range(2):  # what a first step leaves behind must not disturb a second
+                made = step(model, True, **batch(0 if one_batch else rank, seed))
+            results.append(made)
+        lean, default = results
+        assert lean.keys() == default.keys()
+        assert all(torch.equal(lean[name], value) for name, value in default.items())
+
+    return way
+
+
+def accumulated(rank: int) -> None:
+    results = []
+    for memory in ("lean", "default"):
+        model = build()
+        tigon.patch(model, memory=memory)
+        model = ddp(model)
+        items = {"num_items_in_batch": torch.tensor(40, device=DEVICE)}
+        with model.no_sync():
+            step(model, True, **batch(rank), **items)
+        results.append(step(model, True, **batch(rank, seed=1), **items))
+    lean, default = results
+    assert all(torch.equal(lean[name], value) for name, value in default.items())
+
+
+WAYS = {
+    "DDP": same(ddp),
+    "DDP with accumulation": accumulated,
+    "FSDP2, plain root": same(fsdp2),
+    "FSDP2, norms of heads": same(fsdp2, model_type="qwen3"),
+    "FSDP2, norm and head one unit": same(functools.partial(fsdp2, groups=("norm", "head"))),
+    "FSDP2, norms units of their own": same(norms_apart),
+    "FSDP2, patched after": same(fsdp2, patch_after=True),
+    "FSDP2, checkpointing of one layer": same(some_checkpointed),
+    "FSDP2, bf16 parameters": same(functools.partial(fsdp2, **BF16)),
+    "FSDP1, original parameters": same(functools.partial(fsdp1, use_orig_params=True)),
+    "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
+    "FSDP1, flat parameters, patched after": same(functools.partial(fsdp1, use_orig_params=False), patch_after=True),
+    "tensor parallel": same(by_plan, patch_after=True, one_batch=True, model_type="llama"),
+    "tensor parallel, DTensors between layers": same(
+        functools.partial(by_layers, local=False), patch_after=True, one_batch=True
+    ),
+}

@@ -1,0 +1,88 @@
+"""What one layer of a Llama keeps for backward, in units of the bytes of its hidden state; by the kernels.
+
+Without kernels the references keep what they make on the way: this runs in Triton's interpreter, or on a GPU.
+"""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import tigon
+from memory.steps import block
+from tigon.ops.dispatch import INTERPRETED
+
+# Llama-3-8B, divided by 32: heads of 4 features.
+HIDDEN, INNER, HEADS, GROUPS = 128, 448, 32, 8
+
+
+class Layer(nn.Module):
+    """A decoder layer whose parts are all of torch but the norms, the gate and the rotation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = tigon.RMSNorm(HIDDEN), tigon.RMSNorm(HIDDEN)
+        linear = lambda rows, columns: nn.Linear(columns, rows, bias=False)
+        size = HIDDEN // HEADS
+        self.q, self.o = linear(HIDDEN, HIDDEN), linear(HIDDEN, HIDDEN)
+        self.k, self.v = linear(GROUPS * size, HIDDEN), linear(GROUPS * size, HIDDEN)
+        self.mlp = tigon.SwiGLUMLP(HIDDEN, INNER)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        y = self.norm1(x)
+        q, k, v = (f(y).unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        q, k = tigon.rope(q, k, cos, sin)
+        a = _Attention.apply(q, k, v)
+        x = x + self.o(a.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what fused attention keeps: its inputs, its output, and a number a row."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        repeated = [x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v)]
+        y = F.scaled_dot_product_attention(q, *repeated).transpose(1, 2).contiguous().transpose(1, 2)
+        ctx.save_for_backward(q, k, v, y)
+        return y
+
+
+def units(lean: bool) -> float:
+    layer, batch, length = Layer(), 2, 24
+    weights = {p.untyped_storage()._cdata for p in layer.parameters()}
+    angles = torch.randn(1, length, HIDDEN // HEADS)
+    x, kept = torch.randn(batch, length, HIDDEN, requires_grad=True), {}
+    tables = angles.cos(), angles.sin()
+    weights |= {t.untyped_storage()._cdata for t in tables}  # all layers share them
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage()._cdata not in weights:
+            kept[t.untyped_storage()._cdata] = t.untyped_storage()
+        return t.detach()
+
+    with saved_tensors_hooks(pack, lambda t: t), block(lean):
+        layer(x * 1, *tables)
+    whole = [storage.nbytes() for storage in kept.values() if storage.nbytes() > batch * length * 4 * 2]
+    return sum(whole) / (x.numel() * 4)
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="see test_by_the_kernels")
+def test_units_of_a_layer():
+    """x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7, product 3.5; lean: no norm or product."""
+    assert units(lean=False) == 17
+    assert units(lean=True) == 11.5
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs here already")
+def test_by_the_kernels():
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", __file__, "-k", "units", "-rp"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "PASSED" in done.stdout, done.stdout

@@ -1,0 +1,660 @@
+"""`tigon.lean()`: who saves what, how often it is made again, when it goes, and what it meets."""
+
+import contextlib
+import functools
+import gc
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from memory.steps import ROWS, WIDTH, Step, assert_same_bits, block, normal, run, total
+from tigon.memory import remade
+from tigon.ops.dispatch import INTERPRETED
+
+
+class Counted:
+    """rms_norm, and which storages its calls made."""
+
+    def __init__(self) -> None:
+        self.made: list[StorageWeakRef] = []
+        self.again = remade(self.norm)
+
+    def norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        y = tigon.ops.rms_norm.rms_norm_reference(x, weight)
+        self.made.append(StorageWeakRef(y.untyped_storage()))
+        return y
+
+    def alive(self) -> list[int]:
+        return [i for i, storage in enumerate(self.made) if not storage.expired()]
+
+
+def same(forward, **options) -> tuple[set[str], set[str]]:
+    """The bits are the same; what is kept without and with lean."""
+    stock, expected = run(forward, False, **options)
+    lean, given = run(forward, True, **options)
+    assert_same_bits(given, expected)
+    return stock, lean
+
+
+# --- who takes it --------------------------------------------------------------------------------
+
+
+def test_three_products_share_one():
+    """Made by the first that asks, gone when the third has taken it: before the norm's own backward."""
+    step, norm, seen = Step(), Counted(), []
+    with tigon.lean():
+        x = step.x()
+        x.register_hook(lambda _: seen.append(norm.alive()))
+        y = norm.again(x, step.weight())
+        y.register_hook(lambda _: seen.append(norm.alive()))  # all three are done
+        loss = total(step.product(y), step.product(y), step.product(y))
+        del y
+    assert norm.alive() == []
+    loss.backward()
+    assert len(norm.made) == 2
+    assert seen == [[], []]
+
+
+class Twice(torch.autograd.Function):
+    """Asks for what it saved once for each use."""
+
+    @staticmethod
+    def forward(ctx, y):
+        ctx.save_for_backward(y)
+        return y.square()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return ctx.saved_tensors[0] * dy + dy * ctx.saved_tensors[0]
+
+
+def test_one_that_asks_twice():
+    """It takes no one else's turn."""
+    step, norm = Step(), Counted()
+    with tigon.lean():
+        y = norm.again(step.x(), step.weight())
+        loss = total(step.product(y), Twice.apply(y))
+        del y
+    loss.backward()
+    assert len(norm.made) == 2
+    assert norm.alive() == []
+
+
+def test_one_that_is_not_asked_for():
+    """A product outside of the gradient's path does not take part; the next backward is right all the same."""
+
+    def gradients(lean: bool) -> list[Tensor]:
+        step = Step()
+        with block(lean):
+            y = tigon.rms_norm(step.x(), step.weight())
+            one, two = step.product(y), step.product(y)
+            del y
+        first = torch.autograd.grad(total(one), step.leaves[:3], retain_graph=True)
+        total(one, two).backward(retain_graph=True)
+        total(two).backward()
+        return [*first, *step.gradients()]
+
+    assert_same_bits(gradients(True), gradients(False))
+
+
+def test_backward_twice():
+    norm = Counted()
+
+    def gradients(lean: bool) -> list[Tensor]:
+        step = Step()
+        with block(lean):
+            y = norm.again(step.x(), step.weight())
+            loss = total(step.product(y), step.product(y))
+            del y
+        for retain in (True, True, False):
+            loss.backward(retain_graph=retain)
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+        return step.gradients()
+
+    expected = gradients(False)
+    norm.made.clear()
+    assert_same_bits(gradients(True), expected)
+    assert len(norm.made) == 4  # once forward, once in each backward
+    assert norm.alive() == []
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: y.view(-1, WIDTH),
+        lambda y: y.reshape(2, 3, 4, 4).transpose(1, 2),
+        lambda y: y[:, 1:, ::2],
+        lambda y: y.detach(),
+        lambda y: y.chunk(2, -1)[1],
+        lambda y: y[None].expand(5, *y.shape),
+        lambda y: y.detach().view(torch.int32),
+    ],
+    ids=["view", "transposed", "slice", "detached", "half", "expanded", "of another dtype"],
+)
+def test_views(view):
+    """A square saves what it is given."""
+
+    def forward(step: Step) -> Tensor:
+        y = tigon.rms_norm(step.x(), step.weight())
+        step.watch(y=y)
+        v = view(y)
+        return total(v * step.leaf(*v.shape), step.product(y))
+
+    other = view(torch.zeros(*ROWS, WIDTH)).dtype != torch.float32
+    assert same(forward) == ({"y"}, {"y"} if other else set())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_autocast(dtype):
+    """Products save a cast of their own each, and it is made again as well; backward runs outside of autocast."""
+
+    def forward(step: Step) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = tigon.layer_norm(step.x(), step.weight())  # that of torch is in fp32 under autocast
+            z = step.product(y), step.product(y)
+        step.watch(y=y)
+        return total(*z)
+
+    same(forward, dtype=dtype)
+    step, kept = Step(dtype), []
+    with saved_tensors_hooks(lambda t: kept.append((t.dtype, t.shape[-1])) or t, lambda t: t), tigon.lean():
+        forward(step)
+    casts = [(d, n) for d, n in kept if d == torch.bfloat16 and n == WIDTH and dtype == torch.float32]
+    assert not casts
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["backward outside", "backward inside"])
+@pytest.mark.parametrize("forward", [False, True], ids=["forward outside", "forward inside"])
+def test_made_again_as_in_the_forward_pass(forward, backward):
+    """An op of torch's own computes in another dtype under autocast."""
+    op = remade(lambda x: x @ x.mT)
+
+    def gradients(lean: bool) -> list[Tensor]:
+        step = Step()
+        with torch.autocast("cpu", torch.bfloat16, forward), block(lean):
+            y = op(step.x())
+            loss = total(y * step.leaf(*y.shape))
+        with torch.autocast("cpu", torch.bfloat16, backward):
+            loss.backward()
+        return step.gradients()
+
+    assert_same_bits(gradients(True), gradients(False))
+
+
+def test_casts_of_adapters():
+    """Adapters in fp32 beside layers in bf16 cast what they are given; each of the casts would be kept."""
+
+    def forward(step: Step) -> Tensor:
+        y = tigon.rms_norm(step.x(), step.weight())
+        casts = [y.to(torch.float32) for _ in range(2)]
+        step.watch(y=y, a=casts[0], b=casts[1])
+        a = step.leaf(4, WIDTH).float()
+        return total(step.product(y), *(F.linear(cast.view(-1, WIDTH), a) for cast in casts))
+
+    assert same(forward, dtype=torch.bfloat16) == ({"y", "a", "b"}, set())
+
+
+# --- what was written in place -------------------------------------------------------------------
+
+
+def write(y: Tensor) -> None:
+    with torch.no_grad():
+        y.add_(1)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [write, lambda y: write(y.detach()), lambda y: write(y.view(-1)), lambda y: y.add_(1)],
+    ids=["without gradient", "detached", "a view", "with gradient"],
+)
+@pytest.mark.parametrize("saved", [lambda y: y, lambda y: y.data], ids=["itself", "data"])
+def test_results_written_before_they_are_saved(change, saved):
+    """They are kept: the call would make the old values."""
+
+    def forward(step: Step) -> Tensor:
+        y = tigon.rms_norm(step.x(), step.weight())
+        change(y)
+        step.watch(y=y)
+        return total(step.product(saved(y)), y)
+
+    assert same(forward)[1] == {"y"}
+
+
+def test_results_written_between_two_that_save_them():
+    with tigon.lean():
+        step = Step()
+        y = tigon.rms_norm(step.x(), None)
+        one = step.product(y)
+        expected = y.detach().clone()
+        write(y)
+        two = step.product(y)
+    total(one, two).backward()
+    for leaf, saved, z in zip(step.leaves[1:], (expected, expected + 1), (one, two), strict=True):
+        torch.testing.assert_close(leaf.grad, torch.einsum("abi,abj->ij", 2 * z, saved))
+
+
+@pytest.mark.parametrize("when", ["before it is saved", "after"])
+def test_inputs_written(when):
+    """Backward refuses, as it does without lean; before that, where the result is kept, its saver is right."""
+    step = Step()
+    with tigon.lean():
+        x, w = step.x(), step.weight()
+        y = tigon.rms_norm(x, w)
+        if when == "before it is saved":
+            write(x)
+        z, saved = step.product(y), y.detach().clone()
+        if when == "after":
+            write(x)
+        del y
+    if when == "before it is saved":
+        (given,) = torch.autograd.grad(total(z), step.leaves[2], retain_graph=True)
+        torch.testing.assert_close(given, torch.einsum("abi,abj->ij", 2 * z, saved))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation.* at version 1; expected version 0"):
+        total(z).backward()
+
+
+def test_other_tensors_written():
+    """Those that no op of Tigon made keep autograd's check, which saved-tensor hooks turn off."""
+    with tigon.lean():
+        a, b = Step().x(), Step().x()
+        z = total(a * b)
+    write(a)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation: \[.*\[2, 3, 16\]\] is at version 1"):
+        z.backward()
+
+
+# --- weights that are not there ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["exchanged", "emptied"])
+def test_weights_that_are_gone_in_backward(way):
+    """A norm's weight is back for the norm's own backward; the products ask before."""
+
+    def gradients(lean: bool) -> list[Tensor]:
+        step = Step()
+        with block(lean):
+            w = step.weight()
+            y = tigon.rms_norm(step.x(), w)
+            z = step.product(y)
+        values, step.loss = w.detach().clone(), total(z)
+        if way == "exchanged":
+            step.watch(w=w)
+            w.data = torch.empty(0)
+            assert step.kept() == set()  # an engine means to free it
+        else:
+            w.untyped_storage().resize_(0)
+
+        def bring(_: Tensor) -> None:
+            if way == "exchanged":
+                w.data = values
+            else:
+                w.untyped_storage().resize_(values.nbytes)
+                w.data.copy_(values)
+
+        y.register_hook(bring)
+        step.loss.backward()
+        return step.gradients()
+
+    assert_same_bits(gradients(True), gradients(False))
+
+
+# --- blocks --------------------------------------------------------------------------------------
+
+
+def norm_and_product(step: Step) -> Tensor:
+    y = tigon.rms_norm(step.x(), step.weight())
+    step.watch(y=y)
+    return total(step.product(y))
+
+
+def test_nested_blocks():
+    def forward(step: Step) -> Tensor:
+        with tigon.lean(), tigon.lean():
+            y = tigon.rms_norm(step.x(), step.weight())
+            one = step.product(y)
+        step.watch(y=y)
+        return total(one, step.product(y))  # in the outer block still
+
+    kept, expected = run(forward, False)
+    assert kept == {"y"}
+    kept, given = run(forward, True)
+    assert kept == set()
+    assert_same_bits(given, expected)
+
+
+def test_outside_of_a_block_nothing_changes():
+    with tigon.lean():
+        pass
+    assert run(norm_and_product, False)[0] == {"y"}
+    assert tigon.memory._open == 0
+
+
+def test_a_result_that_is_saved_after_the_block():
+    def forward(step: Step) -> Tensor:
+        with tigon.lean():
+            y = tigon.rms_norm(step.x(), step.weight())
+        step.watch(y=y)
+        return total(step.product(y))
+
+    assert run(forward, False)[0] == {"y"}
+
+
+def test_exceptions():
+    step = Step()
+
+    def fail() -> None:
+        with tigon.lean(), tigon.lean():
+            step.loss = total(step.product(tigon.rms_norm(step.x(), None)))
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert tigon.memory._open == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    step.loss.backward()
+    assert run(norm_and_product, True)[0] == set()
+
+
+def test_an_op_that_fails_in_backward_can_be_asked_again():
+    calls = []
+
+    def moody(x: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyError("once")
+        return x.exp()
+
+    step = Step()
+    with tigon.lean():
+        z = step.product(remade(moody)(step.x()))
+    with pytest.raises(KeyError, match="once"):
+        total(z).backward(retain_graph=True)
+    total(z).backward()
+    assert len(calls) == 3
+
+
+def test_as_a_decorator():
+    kept, given = run(tigon.lean()(norm_and_product), False)
+    assert kept == set()
+    assert_same_bits(given, run(norm_and_product, False)[1])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter has one thread")
+def test_threads():
+    """Each has its own blocks; a thread without one keeps what it kept, and a graph may go from one to the other."""
+    expected, results, barrier = run(norm_and_product, False)[1], {}, threading.Barrier(3, timeout=60)
+
+    def work(name: int, lean: bool) -> None:
+        for _ in range(10):
+            barrier.wait()
+            results.setdefault(name, []).append(run(norm_and_product, lean))
+
+    threads = [threading.Thread(target=work, args=(i, i < 2)) for i in range(3)]
+    [t.start() for t in threads], [t.join() for t in threads]
+    for name, runs in results.items():
+        for kept, given in runs:
+            assert kept == ({"y"} if name == 2 else set())
+            assert_same_bits(given, expected)
+
+    step = Step()
+    with tigon.lean():
+        loss = norm_and_product(step)
+    other = threading.Thread(target=loss.backward)
+    other.start(), other.join()
+    assert_same_bits(step.gradients(), expected[1:])
+    assert tigon.memory._open == 0
+
+
+def test_without_gradients():
+    with tigon.lean(), torch.no_grad():
+        x = Step().x()
+        y = tigon.rms_norm(x, None)
+        assert not tigon.memory._block().known
+    with torch.inference_mode(), tigon.lean():
+        assert torch.equal(tigon.rms_norm(x, None), y)
+
+
+def test_where_hooks_are_forbidden():
+    with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):  # noqa: SIM117
+        with pytest.raises(RuntimeError, match="no hooks here"), tigon.lean():
+            pass
+    assert tigon.memory._open == 0
+
+
+def test_an_old_torch_is_refused(monkeypatch):
+    monkeypatch.setattr("tigon.memory._innermost", None)
+    with pytest.raises(RuntimeError, match="lean: needs torch 2.8 or later, got"), tigon.lean():
+        pass
+
+
+# --- other hooks ---------------------------------------------------------------------------------
+
+
+class Host(saved_tensors_hooks):
+    """As `save_on_cpu` on a GPU: every tensor is copied, and comes back as a copy; it counts them."""
+
+    def __init__(self) -> None:
+        self.copies: list[tuple[int, ...]] = []
+        super().__init__(self.pack, lambda copy: copy.clone())
+
+    def __enter__(self) -> "Host":
+        super().__enter__()
+        return self
+
+    def pack(self, t: Tensor) -> Tensor:
+        self.copies.append(tuple(t.shape))
+        return t.detach().clone()
+
+
+class Exp(torch.autograd.Function):
+    """Keeps its input alone, as the kernels of norms and gates do."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy * ctx.saved_tensors[0].exp()
+
+
+def test_hooks_around_the_block():
+    """They keep what is kept: the op's input, once for itself and for the recipe, and not its result."""
+    exp = remade(Exp.apply)
+
+    def forward(lean: bool, step: Step) -> Tensor:
+        x = step.x()
+        host.copies.clear()
+        with block(lean):
+            y = exp(x)
+            step.watch(x=x, y=y)
+            z = step.product(y), step.product(y)
+        inputs.append(host.copies.count((*ROWS, WIDTH)))
+        return total(*z)
+
+    results, inputs = [], []
+    for lean in (True, False):
+        with Host() as host:
+            kept, made = run(functools.partial(forward, lean), False)
+        assert kept == set()
+        results.append(made)
+    assert inputs == [1, 1]  # of the others its products see views
+    assert_same_bits(*results)
+
+
+def test_hooks_that_lose_the_strides():
+    """As `save_on_cpu` with pinned memory: what was made of a transposed tensor is laid out as it was."""
+
+    def forward(lean: bool, step: Step) -> Tensor:
+        with saved_tensors_hooks(lambda t: (t.detach().contiguous(), 0), lambda kept: kept[0]), block(lean):
+            y = tigon.relu2(step.x(2, 3, 4, 5).transpose(1, 2))
+            assert not y.is_contiguous()
+            return total(y.transpose(1, 2) * step.leaf(5))
+
+    assert_same_bits(*(run(functools.partial(forward, lean), False)[1] for lean in (True, False)))
+
+
+def test_hooks_in_the_block():
+    """Torch calls the innermost hooks alone: what is saved under them is theirs, and right."""
+
+    def forward(step: Step) -> Tensor:
+        y = tigon.rms_norm(step.x(), step.weight())
+        with save_on_cpu():
+            return total(step.product(y), step.product(tigon.relu2(y)))
+
+    same(forward)
+
+
+def test_a_tensor_that_other_hooks_keep_is_not_taken_for_a_later_one():
+    """Its memory is used again at once."""
+
+    def forward(step: Step) -> Tensor:
+        with Host(), block(lean):
+            h = step.x()
+            for _ in range(20):
+                h = torch.sin(h) * step.leaf(*ROWS, WIDTH)
+                h = h + tigon.relu2(h.detach().requires_grad_())
+        return total(h)
+
+    lean = False
+    expected = run(forward, False)[1]
+    lean = True
+    assert_same_bits(run(forward, False)[1], expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+@pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
+def test_checkpointing_in_the_block(reentrant, backward_inside):
+    """Of some of the layers."""
+
+    def gradients(lean: bool) -> list[Tensor]:
+        step = Step()
+        w, v = step.weight(), step.weight(WIDTH, WIDTH)
+        layer = lambda x: x + F.linear(tigon.swiglu(tigon.rms_norm(x, w), x), v)
+        with block(lean):
+            x = step.x()
+            for i in range(4):
+                x = checkpoint(layer, x, use_reentrant=reentrant) if i % 2 else layer(x)
+            loss = total(x)
+            if backward_inside:
+                loss.backward()
+        if not backward_inside:
+            loss.backward()
+        return [loss.detach(), *step.gradients()]
+
+    assert_same_bits(gradients(True), gradients(False))
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing_around_the_block(reentrant):
+    def gradients(lean: bool) -> list[Tensor]:
+        step = Step()
+        w, v = step.weight(), step.weight(WIDTH, WIDTH)
+
+        def layers(x: Tensor) -> Tensor:
+            with block(lean):
+                for _ in range(2):
+                    x = x + F.linear(tigon.swiglu(tigon.rms_norm(x, w), x), v)
+            return x
+
+        loss = total(checkpoint(layers, step.x(), use_reentrant=reentrant))
+        loss.backward()
+        return [loss.detach(), *step.gradients()]
+
+    assert_same_bits(gradients(True), gradients(False))
+
+
+# --- gradients of gradients ----------------------------------------------------------------------
+
+
+def test_gradients_of_gradients_of_products():
+    """The product's own second derivative goes through what was made again; making it leaves no history."""
+    modes = []
+
+    def norm(x: Tensor, w: Tensor) -> Tensor:
+        modes.append(torch.is_grad_enabled())
+        return tigon.ops.rms_norm.rms_norm_reference(x, w)
+
+    def gradients(lean: bool) -> list[Tensor]:
+        step = Step()
+        with block(lean):
+            z = step.product(remade(norm)(step.x(), step.weight()))
+        (first,) = torch.autograd.grad(total(z), step.leaves[2], create_graph=True)
+        total(first).backward()
+        return step.gradients()
+
+    assert_same_bits(gradients(True), gradients(False))
+    assert modes == [True, *[False] * (len(modes) - 2), True]
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="the references have second derivatives")
+def test_ops_without_a_second_derivative_refuse():
+    step = Step()
+    with tigon.lean():
+        loss = norm_and_product(step)
+    with pytest.raises(RuntimeError, match="RMSNorm has no second derivative"):
+        torch.autograd.grad(loss, step.leaves[0], create_graph=True)
+
+
+# --- what is left --------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter leaves cycles")
+@pytest.mark.parametrize("backward", [True, False], ids=["after backward", "dropped before"])
+@pytest.mark.parametrize("inside", [True, False], ids=["in the block", "after it"])
+def test_nothing_is_left(backward, inside):
+    """Without the garbage collector: nothing refers to itself."""
+    gc.collect()
+    gc.disable()
+    try:
+        step, stack = Step(), contextlib.ExitStack()
+        stack.enter_context(tigon.lean())
+        x = step.x()
+        y = tigon.rms_norm(x, step.weight())
+        z = tigon.swiglu(y, y)
+        step.watch(x=x, y=y, z=z)
+        products = [step.product(z), step.product(y), F.linear(z.double(), normal(9, 3, WIDTH).double())]
+        loss = total(*products)
+        if not inside:
+            stack.close()
+        if backward:
+            loss.backward()
+        del x, y, z, products, loss
+        assert step.kept() == set()
+        assert not inside or not (tigon.memory._block().known or tigon.memory._block().nodes)
+        stack.close()
+    finally:
+        gc.enable()
+
+
+def test_outputs_that_the_user_keeps():
+    """The output of a model stays as it is, and after the block holds on to nothing but itself."""
+    step = Step()
+    with tigon.lean():
+        x = step.x()
+        y = tigon.rms_norm(x, step.weight())
+        z = step.product(y)
+        step.watch(x=x)
+    before = y.detach().clone()
+    total(z).backward()
+    del x, z
+    assert torch.equal(y, before)
+    assert step.kept() == set()
+
+
+def test_bytes_of_a_step_fall_back():
+    """Over many steps in one block."""
+    step = Step()
+    with tigon.lean():
+        for _ in range(3):
+            total(step.product(tigon.rms_norm(step.x(), step.weight()))).backward()
+            assert not tigon.memory._block().known

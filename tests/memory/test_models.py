@@ -1,0 +1,238 @@
+"""`tigon.patch(model, memory="lean")`: less is kept, and the loss and every gradient have the bits of the default."""
+
+import copy
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+import tigon
+from memory.steps import assert_same_bits
+
+pytest.importorskip("transformers")
+
+from hf.test_ways_adapters import exchange, to_4bit, to_8bit, with_lora
+from hf.test_ways_empty_weights import empty, engine
+from hf.test_ways_empty_weights import step as step_without_weights
+from hf.tiny import tiny_model
+from hf.ways import batch, build
+
+TYPES = ["llama", "qwen3", "gemma2", "phi3", "olmo2", "nemotron", "starcoder2", "qwen3_moe", "qwen3_next"]
+
+
+def step(model: nn.Module, **inputs) -> list[Tensor | None]:
+    model.zero_grad()
+    loss = model(**(inputs or batch(0))).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad for p in model.parameters())]
+
+
+def kept_bytes(model: nn.Module, **inputs) -> int:
+    """Of the distinct storages that a forward pass keeps for backward, parameters aside."""
+    kept, weights = {}, {p.untyped_storage()._cdata for p in model.parameters()}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage._cdata not in weights:
+            kept[storage._cdata] = storage
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        model(**(inputs or batch(0)))
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+def pair(model_type: str = "llama", change=lambda model: model, **config) -> tuple[nn.Module, nn.Module]:
+    """A lean model and one of the default level, both patched and with the same parameters."""
+    models = []
+    for memory in ("lean", "default"):
+        model = build(model_type, **config)
+        tigon.patch(model, memory=memory)
+        models.append(change(model))
+    return tuple(models)
+
+
+def assert_lean(lean: nn.Module, default: nn.Module, least: float = 0.1, **inputs) -> None:
+    """The same bits, and `least` of the bytes are no longer kept."""
+    assert kept_bytes(lean, **inputs) <= (1 - least) * kept_bytes(default, **inputs)
+    assert_same_bits(step(lean, **inputs), step(default, **inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_every_kind_of_norm_and_gate(model_type, dtype):
+    """On a CPU the references keep what they make on the way: all of squared ReLUs, and of bf16 copies in fp32."""
+    lean, default = (tiny_model(model_type, dtype) for _ in range(2))
+    tigon.patch(lean, memory="lean"), tigon.patch(default)
+    tokens = torch.randint(3, 131, (2, 12), generator=torch.Generator().manual_seed(0))
+    least = 0.03 if dtype == torch.float32 and model_type != "nemotron" else -0.001
+    assert_lean(lean, default, least, input_ids=tokens, labels=tokens)
+
+
+def test_autocast():
+    lean, default = pair()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kept_bytes(lean) < 0.9 * kept_bytes(default)
+        losses = [model(**batch(0)).loss for model in (lean, default)]
+    for loss in losses:
+        loss.backward()
+    assert_same_bits(*([p.grad for p in model.parameters()] for model in (lean, default)))
+
+
+@pytest.mark.parametrize("weights", ["full", "4 bit", "8 bit"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_adapters(weights, dtype):
+    def change(model: nn.Module) -> nn.Module:
+        model = model.to(dtype)
+        convert = {"4 bit": to_4bit, "8 bit": to_8bit}.get(weights)
+        return with_lora(exchange(model, convert) if convert else model)
+
+    if weights == "8 bit" and dtype == torch.bfloat16:
+        pytest.skip("bitsandbytes has 8 bits in fp16 alone")
+    assert_lean(*pair(change=change), 0.05)
+
+
+@pytest.mark.parametrize("layers", ["all", "one"])
+@pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
+def test_checkpointing(reentrant, layers):
+    def change(model: nn.Module) -> nn.Module:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        model.model.layers[0].gradient_checkpointing = layers == "all"
+        return model
+
+    assert_lean(*pair(change=change), 0.0 if layers == "all" else 0.1)
+
+
+def test_save_on_cpu():
+    lean, default = pair()
+    with torch.autograd.graph.save_on_cpu():
+        given = step(lean)
+    assert_same_bits(given, step(default))
+
+
+def test_backward_twice():
+    results = []
+    for model in pair():
+        loss = model(**batch(0)).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    assert_same_bits(*results)
+
+
+def test_two_models_at_once():
+    """Their passes interleave."""
+    (one, two), (other_one, other_two) = (pair(t) for t in ("llama", "qwen3"))
+    losses = [model(**batch(0)).loss for model in (one, other_one)]
+    for loss in losses:
+        loss.backward()
+    for model, default in ((one, two), (other_one, other_two)):
+        assert_same_bits([p.grad for p in model.parameters()], step(default)[1:])
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_weights_that_are_elsewhere():
+    """As ZeRO-3 has them: there in the forward and the backward of their own module only."""
+    results = []
+    for model in pair("qwen3"):
+        empty(model), engine(model)
+        results.append(step_without_weights(model, batch(0)))
+    given, expected = results
+    assert given.keys() == expected.keys()
+    assert_same_bits(list(given.values()), list(expected.values()))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_compiled(model_type):
+    results, sizes = [], []
+    for model in pair(model_type, num_hidden_layers=1):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        step(compiled)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            results.append(step(compiled))
+        sizes.append(kept_bytes(compiled))
+    torch._dynamo.reset()
+    assert sizes[0] < 0.9 * sizes[1]
+    assert_same_bits(*results)
+
+
+# --- patch, restore, copy ------------------------------------------------------------------------
+
+
+def test_restore():
+    model, default = build("llama"), build("llama")
+    before = {name: dict(vars(m)) for name, m in model.named_modules()}
+    report = tigon.patch(model, memory="lean")
+    assert "made again in backward" in str(report)
+    report.restore()
+    assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
+    assert kept_bytes(model) == kept_bytes(default)
+
+
+def test_lean_after_default():
+    """What is patched stays; restoring the second report leaves the first."""
+    model, default = pair()
+    tigon.patch(default).restore()
+    size = kept_bytes(default)
+    report = tigon.patch(default, memory="lean")
+    assert kept_bytes(default) == kept_bytes(model) < size
+    twice = tigon.patch(default, memory="lean")
+    twice.restore()
+    assert kept_bytes(default) == kept_bytes(model)
+    report.restore()
+    assert kept_bytes(default) == size
+
+
+def test_without_the_loss():
+    lean, default = build("llama"), build("llama")
+    tigon.patch(lean, loss=False, memory="lean"), tigon.patch(default, loss=False)
+    assert_lean(lean, default)
+    with tigon.patched(build("llama"), rope=False, memory="lean") as report:
+        assert report
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+def test_copies_are_lean(duplicate):
+    lean, default = pair()
+    assert_lean(duplicate(lean), default)
+
+
+def test_models_patched_by_type():
+    report = tigon.patch("llama", memory="lean")
+    try:
+        lean = build("llama")
+    finally:
+        report.restore()
+    assert_lean(lean, pair()[1])
+
+
+def test_a_model_of_the_ops_own_modules():
+    """There is nothing to replace, and something to make again."""
+    model = nn.Sequential(nn.Linear(8, 8), tigon.RMSNorm(8), nn.Linear(8, 8))
+    report = tigon.patch(model, memory="lean")
+    x, made = torch.randn(3, 8), []
+    model[1].register_forward_hook(lambda *args: made.append(weakref.ref(args[2])))
+    y = model(x)
+    assert made[0]() is None
+    report.restore()
+    z = model(x)
+    assert made[1]() is not None
+    assert torch.equal(y, z)
+
+
+def test_refusals(monkeypatch):
+    model = build("llama")
+    model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
+    with pytest.raises(
+        ValueError, match="memory='lean' cannot be had of this LlamaForCausalLM: its forward was already"
+    ):
+        tigon.patch(model, memory="lean")
+    assert not any("forward" in vars(m) for m in model.modules() if m is not model)
+    monkeypatch.setattr("tigon.memory._innermost", None)
+    with pytest.raises(ValueError, match="cannot be had of this LlamaForCausalLM: lean: needs torch 2.8 or later"):
+        tigon.patch(build("llama"), memory="lean")
