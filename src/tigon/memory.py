@@ -23,9 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-__all__ = ["lean", "remade", "remember"]
+__all__ = ["lean", "remade", "remember", "remembers"]
 
 # The innermost saved-tensor hooks of this thread: torch calls no others. Since torch 2.8.
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -279,10 +279,25 @@ def _block() -> _Block | None:
 # --- for ops ---------------------------------------------------------------------------------------
 
 
+def remembers() -> bool:
+    """Whether `remember` does anything here."""
+    return bool(_open) and not torch.compiler.is_compiling() and _block() is not None
+
+
 def remember(results: Tensor | tuple[Tensor | None, ...], function: Callable, *args: Any) -> None:
     """Note that `function(*args)` makes `results` again, bit for bit."""
-    if _open and not torch.compiler.is_compiling() and (block := _block()) is not None:
-        block.remember(results, function, args)
+    if remembers():
+        _block().remember(results, function, args)
+
+
+def _policy(*args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+# By a policy, because without one torch 2.11 forgets the operators inside an autograd function.
+_in_graph = functools.partial(
+    checkpoint, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, _policy)
+)
 
 
 def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
@@ -300,7 +315,7 @@ def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
             return function(*args)
         if torch.compiler.is_compiling():  # tells the partitioner of the graph to make them again
             plain = inputs or not torch.is_grad_enabled()
-            return function(*args) if plain else checkpoint(function, *args, use_reentrant=False)
+            return function(*args) if plain else _in_graph(function, *args)
         results = function(*args)
         if (block := _block()) is not None and all(x is None or block.makes(x) for x in args[:inputs]):
             block.remember(results, function, args)

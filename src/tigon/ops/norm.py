@@ -20,10 +20,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import Device, cdiv, device_of, launch, launcher
+from tigon.ops.dispatch import Device, cdiv, device_of, launch, launcher, on_device
 from tigon.ops.rows import dense_rows
 
-__all__ = ["Config", "norm_backward", "norm_forward", "sum_rows"]
+__all__ = ["Config", "norm_again", "norm_backward", "norm_forward", "sum_rows"]
 
 WIDEST = 32768  # wider rows do not fit in the registers of one workgroup; the references take them
 REGISTERS = 2**18  # bytes that the threads of one workgroup hold at most
@@ -99,7 +99,7 @@ def _forward_kernel(
     y_ptr, total_ptr, statistics_ptr,  # [M, N], [M, N] or None, fp32: rstd [M] and, if CENTRED, mean [M]
     stride_x, stride_residual,
     M, N, eps, offset,
-    CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, EVEN: tl.constexpr,
+    CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
@@ -114,12 +114,15 @@ def _forward_kernel(
         tl.store(total_ptr + rows * N + cols, z, mask=mask)
     dtype = z.dtype
     z = z.to(tl.float32)
-    if CENTRED:
-        mean = tl.sum(z, axis=1, keep_dims=True) / N  # [BM, 1]
-        tl.store(statistics_ptr + M + rows, mean, mask=rows < M)
-        z = tl.where(inside, z - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(z * z, axis=1, keep_dims=True) / N + eps)
-    tl.store(statistics_ptr + rows, rstd, mask=rows < M)
+    if GIVEN:
+        rstd = tl.load(statistics_ptr + rows, mask=rows < M, other=0.0)  # [BM, 1]
+    else:
+        if CENTRED:
+            mean = tl.sum(z, axis=1, keep_dims=True) / N  # [BM, 1]
+            tl.store(statistics_ptr + M + rows, mean, mask=rows < M)
+            z = tl.where(inside, z - mean, 0.0)
+        rstd = tl.rsqrt(tl.sum(z * z, axis=1, keep_dims=True) / N + eps)
+        tl.store(statistics_ptr + rows, rstd, mask=rows < M)
 
     y = z * rstd
     if ROUND_FIRST:
@@ -271,10 +274,28 @@ def norm_forward(
         _forward_kernel, cdiv(m, config.block_m),
         x, residual, weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous(),
         y, total, statistics, stride_x, stride_residual, m, n, eps, offset,
-        CENTRED=centred, ROUND_FIRST=round_first, EVEN=n == config.block_n,
+        CENTRED=centred, ROUND_FIRST=round_first, GIVEN=False, EVEN=n == config.block_n,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return made
+
+
+@on_device
+def norm_again(z: Tensor, weight: Tensor | None, statistics: Tensor, offset: float, round_first: bool) -> Tensor:
+    """The y that `norm_forward` made of z, by rstd [1, M] that it kept: another variant of the kernel would sum over
+    the features of a row in another order, and round rstd otherwise. Not for centred norms.
+    """
+    y, _, _ = _empty_forward(z, None, weight, None, 0.0, offset, False, round_first)
+    n, m = z.shape[-1], statistics.shape[1]
+    config = Config.heuristic(n, z.element_size(), device_of(z))
+    z, stride_z = dense_rows(z)
+    launch(
+        _forward_kernel, cdiv(m, config.block_m),
+        z, None, weight if weight is None else weight.contiguous(), None, y, None, statistics, stride_z, 0, m, n, 0.0,
+        offset, CENTRED=False, ROUND_FIRST=round_first, GIVEN=True, EVEN=n == config.block_n,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
+    return y
 
 
 def _empty_backward(dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype):

@@ -16,10 +16,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tigon.memory import remade, remember
+from tigon.memory import remade, remember, remembers
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
-from tigon.ops.norm import WIDEST, norm_backward, norm_forward
+from tigon.ops.norm import WIDEST, norm_again, norm_backward, norm_forward
 
 __all__ = ["RMSNorm", "add_rms_norm", "add_rms_norm_reference", "rms_norm", "rms_norm_reference"]
 
@@ -83,16 +83,19 @@ class _RMSNorm(torch.autograd.Function):
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, round_first):
+    def forward(ctx, x, residual, weight, eps, offset, round_first, gives_statistics):
         y, total, statistics = norm_forward(x, residual, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(total, weight, statistics)
         ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
         leave_absent(ctx)
-        return y, total
+        if not gives_statistics:
+            return y, total
+        ctx.mark_non_differentiable(statistics)
+        return y, total, statistics
 
     @staticmethod
     @first_order
-    def backward(ctx, dy, dtotal):
+    def backward(ctx, dy, dtotal, _=None):
         total, weight, statistics = ctx.saved_tensors
         *needs, needs_dw = ctx.needs_input_grad[:3]
         dz, dw = dtotal, None
@@ -105,7 +108,7 @@ class _AddRMSNorm(torch.autograd.Function):
         dx, dresidual = (
             dz.to(dtype) if needed and dz is not None else None for needed, dtype in zip(needs, ctx.dtypes, strict=True)
         )
-        return dx, dresidual, dw if needs_dw else None, None, None, None
+        return dx, dresidual, dw if needs_dw else None, None, None, None, None
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -210,9 +213,13 @@ def add_rms_norm(
     check.same("add_rms_norm", "device", x=x, residual=residual)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= WIDEST:
         y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)
-    else:
-        y, total = _AddRMSNorm.apply(x, residual, weight, eps, offset, rounding == "before_weight")
-    remember(y, _rms_norm, total, weight, eps, offset, rounding)
+        remember(y, _rms_norm, total, weight, eps, offset, rounding)
+        return y, total
+    round_first = rounding == "before_weight"
+    if not remembers():
+        return _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, False)
+    y, total, statistics = _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, True)
+    remember(y, norm_again, total, weight, statistics, offset, round_first)
     return y, total
 
 
