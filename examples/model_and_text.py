@@ -1,0 +1,78 @@
+"""What the scripts beside this one share: their options, a model, real text as rows of tokens, and a meter."""
+
+import argparse
+import os
+import resource
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+
+from tigon.demo.text import MIN_VOCAB, batches, read_text, tokenise
+
+TINY = {
+    "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 4096, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options that all scripts have."""
+    options = argparse.ArgumentParser(description=description)
+    options.add_argument("--model", help="a name on the hub, a folder, or a config.json (random weights); else a tiny Llama")
+    options.add_argument("--text", type=Path, help="a file or folder of text; else the Python standard library's sources")
+    options.add_argument("--memory", default="lean", help="a level of tigon.patch")
+    options.add_argument("--steps", type=int, default=20)
+    options.add_argument("--batch", type=int, default=2, help="sequences a rank")
+    options.add_argument("--seq", type=int, default=512, help="tokens a sequence")
+    options.add_argument("--lr", type=float, default=3e-4)
+    return options
+
+
+def build_model(name: str | None) -> transformers.PreTrainedModel:
+    """The model to train, in fp32: what the engines here multiply in bf16, they keep a master copy of."""
+    torch.manual_seed(0)  # the same random weights on every rank
+    if name is not None and not name.endswith(".json"):
+        return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+    config = transformers.LlamaConfig(**TINY) if name is None else transformers.AutoConfig.from_pretrained(name)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def token_rows(arguments: argparse.Namespace, vocabulary: int, ranks: int) -> Tensor:
+    """Text for all steps of all ranks, [steps * ranks * batch, seq] int64: row after row, as they are to be trained on.
+
+    Tokens are those of a small BPE that is trained on the text, whatever the model.
+    """
+    tokens = tokenise(read_text(arguments.text), max(MIN_VOCAB, min(vocabulary, TINY["vocab_size"])))
+    rows = arguments.steps * ranks * arguments.batch
+    return next(batches(tokens.path, rows, arguments.seq, seed=0))
+
+
+class Meter:
+    """Prints a line a step on rank 0: the mean loss of the ranks, tokens a second of all, peak memory of this one."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.steps = device, 0
+        self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        self.started = time.perf_counter()
+
+    def step(self, loss: Tensor | float, tokens: int) -> None:
+        """`tokens`: of this rank."""
+        loss = torch.as_tensor(loss, device=self.device, dtype=torch.float32).detach().clone()
+        if dist.is_initialized():
+            dist.all_reduce(loss)
+            loss /= dist.get_world_size()
+        value = loss.item()  # waits for the step
+        now = time.perf_counter()
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        self.steps += 1
+        if os.environ.get("RANK", "0") == "0":
+            speed = tokens * self.ranks / (now - self.started)
+            print(f"step {self.steps}  loss {value:.5f}  {speed:,.0f} tokens/s  peak {peak / 2**30:.2f} GiB", flush=True)
+        self.started = now
