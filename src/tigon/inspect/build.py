@@ -98,8 +98,8 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
         raise NotInspected(f"the config of {model!r} cannot be read ({_one_line(error)})") from error
 
 
-def build(config: Any, *, trust_remote_code: bool = False) -> tuple[nn.Module, str]:
-    """The model of a config on meta, and the name of the auto class that knows it.
+def build(config: Any, *, trust_remote_code: bool = False, attention: str | None = "eager") -> tuple[nn.Module, str]:
+    """The model of a config on meta, and the name of the auto class that knows it; `attention` None is its own choice.
 
     Raises:
         NotInspected: no auto class knows it, or its constructor fails.
@@ -111,7 +111,7 @@ def build(config: Any, *, trust_remote_code: bool = False) -> tuple[nn.Module, s
     if not known:
         raise NotInspected(f"transformers has no model for a {type(config).__name__} by itself")
     # Eager attention needs no package; what Tigon replaces does not depend on it.
-    options = {"attn_implementation": "eager", "trust_remote_code": trust_remote_code}
+    options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     try:
         with quietly(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             return getattr(transformers, known[0]).from_config(config, **options), known[0]

@@ -1,8 +1,9 @@
 """Which implementation an op runs, what its device can do, and how `torch.compile` sees it."""
 
+import contextlib
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +15,7 @@ from triton.runtime.jit import JITFunction
 __all__ = [
     "Device",
     "cdiv",
+    "device_kind",
     "device_of",
     "first_order",
     "launch",
@@ -21,6 +23,7 @@ __all__ = [
     "leave_absent",
     "on_device",
     "runs_kernels",
+    "simulated",
 ]
 
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
@@ -59,6 +62,28 @@ _keys: dict[tuple, Callable] = {}  # of the types of a launch's arguments: the r
 # What kernels launched on CPU tensors take for their device: the interpreter's, or one that is compiled for.
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 
+# In `simulated`: the device that meta tensors are taken to be on, and who is told of launches.
+_simulation: tuple[Device, Callable[[tuple], None]] | None = None
+
+
+@contextlib.contextmanager
+def simulated(device: Device, launched: Callable[[tuple], None]) -> Iterator[None]:
+    """Ops treat meta tensors as those of a GPU in the block, in every thread: for counts of what a step would take.
+
+    No kernel runs; `launched` is called with the arguments of each that would.
+    """
+    global _simulation
+    before, _simulation = _simulation, (device, launched)
+    try:
+        yield
+    finally:
+        _simulation = before
+
+
+def device_kind(x: Tensor) -> str:
+    """The type of the tensor's device, or of the one it is taken to be on."""
+    return "cuda" if _simulation is not None and x.is_meta else x.device.type
+
 
 def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     """Whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in Triton's interpreter.
@@ -66,7 +91,7 @@ def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     Not on DTensors and other wrappers without memory of their own: the references, in torch's operations, are right for
     any cut. A collective's result that is still on its way is waited for where it is read (`launcher`).
     """
-    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu")):
+    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or (_simulation is not None and x.is_meta)):
         return False
     return all(t is None or (t.dtype in KERNEL_DTYPES and _has_memory(t)) for t in (x, *others))
 
@@ -89,7 +114,9 @@ def _device(index: int) -> Device:
 
 def device_of(x: Tensor) -> Device:
     """Properties of the device that holds `x`."""
-    return _device(x.device.index) if x.is_cuda else EMULATED
+    if x.is_cuda:
+        return _device(x.device.index)
+    return _simulation[0] if _simulation is not None and x.is_meta else EMULATED
 
 
 def cdiv(a: int, b: int) -> int:
@@ -130,6 +157,9 @@ def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: 
     if not programs:
         return
     device = arguments[0].get_device()
+    if device < 0 and _simulation is not None and arguments[0].is_meta:
+        _simulation[1](arguments)
+        return
     if device < 0 or _hooked():  # the interpreter's; a profiler's, which wants to be told of every launch
         kernel[(programs,)](*arguments, **constants, **COMPILE)
         return

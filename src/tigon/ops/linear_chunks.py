@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.dispatch import cdiv, launcher, runs_kernels
+from tigon.ops.dispatch import cdiv, device_kind, launcher, runs_kernels
 from tigon.ops.products import product
 from tigon.ops.token_loss import Options, Statistics, Upstream, Wants, empty_statistics, gradient, statistics
 from tigon.ops.valid_rows import ValidRows
@@ -215,7 +215,7 @@ def linear_cross_entropy_chunks(
     # A dW in half precision that is summed in fp32 takes a buffer as large as the logits of H tokens.
     may_split = needs_dw and into is None and weight.element_size() == 2
     spare = x.shape[1] if may_split and not in_fp32 else 0
-    size = chunk_size(count, v, _bytes_per_logit(x), max_logits_mib, x.device.type, spare)
+    size = chunk_size(count, v, _bytes_per_logit(x), max_logits_mib, device_kind(x), spare)
     in_fp32 = in_fp32 or (may_split and count > MOST_CHUNKS * size)
     gradients = _Gradients(x, weight, bias, rows, count, into, in_fp32, call)
     weight = weight.to(x.dtype)  # fp32 under autocast, as dW is

@@ -1,0 +1,166 @@
+"""How a model is spread over GPUs, and what its optimizer takes: what an engine adds to the bytes of a step."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tigon.plan.ledger import Ledger
+
+__all__ = ["OPTIMIZERS", "STRATEGIES", "Optimizer", "Sharded", "Whole", "optimizer_costs"]
+
+STRATEGIES = ("single", "ddp", "fsdp")
+OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "none")
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """Of a parameter's share on one GPU: bytes kept between steps, bytes in the step alone, and bytes moved by it."""
+
+    state: int
+    temporary: int
+    traffic: int
+
+
+def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> Optimizer:
+    """Of an optimizer over parameters of these sizes (elements on one GPU) and dtype, with gradients of the same."""
+    n, itemsize = sum(sizes), dtype.itemsize
+    if name == "none":
+        return Optimizer(0, 0, 0)
+    if name == "adamw":  # fused: reads the parameter, its gradient and two moments, writes all but the gradient
+        return Optimizer(2 * n * itemsize, 0, 7 * n * itemsize)
+    if name == "adamw-8bit":  # moments of one byte, and an fp32 scale for every 256 of each
+        return Optimizer(2 * n + n // 32, 0, 3 * n * itemsize + 4 * n)
+    make = {
+        "adamw-foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+        "sgd": lambda p: torch.optim.SGD(p, foreach=True),
+    }[name]
+    parameters = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size in sizes]
+    for p in parameters:
+        p.grad = torch.empty_like(p)
+    with Ledger() as ledger:
+        for p in parameters:
+            ledger.leave_out(p)
+            ledger.leave_out(p.grad)
+        optimizer = make(parameters)
+        optimizer.step()  # makes the state
+        state, traffic = ledger.live, ledger.traffic
+        ledger.peak = ledger.live
+        optimizer.step()
+        return Optimizer(state, ledger.peak - ledger.live, ledger.traffic - traffic)
+
+
+class Whole:
+    """Every GPU holds all parameters and gradients; with DDP also the buckets that gradients are exchanged in."""
+
+    def __init__(self, model: nn.Module, gpus: int) -> None:
+        self.parameters = list(model.parameters())
+        trained = sum(p.nbytes for p in self.parameters if p.requires_grad)
+        self.buckets = trained if gpus > 1 else 0
+        # Summed over all GPUs in a ring: each byte goes out and comes in about twice.
+        self.exchanged = 2 * trained * (gpus - 1) // gpus
+
+    def start(self, ledger: Ledger) -> None:
+        """Count what is there before a step."""
+        for p in self.parameters:
+            ledger.own(p)
+        ledger.add(self.buckets)
+
+    def finish(self, ledger: Ledger) -> None:
+        """Count what is there when backward is over."""
+
+
+class _Unit:
+    """Parameters that are gathered together."""
+
+    def __init__(self, parameters: list[nn.Parameter], stays: bool) -> None:
+        self.parameters, self.stays = parameters, stays
+        self.nbytes = sum(p.nbytes for p in parameters)
+        self.trained = [p for p in parameters if p.requires_grad]
+        self.waiting = len(self.trained)
+
+
+class Sharded:
+    """FSDP2 as accelerate sets it up: each layer is a unit, the embedding one, the last norm and the head one.
+
+    A unit is gathered when an operation takes one of its parameters, and let go when another unit is gathered, except
+    that of the head. Gradients are whole until all of a unit are there; then they are scattered.
+    """
+
+    def __init__(self, model: nn.Module, gpus: int, dtype: torch.dtype) -> None:
+        """`dtype`: of the shards of parameters and gradients; the model has that of its arithmetic."""
+        self.gpus, self.itemsize = gpus, dtype.itemsize
+        taken: set[int] = set()
+
+        def unit(*modules: nn.Module | None, stays: bool = False) -> _Unit:
+            every = [p for module in modules if module is not None for p in module.parameters()]
+            own = [p for p in dict.fromkeys(every) if id(p) not in taken]
+            taken.update(map(id, own))
+            return _Unit(own, stays)
+
+        classes = set(getattr(model, "_no_split_modules", None) or ())
+        layers = [m for m in model.modules() if type(m).__name__ in classes]
+        embedding, head = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
+        tied = head is not None and embedding is not None and head.weight is embedding.weight
+        norm = next((m for m in reversed(list(model.modules())) if "Norm" in type(m).__name__), None)
+        units = [unit(layer) for layer in layers]
+        units.append(unit(norm, head, embedding if tied else None, stays=True))
+        units += [unit(embedding), unit(model, stays=True)]
+        self.units = [u for u in units if u.parameters]
+        self.unit_of: dict[int, _Unit] = {}
+        self.gathered: dict[_Unit, int] = {}
+        self.scattering = 0
+        # Forward and backward each gather the parameters, backward scatters gradients.
+        total, trained = (sum(getattr(p, "nbytes") * (not t or p.requires_grad) for u in self.units for p in u.parameters)
+                          for t in (False, True))  # fmt: skip
+        self.exchanged = (2 * total + trained) * (gpus - 1) // gpus
+
+    def _shard(self, parameters: list[nn.Parameter]) -> int:
+        return sum(-(-p.numel() // self.gpus) for p in parameters) * self.itemsize
+
+    def start(self, ledger: Ledger) -> None:
+        """Count shards, and watch what is gathered."""
+        self.ledger, self.hooks = ledger, []
+        for unit in self.units:
+            ledger.add(self._shard(unit.parameters))
+            unit.waiting = len(unit.trained)
+            for p in unit.parameters:
+                ledger.leave_out(p)
+                self.unit_of[p.untyped_storage()._cdata] = unit
+            for p in unit.trained:
+                self.hooks.append(p.register_post_accumulate_grad_hook(lambda _, u=unit: self._arrived(u)))
+        self.gathered, self.scattering = {}, 0
+        ledger.watch = self._taken
+
+    def _taken(self, x: Tensor) -> None:
+        unit = self.unit_of.get(x.untyped_storage()._cdata) if x.is_meta else None
+        if unit is None or unit in self.gathered:
+            return
+        # The buffer that arrives and the parameters that are copied out of it, while the last unit is still there.
+        self.ledger.add(2 * unit.nbytes)
+        self.gathered[unit] = 2 * unit.nbytes
+        for other in [u for u in self.gathered if u is not unit]:
+            left = other.nbytes if other.stays else 0
+            self.ledger.add(left - self.gathered[other])
+            self.gathered[other] = left
+            if not left:
+                del self.gathered[other]
+
+    def _arrived(self, unit: _Unit) -> None:
+        unit.waiting -= 1
+        if unit.waiting:
+            return
+        # Into the buffer that is sent, while that of the last unit is on its way.
+        sent = sum(p.nbytes for p in unit.trained)
+        self.ledger.add(sent + self._shard(unit.trained))
+        for p in unit.trained:
+            p.grad = None
+        self.ledger.add(-self.scattering)
+        self.scattering = sent
+
+    def finish(self, ledger: Ledger) -> None:
+        """Let go of what is gathered and on its way."""
+        ledger.add(-self.scattering - sum(self.gathered.values()))
+        self.gathered, self.scattering, ledger.watch = {}, 0, None
+        for hook in self.hooks:
+            hook.remove()

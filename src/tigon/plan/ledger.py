@@ -1,0 +1,173 @@
+"""What a step on meta tensors would take of a GPU: bytes alive at each moment, arithmetic and traffic.
+
+Every operation of torch passes by here, each makes its results' storages and lets others go, in the order in which a
+GPU's allocator would see it: the peak is a maximum over all moments, not a formula. Arithmetic is counted by torch's own
+formulas. Tigon's kernels are not run, their buffers are made.
+"""
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from tigon.ops.dispatch import Device, simulated
+
+__all__ = ["H200", "Ledger"]
+
+H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_copy=True)
+
+BLOCK = 512  # bytes: the caching allocator rounds up to multiples of it
+
+# Operations that make a tensor and touch no memory.
+EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // BLOCK) * BLOCK
+
+
+def _extent(x: Tensor) -> int:
+    """Bytes that reading or writing all of a tensor moves; what it repeats is read once."""
+    return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
+
+
+class Ledger(TorchDispatchMode):
+    """A block in which meta tensors are counted as if they were on a GPU.
+
+    Attributes:
+        live, peak: Bytes now, and the most there were.
+        products, attention: Multiplications and additions of each.
+        traffic: Bytes read and written by everything else.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live = self.peak = 0
+        self.products = self.attention = self.traffic = self.to_host = 0
+        self.watch: Callable[[Tensor], None] | None = None  # told of each tensor that an operation takes
+        self._known: dict[int, int] = {}  # bytes by storage
+        self._any: set[int] = set()  # storages of results of `any`
+        self._blocks = contextlib.ExitStack()
+
+    def __enter__(self) -> "Ledger":
+        self._blocks.enter_context(simulated(H200, self._launched))
+        self._blocks.enter_context(_Attention(self))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._blocks.close()
+
+    # --- memory ----------------------------------------------------------------------------------
+
+    def add(self, nbytes: int) -> None:
+        """Bytes that are taken (or, if negative, given back) by something that is no tensor here."""
+        self.live += nbytes
+        self.peak = max(self.peak, self.live)
+
+    def own(self, x: Tensor) -> bool:
+        """Count a tensor's storage as long as it lives; whether it is new."""
+        storage = x.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return False
+        self._known[key] = nbytes = _rounded(storage.nbytes())
+        weakref.finalize(storage, self._gone, key).atexit = False
+        self.add(nbytes)
+        return True
+
+    def _gone(self, key: int) -> None:
+        self.live -= self._known.pop(key)
+        self._any.discard(key)
+
+    def leave_out(self, x: Tensor) -> None:
+        """Count nothing for a tensor's storage from now on: it is elsewhere, or counted otherwise."""
+        self.own(x)
+        key = x.untyped_storage()._cdata
+        self.live -= self._known[key]
+        self._known[key] = 0
+
+    # --- operations ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        if self.watch is not None:
+            for x in given:
+                self.watch(x)
+        if func is torch.ops.aten._local_scalar_dense.default and given[0].is_meta and given[0].dtype == torch.bool:
+            # Models ask whether all tokens are of one sequence, or any is padding: here they are, and none is.
+            return given[0].untyped_storage()._cdata not in self._any
+        result = func(*args, **kwargs)
+        if func._overloadpacket is torch.ops.aten.any and result.is_meta:
+            self._any.add(result.untyped_storage()._cdata)
+        made = [x for x in tree_iter(result) if isinstance(x, Tensor) and x.is_meta]
+        new = sum([self.own(x) for x in made])
+        if (count := flop_registry.get(func._overloadpacket)) is not None:
+            self.products += count(*args, **kwargs, out_val=result)
+        elif (new or func._schema.is_mutable) and func._schema.name.partition("::")[2] not in EMPTY:
+            touched = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x for x in (*given, *made)}
+            self.traffic += sum(_extent(x) for x in touched.values() if x.is_meta)
+        return result
+
+    def _launched(self, arguments: tuple) -> None:
+        self.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
+
+
+# --- attention -----------------------------------------------------------------------------------
+
+
+class _Attention(TorchFunctionMode):
+    """`scaled_dot_product_attention` as a GPU's fused kernels keep it; on meta it would hold all scores."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self.ledger = ledger
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        return self._attend(*args, **(kwargs or {}))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
+    ) -> Tensor:  # fmt: skip
+        scores = query.numel() // query.shape[-1] * key.shape[-2]
+        flops = 2 * scores * (query.shape[-1] + value.shape[-1])
+        # Kernels leave out the blocks that are masked: half of them.
+        return _FusedAttention.apply(query, key, value, attn_mask, self.ledger, flops // 2 if is_causal else flops)
+
+
+class _FusedAttention(torch.autograd.Function):
+    """Keeps queries, keys, values, the output and one fp32 number a row, as the kernels of cuDNN and flash do."""
+
+    @staticmethod
+    def forward(ctx, query, key, value, mask, ledger, flops):
+        wide = (
+            query if query.shape[-1] == value.shape[-1] else query[..., :1].expand(*query.shape[:-1], value.shape[-1])
+        )
+        out = torch.empty_like(wide)  # laid out in memory as the queries are
+        lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.ledger, ctx.flops = ledger, flops
+        ledger.attention += flops
+        return out
+
+    @staticmethod
+    def backward(ctx, dout):
+        query, key, value, _, out, lse = ctx.saved_tensors
+        dout = dout.contiguous()
+        # dq is summed in fp32, delta is one number a row.
+        sums = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(lse)
+        ctx.ledger.attention += ctx.flops * 5 // 2  # five products where the forward pass has two
+        gradients = [torch.empty_like(x) for x in (query, key, value)]
+        del sums, out, dout
+        return *gradients, None, None, None
