@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from tigon.memory import remade
+from tigon.memory import call, remade, remade_mlp
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, launcher, runs_kernels
 from tigon.ops.rows import block_of_row, dense_rows, launch_blocks
@@ -271,6 +271,9 @@ class _GatedMLP(nn.Module):
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
 
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(remade_mlp(self._product, x))
+
 
 class SwiGLUMLP(_GatedMLP):
     """Gated MLP of Llama: `down_proj(swiglu(gate_proj(x), up_proj(x)))`.
@@ -280,8 +283,8 @@ class SwiGLUMLP(_GatedMLP):
         torch.Size([3, 64])
     """
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+    def _product(self, x: Tensor) -> Tensor:
+        return swiglu(call(self.gate_proj, x), call(self.up_proj, x))
 
 
 class GEGLUMLP(_GatedMLP):
@@ -304,5 +307,5 @@ class GEGLUMLP(_GatedMLP):
         super().__init__(hidden_size, intermediate_size, bias, **factory)
         self.approximate = approximate
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(geglu(self.gate_proj(x), self.up_proj(x), approximate=self.approximate))
+    def _product(self, x: Tensor) -> Tensor:
+        return geglu(call(self.gate_proj, x), call(self.up_proj, x), approximate=self.approximate)

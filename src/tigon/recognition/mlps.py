@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from tigon.memory import call, remade_mlp
 from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.relu2 import relu2, relu2_reference
 from tigon.recognition.replacement import is_changed
@@ -53,12 +54,15 @@ class GLURecipe:
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         if kwargs or len(args) != 1 or not still(module, self.watched):
             return type(module).forward(module, *args, **kwargs)
-        gate = getattr(module, self.gate)(*args)
-        up = None if self.up is None else getattr(module, self.up)(*args)
+        return getattr(module, self.down)(remade_mlp(self._product, module, *args, reference))
+
+    def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
+        """act(gate) * up, through the module's children."""
+        gate = call(getattr(module, self.gate), x)
+        up = None if self.up is None else call(getattr(module, self.up), x)
         # Children of different dtypes: the reference promotes as torch does.
         op, eager = KINDS[self.kind]
-        op = eager if reference or (up is not None and up.dtype != gate.dtype) else op
-        return getattr(module, self.down)(op(gate, up))
+        return (eager if reference or (up is not None and up.dtype != gate.dtype) else op)(gate, up)
 
     def __str__(self) -> str:
         return f"{self.kind}, packed" if self.up is None else self.kind

@@ -1,0 +1,171 @@
+"""The saved-tensor hooks of a block of `lean`, and what they know of the tensors that they may be given."""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.memory.recipe import Elsewhere, Recipe, Result, cast
+
+__all__ = ["Block"]
+
+# Whose hooks on a module only gather and shard what is in it, or convert what goes in and out.
+_ENGINES = "torch.distributed.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations."
+
+
+class _Known:
+    """A live tensor, its version, and how it is kept: result `index` of a recipe, or elsewhere."""
+
+    __slots__ = ("how", "index", "node", "ref", "version")
+
+    def __init__(self, x: Tensor, forget: Callable, how: Recipe | Elsewhere, index: int = 0) -> None:
+        # Of the tensor, not of its storage: its version tells of writing through any view. It lives as long as these.
+        self.ref, self.version, self.how, self.index = weakref.ref(x, forget), x._version, how, index
+        self.node = x.grad_fn, x.output_nr
+
+    def current(self, t: Tensor) -> Tensor | None:
+        """The tensor, if `t`, of its storage, has nothing but its values."""
+        x = self.ref()
+        unchanged = x is not None and x._version == self.version == t._version and x.dtype == t.dtype
+        return x if unchanged else None
+
+
+class Block:
+    """The saved-tensor hooks of one block of `lean`."""
+
+    def __init__(self, outer: tuple[Callable, Callable] | None) -> None:
+        self.outer = outer
+        self.mlp = False  # whether gate and up are made again too
+        self.known: dict[int, _Known] = {}  # by storage
+        self.nodes: dict[tuple, _Known] = {}  # by what computed it, for its casts
+
+    def learn(self, x: Tensor, how: Recipe | Elsewhere, index: int = 0) -> None:
+        key = x.untyped_storage()._cdata
+
+        def forget(ref: weakref.ref | None = None) -> None:
+            if key in self.known and (ref is None or self.known[key].ref is ref):
+                self.nodes.pop(self.known.pop(key).node, None)
+
+        forget()
+        self.known[key] = new = _Known(x, forget, how, index)
+        if type(how) is Recipe:
+            self.nodes[new.node] = new
+
+    def remember(self, results: Tensor | tuple, function: Callable, args: tuple) -> None:
+        results = results if isinstance(results, tuple) else (results,)
+        recipe = None
+        for i, y in enumerate(results):
+            if type(y) is Tensor and y.requires_grad and _is_whole(y):
+                recipe = recipe or Recipe(function, args, results, y.device)
+                self.learn(y, recipe, i)
+
+    def call(self, module: nn.Module, x: Tensor) -> Any:
+        """`module(x)`, which the same call makes again; kept if that would give other values or do more than that."""
+        before = None if type(x) is not Tensor or _does_more(module) else _state(module, x)
+        y = module(x)
+        if before is None or not _same_state(before, _state(module, x)) or type(y) is not Tensor:
+            return y
+        if y.untyped_storage()._cdata != x.untyped_storage()._cdata and self.find(y) is None:
+            self.remember(y, module, (x,))
+        return y
+
+    def find(self, t: Tensor) -> tuple[_Known, Tensor] | None:
+        """What is known of a tensor or of that which it is a view of."""
+        known = self.known.get(t.untyped_storage()._cdata)
+        x = None if known is None else known.current(t)
+        return None if x is None else (known, x)
+
+    def makes(self, t: Tensor) -> bool:
+        """Whether a tensor is a result that can be made again, or a view of one."""
+        found = self.find(t) if type(t) is Tensor else None
+        return found is not None and type(found[0].how) is Recipe
+
+    def find_cast(self, t: Tensor) -> tuple[_Known, Tensor] | None:
+        """The same for a cast of a result, which from here on is a result itself."""
+        made = t if t._base is None else t._base
+        node = made.grad_fn
+        if type(node).__name__ != "ToCopyBackward0" or made._version or not _is_whole(made):
+            return None
+        known = self.nodes.get(node.next_functions[0])
+        y = None if known is None else known.ref()
+        if y is None or known.current(y) is None or y.device != made.device or y.shape != made.shape:
+            return None
+        self.learn(made, Recipe(cast, (y, made.dtype), (made,), made.device))
+        return self.find(t)
+
+    def pack(self, t: Tensor) -> Any:
+        if type(t) is not Tensor or t.layout is not torch.strided:  # parameters among others
+            return self.keep(t, None)
+        found = self.find(t) or self.find_cast(t)
+        if found is not None:
+            known, x = found
+            if type(known.how) is Recipe:
+                if known.how.keep(self.pack):
+                    return Result(known.how, known.index, x, t)
+            elif t is x:
+                return known.how
+        return self.keep(t, found)
+
+    def keep(self, t: Tensor, found: tuple | None) -> Any:
+        if self.outer is None:
+            # A leaf as it is: engines exchange the values of parameters. Another without its history, which may end in
+            # the very node that saves it.
+            return t if t.is_leaf else t.detach(), t._version
+        kept = Elsewhere(self.outer[0](t), self.outer[1])
+        if type(t) is Tensor and found is None:
+            self.learn(t, kept)  # an op and the recipe of its result keep the same inputs
+        return kept
+
+
+def _is_whole(y: Tensor) -> bool:
+    """Whether a tensor has a storage of its own, without gaps: every view of that is one of a tensor like it."""
+    return 0 < y.numel() * y.element_size() == y.untyped_storage().nbytes() and y.layout is torch.strided
+
+
+# --- modules that may be called again --------------------------------------------------------------
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def _origin(hook: Callable) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def _does_more(module: nn.Module) -> bool:
+    """Whether a call has hooks that may do more than to gather parameters: they are to see one call."""
+    if nn.modules.module._has_any_global_hook():
+        return True
+    hooks = (h for m in module.modules() for g in (m._forward_pre_hooks, m._forward_hooks) for h in g.values())
+    return any(not _origin(hook).startswith(_ENGINES) for hook in hooks)
+
+
+def _state(module: nn.Module, x: Tensor) -> tuple | None:
+    """What a call changes if it draws random numbers, as dropout does, or writes to its input or to a buffer.
+
+    None where that cannot be told: then the call is not made again.
+    """
+    if _is_plain(module):
+        return x._version, (), None
+    if x.device.type == "cuda":
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        drawn = torch.cuda.default_generators[x.device.index].get_offset()
+    elif x.device.type == "cpu":
+        drawn = torch.default_generator.get_state()
+    else:
+        return None
+    return x._version, tuple(buffer._version for buffer in module.buffers()), drawn
+
+
+def _same_state(before: tuple, after: tuple | None) -> bool:
+    if after is None or before[:2] != after[:2]:
+        return False
+    one, two = before[2], after[2]
+    return torch.equal(one, two) if isinstance(one, Tensor) else one == two
