@@ -1,0 +1,37 @@
+"""Run a script where accelerate, which shards on accelerators alone, takes its FSDP plugin on CPU ranks too.
+
+accelerate launch ... shard_on_cpu.py SCRIPT [ARGUMENTS]
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import FSDPModule
+
+initialise, prepare = AcceleratorState.__init__, Accelerator.prepare
+
+
+def sharding(self, *args, fsdp_plugin=None, **options) -> None:
+    initialise(self, *args, fsdp_plugin=fsdp_plugin, **options)
+    if self.distributed_type == DistributedType.MULTI_CPU:
+        assert fsdp_plugin is not None, "the launcher has turned FSDP off"
+        self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def checked(self, *args, **options):
+    prepared = prepare(self, *args, **options)
+    model = prepared[0]
+    assert isinstance(model, FSDPModule)
+    assert all(isinstance(layer, FSDPModule) for layer in model.model.layers)
+    return prepared
+
+
+AcceleratorState.__init__, Accelerator.prepare = sharding, checked
+sys.argv = sys.argv[1:]
+sys.path.insert(0, str(Path(sys.argv[0]).parent))
+runpy.run_path(sys.argv[0], run_name="__main__")

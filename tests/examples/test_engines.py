@@ -1,0 +1,115 @@
+"""Each training script of examples/ on two CPU ranks: every loss is that of the stock model trained in one process."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tokenizers")
+transformers = pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+RANKS, STEPS, BATCH, SEQ, LR = 2, 3, 2, 48, 1e-3
+
+TORCHRUN = ["torch.distributed.run", f"--nproc-per-node={RANKS}"]
+ACCELERATE = ["accelerate.commands.launch", f"--config_file={EXAMPLES / 'fsdp2.yaml'}", f"--num_processes={RANKS}"]
+ACCELERATE += ["--mixed_precision=no"]
+SHARD_ON_CPU = str(Path(__file__).with_name("shard_on_cpu.py"))
+
+# The launcher; what it runs; the library that it needs.
+RUNS = {
+    "Trainer": (TORCHRUN, ["trainer.py"], "accelerate"),
+    "Trainer with ZeRO-3": (TORCHRUN, ["trainer.py", "--deepspeed", str(EXAMPLES / "zero3.json")], "deepspeed"),
+    "accelerate": (ACCELERATE, ["fsdp2.py"], "accelerate"),
+    "accelerate, FSDP2": ([*ACCELERATE, SHARD_ON_CPU], ["fsdp2.py"], "accelerate"),
+    "ZeRO-3": (TORCHRUN, ["zero3.py"], "deepspeed"),
+    "a loop": (TORCHRUN, ["torchrun_loop.py"], "torch"),
+}
+
+
+@pytest.fixture(scope="module")
+def parts():
+    """examples/model_and_text.py."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("model_and_text", EXAMPLES / "model_and_text.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, parts):
+    """A model in `model`, and the cache of the text's tokens."""
+    folder = tmp_path_factory.mktemp("engines")
+    small = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "vocab_size": 600}
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**parts.TINY | small)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stock(folder, parts):
+    """Losses of the stock model, whose batch is that of all ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        arguments = Namespace(text=ROOT / "docs" / "memory.md", steps=STEPS, batch=BATCH, seq=SEQ)
+        model = parts.build_model(str(folder / "model")).train()
+        rows = parts.token_rows(arguments, model.config.vocab_size, RANKS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+    losses = []
+    for ids in rows.view(STEPS, RANKS * BATCH, SEQ):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[2] < losses[0] - 0.01  # it trains: the losses tell more than the initial weights
+    return losses
+
+
+def run(launcher: list[str], command: list[str], folder: Path) -> str:
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    script, *more = command
+    options = {"model": folder / "model", "text": ROOT / "docs" / "memory.md", "steps": STEPS, "batch": BATCH}
+    options |= {"seq": SEQ, "lr": LR}
+    given = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    module, *settings = launcher
+    flag = "--main_process_port" if "accelerate" in module else "--master-port"
+    command = [sys.executable, "-m", module, f"{flag}={port}", *settings, str(EXAMPLES / script), *given, *more]
+    environment = os.environ | {
+        "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder),
+    }  # fmt: skip
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks(name, folder, stock):
+    launcher, command, library = RUNS[name]
+    pytest.importorskip(library)
+    output = run(launcher, command, folder)
+    # The learnt parts, once: rank 0 alone reports.
+    assert output.count("linear_cross_entropy in the head") == 1
+    steps = re.findall(r"^step (\d+)  loss (\S+)  (\S+) tokens/s  peak (\S+) GiB$", output, re.MULTILINE)
+    assert [int(step[0]) for step in steps] == list(range(1, STEPS + 1)), output
+    assert [float(step[1]) for step in steps] == pytest.approx(stock, abs=2e-3 if "Trainer" in name else 1e-4)
+    assert all(float(step[2].replace(",", "")) > 0 and float(step[3]) > 0 for step in steps)
+
+
+def test_the_loop_is_short():
+    """What a person has to copy."""
+    assert len((EXAMPLES / "torchrun_loop.py").read_text(encoding="utf-8").splitlines()) < 80
