@@ -1,4 +1,4 @@
-"""The command line: `tigon demo`, `tigon inspect`, `tigon bench`, `tigon resources`, `tigon env`.
+"""The command line: `tigon demo`, `tigon inspect`, `tigon bench`, `tigon bench train`, `tigon resources`, `tigon env`.
 
 Commands with imports of their own are loaded when they are called, after a look at whether those are there.
 """
@@ -25,24 +25,35 @@ INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
 @dataclass(frozen=True)
 class _Command:
-    """A command that is the function `name` of a module: `tigon.<name>.command`, or the one given."""
+    """A command that is the function `name` of a module: `tigon.<name>.command`, or the one given.
+
+    Of a name of two words the first is a command too; the second is its first argument, and names the function.
+    """
 
     name: str
     help: str
     needs: tuple[str, ...] = ()  # modules beyond torch; the extra that installs them has the command's name
     module: str = ""
+    extra: str = ""  # or this name
 
+
+_TO_TRAIN = ("transformers", "tokenizers", "matplotlib", "psutil", "numpy")
 
 _COMMANDS = (
-    _Command(
-        "demo",
-        "Train a Hugging Face decoder on real text, stock and with Tigon, and compare.",
-        needs=("transformers", "tokenizers", "matplotlib", "psutil", "numpy"),
-    ),
+    _Command("demo", "Train a Hugging Face decoder on real text, stock and with Tigon, and compare.", needs=_TO_TRAIN),
     _Command("inspect", "Show what tigon.patch replaces in a model, without its weights.", needs=("transformers",)),
-    _Command("bench", "Measure speed and memory of every op beside its peers.", needs=("matplotlib",)),
+    _Command("bench", "Measure speed and memory of every op, or of training, beside peers.", needs=("matplotlib",)),
     _Command(
         "resources", "Compile every kernel for every chip and print what it takes.", module="tigon.bench.resources"
+    ),
+)
+_TWO_WORDS = (
+    _Command(
+        "bench train",
+        "Measure whole training steps.",
+        needs=_TO_TRAIN,
+        module="tigon.bench.train.command",
+        extra="demo",
     ),
 )
 
@@ -52,9 +63,11 @@ def _call(command: _Command, arguments: list[str]) -> None:
 
     missing = [name for name in command.needs if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"tigon {command.name} needs {', '.join(missing)}: pip install 'tigon[{command.name}]'")
+        sys.exit(
+            f"tigon {command.name} needs {', '.join(missing)}: pip install 'tigon[{command.extra or command.name}]'"
+        )
     module = importlib.import_module(command.module or f"tigon.{command.name}.command")
-    function = getattr(module, command.name)
+    function = getattr(module, command.name.split()[-1])
     # As Markdown, the lines of a docstring's paragraph are joined, and wrapped at the terminal's width.
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     application.command()(function)
@@ -78,7 +91,9 @@ def app() -> "typer.Typer":
 
         @application.command(command.name, help=command.help, context_settings=settings)
         def _(context: typer.Context) -> None:
-            _call(command, context.args)
+            words = [command.name, *context.args[:1]]
+            longer = next((other for other in _TWO_WORDS if other.name.split() == words), None)
+            _call(longer or command, context.args[1:] if longer else context.args)
 
     for command in _COMMANDS:
         add(command)

@@ -40,6 +40,8 @@ def bench(
 ) -> None:
     """Measure forward + backward of every op beside its peers, after checking that each is right.
 
+    Whole training steps: `tigon bench train --help`.
+
     Writes bench.json, bench.md (a summary first) and one picture an op family. A peer that is not installed or raises
     is a line in the report. Exit code: 0; 1 if Tigon raised or was wrong, which is not timed; 2 for bad input; 130
     after Ctrl-C.

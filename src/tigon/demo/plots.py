@@ -10,51 +10,53 @@ from matplotlib.ticker import MaxNLocator
 
 from tigon.demo.report import Comparison, Run
 
-__all__ = ["plot_loss", "plot_speed_memory"]
+__all__ = ["FAINT", "INK", "MUTED", "WARNING", "clean", "headline", "new_figure", "plot_loss", "plot_speed_memory"]
 
 _COLOURS = ("#8a8f98", "#e8731c")  # stock grey, tigon orange
-_INK, _MUTED, _FAINT, _WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
+INK, MUTED, FAINT, WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
 
 
-def _figure(width: float, height: float) -> Figure:
+def new_figure(width: float, height: float) -> Figure:
+    """A white figure of that size in inches, which needs no display."""
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
-def _headline(figure: Figure, title: str, subtitle: str) -> None:
+def headline(figure: Figure, title: str, subtitle: str) -> None:
     """A title and, smaller, what was measured; the constrained layout leaves room for both."""
-    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold", color=_INK)
-    figure.text(0.012, 0.985, f"\n{subtitle}", ha="left", va="top", fontsize=8.5, linespacing=1.9, color=_MUTED)
+    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
+    figure.text(0.012, 0.985, f"\n{subtitle}", ha="left", va="top", fontsize=8.5, linespacing=1.9, color=MUTED)
 
 
-def _clean(axes: Axes, title: str = "") -> None:
+def clean(axes: Axes, title: str = "") -> None:
+    """Axes without a box and ticks, with an optional title at the left."""
     axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(_FAINT)
-    axes.tick_params(colors=_INK, labelsize=9, length=0)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, labelsize=9, length=0)
     axes.set_axisbelow(True)
     if title:
-        axes.set_title(title, loc="left", fontsize=10, color=_INK)
+        axes.set_title(title, loc="left", fontsize=10, color=INK)
 
 
 def plot_loss(path: Path, first: Run, second: Run, comparison: Comparison | None, subtitle: str) -> None:
     """Both curves over each other, and below them their relative difference with the tolerance."""
-    figure = _figure(7.2, 4.9)
+    figure = new_figure(7.2, 4.9)
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.2))
     # The first run broad and pale, the second thin on top: both are seen where they agree.
     styles = ({"linewidth": 5.5, "alpha": 0.55}, {"linewidth": 1.6, "marker": "o", "markersize": 3})
     for run, colour, style in zip((first, second), _COLOURS, styles, strict=True):
         above.plot(range(1, len(run.losses) + 1), run.losses, color=colour, label=run.title, **style)
-    above.set_ylabel("loss", color=_INK)
-    above.grid(axis="y", color=_FAINT, linewidth=0.7)
-    above.legend(frameon=False, labelcolor=_INK)
-    _clean(above)
-    _headline(figure, f"Training loss: {first.title} and {second.title}", subtitle)
+    above.set_ylabel("loss", color=INK)
+    above.grid(axis="y", color=FAINT, linewidth=0.7)
+    above.legend(frameon=False, labelcolor=INK)
+    clean(above)
+    headline(figure, f"Training loss: {first.title} and {second.title}", subtitle)
 
     if comparison is not None:
         steps = range(1, len(comparison.differences) + 1)
-        below.plot(steps, comparison.differences, color=_INK, linewidth=1.2, marker="o", markersize=3)
-        below.plot(steps, comparison.tolerances, color=_WARNING, linewidth=1, linestyle=(0, (4, 3)))
+        below.plot(steps, comparison.differences, color=INK, linewidth=1.2, marker="o", markersize=3)
+        below.plot(steps, comparison.tolerances, color=WARNING, linewidth=1, linestyle=(0, (4, 3)))
         below.annotate(
             "tolerance",
             (1, comparison.tolerances[-1]),
@@ -62,7 +64,7 @@ def plot_loss(path: Path, first: Run, second: Run, comparison: Comparison | None
             ha="right",
             va="bottom",
             fontsize=8,
-            color=_WARNING,
+            color=WARNING,
         )
         # Logarithmic, with a place for zero.
         below.set_yscale("symlog", linthresh=1e-8)
@@ -70,19 +72,19 @@ def plot_loss(path: Path, first: Run, second: Run, comparison: Comparison | None
         below.set_ylim(-2e-9, 20 * max(finite))
         below.set_yticks([0, 1e-8, 1e-6, 1e-4, 1e-2])
         below.minorticks_off()
-    below.set_ylabel("relative\ndifference", color=_INK)
-    below.set_xlabel("step", color=_INK)
+    below.set_ylabel("relative\ndifference", color=INK)
+    below.set_xlabel("step", color=INK)
     below.xaxis.set_major_locator(MaxNLocator(integer=True))
-    below.grid(axis="y", color=_FAINT, linewidth=0.7)
-    _clean(below)
+    below.grid(axis="y", color=FAINT, linewidth=0.7)
+    clean(below)
     figure.savefig(path)
 
 
 def plot_speed_memory(path: Path, first: Run, second: Run, subtitle: str) -> None:
     """Bars of tokens/s and of peak memory above the model, with the second run's gain."""
-    figure = _figure(7.2, 3.8)
+    figure = new_figure(7.2, 3.8)
     left, right = figure.subplots(1, 2)
-    _headline(figure, "Speed and memory", subtitle)
+    headline(figure, "Speed and memory", subtitle)
     memory = [run.peak_bytes / 2**20 for run in (first, second)]
     gibibytes = max(memory) >= 10_000
     unit, memory = ("GiB", [value / 1024 for value in memory]) if gibibytes else ("MiB", memory)
@@ -97,7 +99,7 @@ def _bars(axes: Axes, title: str, runs: Sequence[Run], values: list[float], numb
     heights = [value if value == value else 0.0 for value in values]
     bars = axes.bar([run.title for run in runs], heights, color=_COLOURS, width=0.58)
     labels = [number(value) if value == value else "not measured" for value in values]
-    axes.bar_label(bars, labels, padding=3, fontsize=10, color=_INK)
+    axes.bar_label(bars, labels, padding=3, fontsize=10, color=INK)
     if values[0] and values[0] == values[0] and values[1] == values[1]:
         # Inside the bar, so that it cannot meet the label above.
         axes.annotate(
@@ -111,5 +113,5 @@ def _bars(axes: Axes, title: str, runs: Sequence[Run], values: list[float], numb
         )
     axes.set_ylim(0, max(heights) * 1.15 or 1)
     axes.set_yticks([])
-    _clean(axes, title)
+    clean(axes, title)
     axes.spines["left"].set_visible(False)

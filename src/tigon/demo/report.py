@@ -17,7 +17,17 @@ from tigon.demo.text import Corpus, Tokens
 from tigon.demo.train import Job
 from tigon.environment import device_name, environment
 
-__all__ = ["TOLERANCE", "Comparison", "Run", "Tolerance", "compare", "memory_sentence", "print_table", "write_json"]
+__all__ = [
+    "TOLERANCE",
+    "Comparison",
+    "Run",
+    "Tolerance",
+    "compare",
+    "memory_sentence",
+    "print_table",
+    "without_nan",
+    "write_json",
+]
 
 
 @dataclass(frozen=True)
@@ -194,12 +204,12 @@ def _run_facts(run: Run) -> dict[str, Any]:
     }
 
 
-def _without_nan(value: Any) -> Any:
+def without_nan(value: Any) -> Any:
     """JSON has no NaN: null instead."""
     if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
+        return {key: without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_nan(item) for item in value]
+        return [without_nan(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value
@@ -246,4 +256,4 @@ def write_json(
         },
         "tolerance_reason": TOLERANCE[job.preset.dtype].reason,
     }
-    path.write_text(json.dumps(_without_nan(facts), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(without_nan(facts), indent=2) + "\n", encoding="utf-8")

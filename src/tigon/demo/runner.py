@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +16,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tigon.demo.report import Run
-from tigon.demo.train import Job
 
 __all__ = ["Child", "ChildFailed", "run_jobs"]
 
 _LINES_WITHOUT_TERMINAL = 6  # progress lines a run, where no bar can be drawn
+
+
+class _Job(Protocol):
+    def to_json(self) -> str: ...
 
 
 class ChildFailed(Exception):
@@ -34,18 +37,26 @@ class ChildFailed(Exception):
 class Child:
     """One `tigon.demo.train` process; see there for the protocol.
 
-    `log` takes what the process writes to standard error; it is removed if empty.
+    `log` takes what the process writes to standard error; it is removed if empty. Another `command` that follows the
+    protocol is given the file of its job as last argument, and may have more in its environment.
     """
 
-    def __init__(self, job: Job, log: Path) -> None:
+    def __init__(
+        self,
+        job: _Job,
+        log: Path,
+        command: Sequence[str] = (sys.executable, "-m", "tigon.demo.train"),
+        extra: Mapping[str, str] | None = None,
+    ) -> None:
         self._log = log
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False, encoding="utf-8") as file:
             file.write(job.to_json())
         self._job_file = Path(file.name)
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment |= extra or {}
         with log.open("w", encoding="utf-8") as stderr:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tigon.demo.train", str(self._job_file)],
+                [*command, str(self._job_file)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -72,12 +83,16 @@ class Child:
             raise ChildFailed(event["reason"], event["out_of_memory"])
         return event
 
-    def step(self) -> dict[str, Any]:
-        """Let the process train one step and wait for its result."""
+    def send(self, line: str) -> None:
+        """Write a line to the process's standard input."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # next_event says why
-            self._process.stdin.write("\n")
+            self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
+
+    def step(self) -> dict[str, Any]:
+        """Let the process train one step and wait for its result."""
+        self.send("")
         return self.next_event()
 
     def close(self) -> None:
