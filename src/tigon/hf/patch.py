@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.by_type import patch_type
-from tigon.hf.lean import make_lean, refusal
 from tigon.hf.learn import attach, learn_loss
+from tigon.hf.levels import LEVELS, apply_level, refusal
 from tigon.hf.report import Report
 from tigon.recognition.experts import recognise_experts
 from tigon.recognition.mlps import recognise_glu, recognise_relu2
@@ -32,7 +32,7 @@ PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
     "loss": (learn_loss, attach),
 }
 OPTIONS = (*PARTS, "memory")
-MEMORY = ("default", "lean")
+MEMORY = tuple(LEVELS)
 
 # Attributes of every module, and what accelerate's hooks leave: nothing that tells what a module computes.
 STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
@@ -44,7 +44,7 @@ def _choose(options: dict[str, Any]) -> list[str]:
         if name not in OPTIONS:
             raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
         if name == "memory":
-            if value not in MEMORY:
+            if not isinstance(value, str) or value not in MEMORY:
                 raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {value!r}")
         elif not isinstance(value, bool):
             raise TypeError(f"patch: {name} must be True or False, got {value!r}")
@@ -84,8 +84,9 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             and so does the loss while an adapter or a hook on the head takes part, with a warning. If the logits are
             treated otherwise after the patch (another soft cap in the config) or used beside the loss, the loss is NaN
             instead of wrong.
-        memory: "default", or "lean": the model's forward runs in `tigon.lean()`, which keeps no output of a norm or a
-            gate for backward, where it is made again, bit for bit.
+        memory: How little is kept for backward, bit for bit the same: "default"; "lean", no output of a norm or a
+            gate; "lean+mlp", nor of a gate or up projection; "checkpoint", of each layer its input alone, by the switch
+            of transformers' models; "offload", as "lean+mlp", and what is left waits in pinned host memory.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.restore()` undoes it.
@@ -123,18 +124,20 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             plan |= {} if left else {module: (apply, recipe)}
         asked.add(recognise)
     already = len(list(model.modules())) - len(modules)
-    lean = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
-    lean = options.get("memory") == "lean" and bool(lean)
-    if lean and (reason := refusal(model)):
-        raise ValueError(f"patch: memory='lean' cannot be had of this {report.model}: {reason}; 'default' can")
+    level = options.get("memory", "default")
+    # What only makes results of Tigon's ops again has nothing to do without them.
+    ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    level = level if ours or level in ("checkpoint", "offload") else "default"
+    if reason := refusal(model, level):
+        raise ValueError(f"patch: memory={level!r} cannot be had of this {report.model}: {reason}")
     # Everything is known and nothing was refused: only now is the model touched.
     report.undo = [apply(module, recipe) for module, (apply, recipe) in plan.items()]
-    if lean:
-        report.undo.append(make_lean(model))
-        report.notes.append("lean: outputs of norms and gates are made again in backward")
+    if level != "default":
+        report.undo.append(apply_level(model, level))
+        report.notes.append(LEVELS[level].note)
     if already:
         report.notes.append(f"{already} places were patched already and stay as they are")
-    elif not report and not lean:
+    elif not report and level == "default":
         said = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{said} ({', '.join(parts)} asked for); the model was not touched")
         warnings.warn(f"tigon.patch({report.model}): {said}", stacklevel=2)

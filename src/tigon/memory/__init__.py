@@ -25,6 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tigon.memory.block import Block
+from tigon.memory.offload import Away
 from tigon.memory.recipe import unpack
 
 __all__ = ["call", "is_lean", "lean", "remade", "remade_mlp", "remakes_mlp", "remember", "remembers"]
@@ -36,6 +37,10 @@ _open = 0  # blocks of `lean`, in any thread
 _open_mlp = 0  # those with `mlp=True`
 _in_one = False  # whether a graph is being traced of what is made again as one
 _lock = threading.Lock()
+_NOT_COMPILED = (
+    "lean: offload=True cannot be had under torch.compile, whose graphs save all they keep at their end; "
+    "compile the layers and leave the block outside, or use mlp=True"
+)
 
 
 def _block() -> Block | None:
@@ -136,7 +141,7 @@ def remade_mlp(function: Callable, *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def lean(*, mlp: bool = False) -> Iterator[None]:
+def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     """Keep nothing for backward that Tigon's ops make again cheaply, in this thread's forward passes in the block.
 
     Outputs of norms and gates, and heads that are normalised, then turned: layers that would save them save how to make
@@ -147,11 +152,14 @@ def lean(*, mlp: bool = False) -> Iterator[None]:
     Args:
         mlp: Also call the gate and up projections of gated MLPs again, of Tigon's modules and of models that are
             patched: two of the nine products of the MLP are done twice, and the MLP keeps only its input.
+        offload: Also move what is left, tensors of a GPU of 1 MiB and more, to pinned host memory on a side stream; it
+            comes back before backward asks for it. Parameters stay, and all does on other devices, in a CUDA graph,
+            and where hooks are around the block. Results must not be written in place before they have left.
 
     Raises:
         TypeError: An option is no bool.
-        RuntimeError: torch is older than 2.8, or forbids saved-tensor hooks here. In backward, an input of such an op
-            was written in place since.
+        RuntimeError: torch is older than 2.8, or forbids saved-tensor hooks here, or `offload` is asked for under
+            `torch.compile`. In backward, an input of such an op was written in place since.
 
     Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; of chosen
     ops, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
@@ -163,9 +171,12 @@ def lean(*, mlp: bool = False) -> Iterator[None]:
         >>> y.sum().backward()
     """
     global _open, _open_mlp
-    if not isinstance(mlp, bool):
-        raise TypeError(f"lean: mlp must be True or False, got {mlp!r}")
+    for name, value in (("mlp", mlp), ("offload", offload)):
+        if not isinstance(value, bool):
+            raise TypeError(f"lean: {name} must be True or False, got {value!r}")
     if torch.compiler.is_compiling():
+        if offload:
+            raise RuntimeError(_NOT_COMPILED)
         _open, _open_mlp = _open + 1, _open_mlp + mlp
         try:
             yield
@@ -181,14 +192,17 @@ def lean(*, mlp: bool = False) -> Iterator[None]:
         return
     inside = _block()
     block = inside or Block(outer)
-    before, block.mlp = block.mlp, block.mlp or mlp
+    before = block.mlp, block.away
+    block.mlp, block.away = mlp or block.mlp, (Away() if offload and block.away is None else block.away)
     with _lock:
         _open, _open_mlp = _open + 1, _open_mlp + mlp
     try:
         with contextlib.nullcontext() if inside else saved_tensors_hooks(block.pack, unpack):
             yield
     finally:
-        block.mlp = before
+        if block.away is not before[1]:
+            block.away.end()
+        block.mlp, block.away = before
         if inside is None:
             block.known.clear()
             block.nodes.clear()

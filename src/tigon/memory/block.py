@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.memory.offload import Away
 from tigon.memory.recipe import Elsewhere, Recipe, Result, cast
 
 __all__ = ["Block"]
@@ -39,6 +40,7 @@ class Block:
     def __init__(self, outer: tuple[Callable, Callable] | None) -> None:
         self.outer = outer
         self.mlp = False  # whether gate and up are made again too
+        self.away: Away | None = None  # what is left goes there
         self.known: dict[int, _Known] = {}  # by storage
         self.nodes: dict[tuple, _Known] = {}  # by what computed it, for its casts
 
@@ -111,6 +113,9 @@ class Block:
 
     def keep(self, t: Tensor, found: tuple | None) -> Any:
         if self.outer is None:
+            whole = self.away is not None and type(t) is Tensor and t.layout is torch.strided
+            if whole and (saved := self.away.keep(t)) is not None:
+                return saved
             # A leaf as it is: engines exchange the values of parameters. Another without its history, which may end in
             # the very node that saves it.
             return t if t.is_leaf else t.detach(), t._version

@@ -1,0 +1,164 @@
+"""`tigon.patch(model, memory=...)`: how much a model keeps for backward, one word a level."""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tigon.memory import lean
+from tigon.recognition.replacement import find_replacement, foreign_forward, install
+
+__all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
+
+
+@dataclass(frozen=True)
+class Level:
+    """What a level does to a model: its forward in a block of `lean` with these options, or its own checkpointing."""
+
+    note: str = ""  # in the report
+    lean: bool = False
+    mlp: bool = False
+    offload: bool = False
+    checkpoint: bool = False
+
+
+LEVELS = {
+    "default": Level(),
+    "lean": Level("lean: outputs of norms and gates are made again in backward", lean=True),
+    "lean+mlp": Level(
+        "lean+mlp: outputs of norms, gates and of the gate and up projections are made again in backward",
+        lean=True,
+        mlp=True,
+    ),
+    "checkpoint": Level("checkpoint: layers keep their input, and run again in backward", checkpoint=True),
+    "offload": Level(
+        "offload: as lean+mlp, and what is left goes to pinned host memory and comes back in backward",
+        lean=True,
+        mlp=True,
+        offload=True,
+    ),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class LeanForward:
+    """Recipe for a model's forward: that of its class, or of another recipe, in a block of `lean`."""
+
+    inner: Callable | None = None
+    mlp: bool = False
+    offload: bool = False
+
+    def __call__(self, model: nn.Module, *args, **kwargs) -> Any:
+        with lean(mlp=self.mlp, offload=self.offload):
+            return (self.inner or type(model).forward)(model, *args, **kwargs)
+
+
+def _reason(model: nn.Module, level: str) -> str | None:
+    if LEVELS[level].checkpoint:
+        return _no_checkpoint(model)
+    return _no_lean(model) if LEVELS[level].lean else None
+
+
+def refusal(model: nn.Module, level: str) -> str | None:
+    """Why a level cannot be had of a model, and which can; or None."""
+    if (reason := _reason(model, level)) is None:
+        return None
+    return f"{reason}; {', '.join(repr(name) for name in LEVELS if _reason(model, name) is None)} can"
+
+
+def apply_level(model: nn.Module, level: str) -> Callable[[], None]:
+    """Give a model a level that is not refused; returns the function that undoes it."""
+    return _switch_on(model) if LEVELS[level].checkpoint else _make_lean(model, LEVELS[level])
+
+
+# --- blocks of lean --------------------------------------------------------------------------------
+
+
+def _no_lean(model: nn.Module) -> str | None:
+    try:
+        with lean():
+            return None if find_replacement(model) else foreign_forward(model)
+    except RuntimeError as error:  # this torch, or saved-tensor hooks that are forbidden here
+        return str(error)
+
+
+def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
+    """Let the model's forward, which may be replaced already, run in `lean`."""
+    replaced = find_replacement(model)
+    if replaced is None:
+        return install(model, LeanForward(None, level.mlp, level.offload))
+    before = replaced.recipe
+    inner = before.inner if isinstance(before, LeanForward) else before
+    if inner is not before and (before.mlp, before.offload) == (level.mlp, level.offload):
+        return lambda: None
+    replaced.recipe = recipe = LeanForward(inner, level.mlp, level.offload)
+
+    def undo() -> None:
+        if replaced.recipe is recipe:
+            replaced.recipe = before
+
+    return undo
+
+
+# --- checkpointing ---------------------------------------------------------------------------------
+
+SWITCHES = "gradient_checkpointing", "_gradient_checkpointing_func"
+HOOKS = "_require_grads_hooks", "_require_grads_hook"
+
+
+def _owners(module: nn.Module) -> Iterator[nn.Module]:
+    """The outermost models of transformers in a module, which may wrap them."""
+    if hasattr(type(module), "gradient_checkpointing_enable"):
+        yield module
+    else:
+        for child in module.children():
+            yield from _owners(child)
+
+
+def _no_checkpoint(model: nn.Module) -> str | None:
+    owners = list(_owners(model))
+    if not owners:
+        return (
+            "it is no model of transformers, whose layers have a switch: call them by torch.utils.checkpoint yourself"
+        )
+    for owner in owners:
+        name = type(owner).__name__
+        if not owner.supports_gradient_checkpointing:
+            return f"{name} does not support gradient checkpointing (supports_gradient_checkpointing is False)"
+        if not any(hasattr(module, SWITCHES[0]) for module in owner.modules()):
+            return f"no layer of {name} has the switch gradient_checkpointing"
+        if "value" in inspect.signature(owner._set_gradient_checkpointing).parameters:
+            return f"{name} has a _set_gradient_checkpointing of its own, which takes no way of checkpointing"
+    return None
+
+
+def _switch_on(model: nn.Module) -> Callable[[], None]:
+    """Let the layers be checkpointed, not reentrant, by the model's own switch; where it is on already it stays."""
+    undo = []
+    for owner in _owners(model):
+        if any(getattr(module, SWITCHES[0], False) for module in owner.modules()):
+            continue
+        had = [
+            (m, {k: vars(m)[k] for k in SWITCHES if k in vars(m)}) for m in owner.modules() if hasattr(m, SWITCHES[0])
+        ]
+        hooks = {key: vars(owner).pop(key) for key in HOOKS if key in vars(owner)}
+        owner.gradient_checkpointing_enable({"use_reentrant": False})
+        # Inputs of layers need no gradients for that; the hooks that see to it would stay.
+        for hook in vars(owner).get(HOOKS[0], ()):
+            hook.remove()
+        for key in HOOKS:
+            vars(owner).pop(key, None)
+        vars(owner).update(hooks)
+        undo += [functools.partial(_give_back, m, before, vars(m)[SWITCHES[1]]) for m, before in had]
+    return lambda: [step() for step in undo] and None
+
+
+def _give_back(module: nn.Module, before: dict[str, Any], ours: Callable) -> None:
+    """Undo the switch of a module, unless somebody has switched since."""
+    if vars(module).get(SWITCHES[1]) is ours:
+        for key in SWITCHES:
+            vars(module).pop(key, None)
+        vars(module).update(before)
