@@ -44,10 +44,10 @@ def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> Optimize
             ledger.leave_out(p.grad)
         optimizer = make(parameters)
         optimizer.step()  # makes the state
-        state, traffic = ledger.live, ledger.traffic
+        state, traffic = ledger.live, ledger.work.traffic
         ledger.peak = ledger.live
         optimizer.step()
-        return Optimizer(state, ledger.peak - ledger.live, ledger.traffic - traffic)
+        return Optimizer(state, ledger.peak - ledger.live, ledger.work.traffic - traffic)
 
 
 class Whole:
@@ -57,8 +57,8 @@ class Whole:
         self.parameters = list(model.parameters())
         trained = sum(p.nbytes for p in self.parameters if p.requires_grad)
         self.buckets = trained if gpus > 1 else 0
-        # Summed over all GPUs in a ring: each byte goes out and comes in about twice.
-        self.exchanged = 2 * trained * (gpus - 1) // gpus
+        # Forward, backward; summed over all GPUs in a ring, each byte goes out and comes in about twice.
+        self.exchanged = 0, 2 * trained * (gpus - 1) // gpus
 
     def start(self, ledger: Ledger) -> None:
         """Count what is there before a step."""
@@ -110,10 +110,10 @@ class Sharded:
         self.unit_of: dict[int, _Unit] = {}
         self.gathered: dict[_Unit, int] = {}
         self.scattering = 0
-        # Forward and backward each gather the parameters, backward scatters gradients.
-        total, trained = (sum(getattr(p, "nbytes") * (not t or p.requires_grad) for u in self.units for p in u.parameters)
-                          for t in (False, True))  # fmt: skip
-        self.exchanged = (2 * total + trained) * (gpus - 1) // gpus
+        # Forward and backward gather the parameters, backward scatters gradients.
+        every = [p for u in self.units for p in u.parameters]
+        total, trained = sum(p.nbytes for p in every), sum(p.nbytes for p in every if p.requires_grad)
+        self.exchanged = total * (gpus - 1) // gpus, (total + trained) * (gpus - 1) // gpus
 
     def _shard(self, parameters: list[nn.Parameter]) -> int:
         return sum(-(-p.numel() // self.gpus) for p in parameters) * self.itemsize

@@ -1,13 +1,14 @@
 """What a step on meta tensors would take of a GPU: bytes alive at each moment, arithmetic and traffic.
 
-Every operation of torch passes by here, each makes its results' storages and lets others go, in the order in which a
-GPU's allocator would see it: the peak is a maximum over all moments, not a formula. Arithmetic is counted by torch's own
-formulas. Tigon's kernels are not run, their buffers are made.
+Every operation of torch passes by here; each makes the storages of its results and lets others go, in the order that
+the allocator of a GPU would see: the peak is a maximum over all moments, not a formula. Arithmetic is counted by torch's
+own formulas. Tigon's kernels are not run, their buffers are made.
 """
 
 import contextlib
 import weakref
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from tigon.ops.dispatch import Device, simulated
 
-__all__ = ["H200", "Ledger"]
+__all__ = ["H200", "Ledger", "Work"]
 
 H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_copy=True)
 
@@ -39,19 +40,40 @@ def _extent(x: Tensor) -> int:
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
+@dataclass
+class Work:
+    """Of a part of a step on one GPU.
+
+    Attributes:
+        products, attention: Multiplications and additions of each.
+        traffic: Bytes read and written by everything else.
+        exchanged: Bytes that it sends to other GPUs, and as many that it gets.
+        to_host: Bytes that go to the host or come from it.
+    """
+
+    products: int = 0
+    attention: int = 0
+    traffic: int = 0
+    exchanged: int = 0
+    to_host: int = 0
+
+    def minus(self, other: "Work") -> "Work":
+        """What was done since."""
+        return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
+
 class Ledger(TorchDispatchMode):
     """A block in which meta tensors are counted as if they were on a GPU.
 
     Attributes:
         live, peak: Bytes now, and the most there were.
-        products, attention: Multiplications and additions of each.
-        traffic: Bytes read and written by everything else.
+        work: What was done so far.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.live = self.peak = 0
-        self.products = self.attention = self.traffic = self.to_host = 0
+        self.work = Work()
         self.watch: Callable[[Tensor], None] | None = None  # told of each tensor that an operation takes
         self._known: dict[int, int] = {}  # bytes by storage
         self._any: set[int] = set()  # storages of results of `any`
@@ -112,14 +134,14 @@ class Ledger(TorchDispatchMode):
         made = [x for x in tree_iter(result) if isinstance(x, Tensor) and x.is_meta]
         new = sum([self.own(x) for x in made])
         if (count := flop_registry.get(func._overloadpacket)) is not None:
-            self.products += count(*args, **kwargs, out_val=result)
+            self.work.products += count(*args, **kwargs, out_val=result)
         elif (new or func._schema.is_mutable) and func._schema.name.partition("::")[2] not in EMPTY:
             touched = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x for x in (*given, *made)}
-            self.traffic += sum(_extent(x) for x in touched.values() if x.is_meta)
+            self.work.traffic += sum(_extent(x) for x in touched.values() if x.is_meta)
         return result
 
     def _launched(self, arguments: tuple) -> None:
-        self.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
+        self.work.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -151,14 +173,12 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, mask, ledger, flops):
-        wide = (
-            query if query.shape[-1] == value.shape[-1] else query[..., :1].expand(*query.shape[:-1], value.shape[-1])
-        )
+        wide = query if query.shape[-1] == value.shape[-1] else query[..., :1].expand(query.shape[:-1] + value.shape[-1:])
         out = torch.empty_like(wide)  # laid out in memory as the queries are
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.ledger, ctx.flops = ledger, flops
-        ledger.attention += flops
+        ledger.work.attention += flops
         return out
 
     @staticmethod
@@ -167,7 +187,7 @@ class _FusedAttention(torch.autograd.Function):
         dout = dout.contiguous()
         # dq is summed in fp32, delta is one number a row.
         sums = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(lse)
-        ctx.ledger.attention += ctx.flops * 5 // 2  # five products where the forward pass has two
+        ctx.ledger.work.attention += ctx.flops * 5 // 2  # five products where the forward pass has two
         gradients = [torch.empty_like(x) for x in (query, key, value)]
         del sums, out, dout
         return *gradients, None, None, None

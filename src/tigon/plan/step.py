@@ -1,37 +1,40 @@
-"""One training step of a model on meta, counted: bytes at each stage, arithmetic, traffic."""
+"""One training step of a model on meta, counted: bytes at each stage, and what there is to do."""
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from tigon.plan.engines import Optimizer, Sharded, Whole
-from tigon.plan.ledger import Ledger
+from tigon.plan.ledger import Ledger, Work
 
 __all__ = ["Step", "count_step"]
 
 
 @dataclass(frozen=True)
 class Step:
-    """What one step takes of one GPU."""
+    """What one step takes of one GPU.
+
+    Attributes:
+        batch, seq: Sequences, and tokens of each.
+        fixed: Bytes between steps: parameters, state of the optimizer, buffers.
+        kept: Bytes that the forward pass leaves for backward.
+        peaks: Bytes at most in the forward pass, in backward and in the optimizer's step, everything in them.
+        work: What there is to do in each.
+    """
 
     batch: int
     seq: int
-    fixed: int  # bytes between steps: parameters, state of the optimizer, buffers
-    kept: int  # bytes that the forward pass leaves for backward
-    forward: int  # peaks in bytes, everything in them
-    backward: int
-    update: int
-    products: int  # multiplications and additions
-    attention: int
-    traffic: int  # bytes read and written by everything else
-    exchanged: int  # bytes that a GPU sends to others, and as many that it gets
-    to_host: int  # bytes that go to the host, and come back
+    fixed: int
+    kept: int
+    peaks: tuple[int, int, int]
+    work: tuple[Work, Work, Work]
 
     @property
     def peak(self) -> int:
         """Bytes: the most at any moment, as `torch.cuda.max_memory_allocated` has it."""
-        return max(self.forward, self.backward, self.update)
+        return max(self.peaks)
 
 
 def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, batch: int, seq: int) -> Step:
@@ -44,19 +47,20 @@ def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, 
         for buffer in model.buffers():
             ledger.own(buffer)
         ledger.add(optimizer.state)
-        fixed = ledger.live
-        tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-        loss = model(input_ids=tokens, labels=tokens).loss
-        kept, forward = ledger.live - fixed, ledger.peak
-        ledger.peak = ledger.live
-        loss.backward()
-        backward = ledger.peak
-        engine.finish(ledger)
-        del loss
-        update = ledger.live + optimizer.temporary
-        for p in model.parameters():
-            p.grad = None
+        fixed, ledger.peak = ledger.live, ledger.live
+        try:
+            tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+            loss = model(input_ids=tokens, labels=tokens).loss
+            kept, forward, there = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
+            ledger.peak = ledger.live
+            loss.backward()
+            backward, back = ledger.peak, ledger.work.minus(there)
+        finally:
+            engine.finish(ledger)
+            update = ledger.live + optimizer.temporary  # with the gradients that there are
+            for p in model.parameters():
+                p.grad = None
+    there.exchanged, back.exchanged = engine.exchanged
     return Step(
-        batch, seq, fixed, kept, forward, backward, update, ledger.products, ledger.attention,
-        ledger.traffic + optimizer.traffic, engine.exchanged, ledger.to_host,
+        batch, seq, fixed, kept, (forward, backward, update), (there, back, Work(traffic=optimizer.traffic))
     )  # fmt: skip

@@ -1,0 +1,233 @@
+"""Levels of memory side by side: what a step takes, the largest batch that fits, how fast it would be."""
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import tigon
+from tigon.hf.patch import MEMORY
+from tigon.inspect.build import build, quietly
+from tigon.plan.engines import OPTIMIZERS, STRATEGIES, Sharded, Whole, optimizer_costs
+from tigon.plan.ledger import Work
+from tigon.plan.step import Step, count_step
+
+__all__ = ["DTYPES", "STOCK", "NotPlanned", "Rates", "Row", "Settings", "plan", "recommended", "seconds"]
+
+GIB = 2**30
+STOCK = "stock"  # the model without Tigon, beside the levels
+MOST = 2**16  # sequences a GPU that are tried
+
+# Of arithmetic, and of the parameters, gradients and states between steps.
+DTYPES = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+    "mixed": (torch.bfloat16, torch.float32),
+}
+
+
+class NotPlanned(ValueError):
+    """Why there is no plan."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU does in a second, in long steps: the default is what an H200 of 700 W was seen to do in bf16."""
+
+    products: float = 660e12  # multiplications and additions
+    products_fp32: float = 50e12  # torch's default: not in TF32
+    attention: float = 420e12
+    traffic: float = 3.4e12  # bytes read and written
+    link: float = 350e9  # bytes to other GPUs of the host
+    host: float = 50e9  # bytes to the host
+
+    def seconds(self, work: Work, dtype: torch.dtype) -> float:
+        """Of one stage of a step, in which the GPU computes while bytes travel."""
+        products = self.products_fp32 if dtype == torch.float32 else self.products
+        computes = work.products / products + work.attention / self.attention + work.traffic / self.traffic
+        return max(computes, work.exchanged / self.link, work.to_host / self.host)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is asked. `batch` and `seq` are of one GPU; `gpu_memory` in GiB.
+
+    Raises:
+        ValueError: A setting is out of range, or two do not go together.
+    """
+
+    seq: int
+    batch: int = 1
+    gpus: int = 1
+    gpu_memory: float = 139.8
+    reserve: float | None = None  # GiB that tensors do not get
+    optimizer: str = "adamw"
+    dtype: str = "bf16"
+    strategy: str | None = None
+    rates: Rates = Rates()
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "batch", "gpus"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value}")
+        if not 0 < self.gpu_memory < float("inf"):
+            raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}")
+        for name, choices in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("strategy", (None, *STRATEGIES))):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.reserve is not None and not 0 <= self.reserve < self.gpu_memory:
+            raise ValueError(f"reserve must be from 0 to less than gpu_memory {self.gpu_memory}, got {self.reserve}")
+        if (self.engine == "single") != (self.gpus == 1) and self.engine != "fsdp":
+            raise ValueError(f"strategy {self.engine} does not go with {self.gpus} GPUs")
+        if self.dtype == "mixed" and self.engine != "fsdp":
+            raise ValueError(f"dtype mixed needs strategy fsdp, which keeps fp32 shards, got strategy {self.engine}")
+        if self.budget <= 0:
+            raise ValueError(f"gpu_memory must leave something for tensors, got {self.gpu_memory} GiB")
+
+    @property
+    def engine(self) -> str:
+        """The strategy, chosen by the number of GPUs if none was."""
+        return self.strategy or ("single" if self.gpus == 1 else "fsdp")
+
+    @property
+    def reserved(self) -> float:
+        """GiB that tensors do not get: CUDA's context, NCCL's buffers, and gaps of the allocator."""
+        if self.reserve is not None:
+            return self.reserve
+        return 0.05 * self.gpu_memory + (1.0 if self.gpus == 1 else 2.0)
+
+    @property
+    def budget(self) -> int:
+        """Bytes for tensors."""
+        return int((self.gpu_memory - self.reserved) * GIB)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A level: a step of the batch that was asked for, and of the largest one that fits."""
+
+    level: str
+    step: Step | None = None
+    largest: Step | None = None  # None: not even one sequence fits
+    reason: str = ""  # why the model has no such level
+    speed: float = 0.0  # tokens a second beside those of the default level, at the batch asked for
+    largest_speed: float = 0.0  # at the largest batch, beside the same
+
+    def fits(self, settings: Settings) -> bool:
+        """Whether the batch that was asked for fits."""
+        return self.step is not None and self.step.peak <= settings.budget
+
+
+def seconds(step: Step, settings: Settings) -> float:
+    """What a step should take."""
+    return sum(settings.rates.seconds(work, DTYPES[settings.dtype][0]) for work in step.work)
+
+
+def _tokens_a_second(step: Step, settings: Settings) -> float:
+    return step.batch * step.seq / seconds(step, settings)
+
+
+def _largest(count: Callable[[int], Step], first: int, budget: int) -> Step | None:
+    """The step of the largest batch that fits; memory is taken to grow with the batch. The search begins at `first`."""
+    low, high = 0, MOST + 1  # the one fits, the other does not
+    known: dict[int, Step] = {}
+    guess = min(first, MOST)
+    while high - low > 1:
+        known[guess] = step = count(guess)
+        low, high = (guess, high) if step.peak <= budget else (low, guess)
+        near = sorted(known.values(), key=lambda step: abs(step.peak - budget))[:2]
+        a, b = near if len(near) == 2 else (None, None)
+        if a is None or a.peak == b.peak:  # small batches may all have the peak of the optimizer's step
+            guess = 2 * low if low else high // 2
+        elif len(known) % 4:  # on the line through the two nearest
+            guess = int(a.batch + (budget - a.peak) * (a.batch - b.batch) / (a.peak - b.peak))
+        else:  # memory is no line: a buffer may grow in steps
+            guess = (low + min(high, 2 * low + 1)) // 2
+        guess = min(max(guess, low + 1), high - 1, max(4 * low, 1) if high > MOST else high)
+    return known.get(low)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
+
+
+def plan(
+    config: Any, settings: Settings, *, trust_remote_code: bool = False, levels: tuple[str, ...] = (STOCK, *MEMORY)
+) -> Iterator[Row]:
+    """A row for each level, as they are ready. The model is built on meta: no weights, no GPU.
+
+    Raises:
+        NotPlanned: The model cannot be built or trained on meta.
+
+    Example:
+        >>> for row in plan(preset_config("Llama-3-8B"), Settings(seq=4096, batch=2)):
+        ...     print(row.level, row.step.peak)
+    """
+    try:
+        model, auto = build(config, trust_remote_code=trust_remote_code, attention=None)
+    except ValueError as error:
+        raise NotPlanned(str(error)) from error
+    compute, stored = DTYPES[settings.dtype]
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(compute)
+    if getattr(model.config, "use_cache", False):
+        model.config.use_cache = False
+    model.train()
+    if settings.engine == "fsdp":
+        engine = Sharded(model, settings.gpus, stored)
+    else:
+        engine = Whole(model, settings.gpus)
+    shards = settings.gpus if settings.engine == "fsdp" else 1
+    sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer_costs(settings.optimizer, sizes, stored)
+
+    def rows(level: str) -> Row:
+        counted: dict[int, Step] = {}
+
+        def count(batch: int) -> Step:
+            if batch not in counted:
+                with quietly():
+                    counted[batch] = count_step(model, engine, optimizer, batch, settings.seq)
+            return counted[batch]
+
+        try:
+            step = count(settings.batch)
+        except Exception as error:  # of the model's code, on tensors without values
+            raise NotPlanned(f"a step of this {type(model).__name__} on meta fails ({_one_line(error)}); {auto}") from error
+        return Row(level, step, _largest(count, settings.batch, settings.budget))
+
+    base = None
+    for level in sorted(levels, key=lambda level: level != "default"):  # what the others are compared with comes first
+        if level == STOCK:
+            row = rows(level)
+        else:
+            try:
+                with quietly():
+                    report = tigon.patch(model, memory=level)
+            except ValueError as error:
+                yield Row(level, reason=str(error))
+                continue
+            try:
+                row = rows(level)
+            finally:
+                report.restore()
+        base = base or _tokens_a_second(row.step, settings)
+        largest = _tokens_a_second(row.largest, settings) / base if row.largest else 0.0
+        yield dataclasses.replace(row, speed=_tokens_a_second(row.step, settings) / base, largest_speed=largest)
+
+
+def recommended(rows: list[Row], settings: Settings, batch_given: bool) -> Row | None:
+    """The fastest level that fits: at the batch that was asked for, or each at its largest. None if none fits."""
+    if batch_given:
+        fitting = [row for row in rows if row.level != STOCK and row.fits(settings)]
+        return max(fitting, key=lambda row: row.speed, default=None)
+    fitting = [row for row in rows if row.level != STOCK and row.largest]
+    return max(fitting, key=lambda row: row.largest_speed, default=None)
