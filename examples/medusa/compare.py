@@ -1,0 +1,115 @@
+"""Medusa, stock and with Tigon, at growing lengths until memory ends: tokens/s, memory, pictures and a table.
+
+One H200, Llama-3-8B's shape:    python examples/medusa/compare.py --stages 1 2 --heads 5
+Four, sharded by FSDP2:          python examples/medusa/compare.py --gpus 4
+Two CPU cores, in a minute:      python examples/medusa/compare.py --device cpu --layers 2 --hidden 64 \\
+                                     --vocabulary 512 --first 64 --longest 512
+
+The first variant doubles its length until memory ends, then tries half-way between. The others are measured at its
+lengths, then at multiples of its longest one. Each variant of a stage and a number of heads is a process of its own (one
+for each GPU) that takes one length after the other.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+from measure import Job
+from report import write
+from worker import Worker
+
+
+def sweep_first(worker: Worker, first: int, longest: int) -> list[dict]:
+    """`first`, twice as long, and so on until memory ends or `longest` is reached; then once half-way."""
+    results, length = [], first
+    while length <= longest:
+        results.append(worker.measure(length))
+        if "reason" in results[-1]:
+            if length > first and results[-1]["out_of_memory"]:
+                results.append(worker.measure(length * 3 // 4))
+            break
+        length *= 2
+    return results
+
+
+def sweep_others(worker: Worker, reference: list[dict], multiples: list[int], longest: int) -> list[dict]:
+    """The lengths that the first variant could do, then multiples of its longest, until memory ends."""
+    done = sorted(result["length"] for result in reference if "reason" not in result)
+    lengths = done + [done[-1] * multiple for multiple in multiples] if done else []
+    results = []
+    for length in lengths:
+        if length > longest:
+            break
+        results.append(worker.measure(length))
+        if "reason" in results[-1]:
+            break
+    return results
+
+
+def parse(given: list[str] | None = None) -> argparse.Namespace:
+    options = argparse.ArgumentParser(description="Compare Medusa, stock and with Tigon.")
+    options.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    options.add_argument("--heads", type=int, nargs="+", default=[3, 5])
+    options.add_argument("--variants", nargs="+", default=["stock", "tigon:lean+mlp"],
+                         help="stock, stock:checkpoint (gradient checkpointing), tigon:LEVEL (of tigon.patch)")  # fmt: skip
+    options.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    options.add_argument("--first", type=int, default=2048, help="length to begin with")
+    options.add_argument("--longest", type=int, default=2**20, help="length to end with")
+    options.add_argument("--multiples", type=int, nargs="+", default=[2, 4, 8, 16, 32],
+                         help="of the first variant's longest length, for the others")  # fmt: skip
+    options.add_argument("--batch", type=int, default=1)
+    options.add_argument("--warmup", type=int, default=2)
+    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--seconds", type=float, default=6.0, help="for the steps of a length; one is always done")
+    options.add_argument("--layers", type=int, default=32)
+    options.add_argument("--hidden", type=int, default=4096)
+    options.add_argument("--intermediate", type=int, help="default: 3.5 times hidden")
+    options.add_argument("--vocabulary", type=int, default=128256)
+    options.add_argument("--gpus", type=int, default=1, help="processes, sharded by FSDP2 if there are several")
+    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    options.add_argument("--out", type=Path, default=Path("runs") / time.strftime("medusa-%Y%m%d-%H%M%S"))
+    arguments = options.parse_args(given)
+    for variant in arguments.variants:
+        name, _, level = variant.partition(":")
+        if name not in ("stock", "tigon") or (name == "stock" and level not in ("", "checkpoint")):
+            options.error(f"--variants must be stock, stock:checkpoint, tigon or tigon:LEVEL, got {variant!r}")
+    for name in ("first", "steps", "batch", "gpus", "layers"):
+        if getattr(arguments, name) < 1:
+            options.error(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    if min(arguments.heads) < 1 or arguments.first <= max(arguments.heads) + 1:
+        options.error(f"--heads must be at least 1 and below --first - 1, got {arguments.heads}")
+    return arguments
+
+
+def main(given: list[str] | None = None) -> Path:
+    arguments = parse(given)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    report = {"options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}, "runs": []}
+    for stage in arguments.stages:
+        for heads in arguments.heads:
+            reference: list[dict] = []
+            for i, variant in enumerate(arguments.variants):
+                job = Job(
+                    variant, stage, heads, arguments.layers, arguments.hidden,
+                    arguments.intermediate or arguments.hidden * 7 // 2, arguments.vocabulary, arguments.batch,
+                    arguments.optimizer, arguments.warmup, arguments.steps, arguments.seconds, arguments.device,
+                )  # fmt: skip
+                print(f"stage {stage}, {heads} heads, {variant}", flush=True)
+                with Worker(job, arguments.gpus) as worker:
+                    if i == 0:
+                        results = reference = sweep_first(worker, arguments.first, arguments.longest)
+                    else:
+                        results = sweep_others(worker, reference, arguments.multiples, arguments.longest)
+                run = {"stage": stage, "heads": heads, "variant": variant, "device": worker.device, "results": results}
+                report["runs"].append(run)
+                # After each run: what is measured is not lost if the next one is stopped.
+                (arguments.out / "medusa.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+                write(report, arguments.out)
+    print((arguments.out / "medusa.md").read_text(encoding="utf-8"))
+    return arguments.out
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,211 @@
+"""One rank of one variant of Medusa: trains a few steps for each length that it is asked for.
+
+`python measure.py JOB.json`; for each line on standard input, a length, it answers one line of JSON on standard output:
+
+    {"event": "ready", "device": .., "parameters": ..}
+    {"event": "length", "length": .., "seconds": [..], "loss": .., "peak_bytes": .., "state_bytes": ..}
+    {"event": "failed", "length": .., "out_of_memory": .., "reason": ..}
+"""
+
+import gc
+import json
+import os
+import resource
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from model import Medusa
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import tigon
+from tigon.demo.text import read_text
+
+
+@dataclass(frozen=True)
+class Job:
+    """What decides the numbers of a variant but for the length."""
+
+    variant: str  # "stock", "stock:checkpoint", "tigon" or "tigon:LEVEL"
+    stage: int
+    heads: int
+    layers: int
+    hidden: int
+    intermediate: int
+    vocabulary: int
+    batch: int
+    optimizer: str
+    warmup: int
+    steps: int
+    seconds: float  # a length takes this long, or one step
+    device: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> "Job":
+        return Job(**json.loads(text))
+
+
+def build(job: Job, device: torch.device) -> Medusa:
+    """The model in random weights, the same for every variant, with the variant's means to save memory."""
+    name, _, level = job.variant.partition(":")
+    # Heads of 128, and four times as many of queries as of keys: Llama-3-8B at a hidden size of 4096.
+    size = 128 if job.hidden >= 1024 else 16
+    queries = job.hidden // size
+    config = transformers.LlamaConfig(
+        hidden_size=job.hidden, intermediate_size=job.intermediate, num_hidden_layers=job.layers,
+        num_attention_heads=queries, num_key_value_heads=max(1, queries // 4), head_dim=size,
+        vocab_size=job.vocabulary, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
+    )  # fmt: skip
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    torch.set_default_dtype(dtype)
+    with device:
+        trunk = transformers.AutoModel.from_config(config, dtype=dtype).train()
+        model = Medusa(trunk, job.heads, job.stage, fused=name == "tigon")
+    torch.set_default_dtype(torch.float32)
+    if name == "tigon":
+        tigon.patch(trunk, memory=level or "default")
+    elif level == "checkpoint":
+        trunk.gradient_checkpointing_enable({"use_reentrant": False})
+    if dist.is_initialized():
+        for unit in (*trunk.layers, *model.heads):
+            fully_shard(unit)
+        fully_shard(model)
+    return model
+
+
+def local_bytes(x: Tensor) -> int:
+    x = x.to_local() if hasattr(x, "to_local") else x
+    return x.numel() * x.element_size()
+
+
+class Trainer:
+    """A model, its optimizer, and text."""
+
+    def __init__(self, job: Job) -> None:
+        self.job, rank = job, int(os.environ["RANK"])
+        self.device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
+        if job.device == "cuda":
+            torch.cuda.set_device(self.device)
+        if int(os.environ["WORLD_SIZE"]) > 1:
+            dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+        self.model = build(job, self.device)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        if job.optimizer == "adamw":
+            self.optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
+        else:
+            self.optimizer = torch.optim.SGD(trained, lr=1e-3)
+        # Bytes of source code as tokens: real text, and nothing to learn before it.
+        data = bytearray("".join(read_text().documents).encode())
+        self.text = torch.frombuffer(data, dtype=torch.uint8) % job.vocabulary
+        self.place = rank * len(self.text) // int(os.environ["WORLD_SIZE"])
+
+    def ids(self, length: int) -> Tensor:
+        """[batch, length], further on in the text each time, and around."""
+        count = self.job.batch * length
+        index = (self.place + torch.arange(count)) % len(self.text)
+        self.place += count
+        return self.text[index].view(self.job.batch, length).to(self.device, torch.int64)
+
+    def step(self, length: int) -> tuple[float, float]:
+        """Loss and seconds."""
+        ids = self.ids(length)
+        self.synchronise()
+        started = time.perf_counter()
+        loss = self.model(ids)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        value = loss.item()
+        self.synchronise()
+        return value, time.perf_counter() - started
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def state_bytes(self) -> int:
+        """Parameters, gradients of those that are trained, and what the optimizer keeps."""
+        gradients = sum(local_bytes(p) for group in self.optimizer.param_groups for p in group["params"])
+        states = [x for state in self.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
+        return sum(map(local_bytes, [*self.model.parameters(), *states])) + gradients
+
+    def peak_bytes(self) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # since the process began
+
+    def measure(self, length: int) -> dict:
+        """Warm-up and timed steps as far as the time goes; where it ends in the warm-up, its last step is timed."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        started, results = time.perf_counter(), []
+        for i in range(self.job.warmup + self.job.steps):
+            if i <= self.job.warmup and self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            results.append(self.step(length))
+            if self.enough(time.perf_counter() - started):
+                break
+        timed = results[self.job.warmup :] or results[-1:]
+        return {
+            "length": length, "seconds": [seconds for _, seconds in timed], "loss": results[0][0],
+            "peak_bytes": self.peak_bytes(), "state_bytes": self.state_bytes(),
+        }  # fmt: skip
+
+    def enough(self, seconds: float) -> bool:
+        """Whether the time is over, on any rank: all stop at the same step."""
+        over = torch.tensor(float(seconds > self.job.seconds), device=self.device)
+        if dist.is_initialized():
+            dist.all_reduce(over)
+        return over.item() > 0
+
+    def clear(self) -> None:
+        """After running out of memory."""
+        self.optimizer.zero_grad()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def main(path: str) -> None:
+    # What libraries print goes to standard error.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+
+    def say(event: str, **fields) -> None:
+        print(json.dumps({"event": event, **fields}), file=answers, flush=True)
+
+    trainer, length = None, None
+    while True:
+        try:
+            if trainer is None:
+                trainer = Trainer(Job.from_json(Path(path).read_text(encoding="utf-8")))
+                device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
+                parameters = sum(p.numel() for p in trainer.model.parameters())
+                say("ready", device=device, parameters=parameters)
+            line = sys.stdin.readline()
+            if not line:
+                break
+            length = int(line)
+            say("length", **trainer.measure(length))
+        except Exception as error:
+            memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+            say("failed", length=length, out_of_memory=memory, reason=f"{type(error).__name__}: {error}"[:500])
+            if not memory or trainer is None or dist.is_initialized():  # other ranks wait for this one
+                os._exit(1)
+        else:
+            continue
+        trainer.clear()  # here the frames of the error are gone
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,85 @@
+"""Medusa: a language model with further heads, of which head k predicts the token k places after the next one.
+
+    logits_0 = W_0 h                                    the model's own head
+    logits_k = W_k (h + silu(B_k h + b_k))              one residual block, and as many rows as the vocabulary has
+    loss     = L_0 + 0.2 sum_k 0.8^k L_k                stage 2: everything is trained
+    loss     = sum_k 0.8^k L_k                          stage 1: the heads alone
+
+L_k is the cross entropy of the tokens k + 1 places on. Cai et al., "Medusa: Simple LLM Inference Acceleration Framework
+with Multiple Decoding Heads", arXiv:2401.10774.
+
+Shapes: B sequences of S tokens, hidden H, vocabulary V, K heads besides the model's own.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+
+IGNORED = -100
+DECAY = 0.8  # of the weight of a head, for each place further
+HEADS_WEIGHT = 0.2  # of all heads in stage 2, beside the model's own loss
+
+
+class Head(nn.Module):
+    """Logits [B, S, V] of hidden states [B, S, H]; with targets [B, S] their loss, without holding the logits."""
+
+    def __init__(self, hidden: int, vocabulary: int, block: bool) -> None:
+        super().__init__()
+        self.block = nn.Linear(hidden, hidden) if block else None
+        self.output = nn.Linear(hidden, vocabulary, bias=False)
+        if block:
+            nn.init.zeros_(self.block.weight)  # it begins as the identity
+            nn.init.zeros_(self.block.bias)
+
+    def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
+        if self.block is not None:
+            hidden = hidden + F.silu(self.block(hidden))
+        if targets is None:
+            return self.output(hidden)
+        return tigon.linear_cross_entropy(hidden, self.output.weight, targets, ignore_index=IGNORED)
+
+
+class Medusa(nn.Module):
+    """A trunk of transformers, which gives `last_hidden_state`, its own head and K more; returns the loss of a stage.
+
+    `fused`: each head makes its loss itself, one after the other, and a chunk of one head's logits is all there is of
+    them. Otherwise as Medusa's training code does it: the logits of all heads in one tensor, of which slices go to
+    the loss in fp32.
+    """
+
+    def __init__(self, trunk: nn.Module, heads: int, stage: int, fused: bool) -> None:
+        super().__init__()
+        hidden, vocabulary = trunk.config.hidden_size, trunk.config.vocab_size
+        self.trunk, self.stage, self.fused = trunk, stage, fused
+        self.heads = nn.ModuleList(Head(hidden, vocabulary, block=k > 0) for k in range(heads + 1))
+        with torch.no_grad():
+            nn.init.normal_(self.heads[0].output.weight, std=0.02)
+            for head in self.heads[1:]:
+                head.output.weight.copy_(self.heads[0].output.weight)
+        if stage == 1:
+            trunk.requires_grad_(False)
+            self.heads[0].requires_grad_(False)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """[B, S] -> []."""
+        with torch.set_grad_enabled(self.stage == 2 and torch.is_grad_enabled()):
+            hidden = self.trunk(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, H]
+        places = range(1 if self.stage == 1 else 0, len(self.heads))
+        losses = self.fused_losses(hidden, input_ids, places) if self.fused else self.losses(hidden, input_ids, places)
+        scale = 1.0 if self.stage == 1 else HEADS_WEIGHT
+        return sum(loss * (scale * DECAY**k if k else 1.0) for k, loss in zip(places, losses, strict=True))
+
+    def fused_losses(self, hidden: Tensor, labels: Tensor, places: range) -> list[Tensor]:
+        """All of `hidden` as it is, with targets that end early: no copy of it, and none of the logits."""
+        targets = [F.pad(labels[:, k + 1 :], (0, k + 1), value=IGNORED) for k in places]
+        return [self.heads[k](hidden, target) for k, target in zip(places, targets, strict=True)]
+
+    def losses(self, hidden: Tensor, labels: Tensor, places: range) -> list[Tensor]:
+        logits = torch.stack([self.heads[k](hidden) for k in places])  # [K, B, S, V]
+        results = []
+        for i, k in enumerate(places):
+            shifted = logits[i, :, : -(k + 1)].contiguous().view(-1, logits.shape[-1])
+            results.append(F.cross_entropy(shifted.float(), labels[:, k + 1 :].reshape(-1)))
+        return results
