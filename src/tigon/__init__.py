@@ -10,7 +10,8 @@ import importlib
 
 from tigon.memory import lean
 from tigon.ops.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy
-from tigon.ops.glu import GEGLUMLP, SwiGLUMLP, geglu, swiglu
+from tigon.ops.glu import geglu, swiglu
+from tigon.ops.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
 from tigon.ops.jsd import JSDLoss, jsd
 from tigon.ops.kl_div import KLDivLoss, kl_div
 from tigon.ops.layer_norm import LayerNorm, layer_norm
@@ -46,6 +47,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "geglu",
+    "glu_mlp",
     "jsd",
     "kl_div",
     "layer_norm",

@@ -17,14 +17,14 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from torch import Tensor, nn
+from torch import Tensor
 
-from tigon.memory import call, remade, remade_mlp
+from tigon.memory import remade
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, launcher, runs_kernels
+from tigon.ops.dispatch import first_order, launcher, on_device, runs_kernels
 from tigon.ops.rows import block_of_row, dense_rows, launch_blocks
 
-__all__ = ["GEGLUMLP", "SwiGLUMLP", "geglu", "geglu_reference", "swiglu", "swiglu_reference"]
+__all__ = ["geglu", "geglu_reference", "swiglu", "swiglu_reference"]
 
 Kind = Literal["silu", "gelu", "gelu_tanh"]
 
@@ -99,16 +99,20 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [M, I] each
-    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, width, blocks,
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,  # [M, I] each; y, made again, or None
+    stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y, width, blocks,
     KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     act, slope = activation_and_slope(gate, KIND)
-    if NEEDS_DGATE:
+    if NEEDS_DGATE or y_ptr is not None:
         up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
+    # All is read by now: results may be written over it.
+    if y_ptr is not None:
+        tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
+    if NEEDS_DGATE:
         tl.store(dgate_ptr + row * stride_dgate + cols, dy * up * slope, mask=mask)
     if NEEDS_DUP:
         tl.store(dup_ptr + row * stride_dup + cols, dy * act, mask=mask)
@@ -164,10 +168,23 @@ def glu_backward(
         halves = [made if made.numel() else gate for made in gradients]
         stride_dgate, stride_dup = (dy.shape[-1] if made.numel() else stride_gate for made in gradients)
     _launch(
-        _backward_kernel, kind, (dy, gate, up, *halves), (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup),
+        _backward_kernel, kind, (dy, gate, up, *halves, None),
+        (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, gate.shape[-1]),
         NEEDS_DGATE=needs_dgate, NEEDS_DUP=packed or needs_dup,
     )  # fmt: skip
     return gradients
+
+
+@on_device
+def glu_backward_into(
+    dy: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, y: Tensor | None
+) -> None:
+    """dy, gate, up -> dgate, dup and y = act(gate) * up again, if it is given: contiguous all, each of [M, I].
+
+    Results may be dy, gate or up themselves.
+    """
+    tensors = (dy, gate, up, dgate, dup, y)
+    _launch(_backward_kernel, kind, tensors, (gate.shape[-1],) * 6, NEEDS_DGATE=True, NEEDS_DUP=True)
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -260,52 +277,3 @@ def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none"
     check.choice("geglu", "approximate", approximate, ("none", "tanh"))
     reference = lambda gate, up: geglu_reference(gate, up, approximate=approximate)
     return _glu("geglu", "gelu_tanh" if approximate == "tanh" else "gelu", reference, gate, up)
-
-
-class _GatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's decoders."""
-
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(remade_mlp(self._product, x))
-
-
-class SwiGLUMLP(_GatedMLP):
-    """Gated MLP of Llama: `down_proj(swiglu(gate_proj(x), up_proj(x)))`.
-
-    Example:
-        >>> tigon.SwiGLUMLP(64, 256)(torch.randn(3, 64)).shape
-        torch.Size([3, 64])
-    """
-
-    def _product(self, x: Tensor) -> Tensor:
-        return swiglu(call(self.gate_proj, x), call(self.up_proj, x))
-
-
-class GEGLUMLP(_GatedMLP):
-    """Gated MLP of Gemma: `down_proj(geglu(gate_proj(x), up_proj(x)))`, by default with the tanh approximation.
-
-    Example:
-        >>> tigon.GEGLUMLP(64, 256)(torch.randn(3, 64)).shape
-        torch.Size([3, 64])
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        bias: bool = False,
-        approximate: Literal["none", "tanh"] = "tanh",
-        **factory,
-    ) -> None:
-        check.choice("GEGLUMLP", "approximate", approximate, ("none", "tanh"))
-        super().__init__(hidden_size, intermediate_size, bias, **factory)
-        self.approximate = approximate
-
-    def _product(self, x: Tensor) -> Tensor:
-        return geglu(call(self.gate_proj, x), call(self.up_proj, x), approximate=self.approximate)

@@ -216,7 +216,8 @@ def add_rms_norm(
         remember(y, _rms_norm, total, weight, eps, offset, rounding)
         return y, total
     round_first = rounding == "before_weight"
-    if not remembers():
+    # Of two dtypes Triton may give the weight a layout of its own, and sum for that in another order.
+    if not remembers() or (weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)):
         return _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, False)
     y, total, statistics = _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, True)
     remember(y, norm_again, total, weight, statistics, offset, round_first)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tigon.memory import call, remade_mlp
 from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
 from tigon.ops.relu2 import relu2, relu2_reference
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (
@@ -34,10 +35,10 @@ from tigon.recognition.watch import Watched, still, watch
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 
-KINDS: dict[str, tuple[Callable, Callable]] = {  # the op and its reference
-    "swiglu": (swiglu, swiglu_reference),
-    "geglu": (geglu, geglu_reference),
-    "geglu (tanh)": tuple(functools.partial(f, approximate="tanh") for f in (geglu, geglu_reference)),
+KINDS: dict[str, tuple[Callable, Callable, str]] = {  # the op, its reference, and what `glu_mlp` calls it
+    "swiglu": (swiglu, swiglu_reference, "silu"),
+    "geglu": (geglu, geglu_reference, "gelu"),
+    "geglu (tanh)": (*(functools.partial(f, approximate="tanh") for f in (geglu, geglu_reference)), "gelu_tanh"),
 }
 
 
@@ -54,6 +55,10 @@ class GLURecipe:
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         if kwargs or len(args) != 1 or not still(module, self.watched):
             return type(module).forward(module, *args, **kwargs)
+        if self.up is not None and not reference:
+            weights = [plain_weight(getattr(module, name)) for name in (self.gate, self.up, self.down)]
+            if isinstance(x := args[0], Tensor) and takes_weights(x, *weights):
+                return glu_mlp_by_kernels(x, *weights, KINDS[self.kind][2])
         return getattr(module, self.down)(remade_mlp(self._product, module, *args, reference))
 
     def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
@@ -61,7 +66,7 @@ class GLURecipe:
         gate = call(getattr(module, self.gate), x)
         up = None if self.up is None else call(getattr(module, self.up), x)
         # Children of different dtypes: the reference promotes as torch does.
-        op, eager = KINDS[self.kind]
+        op, eager, _ = KINDS[self.kind]
         return (eager if reference or (up is not None and up.dtype != gate.dtype) else op)(gate, up)
 
     def __str__(self) -> str:

@@ -1,0 +1,269 @@
+r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) with its products: y = (act(x G^T) * (x U^T)) D^T.
+
+    gate = x G^T,  up = x U^T,  a = act(gate) * up,  y = a D^T
+    da = dy D,  (dgate, dup) from da, gate, up: `tigon.ops.glu`
+    dD = dy^T a,  dG = dgate^T x,  dU = dup^T x,  dx = dgate G + dup U
+
+The second product of dx adds to the first, in fp32 (beta = 1), where autograd would write both and read them again.
+Kept for backward, and what is done twice instead:
+
+    default     x, gate, up, a
+    lean        x, gate, up         a is written by the kernel that makes dgate and dup: [T, I] is read twice less
+    lean(mlp)   x                   gate and up by their products
+
+gate and up are written by ping-pong kernels where there are many tokens: 0.7 % of the nine products (12.74 for
+12.83 ms, 8192 tokens of Llama-3-8B, H200); none of the others gains in a loop at the chip's power limit.
+
+Shapes: T tokens, H hidden, I intermediate.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from tigon.memory import call, is_lean, remade_mlp, remakes_mlp
+from tigon.ops import check
+from tigon.ops.dispatch import first_order, runs_kernels
+from tigon.ops.glu import geglu, glu_backward, glu_backward_into, glu_forward, swiglu
+from tigon.ops.products import product
+
+__all__ = [
+    "GEGLUMLP",
+    "SwiGLUMLP",
+    "glu_mlp",
+    "glu_mlp_by_kernels",
+    "glu_mlp_reference",
+    "plain_weight",
+    "takes_weights",
+]
+
+GATES = {
+    "silu": swiglu,
+    "gelu": geglu,
+    "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
+}
+MANY_TOKENS = 2048  # from here on finding a kernel of cuBLASLt pays: below, a step waits for the host
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def glu_mlp_reference(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
+) -> Tensor:
+    """Eager definition of `glu_mlp`; what runs where no kernel does, and under `torch.compile`."""
+    return F.linear(GATES[activation](F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """x [T, H], weight [I, H] -> x weight^T [T, I]."""
+    if len(x) < MANY_TOKENS:
+        return torch.mm(x, weight.t())
+    y = x.new_empty(len(x), len(weight))
+    product(x, weight.t(), out=y)
+    return y
+
+
+def _gradients(
+    needs: tuple[bool, ...], x: Tensor | None, dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """dx [T, H], dG, dU that are needed, of those of both products."""
+    dgate_weight = torch.mm(dgate.t(), x) if needs[1] else None
+    dup_weight = torch.mm(dup.t(), x) if needs[2] else None
+    dx = None
+    if needs[0]:
+        dx = torch.mm(dgate, gate_weight)
+        torch.addmm(dx, dup, up_weight, out=dx)
+    return dx, dgate_weight, dup_weight
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class _GLUProduct(torch.autograd.Function):
+    """x -> a: what is kept by default. The last product is a node of its own: checkpointing does not do it again."""
+
+    @staticmethod
+    def forward(ctx, x, gate_weight, up_weight, kind):
+        rows = x.flatten(0, -2)
+        gate, up = _times(rows, gate_weight), _times(rows, up_weight)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, gate_weight, up_weight, gate, up)
+        ctx.kind, ctx.shape = kind, x.shape
+        return glu_forward(gate, up, kind).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, da):
+        x, gate_weight, up_weight, gate, up = ctx.saved_tensors
+        x = None if x is None else x.flatten(0, -2)
+        dgate, dup = glu_backward(da.reshape(gate.shape), gate, up, ctx.kind, True, True)
+        dx, *dweights = _gradients(ctx.needs_input_grad, x, dgate, dup, gate_weight, up_weight)
+        return None if dx is None else dx.view(ctx.shape), *dweights, None
+
+
+class _LeanGLUMLP(torch.autograd.Function):
+    """x -> y, and a is not kept; gate and up are if `keeps_gates`."""
+
+    @staticmethod
+    def forward(ctx, x, gate_weight, up_weight, down_weight, kind, keeps_gates):
+        rows = x.flatten(0, -2)
+        gate, up = _times(rows, gate_weight), _times(rows, up_weight)
+        keeps_x = not keeps_gates or any(ctx.needs_input_grad[1:3])
+        gates = (gate, up) if keeps_gates else (None, None)
+        ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, down_weight, *gates)
+        ctx.kind, ctx.shape = kind, x.shape
+        return F.linear(glu_forward(gate, up, kind), down_weight).view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
+        *needs, needs_down = ctx.needs_input_grad[:4]
+        x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
+        own = gate is None
+        if own:
+            gate, up = _times(x, gate_weight), _times(x, up_weight)
+        if not any(needs):
+            return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None
+        # Over what is ours, once it is read; what was kept may be asked for again.
+        da = torch.mm(dy, down_weight)
+        dgate, dup = (gate, up) if own else (torch.empty_like(gate), torch.empty_like(up))
+        glu_backward_into(da, gate, up, ctx.kind, dgate, dup, da if needs_down else None)
+        ddown_weight = torch.mm(dy.t(), da) if needs_down else None
+        del da, gate, up
+        dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
+        return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def plain_weight(layer: nn.Module) -> Tensor | None:
+    """The weight of a linear layer that does nothing but its product: no bias, no hook, its class's own forward."""
+    own = layer.__dict__
+    if type(layer) is not nn.Linear or own["_parameters"].get("bias") is not None or "forward" in own:
+        return None
+    hooked = own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
+    return None if hooked or _has_any_global_hook() else layer.weight
+
+
+def takes_weights(x: Tensor, *weights: Tensor | None) -> bool:
+    """Whether this op's own products run here: of weights that are all there, in one dtype, with kernels, untraced."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(w is not None and w.dtype == x.dtype for w in weights)
+        and runs_kernels(x, *weights)
+        and x.dim() > 1
+        and x.numel() > 0
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))  # meta has none
+    )
+
+
+def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu") -> Tensor:
+    """(act(x G^T) * (x U^T)) D^T: a gated MLP of three weights, with gradients for all.
+
+    In `tigon.lean()` the product of gate and up is made again in backward, in `tigon.lean(mlp=True)` they are too.
+
+    Args:
+        x: [..., H], fp32 | bf16 | fp16.
+        gate_weight: [I, H], as that of `nn.Linear`.
+        up_weight: [I, H].
+        down_weight: [O, I].
+        activation: "silu", "gelu" or "gelu_tanh".
+
+    Returns:
+        [..., O] in the dtype of x.
+
+    Raises:
+        TypeError: An argument is no floating-point tensor.
+        ValueError: Shapes or devices do not fit, or `activation` is unknown.
+
+    Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
+
+    Example:
+        >>> gate, up, down = torch.randn(32, 8), torch.randn(32, 8), torch.randn(8, 32)
+        >>> tigon.glu_mlp(torch.randn(3, 8), gate, up, down).shape
+        torch.Size([3, 8])
+    """
+    check.tensor("glu_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    check.floating("glu_mlp", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    check.choice("glu_mlp", "activation", activation, tuple(GATES))
+    if x.dim() == 0 or gate_weight.dim() != 2 or gate_weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"glu_mlp: gate_weight must have shape [I, H] with H of x {tuple(x.shape)}, got {tuple(gate_weight.shape)}"
+        )
+    check.shape("glu_mlp", "up_weight", up_weight, gate_weight.shape)
+    if down_weight.dim() != 2 or down_weight.shape[1] != len(gate_weight):
+        raise ValueError(
+            f"glu_mlp: down_weight must have shape [O, {len(gate_weight)}], got {tuple(down_weight.shape)}"
+        )
+    check.same("glu_mlp", "device", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    if not takes_weights(x, gate_weight, up_weight, down_weight):
+        return glu_mlp_reference(x, gate_weight, up_weight, down_weight, activation)
+    return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation)
+
+
+def glu_mlp_by_kernels(
+    x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str
+) -> Tensor:
+    """`glu_mlp` of arguments that it takes and that `takes_weights`."""
+    if is_lean():
+        return _LeanGLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp())
+    return F.linear(_GLUProduct.apply(x, gate_weight, up_weight, activation), down_weight)
+
+
+class _GatedMLP(nn.Module):
+    """down_proj(act(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's decoders."""
+
+    activation = "silu"
+
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
+        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [plain_weight(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj)]
+        if takes_weights(x, *weights):
+            return glu_mlp_by_kernels(x, *weights, self.activation)
+        return self.down_proj(remade_mlp(self._product, x))
+
+    def _product(self, x: Tensor) -> Tensor:
+        return GATES[self.activation](call(self.gate_proj, x), call(self.up_proj, x))
+
+
+class SwiGLUMLP(_GatedMLP):
+    """Gated MLP of Llama: `down_proj(swiglu(gate_proj(x), up_proj(x)))`.
+
+    Example:
+        >>> tigon.SwiGLUMLP(64, 256)(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+
+
+class GEGLUMLP(_GatedMLP):
+    """Gated MLP of Gemma: `down_proj(geglu(gate_proj(x), up_proj(x)))`, by default with the tanh approximation.
+
+    Example:
+        >>> tigon.GEGLUMLP(64, 256)(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool = False,
+        approximate: Literal["none", "tanh"] = "tanh",
+        **factory,
+    ) -> None:
+        check.choice("GEGLUMLP", "approximate", approximate, ("none", "tanh"))
+        super().__init__(hidden_size, intermediate_size, bias, **factory)
+        self.activation = "gelu_tanh" if approximate == "tanh" else "gelu"

@@ -1,0 +1,187 @@
+"""The gated MLP as one or two nodes: the products of eager code, and at every level the same bits of fewer tensors."""
+
+import contextlib
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
+from tigon.ops.dispatch import runs_kernels
+from tigon.ops.glu import geglu_reference, swiglu_reference
+
+HIDDEN, INNER = 24, 40
+REFERENCES = {
+    "silu": swiglu_reference,
+    "gelu": geglu_reference,
+    "gelu_tanh": lambda gate, up: geglu_reference(gate, up, approximate="tanh"),
+}
+LEVELS = {"default": contextlib.nullcontext, "lean": tigon.lean, "lean+mlp": lambda: tigon.lean(mlp=True)}
+every_level = pytest.mark.parametrize("level", LEVELS)
+by_kernels = pytest.mark.skipif(
+    not runs_kernels(torch.empty(1, device=DEVICE)), reason="what the references keep is torch's choice"
+)
+
+
+def _inputs(
+    *leading: int, dtype: torch.dtype = torch.float32, hidden: int = HIDDEN, inner: int = INNER
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (*leading, hidden), (inner, hidden), (inner, hidden), (hidden, inner)
+    make = lambda shape: torch.randn(shape, generator=generator) * (1.0 if len(shape) > 2 else shape[-1] ** -0.5)
+    return [make(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+def _gradients(inputs: list[Tensor], level: str, activation: str = "silu") -> list[Tensor]:
+    with LEVELS[level]():
+        y = tigon.glu_mlp(*inputs, activation)
+    leaves = [x for x in inputs if x.requires_grad]
+    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("leading", [(1,), (3, 17), (2, 2, 5)], ids=str)
+@pytest.mark.parametrize("activation", REFERENCES)
+@every_level
+def test_accuracy(level, activation, leading, dtype):
+    def run(*inputs):
+        with LEVELS[level]():
+            return tigon.glu_mlp(*inputs, activation)
+
+    def reference(x, gate, up, down):
+        return REFERENCES[activation](x @ gate.t(), x @ up.t()) @ down.t()
+
+    assert_as_accurate_as_eager(run, reference, _inputs(*leading, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", REFERENCES)
+@pytest.mark.parametrize("level", ["lean", "lean+mlp"])
+def test_the_bits_of_the_default_level(level, activation, dtype):
+    inputs = _inputs(2, 33, dtype=dtype)
+    expected, given = (_gradients(inputs, name, activation) for name in ("default", level))
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1, 2), (3,), (0, 1, 2), (0, 3), (1, 3), (1, 2, 3)], ids=str)
+@every_level
+def test_frozen(level, frozen):
+    """Gradients of the others alone, the same as with all."""
+    inputs = _inputs(2, 9)
+    everything = _gradients(inputs, "default")
+    expected = [x for i, x in enumerate(everything) if i - 1 not in frozen]
+    for i in frozen:
+        inputs[i].requires_grad_(False)
+    given = _gradients(inputs, level)
+    assert len(given) == len(expected)
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("level", "frozen", "kept"),
+    [
+        ("default", (), {"x": 1, "gates": 3}),
+        ("lean", (), {"x": 1, "gates": 2}),
+        ("lean+mlp", (), {"x": 1, "gates": 0}),
+        ("default", (1, 2, 3), {"x": 0, "gates": 2}),
+        ("lean", (1, 2, 3), {"x": 0, "gates": 2}),
+        ("lean+mlp", (1, 2, 3), {"x": 1, "gates": 0}),
+    ],
+    ids=str,
+)
+@by_kernels
+def test_what_is_kept(level, frozen, kept):
+    inputs = _inputs(2, 9)
+    for i in frozen:
+        inputs[i].requires_grad_(False)
+    saved = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
+    with hooks, LEVELS[level]():
+        y = tigon.glu_mlp(*inputs)
+    shapes = [tuple(t.shape) for t in saved.values() if not any(t.data_ptr() == p.data_ptr() for p in inputs[1:])]
+    assert sum(shape[-1] == HIDDEN for shape in shapes) == kept["x"]
+    assert sum(shape[-1] == INNER for shape in shapes) == kept["gates"]
+    assert y.shape == inputs[0].shape
+
+
+@every_level
+def test_a_second_backward(level):
+    """What is kept is not written over."""
+    inputs = _inputs(2, 9)
+    with LEVELS[level]():
+        loss = tigon.glu_mlp(*inputs).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@by_kernels
+def test_checkpointing_does_not_repeat_the_last_product():
+    """Three products forward, two of them again, six backward."""
+    inputs = _inputs(2, 9)
+    with FlopCounterMode(display=False) as counter:
+        y = checkpoint(tigon.glu_mlp, *inputs, use_reentrant=False)
+        torch.autograd.grad(y.sum(), inputs)
+    assert counter.get_total_flops() == 11 * 2 * 2 * 9 * HIDDEN * INNER
+
+
+@pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])
+@pytest.mark.parametrize("change", ["hook", "bias", "adapter", "autocast", "dtype"])
+def test_layers_that_do_more_are_called(mlp, change):
+    torch.manual_seed(0)
+    model, x = mlp(HIDDEN, INNER, bias=change == "bias").to(DEVICE), torch.randn(2, 9, HIDDEN, device=DEVICE)
+    context = contextlib.nullcontext()
+    called = []
+    if change == "hook":
+        model.up_proj.register_forward_hook(lambda *args: called.append(1))
+    elif change == "adapter":
+
+        class Adapted(nn.Linear):
+            def forward(self, x):
+                called.append(1)
+                return super().forward(x) + 1.0
+
+        layer = Adapted(HIDDEN, INNER, bias=False).to(DEVICE)
+        layer.load_state_dict(model.gate_proj.state_dict())
+        model.gate_proj = layer
+    elif change == "autocast":
+        context = torch.autocast(DEVICE, torch.bfloat16)
+    elif change == "dtype":
+        model.down_proj.double()
+        with pytest.raises(RuntimeError, match="dtype|scalar type"):
+            model(x)
+        return
+    with context:
+        given = model(x)
+        activate = {"silu": swiglu_reference, "gelu_tanh": REFERENCES["gelu_tanh"]}[model.activation]
+        expected = model.down_proj(activate(model.gate_proj(x), model.up_proj(x)))
+    if change != "autocast" or DEVICE != "cpu":
+        torch.testing.assert_close(given, expected, atol=2e-2 if change == "autocast" else 1e-5, rtol=1e-2)
+    assert given.dtype == expected.dtype
+    assert len(called) == (2 if change in ("hook", "adapter") else 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_weight": (INNER, 7)}, r"glu_mlp: gate_weight must have shape \[I, H\] .* got \(40, 7\)"),
+        ({"up_weight": (41, HIDDEN)}, r"glu_mlp: up_weight must have shape \(40, 24\), got \(41, 24\)"),
+        ({"down_weight": (HIDDEN, 41)}, r"glu_mlp: down_weight must have shape \[O, 40\], got \(24, 41\)"),
+    ],
+    ids=str,
+)
+def test_refuses(change, message):
+    shapes = {"gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN), "down_weight": (HIDDEN, INNER)} | change
+    weights = {name: torch.randn(shape, device=DEVICE) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        tigon.glu_mlp(torch.randn(2, HIDDEN, device=DEVICE), **weights)
+
+
+def test_refuses_an_activation():
+    x, *weights = _inputs(2)
+    with pytest.raises(ValueError, match="glu_mlp: activation must be one of .*got 'relu'"):
+        tigon.glu_mlp(x, *weights, activation="relu")
