@@ -1,4 +1,4 @@
-"""`memory="lean"` in a group: bit for bit the loss and every gradient of the default level, distributed alike."""
+"""Levels of memory in a group: bit for bit the loss and every gradient of the default level, distributed alike."""
 
 import functools
 from collections.abc import Callable
@@ -29,24 +29,51 @@ def some_checkpointed(model: nn.Module) -> nn.Module:
     return model
 
 
-def same(distribute: Callable, patch_after: bool = False, one_batch: bool = False, **config) -> Callable[[int], None]:
+def linears_apart(model: nn.Module) -> nn.Module:
+    """Each projection is a unit of its own, which is called once more while another runs its backward."""
+    for layer in model.model.layers:
+        for child in layer.mlp.children():
+            if isinstance(child, nn.Linear):
+                fully_shard(child)
+    return norms_apart(model)
+
+
+def count_calls(model: nn.Module) -> list:
+    """Of the gate and up projections, by their forward; a hook would keep them from being called again."""
+    calls = []
+    for name, module in model.named_modules():
+        if name.endswith(("gate_proj", "up_proj")):
+            module.forward = lambda x, stock=module.forward: calls.append(1) or stock(x)
+    return calls
+
+
+def same(
+    distribute: Callable, patch_after: bool = False, one_batch: bool = False, level: str = "lean", **config
+) -> Callable[[int], None]:
     def way(rank: int) -> None:
-        results = []
-        for memory in ("lean", "default"):
+        results, counts = [], []
+        for memory in (level, "default"):
             model = build(**config)
             if not patch_after:
                 tigon.patch(model, memory=memory)
             model = distribute(model)
             if patch_after:
                 tigon.patch(model, memory=memory)
+            calls = count_calls(model)
             for seed in range(2):  # what a first step leaves behind must not disturb a second
                 made = step(model, True, **batch(0 if one_batch else rank, seed))
             results.append(made)
-        lean, default = results
-        assert lean.keys() == default.keys()
-        assert all(torch.equal(lean[name], value) for name, value in default.items())
+            counts.append(len(calls))
+        given, default = results
+        assert given.keys() == default.keys()
+        assert all(torch.equal(given[name], value) for name, value in default.items())
+        assert counts[0] == (1 if level == "lean" else 2) * counts[1] or distribute is some_checkpointed, counts
 
     return way
+
+
+lean_mlp = functools.partial(same, level="lean+mlp")
+checkpoint = functools.partial(same, level="checkpoint")
 
 
 def accumulated(rank: int) -> None:
@@ -80,4 +107,15 @@ WAYS = {
     "tensor parallel, DTensors between layers": same(
         functools.partial(by_layers, local=False), patch_after=True, one_batch=True
     ),
+    "lean+mlp, DDP": lean_mlp(ddp),
+    "lean+mlp, FSDP2": lean_mlp(fsdp2, model_type="llama", patch_after=True),
+    "lean+mlp, FSDP2, bf16 parameters": lean_mlp(functools.partial(fsdp2, **BF16)),
+    "lean+mlp, FSDP2, linear layers units of their own": lean_mlp(linears_apart),
+    "lean+mlp, FSDP1, original parameters": lean_mlp(functools.partial(fsdp1, use_orig_params=True)),
+    "lean+mlp, FSDP1, flat parameters": lean_mlp(functools.partial(fsdp1, use_orig_params=False)),
+    "lean+mlp, tensor parallel": lean_mlp(by_plan, patch_after=True, one_batch=True, model_type="llama"),
+    "checkpoint, DDP": checkpoint(ddp),
+    "checkpoint, FSDP2": checkpoint(fsdp2, model_type="qwen3", patch_after=True),
+    "checkpoint, FSDP2, bf16 parameters": checkpoint(functools.partial(fsdp2, **BF16)),
+    "offload, FSDP2": same(fsdp2, level="offload"),
 }

@@ -134,7 +134,8 @@ def _is_whole(y: Tensor) -> bool:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    return type(module) is nn.Linear and not module._forward_hooks and not module._forward_pre_hooks
+    hooks = module._forward_hooks or module._forward_pre_hooks
+    return type(module) is nn.Linear and not hooks and "forward" not in vars(module)
 
 
 def _origin(hook: Callable) -> str:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from tigon.ops.dispatch import simulation_of
+
 __all__ = ["Away"]
 
 SMALLEST = 2**20  # bytes; what is smaller stays
@@ -31,6 +33,8 @@ ALIGNED = 512  # as the device's allocator aligns
 
 def is_moved(device: torch.device) -> bool:
     """Whether tensors of a device go to the host: those of a GPU, which captures no graph just now."""
+    if simulation_of(device) is not None:
+        return True
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
 
 
@@ -46,7 +50,10 @@ def _side_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
 def _copy(given: Tensor, direction: str, device: torch.device, stream: torch.cuda.Stream | None) -> tuple:
     """A copy of bytes, "out" or "back", made on the side stream once `stream` is here; and the event of its end."""
     if stream is None:
-        return given.clone(), None
+        made = given.clone()
+        if (simulation := simulation_of(device)) is not None:
+            simulation.copied(made, direction == "out")
+        return made, None
     empty = functools.partial(torch.empty, given.shape, dtype=given.dtype)
     made = empty(pin_memory=True) if direction == "out" else empty(device=device)
     side = _side_stream(device, direction)
