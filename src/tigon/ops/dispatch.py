@@ -5,6 +5,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from triton.runtime.jit import JITFunction
 
 __all__ = [
     "Device",
+    "Simulation",
     "cdiv",
     "device_kind",
     "device_of",
@@ -24,6 +26,7 @@ __all__ = [
     "on_device",
     "runs_kernels",
     "simulated",
+    "simulation_of",
 ]
 
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
@@ -62,22 +65,36 @@ _keys: dict[tuple, Callable] = {}  # of the types of a launch's arguments: the r
 # What kernels launched on CPU tensors take for their device: the interpreter's, or one that is compiled for.
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 
-# In `simulated`: the device that meta tensors are taken to be on, and who is told of launches.
-_simulation: tuple[Device, Callable[[tuple], None]] | None = None
+
+class Simulation(Protocol):
+    """Who counts what a GPU would do."""
+
+    device: Device  # that meta tensors are taken to be on
+
+    def launched(self, arguments: tuple) -> None:
+        """A kernel would run with these."""
+
+    def copied(self, made: Tensor, out: bool) -> None:
+        """`made` would have been copied out to the host, or back from it."""
+
+
+_simulation: Simulation | None = None
 
 
 @contextlib.contextmanager
-def simulated(device: Device, launched: Callable[[tuple], None]) -> Iterator[None]:
-    """Ops treat meta tensors as those of a GPU in the block, in every thread: for counts of what a step would take.
-
-    No kernel runs; `launched` is called with the arguments of each that would.
-    """
+def simulated(simulation: Simulation) -> Iterator[None]:
+    """Ops treat meta tensors as those of a GPU in the block, in every thread, and run no kernel on them."""
     global _simulation
-    before, _simulation = _simulation, (device, launched)
+    before, _simulation = _simulation, simulation
     try:
         yield
     finally:
         _simulation = before
+
+
+def simulation_of(device: torch.device) -> Simulation | None:
+    """Who counts what would happen on a device; None if it does happen."""
+    return _simulation if device.type == "meta" else None
 
 
 def device_kind(x: Tensor) -> str:
@@ -116,7 +133,7 @@ def device_of(x: Tensor) -> Device:
     """Properties of the device that holds `x`."""
     if x.is_cuda:
         return _device(x.device.index)
-    return _simulation[0] if _simulation is not None and x.is_meta else EMULATED
+    return _simulation.device if _simulation is not None and x.is_meta else EMULATED
 
 
 def cdiv(a: int, b: int) -> int:
@@ -158,7 +175,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: 
         return
     device = arguments[0].get_device()
     if device < 0 and _simulation is not None and arguments[0].is_meta:
-        _simulation[1](arguments)
+        _simulation.launched(arguments)
         return
     if device < 0 or _hooked():  # the interpreter's; a profiler's, which wants to be told of every launch
         kernel[(programs,)](*arguments, **constants, **COMPILE)

@@ -72,6 +72,7 @@ class Ledger(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.device = H200
         self.live = self.peak = 0
         self.work = Work()
         self.watch: Callable[[Tensor], None] | None = None  # told of each tensor that an operation takes
@@ -80,7 +81,7 @@ class Ledger(TorchDispatchMode):
         self._blocks = contextlib.ExitStack()
 
     def __enter__(self) -> "Ledger":
-        self._blocks.enter_context(simulated(H200, self._launched))
+        self._blocks.enter_context(simulated(self))
         self._blocks.enter_context(_Attention(self))
         return super().__enter__()
 
@@ -140,8 +141,17 @@ class Ledger(TorchDispatchMode):
             self.work.traffic += sum(_extent(x) for x in touched.values() if x.is_meta)
         return result
 
-    def _launched(self, arguments: tuple) -> None:
+    # --- what Tigon's ops say ---------------------------------------------------------------------
+
+    def launched(self, arguments: tuple) -> None:
+        """A kernel would run."""
         self.work.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
+
+    def copied(self, made: Tensor, out: bool) -> None:
+        """A tensor would go to the host, where it takes nothing of the GPU, or come back."""
+        self.work.to_host += made.nbytes
+        if out:
+            self.leave_out(made)
 
 
 # --- attention -----------------------------------------------------------------------------------
@@ -173,7 +183,9 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value, mask, ledger, flops):
-        wide = query if query.shape[-1] == value.shape[-1] else query[..., :1].expand(query.shape[:-1] + value.shape[-1:])
+        wide = (
+            query if query.shape[-1] == value.shape[-1] else query[..., :1].expand(query.shape[:-1] + value.shape[-1:])
+        )
         out = torch.empty_like(wide)  # laid out in memory as the queries are
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, lse)

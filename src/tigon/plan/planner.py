@@ -201,7 +201,9 @@ def plan(
         try:
             step = count(settings.batch)
         except Exception as error:  # of the model's code, on tensors without values
-            raise NotPlanned(f"a step of this {type(model).__name__} on meta fails ({_one_line(error)}); {auto}") from error
+            raise NotPlanned(
+                f"a step of this {type(model).__name__} on meta fails ({_one_line(error)}); {auto}"
+            ) from error
         return Row(level, step, _largest(count, settings.batch, settings.budget))
 
     base = None

@@ -4,7 +4,8 @@ import dataclasses
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from tigon.plan.engines import Optimizer, Sharded, Whole
 from tigon.plan.ledger import Ledger, Work
@@ -37,6 +38,12 @@ class Step:
         return max(self.peaks)
 
 
+def _backward(loss: Tensor) -> None:
+    """`loss.backward()`, which itself would leave the function modes that are on, and layers that run again need them."""
+    one = torch.ones_like(loss)
+    _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, batch: int, seq: int) -> Step:
     """A step of `batch` sequences of `seq` tokens on each GPU, after the first, which makes the optimizer's state.
 
@@ -53,7 +60,7 @@ def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, 
             loss = model(input_ids=tokens, labels=tokens).loss
             kept, forward, there = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
             ledger.peak = ledger.live
-            loss.backward()
+            _backward(loss)
             backward, back = ledger.peak, ledger.work.minus(there)
         finally:
             engine.finish(ledger)
