@@ -24,6 +24,7 @@ from tigon.ops.rope import rope
 from tigon.ops.softmax import Softmax, softmax
 from tigon.ops.tvd import TVDLoss, tvd
 from tigon.ops.valid_rows import ValidRows
+from tigon.optim import AdamW
 
 __version__ = "0.1.0"
 
@@ -31,6 +32,7 @@ _LAZY = {"patch": "tigon.hf", "patched": "tigon.hf", "AutoModelForCausalLM": "ti
 
 __all__ = [
     "GEGLUMLP",
+    "AdamW",
     "AutoModelForCausalLM",
     "CrossEntropyLoss",
     "JSDLoss",

@@ -91,6 +91,12 @@ def _divergence(run, v: int, **options) -> None:
     loss.backward(loss.detach())
 
 
+def _adamw(n: int, dtype: torch.dtype, **options) -> None:
+    parameter = _leaf(n, dtype=dtype)
+    parameter.grad = parameter.detach()
+    tigon.AdamW([parameter], **options).step()
+
+
 # What the kernel that reads logits once takes: the others go to the two passes.
 IN_PLACE = {"inplace": True, "z_loss": 1e-4, "logit_scale": 0.5, "return_z_loss": True}
 EVERY_OUTPUT = {"return_log_probs": True, "return_entropy": True}
@@ -174,4 +180,6 @@ WORKLOADS = {
     "jsd 128256, the reverse KL": lambda: _divergence(tigon.jsd, 128256, beta=1.0),
     "tvd 128256": lambda: _divergence(tigon.tvd, 128256),
     "tvd 32000 from logits": lambda: _divergence(tigon.tvd, 32000, from_logits=True),
+    "AdamW bf16": lambda: _adamw(4096, BF16),
+    "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
 }

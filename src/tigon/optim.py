@@ -1,0 +1,126 @@
+"""AdamW whose step is one pass over memory: torch's optimizer, with a kernel of Tigon's for what it can take."""
+
+import inspect
+
+import torch
+from torch import Tensor
+
+from tigon.ops.adamw import adamw_step
+from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN, runs_kernels
+
+__all__ = ["AdamW"]
+
+# Without the wrapper that an instance of torch's class puts around it, which would call every step hook twice.
+_torch_step = inspect.unwrap(torch.optim.AdamW.step)
+
+
+class AdamW(torch.optim.AdamW):
+    """`torch.optim.AdamW`, same arguments, states and state dict; its step reads and writes each tensor once.
+
+    One Triton kernel a parameter that is a contiguous CUDA or ROCm tensor in fp32, bf16 or fp16, or this rank's shard
+    of one (DTensor, as FSDP2 makes them). The arithmetic is in fp32, and rounded once to the dtype of each tensor, as
+    in torch with `fused=True`. Everything else takes torch's own path, by the options given: other tensors,
+    `foreach=True` or `False`, `fused=False`, `amsgrad`, `differentiable`, betas as tensors, a `GradScaler` that
+    leaves scaling to the optimizer (`fused=True`).
+
+    Args:
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused:
+            As torch has them. `fused=True` or `capturable=True` keeps the counts of steps on the device; nothing
+            waits for it either way. In a CUDA graph: `capturable=True`, and `lr` as a tensor on the device if it is
+            to change.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: What torch's constructor raises.
+
+    Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 4)
+        >>> optimizer = tigon.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+        >>> model(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+    """
+
+    # torch.compile runs it as it is: while tracing, torch calls `_init_group`, which here would take the step.
+    @torch._disable_dynamo
+    def step(self, closure=None):
+        """Take a step; see `torch.optim.Optimizer.step`."""
+        with torch.set_grad_enabled(self.defaults["differentiable"]):
+            return _torch_step(self, closure)
+
+    def _init_group(self, group, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps):
+        """Fill the lists as torch does, take the step of what the kernel can, and leave torch the rest."""
+        lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
+        has_complex = super()._init_group(group, *lists)
+        if self._leaves_to_torch(group):
+            return has_complex
+        found = [_local(*x) for x in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
+        taken = [i for i, tensors in enumerate(found) if tensors is not None and _is_plain(steps[i])]
+        _count([steps[i] for i in taken])
+        lr, written = group["lr"], []
+        lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
+        for i in taken:
+            tensors, step = found[i], steps[i]
+            device = tensors[0].device
+            adamw_step(
+                *tensors,
+                step if step.device == device else float(step),
+                lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else lr,
+                group["betas"],
+                group["eps"],
+                group["weight_decay"],
+                group["maximize"],
+            )
+            written += params[i], exp_avgs[i], exp_avg_sqs[i]
+        torch.autograd.graph.increment_version(written)
+        left = sorted(set(range(len(params))) - set(taken))
+        for x in lists:
+            x[:] = [x[i] for i in left] if x else []
+        return has_complex
+
+    def _leaves_to_torch(self, group: dict) -> bool:
+        """Whether the group's options ask for something that the kernel does not do, or for another way by name."""
+        numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        return (
+            group["foreach"] is not None
+            or group["fused"] is False
+            or group["amsgrad"]
+            or group["differentiable"]
+            or not all(isinstance(x, (int, float)) for x in numbers)
+            or getattr(self, "grad_scale", None) is not None
+            or getattr(self, "found_inf", None) is not None
+        )
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) in PLAIN or not hasattr(x, "__tensor_flatten__")
+
+
+def _local(param: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
+    """Parameter, gradient and moments as memory on this rank, or None if the kernel cannot take them."""
+    tensors = (param, *others)
+    if hasattr(param, "to_local"):
+        if not all(hasattr(x, "to_local") for x in others):
+            return None
+        if not all(x.placements == param.placements and x.device_mesh == param.device_mesh for x in others):
+            return None
+        tensors = tuple(x.to_local() for x in tensors)
+    first = tensors[0]
+    shape, device = first.shape, first.device
+    if not runs_kernels(first):
+        return None
+    for x in tensors:
+        if x.dtype not in KERNEL_DTYPES or x.device != device or x.shape != shape:
+            return None
+        if not (x.is_contiguous() and _is_plain(x)):
+            return None
+    return tensors
+
+
+def _count(steps: list[Tensor]) -> None:
+    """One more step, in place, in few launches."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for x in steps:
+        by_device.setdefault(x.device, []).append(x)
+    for group in by_device.values():
+        torch._foreach_add_(group, 1)
