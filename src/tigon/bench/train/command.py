@@ -146,8 +146,12 @@ def _run(console: "Console", plan: "Plan", folder: Path) -> int:
 
         runner = Runner(plan, folder, lambda text: progress.update(task, description=escape(text)), done)
         outcome = runner.run()
-    settings |= {"parameters": outcome.parameters, "attention": outcome.attention, "applied": outcome.applied}
-    settings |= {"interrupted": outcome.interrupted, "seconds": round(time.perf_counter() - started, 1)}
+    settings |= {
+        **outcome.facts,
+        "applied": outcome.applied,
+        "interrupted": outcome.interrupted,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
     report.write_json(folder / "train.json", outcome.rows, machine, settings)
     (folder / "train.md").write_text(report.markdown(outcome.rows, machine, settings), encoding="utf-8")
     pictures = plots.draw(outcome.rows, folder, options.sweep, f"{title}, {machine['name']}", machine)

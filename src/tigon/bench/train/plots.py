@@ -134,10 +134,10 @@ def _lines(
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 and x % 256 == 0 else f"{x:g}")
     )
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
     axes.set_xlabel(f"{_NAMES[sweep]}   (x: out of memory)", color=MUTED)
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left")
 
 
 def _spaced(sizes: Iterable[int]) -> list[int]:

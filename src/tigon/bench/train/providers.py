@@ -21,9 +21,9 @@ class Unsupported(Exception):
 
 def levels() -> tuple[str, ...]:
     """The levels of memory that `tigon.patch` knows."""
-    from tigon.hf.patch import MEMORY
+    from tigon.hf.levels import LEVELS
 
-    return tuple(MEMORY)
+    return tuple(LEVELS)
 
 
 @dataclass(frozen=True)

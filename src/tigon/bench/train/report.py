@@ -195,7 +195,8 @@ def _note(row: Row) -> str:
 
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """Titles, and the cells of each row; a column of ratios for stock and for Liger where they were measured."""
+    """Titles, and the cells of each row, by size; ratios to stock and to Liger where they were measured."""
+    rows = sorted(rows, key=lambda row: (row.batch, row.seq))
     at = {(row.provider, row.batch, row.seq): row for row in rows if row.ok}
     peers = [name for name in ("stock", "liger") if any(provider == name for provider, *_ in at)]
 

@@ -84,9 +84,8 @@ class Outcome:
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
-        self.parameters: int | None = None
+        self.facts: dict[str, Any] = {}
         self.applied: dict[str, str] = {}
-        self.attention: str | None = None
         self.interrupted = False
 
     def row(self, run: Run, batch: int, seq: int, gpus: int) -> Row:
@@ -153,7 +152,8 @@ class Runner:
         self._done(row)
 
     def _ready(self, run: Run, event: dict[str, Any]) -> None:
-        self.outcome.parameters, self.outcome.attention = event["parameters"], event["attention"]
+        names = ("parameters", "parameters_of_a_rank", "attention")
+        self.outcome.facts = {name: event[name] for name in names}
         if event["applied"]:
             self.outcome.applied[run.name] = event["applied"]
 

@@ -3,7 +3,7 @@
 For each line on standard input, a `Point`, it trains and answers on standard output with lines of JSON; the end of
 standard input ends it. Rank 0 reads and speaks; a failure is told by the rank that has it.
 
-    {"event": "ready", "parameters": .., "attention": .., "applied": .., "seconds": ..}
+    {"event": "ready", "parameters": .., "parameters_of_a_rank": .., "attention": .., "applied": .., "seconds": ..}
     {"event": "refused", "status": "missing" | "unsupported", "note": ..}
     {"event": "step", "step": .., "loss": .., "timed": ..}
     {"event": "point", "seconds": [..], "host_seconds": [..], "losses": [..], "allocated": .., "reserved": ..}
@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tigon.bench.train.job import Job, Point
 from tigon.bench.train.providers import Missing, Unsupported, select
@@ -123,9 +125,11 @@ class Trainer:
             model, self.optimizer = shard(model, self.optimizer)
         self.model: nn.Module = torch.compile(model) if self.provider.compiles else model
         self.steps = 0
+        local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
         itemsize = getattr(torch, job.dtype).itemsize
-        self._state_bytes = 3 * parameters * itemsize // job.ranks  # with the two moments of AdamW
-        say("ready", parameters=parameters, attention=attention, applied=applied, seconds=time.perf_counter() - started)
+        self._state_bytes = 3 * local * itemsize  # with the two moments of AdamW
+        facts = {"parameters": parameters, "parameters_of_a_rank": local, "attention": attention, "applied": applied}
+        say("ready", **facts, seconds=time.perf_counter() - started)
 
     def free(self) -> None:
         """Let go of all but parameters and the optimizer's states."""
@@ -281,7 +285,12 @@ def main(path: str) -> int:
         return 1
     except Exception as error:
         say("failed", out_of_memory=is_out_of_memory(error), reason=_one_line(error))
-        raise
+        if job.ranks == 1:
+            raise
+        # The other ranks wait for this one: what libraries do at exit could wait for them.
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
     if dist.is_initialized():
         dist.destroy_process_group()
     return 0 if went_well else 1
