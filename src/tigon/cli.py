@@ -1,4 +1,4 @@
-"""The command line: `tigon demo`, `tigon inspect`, `tigon bench`, `tigon bench train`, `tigon resources`, `tigon env`.
+"""The command line: `tigon demo`, `inspect`, `plan`, `bench`, `bench train`, `resources` and `env`.
 
 Commands with imports of their own are loaded when they are called, after a look at whether those are there.
 """
@@ -42,6 +42,7 @@ _TO_TRAIN = ("transformers", "tokenizers", "matplotlib", "psutil", "numpy")
 _COMMANDS = (
     _Command("demo", "Train a Hugging Face decoder on real text, stock and with Tigon, and compare.", needs=_TO_TRAIN),
     _Command("inspect", "Show what tigon.patch replaces in a model, without its weights.", needs=("transformers",)),
+    _Command("plan", "Say what each level of memory needs, and which batch fits.", needs=("transformers",)),
     _Command("bench", "Measure speed and memory of every op, or of training, beside peers.", needs=("matplotlib",)),
     _Command(
         "resources", "Compile every kernel for every chip and print what it takes.", module="tigon.bench.resources"

@@ -1,8 +1,8 @@
 """What a step on meta tensors would take of a GPU: bytes alive at each moment, arithmetic and traffic.
 
 Every operation of torch passes by here; each makes the storages of its results and lets others go, in the order that
-the allocator of a GPU would see: the peak is a maximum over all moments, not a formula. Arithmetic is counted by torch's
-own formulas. Tigon's kernels are not run, their buffers are made.
+the allocator of a GPU would see: the peak is a maximum over all moments, not a formula. Arithmetic is counted by the
+formulas of torch. Tigon's kernels are not run, their buffers are made.
 """
 
 import contextlib
@@ -67,6 +67,7 @@ class Ledger(TorchDispatchMode):
 
     Attributes:
         live, peak: Bytes now, and the most there were.
+        host: Bytes of pinned memory that was asked for.
         work: What was done so far.
     """
 
@@ -74,6 +75,7 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.device = H200
         self.live = self.peak = 0
+        self.host = 0
         self.work = Work()
         self.watch: Callable[[Tensor], None] | None = None  # told of each tensor that an operation takes
         self._known: dict[int, int] = {}  # bytes by storage
@@ -152,6 +154,7 @@ class Ledger(TorchDispatchMode):
         self.work.to_host += made.nbytes
         if out:
             self.leave_out(made)
+            self.host += 1 << (made.nbytes - 1).bit_length()  # as torch's allocator of pinned memory rounds up
 
 
 # --- attention -----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 import tigon
 from tigon.hf.patch import MEMORY
@@ -55,7 +54,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked. `batch` and `seq` are of one GPU; `gpu_memory` in GiB.
+    """What is asked. `batch`, `seq` and the memories, in GiB, are of one GPU.
 
     Raises:
         ValueError: A setting is out of range, or two do not go together.
@@ -65,6 +64,7 @@ class Settings:
     batch: int = 1
     gpus: int = 1
     gpu_memory: float = 139.8
+    host_memory: float = 128.0
     reserve: float | None = None  # GiB that tensors do not get
     optimizer: str = "adamw"
     dtype: str = "bf16"
@@ -76,8 +76,9 @@ class Settings:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value}")
-        if not 0 < self.gpu_memory < float("inf"):
-            raise ValueError(f"gpu_memory must be a positive number of GiB, got {self.gpu_memory}")
+        for name in ("gpu_memory", "host_memory"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a positive number of GiB, got {getattr(self, name)}")
         for name, choices in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("strategy", (None, *STRATEGIES))):
             if getattr(self, name) not in choices:
                 known = ", ".join(choice for choice in choices if choice)
@@ -108,6 +109,10 @@ class Settings:
         """Bytes for tensors."""
         return int((self.gpu_memory - self.reserved) * GIB)
 
+    def load(self, step: Step) -> float:
+        """What a step takes of what there is, on the GPU or on the host; more than 1 does not fit."""
+        return max(step.peak / self.budget, step.host / (self.host_memory * GIB))
+
 
 @dataclass(frozen=True)
 class Row:
@@ -122,7 +127,7 @@ class Row:
 
     def fits(self, settings: Settings) -> bool:
         """Whether the batch that was asked for fits."""
-        return self.step is not None and self.step.peak <= settings.budget
+        return self.step is not None and settings.load(self.step) <= 1.0
 
 
 def seconds(step: Step, settings: Settings) -> float:
@@ -134,20 +139,20 @@ def _tokens_a_second(step: Step, settings: Settings) -> float:
     return step.batch * step.seq / seconds(step, settings)
 
 
-def _largest(count: Callable[[int], Step], first: int, budget: int) -> Step | None:
+def _largest(count: Callable[[int], Step], first: int, load: Callable[[Step], float]) -> Step | None:
     """The step of the largest batch that fits; memory is taken to grow with the batch. The search begins at `first`."""
     low, high = 0, MOST + 1  # the one fits, the other does not
     known: dict[int, Step] = {}
     guess = min(first, MOST)
     while high - low > 1:
         known[guess] = step = count(guess)
-        low, high = (guess, high) if step.peak <= budget else (low, guess)
-        near = sorted(known.values(), key=lambda step: abs(step.peak - budget))[:2]
+        low, high = (guess, high) if load(step) <= 1.0 else (low, guess)
+        near = sorted(known.values(), key=lambda step: abs(load(step) - 1.0))[:2]
         a, b = near if len(near) == 2 else (None, None)
-        if a is None or a.peak == b.peak:  # small batches may all have the peak of the optimizer's step
+        if a is None or load(a) == load(b):  # small batches may all have the peak of the optimizer's step
             guess = 2 * low if low else high // 2
         elif len(known) % 4:  # on the line through the two nearest
-            guess = int(a.batch + (budget - a.peak) * (a.batch - b.batch) / (a.peak - b.peak))
+            guess = int(a.batch + (1.0 - load(a)) * (a.batch - b.batch) / (load(a) - load(b)))
         else:  # memory is no line: a buffer may grow in steps
             guess = (low + min(high, 2 * low + 1)) // 2
         guess = min(max(guess, low + 1), high - 1, max(4 * low, 1) if high > MOST else high)
@@ -201,10 +206,9 @@ def plan(
         try:
             step = count(settings.batch)
         except Exception as error:  # of the model's code, on tensors without values
-            raise NotPlanned(
-                f"a step of this {type(model).__name__} on meta fails ({_one_line(error)}); {auto}"
-            ) from error
-        return Row(level, step, _largest(count, settings.batch, settings.budget))
+            name = type(model).__name__
+            raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {_one_line(error)}") from error
+        return Row(level, step, _largest(count, settings.batch, settings.load))
 
     base = None
     for level in sorted(levels, key=lambda level: level != "default"):  # what the others are compared with comes first

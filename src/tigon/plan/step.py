@@ -21,6 +21,7 @@ class Step:
         batch, seq: Sequences, and tokens of each.
         fixed: Bytes between steps: parameters, state of the optimizer, buffers.
         kept: Bytes that the forward pass leaves for backward.
+        host: Bytes of pinned memory that it fills.
         peaks: Bytes at most in the forward pass, in backward and in the optimizer's step, everything in them.
         work: What there is to do in each.
     """
@@ -29,6 +30,7 @@ class Step:
     seq: int
     fixed: int
     kept: int
+    host: int
     peaks: tuple[int, int, int]
     work: tuple[Work, Work, Work]
 
@@ -39,7 +41,7 @@ class Step:
 
 
 def _backward(loss: Tensor) -> None:
-    """`loss.backward()`, which itself would leave the function modes that are on, and layers that run again need them."""
+    """`loss.backward()`, which by itself would leave the ledger's modes; layers that run again in it need them."""
     one = torch.ones_like(loss)
     _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -68,6 +70,6 @@ def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, 
             for p in model.parameters():
                 p.grad = None
     there.exchanged, back.exchanged = engine.exchanged
-    return Step(
-        batch, seq, fixed, kept, (forward, backward, update), (there, back, Work(traffic=optimizer.traffic))
-    )  # fmt: skip
+    update_work = Work(traffic=optimizer.traffic)
+    peaks, work = (forward, backward, update), (there, back, update_work)
+    return Step(batch, seq, fixed, kept, ledger.host, peaks, work)

@@ -1,0 +1,128 @@
+"""A plan as a table and as JSON."""
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import tigon
+from tigon.plan.planner import DTYPES, GIB, STOCK, Row, Settings, recommended, seconds
+from tigon.plan.step import Step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+__all__ = ["as_json", "assumptions", "print_plan"]
+
+
+def assumptions(settings: Settings) -> list[str]:
+    """What the numbers rest on, as sentences."""
+    rates = settings.rates
+    products = rates.products_fp32 if settings.dtype == "fp32" else rates.products
+    said = [
+        "Memory: bytes of tensors at the worst moment of a step, after the first; no token is padding; attention by a "
+        f"fused kernel where the model calls torch's. {settings.reserved:.1f} of {settings.gpu_memory:.1f} GiB are "
+        "left to CUDA, NCCL and the allocator's gaps.",
+        f"Speed: products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f}, all else at "
+        f"{rates.traffic / 1e12:.1f} TB/s, {rates.host / 1e9:.0f} GB/s to the host, as in long steps on an H200; "
+        "small models wait for the host instead.",
+    ]
+    if settings.gpus > 1:
+        said.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s each way while they compute.")
+    if settings.engine == "fsdp":
+        said.append("FSDP2 as accelerate wraps it: a unit a layer, one of the embedding, one of last norm and head.")
+    return said
+
+
+def _size(step: Step | None) -> str:
+    return "-" if step is None else f"{step.peak / GIB:.1f}"
+
+
+def print_plan(console: "Console", name: str, rows: list[Row], settings: Settings, batch_given: bool) -> None:
+    """The table, the level to take, and what it rests on."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
+    title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
+    console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB a GPU\n")
+    best = recommended(rows, settings, batch_given)
+    table = Table()
+    table.add_column("memory=")
+    for column in (f"GiB at batch {settings.batch}", "kept for backward", "fits", "speed", "largest batch", "GiB",
+                   "tokens a step", "speed"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in sorted(rows, key=lambda row: row.level != STOCK):
+        level = f"[bold]{row.level}[/]" if row is best else row.level
+        if row.step is None:
+            table.add_row(level, "-", style="dim")
+            continue
+        big = row.largest
+        tokens = "-" if big is None else f"{big.batch * big.seq * settings.gpus:,}"
+        table.add_row(
+            level, _size(row.step), f"{row.step.kept / GIB:.1f}", "yes" if row.fits(settings) else "[red]no[/]",
+            f"{row.speed:.2f}", f"{big.batch:,}" if big else "[red]none[/]", _size(big), tokens,
+            f"{row.largest_speed:.2f}" if big else "-",
+        )  # fmt: skip
+    console.print(table)
+    for row in rows:
+        if row.reason:
+            console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
+    if any(row.step is not None and row.step.host for row in rows):
+        hosts = ", ".join(f"{row.step.host / GIB:.0f}" for row in rows if row.step is not None and row.step.host)
+        console.print(f"offload: {hosts} GiB of pinned memory a GPU at batch {settings.batch}.")
+    console.print(_advice(best, settings, batch_given))
+    console.print("Batches are of one GPU; speed is tokens a second, beside the default level at the batch asked for.")
+    for sentence in assumptions(settings):
+        console.print(sentence, style="dim")
+
+
+def _advice(best: Row | None, settings: Settings, batch_given: bool) -> str:
+    if best is None:
+        what = f"batch {settings.batch}" if batch_given else "even one sequence"
+        return f"[bold red]No level fits {what}[/]: take more GPUs with fsdp, a shorter sequence or a smaller batch."
+    batch = settings.batch if batch_given else best.largest.batch
+    return f"[bold green]Take tigon.patch(model, memory={best.level!r})[/], batch {batch} a GPU: the fastest that fits."
+
+
+def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    stages = ("forward", "backward", "update")
+    return {
+        "batch": step.batch,
+        "peak_bytes": step.peak,
+        "fixed_bytes": step.fixed,
+        "kept_bytes": step.kept,
+        "host_bytes": step.host,
+        "fits": settings.load(step) <= 1.0,
+        "seconds": seconds(step, settings),
+        "tokens_a_second": step.batch * step.seq * settings.gpus / seconds(step, settings),
+        "peaks": dict(zip(stages, step.peaks, strict=True)),
+        "work": {stage: dataclasses.asdict(work) for stage, work in zip(stages, step.work, strict=True)},
+    }
+
+
+def as_json(name: str, rows: list[Row], settings: Settings, batch_given: bool) -> dict[str, Any]:
+    """Everything, for programs."""
+    import torch
+    import transformers
+
+    best = recommended(rows, settings, batch_given)
+    arithmetic, stored = DTYPES[settings.dtype]
+    return {
+        "model": name,
+        "settings": {**dataclasses.asdict(settings), "strategy": settings.engine, "budget_bytes": settings.budget},
+        "dtypes": {"arithmetic": str(arithmetic), "stored": str(stored)},
+        "recommended": best and best.level,
+        "levels": {
+            row.level: {
+                "at_batch": _step_json(row.step, settings),
+                "largest": _step_json(row.largest, settings),
+                "relative_speed": row.speed,
+                "relative_speed_of_largest": row.largest_speed,
+                "reason": row.reason,
+            }
+            for row in rows
+        },
+        "assumptions": assumptions(settings),
+        "versions": {"tigon": tigon.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }
