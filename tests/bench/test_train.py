@@ -2,15 +2,19 @@
 
 import json
 import math
+import sys
+import types
 from dataclasses import replace
 
 import pytest
+import transformers
 
 from tigon.bench.train import plots, providers, report
 from tigon.bench.train.plan import Options, make_plan, model_config
 from tigon.bench.train.report import Row, compare_curves
 from tigon.bench.train.runner import worker_command
 from tigon.bench.train.search import Search
+from tigon.presets import PRESETS
 
 # --- sizes ---------------------------------------------------------------------------------------
 
@@ -67,6 +71,41 @@ def test_every_level_is_a_provider():
 def test_providers_refused(names, checkpointing, message):
     with pytest.raises(ValueError, match=message):
         providers.select(names, checkpointing)
+
+
+@pytest.fixture
+def liger(monkeypatch):
+    """A Liger Kernel that knows llama alone, and notes what it was applied to."""
+    applied = []
+    package = types.ModuleType("liger_kernel.transformers")
+    package._apply_liger_kernel_to_instance = lambda model: applied.append(model)
+    table = types.ModuleType("liger_kernel.transformers.monkey_patch")
+    table.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
+    for module in (types.ModuleType("liger_kernel"), package, table):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return applied
+
+
+def model_of(model_type: str) -> types.SimpleNamespace:
+    switched = []
+    return types.SimpleNamespace(
+        config=types.SimpleNamespace(model_type=model_type),
+        gradient_checkpointing_enable=switched.append, switched=switched,
+    )  # fmt: skip
+
+
+def test_liger_has_its_defaults_and_the_checkpoints_of_others(liger, monkeypatch):
+    (provider,) = providers.select("liger")
+    model = model_of("llama")
+    provider.apply(model, False, "cuda")
+    assert (liger, model.switched) == ([model], [])
+    provider.apply(model, True, "cuda")
+    assert model.switched == [{"use_reentrant": False}]
+    with pytest.raises(providers.Unsupported, match="does not know gpt2"):
+        provider.apply(model_of("gpt2"), False, "cuda")
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
+    with pytest.raises(providers.Missing, match="not installed"):
+        provider.apply(model, False, "cuda")
 
 
 # --- the plan ------------------------------------------------------------------------------------
@@ -134,6 +173,19 @@ def test_fewer_layers_are_the_same_model():
     config = model_config("gemma-2-2b", layers=3)
     assert (config.num_hidden_layers, len(config.layer_types), config.hidden_size) == (3, 3, 2304)
     assert config.to_dict()["attn_logit_softcapping"] == 50.0
+
+
+EXTRA = ("transformers_version", "_name_or_path")  # what a file adds
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_process_reads_the_config_that_was_written(name, tmp_path):
+    config = model_config(name, layers=2)
+    config.to_json_file(tmp_path / "config.json", use_diff=False)
+    read = transformers.AutoConfig.from_pretrained(str(tmp_path / "config.json"))
+    assert type(read) is type(config)
+    fields = {name: value for name, value in config.to_dict().items() if name not in EXTRA}
+    assert {name: read.to_dict()[name] for name in fields} == fields
 
 
 def test_a_group_is_started_by_torchrun():

@@ -195,6 +195,13 @@ def test_a_refused_option_writes_nothing(run):
     assert report is None
 
 
+def test_what_is_missing_is_named(run, monkeypatch):
+    find_spec = cli.importlib.util.find_spec
+    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find_spec(name))
+    _, output, _ = run()
+    assert "tigon bench train needs tokenizers: pip install 'tigon[demo]'" in output
+
+
 def test_ranks_share_the_model(run, tmp_path):
     """Two processes under torchrun and FSDP2: half of the parameters each, and losses as of Tigon's kernels."""
     pytest.importorskip("accelerate")
