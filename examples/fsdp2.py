@@ -4,6 +4,7 @@ Accelerate shards on accelerators alone. On CPU ranks (`--cpu`) it makes this a 
 """
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from model_and_text import Meter, build_model, parser, token_rows
 from torch.utils.data import DataLoader
@@ -13,7 +14,7 @@ import tigon
 
 def main() -> None:
     arguments = parser("Train with accelerate's FSDP2.").parse_args()
-    accelerator = Accelerator()
+    accelerator = Accelerator(cpu=not torch.cuda.is_available())
     model = build_model(arguments.model).train()
     # Before `prepare`, which replaces the model's forward.
     report = tigon.patch(model, memory=arguments.memory)
@@ -31,8 +32,10 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         meter.step(loss, ids.numel())
-    accelerator.end_training()
 
 
 if __name__ == "__main__":
     main()
+    # Here the model is gone: with a data-parallel one alive, gloo sometimes waits for ever.
+    if dist.is_initialized():
+        dist.destroy_process_group()

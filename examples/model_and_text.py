@@ -22,8 +22,8 @@ TINY = {
 def parser(description: str) -> argparse.ArgumentParser:
     """The options that all scripts have."""
     options = argparse.ArgumentParser(description=description)
-    options.add_argument("--model", help="a name on the hub, a folder, or a config.json (random weights); else a tiny Llama")
-    options.add_argument("--text", type=Path, help="a file or folder of text; else the Python standard library's sources")
+    options.add_argument("--model", help="hub name, folder, or config.json (random weights); else a tiny Llama")
+    options.add_argument("--text", type=Path, help="file or folder; else the Python standard library's sources")
     options.add_argument("--memory", default="lean", help="a level of tigon.patch")
     options.add_argument("--steps", type=int, default=20)
     options.add_argument("--batch", type=int, default=2, help="sequences a rank")
@@ -74,5 +74,6 @@ class Meter:
         self.steps += 1
         if os.environ.get("RANK", "0") == "0":
             speed = tokens * self.ranks / (now - self.started)
-            print(f"step {self.steps}  loss {value:.5f}  {speed:,.0f} tokens/s  peak {peak / 2**30:.2f} GiB", flush=True)
+            line = f"step {self.steps}  loss {value:.5f}  {speed:,.0f} tokens/s  peak {peak / 2**30:.2f} GiB"
+            print(line, flush=True)
         self.started = now

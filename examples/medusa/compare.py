@@ -6,8 +6,8 @@ Two CPU cores, in a minute:      python examples/medusa/compare.py --device cpu 
                                      --vocabulary 512 --first 64 --longest 512
 
 The first variant doubles its length until memory ends, then tries half-way between. The others are measured at its
-lengths, then at multiples of its longest one. Each variant of a stage and a number of heads is a process of its own (one
-for each GPU) that takes one length after the other.
+lengths, then at multiples of its longest one. Each variant of a stage and a number of heads is a process of its own
+(one for each GPU) that takes one length after the other.
 """
 
 import argparse
@@ -36,8 +36,8 @@ def sweep_first(worker: Worker, first: int, longest: int) -> list[dict]:
 
 def sweep_others(worker: Worker, reference: list[dict], multiples: list[int], longest: int) -> list[dict]:
     """The lengths that the first variant could do, then multiples of its longest, until memory ends."""
-    done = sorted(result["length"] for result in reference if "reason" not in result)
-    lengths = done + [done[-1] * multiple for multiple in multiples] if done else []
+    done = sorted(result["length"] for result in reference if "seconds" in result)
+    lengths = done + [done[-1] * multiple for multiple in multiples]
     results = []
     for length in lengths:
         if length > longest:
@@ -53,7 +53,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     options.add_argument("--heads", type=int, nargs="+", default=[3, 5])
     options.add_argument("--variants", nargs="+", default=["stock", "tigon:lean+mlp"],
-                         help="stock, stock:checkpoint (gradient checkpointing), tigon:LEVEL (of tigon.patch)")  # fmt: skip
+                         help="stock, stock:checkpoint (gradient checkpointing), tigon:LEVEL (its memory)")  # fmt: skip
     options.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
     options.add_argument("--first", type=int, default=2048, help="length to begin with")
     options.add_argument("--longest", type=int, default=2**20, help="length to end with")
@@ -90,7 +90,7 @@ def main(given: list[str] | None = None) -> Path:
     for stage in arguments.stages:
         for heads in arguments.heads:
             reference: list[dict] = []
-            for i, variant in enumerate(arguments.variants):
+            for variant in arguments.variants:
                 job = Job(
                     variant, stage, heads, arguments.layers, arguments.hidden,
                     arguments.intermediate or arguments.hidden * 7 // 2, arguments.vocabulary, arguments.batch,
@@ -98,7 +98,7 @@ def main(given: list[str] | None = None) -> Path:
                 )  # fmt: skip
                 print(f"stage {stage}, {heads} heads, {variant}", flush=True)
                 with Worker(job, arguments.gpus) as worker:
-                    if i == 0:
+                    if not any("seconds" in result for result in reference):
                         results = reference = sweep_first(worker, arguments.first, arguments.longest)
                     else:
                         results = sweep_others(worker, reference, arguments.multiples, arguments.longest)

@@ -7,12 +7,15 @@
     {"event": "failed", "length": .., "out_of_memory": .., "reason": ..}
 """
 
+import asyncio
 import gc
 import json
 import os
 import resource
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -104,8 +107,8 @@ class Trainer:
         else:
             self.optimizer = torch.optim.SGD(trained, lr=1e-3)
         # Bytes of source code as tokens: real text, and nothing to learn before it.
-        data = bytearray("".join(read_text().documents).encode())
-        self.text = torch.frombuffer(data, dtype=torch.uint8) % job.vocabulary
+        data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
+        self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
         self.place = rank * len(self.text) // int(os.environ["WORLD_SIZE"])
 
     def ids(self, length: int) -> Tensor:
@@ -175,36 +178,40 @@ class Trainer:
             torch.cuda.empty_cache()
 
 
-def main(path: str) -> None:
-    # What libraries print goes to standard error.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-
-    def say(event: str, **fields) -> None:
-        print(json.dumps({"event": event, **fields}), file=answers, flush=True)
-
+def serve(job: Job, ask: Callable[[], str], say: Callable[..., None]) -> int:
+    """Measure the lengths that `ask` gives, until it gives none; the exit code."""
     trainer, length = None, None
     while True:
         try:
             if trainer is None:
-                trainer = Trainer(Job.from_json(Path(path).read_text(encoding="utf-8")))
+                trainer = Trainer(job)
                 device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
-                parameters = sum(p.numel() for p in trainer.model.parameters())
-                say("ready", device=device, parameters=parameters)
-            line = sys.stdin.readline()
+                say("ready", device=device, parameters=sum(p.numel() for p in trainer.model.parameters()))
+            line = ask()
             if not line:
-                break
+                return 0
             length = int(line)
             say("length", **trainer.measure(length))
         except Exception as error:
             memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
             say("failed", length=length, out_of_memory=memory, reason=f"{type(error).__name__}: {error}"[:500])
             if not memory or trainer is None or dist.is_initialized():  # other ranks wait for this one
-                os._exit(1)
+                traceback.print_exc()
+                return 1
         else:
             continue
         trainer.clear()  # here the frames of the error are gone
-    os._exit(0)
+
+
+def main(path: str) -> None:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # what libraries print goes to standard error
+
+    def say(event: str, **fields) -> None:
+        print(json.dumps({"event": event, **fields}), file=answers, flush=True)
+
+    code = serve(Job.from_json(Path(path).read_text(encoding="utf-8")), sys.stdin.readline, say)
+    os._exit(code)  # and not through destructors that wait for other ranks
 
 
 if __name__ == "__main__":

@@ -47,11 +47,12 @@ def write(report: dict, folder: Path) -> None:
         "first length: difference |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
-    lines += [
-        f"| {row['stage']} | {row['heads']} | {row['variant']} | {row['base']} | {row['length']:,} | {row['speed']:.2f}x "
-        f"| {row['peak']:.2f}x | {row['above_state']:.2f}x | {row['longest']:.1f}x | {row['loss_difference']:.1e} |"
-        for row in comparisons(report)
-    ]
+    for row in comparisons(report):
+        lines.append(
+            f"| {row['stage']} | {row['heads']} | {row['variant']} | {row['base']} | {row['length']:,} "
+            f"| {row['speed']:.2f}x | {row['peak']:.2f}x | {row['above_state']:.2f}x | {row['longest']:.1f}x "
+            f"| {row['loss_difference']:.1e} |"
+        )
     lines += ["", "| stage | heads | variant | length | tokens/s | steps | peak GiB | state GiB | loss |",
               "|---|---|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
     for run in report["runs"]:
@@ -90,10 +91,13 @@ def plot(report: dict, stage: int, heads: int, path: Path) -> None:
             (line,) = axis.plot(list(done), y, marker="o", label=run["variant"])
             if failed:
                 axis.plot(min(failed), y[-1], marker="x", markersize=10, color=line.get_color())
-            axis.set(xlabel="tokens a sequence", ylabel=label, xscale="log", ylim=(0, None))
-            axis.set_xscale("log", base=2)
-            axis.grid(alpha=0.3)
-    axes[0].legend()
+            axis.set(xlabel="tokens a sequence", ylabel=label)
+    for axis in axes:
+        axis.set_xscale("log", base=2)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    if axes[0].lines:
+        axes[0].legend()
     figure.suptitle(f"Medusa, stage {stage}, {heads} heads (x: out of memory)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -78,7 +78,8 @@ class Worker:
             if self.ranks > 1 or not first["out_of_memory"]:
                 self.stop()
             result = {"length": length, "out_of_memory": first["out_of_memory"], "reason": first["reason"]}
-            print(f"  {length:>8,} tokens  {'out of memory' if first['out_of_memory'] else first['reason']}", flush=True)
+            why = "out of memory" if first["out_of_memory"] else first["reason"]
+            print(f"  {length:>8,} tokens  {why}", flush=True)
             return result
         result = {
             "length": length,

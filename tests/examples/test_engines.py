@@ -27,8 +27,7 @@ SHARD_ON_CPU = str(Path(__file__).with_name("shard_on_cpu.py"))
 RUNS = {
     "Trainer": (TORCHRUN, ["trainer.py"], "accelerate"),
     "Trainer with ZeRO-3": (TORCHRUN, ["trainer.py", "--deepspeed", str(EXAMPLES / "zero3.json")], "deepspeed"),
-    "accelerate": (ACCELERATE, ["fsdp2.py"], "accelerate"),
-    "accelerate, FSDP2": ([*ACCELERATE, SHARD_ON_CPU], ["fsdp2.py"], "accelerate"),
+    "FSDP2 by accelerate": ([*ACCELERATE, SHARD_ON_CPU], ["fsdp2.py"], "accelerate"),
     "ZeRO-3": (TORCHRUN, ["zero3.py"], "deepspeed"),
     "a loop": (TORCHRUN, ["torchrun_loop.py"], "torch"),
 }

@@ -1,0 +1,176 @@
+"""Medusa: Tigon's losses and gradients are stock's in both stages, and the comparison says what happened."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+import tigon  # noqa: E402
+
+FOLDER = Path(__file__).parents[2] / "examples" / "medusa"
+
+
+@pytest.fixture(autouse=True)
+def _scripts(monkeypatch):
+    """The modules beside the script, as it imports them."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    yield
+    for name in ("model", "measure", "worker", "report", "compare"):
+        sys.modules.pop(name, None)
+
+
+def build(stage: int, fused: bool, heads: int = 3):
+    from model import Medusa
+
+    config = transformers.LlamaConfig(
+        hidden_size=32, intermediate_size=56, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=97,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    trunk = transformers.AutoModel.from_config(config, attn_implementation="eager").train()
+    model = Medusa(trunk, heads, stage, fused)
+    with torch.no_grad():  # blocks begin as the identity, where much could be wrong unseen
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    if fused:
+        tigon.patch(trunk, memory="lean")
+    return model
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_losses_and_gradients_are_those_of_stock(stage):
+    ids = torch.randint(97, (2, 24), generator=torch.Generator().manual_seed(1))
+    losses, gradients = [], []
+    for fused in (False, True):
+        model = build(stage, fused)
+        loss = model(ids)
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    stock, given = gradients
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    assert {name for name, g in given.items() if g is None} == {name for name, g in stock.items() if g is None}
+    trained = {name: g for name, g in stock.items() if g is not None}
+    if stage == 1:
+        assert {name.split(".")[1] for name in trained} == {"1", "2", "3"}
+    else:
+        assert len(trained) == len(stock)
+    for name, g in trained.items():
+        torch.testing.assert_close(given[name], g, rtol=0, atol=2e-5 * float(g.abs().max()), msg=name)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_the_loss_is_the_papers(stage):
+    """Head k, against the token k + 1 places on, written out for each place."""
+    ids = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
+    model = build(stage, fused=True)
+    with torch.no_grad():
+        hidden = model.trunk(input_ids=ids).last_hidden_state
+        expected = 0.0
+        for k, head in enumerate(model.heads):
+            h = hidden if k == 0 else hidden + torch.nn.functional.silu(head.block(hidden))
+            log_probs = (h @ head.output.weight.T).log_softmax(-1)
+            picked = [-log_probs[b, t, ids[b, t + k + 1]] for b in range(2) for t in range(12 - k - 1)]
+            weight = (0.0 if stage == 1 else 1.0) if k == 0 else 0.8**k * (1.0 if stage == 1 else 0.2)
+            expected += weight * torch.stack(picked).mean().item()
+        assert model(ids).item() == pytest.approx(expected, rel=1e-5)
+
+
+def test_compare(tmp_path):
+    """Small, on two ranks: the first variant doubles its length, the other follows and goes on."""
+    command = [sys.executable, str(FOLDER / "compare.py"), "--device=cpu", "--layers=1", "--hidden=32", "--gpus=2"]
+    command += ["--vocabulary=300", "--stages", "2", "--heads", "3", "--first=32", "--longest=64", "--steps=1"]
+    command += ["--warmup=0", "--variants", "stock", "tigon:lean", f"--out={tmp_path}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    runs = json.loads((tmp_path / "medusa.json").read_text())["runs"]
+    stock, given = ([(r["length"], r["loss"]) for r in run["results"]] for run in runs)
+    assert [length for length, _ in stock] == [length for length, _ in given] == [32, 64]
+    assert [loss for _, loss in given] == pytest.approx([loss for _, loss in stock], rel=1e-4)
+    assert "| 2 | 3 | tigon:lean | stock | 64 |" in (tmp_path / "medusa.md").read_text()
+    assert (tmp_path / "medusa_stage2_heads3.png").stat().st_size > 0
+
+
+class Limited:
+    """A worker that has memory for some tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens, self.asked = tokens, []
+
+    def measure(self, length: int) -> dict:
+        self.asked.append(length)
+        if length > self.tokens:
+            return {"length": length, "out_of_memory": True, "reason": "out of memory"}
+        done = {"tokens_per_second": 1e6 / self.tokens, "peak_bytes": length, "state_bytes": 0, "loss": 1.0}
+        return {"length": length, "seconds": [1.0], **done}
+
+
+def test_lengths_until_memory_ends():
+    from compare import sweep_first, sweep_others
+    from report import comparisons
+
+    stock, given = Limited(1600), Limited(20000)
+    reference = sweep_first(stock, 256, 10**6)
+    assert stock.asked == [256, 512, 1024, 2048, 1536]
+    others = sweep_others(given, reference, [2, 4, 8, 16], 10**6)
+    assert given.asked == [256, 512, 1024, 1536, 3072, 6144, 12288, 24576]
+    runs = [
+        {"stage": 1, "heads": 3, "variant": name, "results": results}
+        for name, results in (("stock", reference), ("tigon", others))
+    ]
+    (row,) = comparisons({"runs": runs})
+    assert (row["length"], row["longest"], row["peak"], row["speed"]) == (1536, 8.0, 1.0, pytest.approx(0.08))
+
+
+def test_out_of_memory_is_an_answer(monkeypatch):
+    """A rank that runs out of memory says so, clears what is left of the step, and takes the next length."""
+    import measure
+
+    class Small:
+        device, model = torch.device("cpu"), torch.nn.Linear(2, 2)
+
+        def __init__(self, job) -> None:
+            self.cleared = 0
+
+        def measure(self, length: int) -> dict:
+            if length > 100:
+                raise torch.OutOfMemoryError("too long")
+            return {"length": length, "cleared": self.cleared}
+
+        def clear(self) -> None:
+            self.cleared += 1
+
+    job = measure.Job("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu")
+    assert measure.Job.from_json(job.to_json()) == job
+    monkeypatch.setattr(measure, "Trainer", Small)
+    said, lines = [], iter(["50\n", "500\n", "70\n", ""])
+    assert measure.serve(job, lambda: next(lines), lambda event, **fields: said.append((event, fields))) == 0
+    assert [(event, fields.get("length")) for event, fields in said[1:]] == [
+        ("length", 50), ("failed", 500), ("length", 70),
+    ]  # fmt: skip
+    assert said[2][1]["out_of_memory"]
+    assert said[3][1]["cleared"] == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--variants", "liger"], "--variants must be"),
+        (["--variants", "stock:lean"], "--variants must be"),
+        (["--heads", "0"], "--heads must be"),
+        (["--first", "4"], "--heads must be"),
+        (["--steps", "0"], "--steps must be"),
+    ],
+)
+def test_bad_options(option, message, capsys):
+    from compare import parse
+
+    with pytest.raises(SystemExit):
+        parse(option)
+    assert message in capsys.readouterr().err
