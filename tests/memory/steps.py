@@ -56,8 +56,8 @@ class Step:
         return [leaf.grad for leaf in self.leaves]
 
 
-def block(lean: bool) -> contextlib.AbstractContextManager:
-    return tigon.lean() if lean else contextlib.nullcontext()
+def block(lean: bool, **options: bool) -> contextlib.AbstractContextManager:
+    return tigon.lean(**options) if lean else contextlib.nullcontext()
 
 
 def total(*results: Tensor) -> Tensor:

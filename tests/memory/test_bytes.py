@@ -53,7 +53,7 @@ class _Attention(torch.autograd.Function):
         return y
 
 
-def units(lean: bool) -> float:
+def units(lean: bool, **options: bool) -> float:
     layer, batch, length = Layer(), 2, 24
     weights = {p.untyped_storage()._cdata for p in layer.parameters()}
     angles = torch.randn(1, length, HIDDEN // HEADS)
@@ -66,13 +66,13 @@ def units(lean: bool) -> float:
             kept[t.untyped_storage()._cdata] = t.untyped_storage()
         return t.detach()
 
-    with saved_tensors_hooks(pack, lambda t: t), block(lean):
+    with saved_tensors_hooks(pack, lambda t: t), block(lean, **options):
         layer(x * 1, *tables)
     whole = [storage.nbytes() for storage in kept.values() if storage.nbytes() > batch * length * 4 * 2]
     return sum(whole) / (x.numel() * 4)
 
 
-def kept_by_graph(lean: bool) -> int:
+def kept_by_graph(lean: bool, **options: bool) -> int:
     """Bytes that a compiled MLP keeps for backward, with kernels that write nothing."""
     norm, mlp, x = tigon.RMSNorm(HIDDEN), tigon.SwiGLUMLP(HIDDEN, INNER), torch.randn(48, HIDDEN)
     weights, kept = {p.untyped_storage()._cdata for p in (*norm.parameters(), *mlp.parameters())}, {}
@@ -83,7 +83,7 @@ def kept_by_graph(lean: bool) -> int:
         return t.detach()
 
     def forward(x: Tensor) -> Tensor:
-        with block(lean):
+        with block(lean, **options):
             return x + mlp(norm(x))
 
     torch._dynamo.reset()
@@ -99,15 +99,22 @@ def test_graphs_with_kernels(monkeypatch):
         monkeypatch.setattr(op, "runs_kernels", lambda *tensors: True)
     for launches in (tigon.ops.norm, tigon.ops.rows):
         monkeypatch.setattr(launches, "launch", lambda *args, **kwargs: None)
-    assert kept_by_graph(False) - kept_by_graph(True) == 48 * 4 * (HIDDEN + 1 + INNER)
+    default = kept_by_graph(False)
+    assert default - kept_by_graph(True) == 48 * 4 * (HIDDEN + 1 + INNER)
+    # One region takes what another makes: some versions of torch keep the norm's output.
+    assert kept_by_graph(True, mlp=True) <= 48 * 4 * (2 * HIDDEN + 1)
     torch._dynamo.reset()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="see test_by_the_kernels")
 def test_units_of_a_layer():
-    """x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7, product 3.5; lean: no norm or product."""
+    """x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7, product 3.5; lean: no norm or product.
+
+    With the MLP's projections neither gate nor up.
+    """
     assert units(lean=False) == 17
     assert units(lean=True) == 11.5
+    assert units(lean=True, mlp=True) == 4.5
 
 
 @pytest.mark.skipif(INTERPRETED, reason="runs here already")

@@ -118,8 +118,8 @@ def call(module: nn.Module, x: Tensor) -> Any:
     Kept all the same where another call might give other values, or do more: a module that draws random numbers or
     writes its buffers, one with hooks other than those that shard.
     """
-    block = _block() if _open_mlp and not torch.compiler.is_compiling() else None
-    return module(x) if block is None or not block.mlp else block.call(module, x)
+    again = remakes_mlp() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return _block().call(module, x) if again else module(x)
 
 
 def remade_mlp(function: Callable, *args: Any) -> Any:

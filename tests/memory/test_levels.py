@@ -1,0 +1,350 @@
+"""`tigon.patch(model, memory=LEVEL)`: each level keeps less, and every gradient has the bits of the default one."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+import tigon
+from memory.steps import assert_same_bits
+from tigon import memory
+from tigon.memory.block import Block
+
+pytest.importorskip("transformers")
+
+from hf.test_ways_adapters import exchange, to_4bit, with_lora
+from hf.ways import batch, build
+from memory.test_models import kept_bytes, step
+
+LEVELS = ["default", "lean", "lean+mlp", "checkpoint", "offload"]
+
+
+def patched(level: str, model_type: str = "llama", change=lambda model: model, **config) -> nn.Module:
+    model = build(model_type, **config)
+    tigon.patch(model, memory=level)
+    torch.manual_seed(1)
+    return change(model)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[bool]:
+    """Of projections in lean+mlp: whether each is made again."""
+    seen, call = [], Block.call
+
+    def watched(self: Block, module: nn.Module, x: Tensor) -> Tensor:
+        y = call(self, module, x)
+        seen.append(self.find(y) is not None)
+        return y
+
+    monkeypatch.setattr(Block, "call", watched)
+    return seen
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3"])
+def test_every_level(model_type):
+    """Twice the intermediate size of two layers and 24 tokens is what lean+mlp lets go of; on a CPU nothing moves."""
+    models = {level: patched(level, model_type) for level in LEVELS}
+    sizes = {level: kept_bytes(model) for level, model in models.items()}
+    assert sizes["checkpoint"] < sizes["lean+mlp"] == sizes["offload"] < sizes["lean"] < sizes["default"]
+    assert sizes["lean"] - sizes["lean+mlp"] == 2 * 24 * 2 * 112 * 4
+    expected = step(models["default"])
+    for level in LEVELS[1:]:
+        assert_same_bits(step(models[level]), expected)
+
+
+@pytest.mark.parametrize("level", LEVELS[2:])
+def test_twice(level):
+    """Another batch after the first, and backward twice."""
+    results = []
+    for memory_ in (level, "default"):
+        model = patched(memory_)
+        step(model, **batch(1))
+        loss = model(**batch(0)).loss
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([p.grad for p in model.parameters()])
+    assert_same_bits(*results)
+
+
+@pytest.mark.parametrize("level", LEVELS[2:])
+def test_autocast(level):
+    results = []
+    for memory_ in (level, "default"):
+        model = patched(memory_)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(**batch(0)).loss
+        loss.backward()
+        results.append([loss.detach(), *(p.grad for p in model.parameters())])
+    assert_same_bits(*results)
+
+
+@pytest.mark.filterwarnings("ignore:Failed to load CPU gemm_4bit_forward")
+@pytest.mark.parametrize("change", [with_lora, lambda m: with_lora(exchange(m, to_4bit))], ids=["LoRA", "4 bit + LoRA"])
+def test_adapters(change, calls):
+    given, expected = (step(patched(level, change=change)) for level in ("lean+mlp", "default"))
+    assert_same_bits(given, expected)
+    assert calls == [True] * 4
+
+
+def test_adapters_with_dropout_are_not_called_again(calls):
+    """Another call would drop other values."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)
+    results = []
+    for level in ("lean+mlp", "default"):
+        model = patched(level, change=lambda model: peft.get_peft_model(model, lora))
+        torch.manual_seed(2)
+        results.append(step(model))
+    assert_same_bits(*results)
+    assert calls == [False] * 4
+    step(model_in_eval := patched("lean+mlp", change=lambda model: peft.get_peft_model(model, lora)).eval())
+    assert calls[4:] == [True] * 4, model_in_eval
+
+
+# --- modules that are called again -----------------------------------------------------------------
+
+
+class Counting(nn.Linear):
+    """Writes a buffer at each call."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight = linear.weight
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+def counting(model: nn.Module) -> nn.Module:
+    model.model.layers[1].mlp.gate_proj = Counting(model.model.layers[1].mlp.gate_proj)
+    return model
+
+
+def with_hook(model: nn.Module) -> nn.Module:
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda module, args, y: None)
+    return model
+
+
+class Writing(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.mul_(1.5))
+
+
+@pytest.mark.parametrize("change", [counting, with_hook], ids=["writes a buffer", "has a hook"])
+def test_modules_that_do_more_are_called_once(change, calls):
+    lean, default = (patched(level, change=change) for level in ("lean+mlp", "default"))
+    assert_same_bits(step(lean), step(default))
+    assert calls == [True, True, False, True]
+    if change is counting:
+        assert lean.model.layers[1].mlp.gate_proj.calls == 1
+
+
+def test_modules_that_write_or_return_their_input():
+    x = torch.randn(3, 8, requires_grad=True)
+    with tigon.lean(mlp=True):
+        for module in (Writing(8, 8), nn.Identity()):
+            y = memory.call(module, x * 2)
+            assert memory._block().find(y) is None
+        assert memory._block().find(memory.call(nn.Linear(8, 8), x * 2)) is not None
+
+
+def test_hooks_of_every_module_see_one_call(calls):
+    seen = []
+    model = patched("lean+mlp")
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module))
+    try:
+        step(model)
+    finally:
+        handle.remove()
+    assert seen.count(model.model.layers[0].mlp.up_proj) == 1
+    assert not any(calls)
+
+
+class Watched(nn.Linear):
+    """A linear layer that knows which of its outputs are still there."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        self.weight, self.made = linear.weight, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.made.append(StorageWeakRef((y := super().forward(x)).untyped_storage()))
+        return y
+
+    def live(self) -> int:
+        return sum(not storage.expired() for storage in self.made)
+
+
+def test_each_is_gone_when_the_last_has_taken_it():
+    """Of the product, which is made of them, and of the gate, whose gradients are the last that need them."""
+    model, seen = patched("lean+mlp", num_hidden_layers=1), []
+    mlp = model.model.layers[0].mlp
+    mlp.gate_proj, mlp.up_proj = children = [Watched(child) for child in (mlp.gate_proj, mlp.up_proj)]
+    live = lambda parameter: seen.append([child.live() for child in children])
+    mlp.down_proj.weight.register_post_accumulate_grad_hook(live)
+    for child in children:
+        child.weight.register_post_accumulate_grad_hook(live)
+    loss = model(**batch(0)).loss
+    live(None)
+    loss.backward()
+    live(None)
+    assert seen == [[0, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
+    assert [len(child.made) for child in children] == [2, 2]
+
+
+# --- blocks ----------------------------------------------------------------------------------------
+
+
+def test_what_ops_are_told():
+    asked = lambda: (memory.is_lean(), memory.remakes_mlp())
+    assert asked() == (False, False)
+    with tigon.lean():
+        assert asked() == (True, False)
+        with tigon.lean(mlp=True):
+            assert asked() == (True, True)
+            with tigon.lean():
+                assert asked() == (True, True)
+        assert asked() == (True, False)
+        with torch.autograd.graph.save_on_cpu():
+            assert asked() == (False, False)
+    with pytest.raises(KeyError), tigon.lean(mlp=True):
+        raise KeyError
+    assert asked() == (False, False)
+
+
+@pytest.mark.parametrize("mlp", [False, True])
+def test_what_graphs_are_told(mlp):
+    def forward(x: Tensor) -> Tensor:
+        with tigon.lean(mlp=mlp):
+            return x + 2 * memory.is_lean() + 4 * memory.remakes_mlp()
+
+    torch._dynamo.reset()
+    assert torch.compile(forward, fullgraph=True, backend="eager")(torch.zeros(())) == 2 + 4 * mlp
+    torch._dynamo.reset()
+
+
+def test_options_are_bools():
+    with pytest.raises(TypeError, match="lean: mlp must be True or False, got 'yes'"), tigon.lean(mlp="yes"):
+        pass
+
+
+@pytest.mark.parametrize("level", ["lean+mlp", "checkpoint"])
+def test_compiled(level):
+    results, sizes = [], []
+    for memory_ in (level, "default"):
+        torch._dynamo.reset()
+        model = torch.compile(
+            patched(memory_, num_hidden_layers=1, use_cache=False), fullgraph=True, backend="aot_eager"
+        )
+        results.append(step(model))
+        sizes.append(kept_bytes(model))
+    torch._dynamo.reset()
+    assert sizes[0] < 0.8 * sizes[1]
+    assert_same_bits(*results)
+
+
+def test_offload_in_a_graph_is_refused():
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="offload=True cannot be had under torch.compile"):
+        torch.compile(patched("offload", num_hidden_layers=1), fullgraph=True, backend="aot_eager")(**batch(0))
+    torch._dynamo.reset()
+
+
+# --- patch, restore, refuse ------------------------------------------------------------------------
+
+
+def attributes(model: nn.Module) -> dict:
+    return {name: dict(vars(m)) for name, m in model.named_modules()}
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+def test_undone_exactly(level):
+    model = build("llama")
+    before = attributes(model)
+    report = tigon.patch(model, memory=level)
+    assert any(note.startswith(f"{level}: ") for note in report.notes)
+    tigon.patch(model, memory=level).restore()
+    assert kept_bytes(model) == kept_bytes(patched(level))
+    report.restore()
+    assert attributes(model) == before
+    with tigon.patched(model, memory=level):
+        assert attributes(model) != before
+    assert attributes(model) == before
+
+
+def test_from_level_to_level():
+    model = build("llama")
+    reports, sizes = [], []
+    for level in LEVELS[:4]:
+        sizes.append(kept_bytes(patched(level)))
+        reports.append(tigon.patch(model, memory=level))
+        assert kept_bytes(model) == sizes[-1] or level == "checkpoint"  # then what is around the layers is lean too
+    for size, report in zip(sizes[2::-1], reports[:0:-1], strict=True):
+        report.restore()
+        assert kept_bytes(model) == size
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
+@pytest.mark.parametrize("level", LEVELS[2:])
+def test_copies(level, duplicate):
+    model = patched(level)
+    assert kept_bytes(duplicate(model)) == kept_bytes(model)
+
+
+@pytest.mark.parametrize("level", LEVELS[2:])
+def test_models_patched_by_type(level):
+    report = tigon.patch("llama", memory=level)
+    try:
+        model = build("llama")
+    finally:
+        report.restore()
+    assert kept_bytes(model) == kept_bytes(patched(level))
+
+
+def test_checkpointing_that_is_on_stays():
+    model = build("llama")
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    before = attributes(model)
+    tigon.patch(model, memory="checkpoint").restore()
+    assert attributes(model) == before
+
+
+def test_checkpointing_keeps_hooks_for_gradients_of_inputs():
+    model = build("llama")
+    model.enable_input_require_grads()
+    before = attributes(model)
+    report = tigon.patch(model, memory="checkpoint")
+    assert vars(model)["_require_grads_hooks"] is before[""]["_require_grads_hooks"]
+    assert len(model.get_input_embeddings()._forward_hooks) == 1
+    report.restore()
+    assert attributes(model) == before
+
+
+def test_checkpointing_of_a_model_in_another():
+    wrapped = nn.ModuleList([build("llama")])
+    report = tigon.patch(wrapped, memory="checkpoint")
+    assert wrapped[0].is_gradient_checkpointing
+    report.restore()
+    assert not wrapped[0].is_gradient_checkpointing
+
+
+def test_refusals(monkeypatch):
+    plain = nn.Sequential(tigon.RMSNorm(8), nn.Linear(8, 8))
+    message = "memory='checkpoint' cannot be had of this Sequential: it is no model of transformers.* 'offload' can"
+    with pytest.raises(ValueError, match=message):
+        tigon.patch(plain, memory="checkpoint")
+    model = build("llama")
+    monkeypatch.setattr(type(model), "supports_gradient_checkpointing", False)
+    before = attributes(model)
+    with pytest.raises(ValueError, match="LlamaForCausalLM does not support gradient checkpointing.*; 'default', "):
+        tigon.patch(model, memory="checkpoint")
+    assert attributes(model) == before
+    model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
+    for level in ("lean+mlp", "offload"):
+        with pytest.raises(ValueError, match=rf"memory='{level.replace('+', '.')}' cannot be had .* 'default' can"):
+            tigon.patch(model, memory=level)
