@@ -31,6 +31,16 @@ BLOCK = 512  # bytes: the caching allocator rounds up to multiples of it
 EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
+def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
+    """Of rows by the matrices of their groups; or, for gradients of these, of columns by rows of the same group."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+COUNTS = dict(flop_registry)
+if hasattr(torch.ops.aten, "_grouped_mm"):
+    COUNTS[torch.ops.aten._grouped_mm] = _grouped_flops
+
+
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
 
@@ -136,7 +146,7 @@ class Ledger(TorchDispatchMode):
             self._any.add(result.untyped_storage()._cdata)
         made = [x for x in tree_iter(result) if isinstance(x, Tensor) and x.is_meta]
         new = sum([self.own(x) for x in made])
-        if (count := flop_registry.get(func._overloadpacket)) is not None:
+        if (count := COUNTS.get(func._overloadpacket)) is not None:
             self.work.products += count(*args, **kwargs, out_val=result)
         elif (new or func._schema.is_mutable) and func._schema.name.partition("::")[2] not in EMPTY:
             touched = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x for x in (*given, *made)}

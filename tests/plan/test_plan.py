@@ -1,0 +1,307 @@
+"""`tigon plan`: bytes against hand counts and a real step, the search for the largest batch, bad input, the command."""
+
+import contextlib
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+typer_testing = pytest.importorskip("typer.testing")
+
+import tigon  # noqa: E402
+from tigon import cli  # noqa: E402
+from tigon.hf.patch import MEMORY  # noqa: E402
+from tigon.inspect.build import build  # noqa: E402
+from tigon.ops.dispatch import INTERPRETED, runs_kernels  # noqa: E402
+from tigon.plan.engines import Sharded, Whole, optimizer_costs  # noqa: E402
+from tigon.plan.ledger import Ledger  # noqa: E402
+from tigon.plan.planner import NotPlanned, Row, Settings, _largest, plan, recommended  # noqa: E402
+from tigon.plan.step import count_step  # noqa: E402
+from tigon.presets import PRESETS, preset_config  # noqa: E402
+
+# The proportions of Llama-3-8B.
+SIZES = {
+    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 1, "tie_word_embeddings": False, "use_cache": False,
+}  # fmt: skip
+TOKENS = 4, 256
+NOTHING = optimizer_costs("none", [], torch.bfloat16)
+UNIT = 256 * 2 * TOKENS[0] * TOKENS[1]  # H bf16 values a token
+
+
+def tiny(dtype=torch.bfloat16, **sizes):
+    model, _ = build(transformers.LlamaConfig(**{**SIZES, **sizes}), attention=None)
+    for p in model.parameters():
+        p.data = p.data.to(dtype)
+    return model.train()
+
+
+def step_of(model, batch=TOKENS[0], seq=TOKENS[1], engine=None, optimizer=NOTHING, **options):
+    if not options:
+        return count_step(model, engine or Whole(model, 1), optimizer, batch, seq)
+    with tigon.patched(model, **options):
+        return count_step(model, engine or Whole(model, 1), optimizer, batch, seq)
+
+
+def of_a_layer(**options):
+    """Bytes that one layer keeps: what the third adds to two."""
+    three, two = (step_of(tiny(num_hidden_layers=n), **options) for n in (3, 2))
+    return three.kept - two.kept
+
+
+# --- bytes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("memory", "units"), [("default", 17.0), ("lean", 11.5), ("checkpoint", 1.0)])
+def test_units_of_a_layer(memory, units):
+    fp32 = 4 * TOKENS[0] * TOKENS[1]
+    # Beside the units: one fp32 number for each row of attention, one for each of the two norms, which lean copies.
+    beside = {"default": (4 + 2) * fp32, "lean": (4 + 2) * fp32 + 2 * 512, "checkpoint": 0}[memory]
+    assert of_a_layer(memory=memory) == units * UNIT + beside
+
+
+KERNELS = pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter: TRITON_INTERPRET=1")
+
+
+@pytest.mark.parametrize("memory", ["stock", pytest.param("default", marks=KERNELS)])
+def test_kept_is_what_a_step_saves(memory):
+    """A real step on the CPU saves the bytes that are counted."""
+    options = {} if memory == "stock" else {"memory": memory}
+    sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
+    planned = step_of(tiny(torch.float32, **sizes), 1, 64, **options)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
+    parameters, saved = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+
+    def pack(x):
+        if x.untyped_storage()._cdata not in parameters:
+            saved[x.untyped_storage()._cdata] = x
+        return x
+
+    tokens = torch.randint(128, (1, 64))
+    with (
+        tigon.patched(model, **options) if options else contextlib.nullcontext(),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
+    ):
+        model(input_ids=tokens, labels=tokens)
+    actual = sum(x.untyped_storage().nbytes() for x in saved.values())
+    assert planned.kept == pytest.approx(actual, rel=0.05)
+
+
+def test_levels_keep_less_and_less():
+    model = tiny()
+    steps = {level: step_of(model, 16, 1024, memory=level) for level in MEMORY}
+    kept = [steps[level].kept for level in ("default", "lean", "lean+mlp", "checkpoint")]
+    assert kept == sorted(kept, reverse=True)
+    assert len(set(kept)) == 4
+    assert steps["offload"].host > 0 == steps["lean"].host
+    work = {level: sum(w.products for w in step.work) for level, step in steps.items()}
+    assert work["default"] == work["lean"] < work["lean+mlp"] < work["checkpoint"]
+
+
+def test_stock_holds_the_logits():
+    model = tiny(vocab_size=32768)
+    assert step_of(model).peak - step_of(model, memory="default").peak > 4 * 32768 * TOKENS[0] * TOKENS[1]
+
+
+def test_memory_grows_with_batch_and_length():
+    model = tiny()
+    peaks = [step_of(model, *shape, memory="lean").peak for shape in ((2, 256), (4, 256), (4, 512), (8, 512))]
+    assert peaks == sorted(peaks)
+    assert len(set(peaks)) == 4
+
+
+def test_a_step_leaves_the_model_as_it_was():
+    model = tiny()
+    before = [name for name, _ in model.named_modules()]
+    first, second = step_of(model, memory="lean"), step_of(model, memory="lean")
+    assert first == second
+    assert [name for name, _ in model.named_modules()] == before
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in model.parameters())
+    assert not runs_kernels(torch.empty(4, device="meta"))
+
+
+def test_frozen_weights_have_no_gradients():
+    model, frozen = tiny(), tiny()
+    for p in frozen.model.parameters():
+        p.requires_grad_(False)
+    trained = sum(p.nbytes for p in model.model.parameters())
+    assert step_of(model).peaks[2] - step_of(frozen).peaks[2] == trained
+
+
+# --- engines ---------------------------------------------------------------------------------------
+
+
+def test_optimizers():
+    sizes, n = [1000, 3000], 4000
+    assert optimizer_costs("adamw", sizes, torch.bfloat16).state == 2 * 2 * n
+    foreach = optimizer_costs("adamw-foreach", sizes, torch.float32)
+    assert 2 * 4 * n <= foreach.state <= 2 * 4 * n + 4096
+    assert foreach.temporary >= 4 * n
+    assert optimizer_costs("sgd", sizes, torch.float32).state == 0
+
+
+def test_fsdp_shards_what_stays_and_gathers_layers():
+    model = tiny(num_hidden_layers=6, vocab_size=4096)
+    nbytes = sum(p.nbytes for p in model.parameters())
+    steps = {n: step_of(model, engine=Sharded(model, n, torch.bfloat16), memory="lean") for n in (2, 4)}
+    buffers = step_of(model, memory="lean").fixed - nbytes
+    assert steps[2].fixed == pytest.approx(nbytes / 2 + buffers, abs=1024)
+    assert steps[4].fixed == pytest.approx(nbytes / 4 + buffers, abs=1024)
+    layer = sum(p.nbytes for p in model.model.layers[0].parameters())
+    assert steps[4].peaks[0] - steps[4].fixed - steps[4].kept > layer
+    assert steps[4].peak < steps[2].peak < step_of(model, memory="lean").peak
+    # At the end: a share of the parameters and of their gradients.
+    assert steps[4].peaks[2] - steps[4].fixed == pytest.approx(nbytes / 4, rel=0.05)
+
+
+def test_mixed_keeps_fp32_shards():
+    config = transformers.LlamaConfig(**SIZES)
+    low, high = (
+        next(plan(config, Settings(128, strategy="fsdp", dtype=dtype), levels=("default",)))
+        for dtype in ("bf16", "mixed")
+    )
+    assert high.step.fixed == pytest.approx(2 * low.step.fixed, rel=0.01)
+    assert high.step.kept == low.step.kept
+
+
+# --- arithmetic ------------------------------------------------------------------------------------
+
+
+def test_attention_is_counted_and_holds_no_scores():
+    q = torch.empty(2, 4, 512, 64, device="meta", requires_grad=True)
+    with Ledger() as ledger:
+        ledger.own(q)
+        torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
+        assert ledger.work.attention == 4 * 2 * 4 * 512 * 512 * 64 // 2
+        assert ledger.peak < 3 * q.nbytes
+
+
+def test_products_of_a_step():
+    model = tiny()
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1) - model.model.embed_tokens.weight.numel()
+    products = sum(work.products for work in step_of(model, memory="default").work)
+    assert products == pytest.approx(6 * weights * TOKENS[0] * TOKENS[1], rel=1e-4)  # the rest: angles of the rope
+
+
+# --- the largest batch -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1.0, 0.3, 0.0017, 1e-6], ids=str)
+@pytest.mark.parametrize("first", [1, 7, 5000])
+def test_largest_is_the_largest(size, first):
+    """Of a memory with a floor and steps."""
+    load = lambda step: max(0.2, step.batch * size + (step.batch // 16) * size / 3)
+    of = lambda batch: SimpleNamespace(batch=batch)
+    found = _largest(of, first, load)
+    assert load(found) <= 1.0
+    assert found.batch == 2**16 or load(of(found.batch + 1)) > 1.0
+    assert _largest(of, first, lambda step: 2.0) is None
+
+
+def test_largest_of_a_model():
+    config, settings = transformers.LlamaConfig(**SIZES), Settings(256, batch=2, gpu_memory=0.3, reserve=0.0)
+    row = next(plan(config, settings, levels=("lean",)))
+    model = tiny()
+    optimizer = optimizer_costs("adamw", [p.numel() for p in model.parameters()], torch.bfloat16)
+    peaks = [step_of(model, row.largest.batch + more, 256, optimizer=optimizer, memory="lean").peak for more in (0, 1)]
+    assert peaks[0] == row.largest.peak <= settings.budget < peaks[1]
+
+
+def test_recommended_is_the_fastest_that_fits():
+    step = step_of(tiny())
+    settings = Settings(256, gpu_memory=step.peak / 2**30, reserve=0.0)
+    big = dataclasses.replace(step, peaks=(2 * step.peak, 0, 0))
+    rows = [Row("default", big, None, speed=1.0), Row("lean", step, step, speed=0.9, largest_speed=0.9),
+            Row("checkpoint", step, step, speed=0.7, largest_speed=1.1)]  # fmt: skip
+    assert recommended(rows, settings, batch_given=True).level == "lean"
+    assert recommended(rows, settings, batch_given=False).level == "checkpoint"
+    assert recommended(rows[:1], settings, batch_given=True) is None
+
+
+# --- bad input -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"seq": 0}, "seq must be an integer of at least 1, got 0"),
+        ({"gpus": -1}, "gpus must be"),
+        ({"gpu_memory": 0.0}, "gpu_memory must be a positive number of GiB, got 0.0"),
+        ({"gpu_memory": float("nan")}, "gpu_memory must be a positive"),
+        ({"gpu_memory": 1.0}, "gpu_memory must leave something for tensors"),
+        ({"optimizer": "lion"}, "optimizer must be one of adamw, .*got 'lion'"),
+        ({"dtype": "int8"}, "dtype must be one of bf16"),
+        ({"strategy": "zero"}, "strategy must be one of single, ddp, fsdp, got 'zero'"),
+        ({"strategy": "single", "gpus": 2}, "strategy single does not go with 2 GPUs"),
+        ({"dtype": "mixed"}, "dtype mixed needs strategy fsdp"),
+        ({"reserve": 999.0}, "reserve must be from 0"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
+)
+def test_bad_settings(setting, said):
+    with pytest.raises(ValueError, match=said):
+        Settings(**{"seq": 128, **setting})
+
+
+def test_a_model_that_cannot_be_trained_says_why():
+    with pytest.raises(NotPlanned, match="T5ForConditionalGeneration.*decoder_start_token_id"):
+        next(plan(transformers.T5Config(num_layers=1), Settings(16)))
+
+
+# --- presets and the command -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    {"Llama-3-8B": 8.030, "Llama-3.2-1B": 1.236, "Qwen2-7B": 7.616, "Qwen3-4B": 4.022, "Mistral-7B": 7.242,
+     "Gemma-7B": 8.538, "Gemma-2-2B": 2.614}.items(),
+)  # fmt: skip
+def test_presets_have_the_public_sizes(name, billions):
+    assert name in PRESETS
+    model, _ = build(preset_config(name.lower()))
+    assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == billions
+
+
+def test_unknown_preset():
+    with pytest.raises(ValueError, match="did you mean Llama-3-8B"):
+        preset_config("Lama-3-8B")
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    transformers.LlamaConfig(**SIZES).save_pretrained(tmp_path)
+    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["plan", str(tmp_path), *arguments])
+
+
+def test_command(run, tmp_path):
+    file = tmp_path / "plan.json"
+    result = run("--seq", "256", "--batch", "4", "--gpu-memory", "2", "--json", str(file))
+    assert result.exit_code == 0, result.output
+    data = json.loads(file.read_text())
+    assert set(data["levels"]) == {"stock", *MEMORY}
+    assert f"memory='{data['recommended']}'" in result.output
+    lean = data["levels"]["lean"]
+    assert lean["at_batch"]["fits"]
+    assert lean["largest"]["batch"] > 4
+    assert lean["largest"]["peak_bytes"] <= data["settings"]["budget_bytes"]
+    assert data["levels"]["stock"]["relative_speed"] < data["levels"]["default"]["relative_speed"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--batch", "0"), "--batch: must be an integer"),
+        (("--gpu-memory", "-1"), "--gpu-memory"),
+        (("--optimizer", "lion"), "--optimizer"),
+        (("--json", "/nowhere/x.json"), "--json: must be in a folder that exists"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, tuple) else "",
+)
+def test_command_refuses(run, arguments, said):
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())
