@@ -1,4 +1,4 @@
-"""Lean activations by the kernels: the bits of the default level, less memory, no waits."""
+"""The levels of memory by the kernels: the bits of the default level, less memory, no waits."""
 
 import contextlib
 import itertools
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tigon
 from memory.steps import assert_same_bits, block, run
 from memory.test_ops import CASES, KEPT
+from tigon.memory import offload
 
 transformers = pytest.importorskip("transformers")
 
@@ -28,9 +29,9 @@ SIZE = {
 TOKENS = (2, 1024)
 
 
-def make_model(memory: str, model_type: str = "llama", attention: str = "eager") -> nn.Module:
+def make_model(memory: str, model_type: str = "llama", attention: str = "eager", **sizes: int) -> nn.Module:
     """Eager attention, because the backward of others adds in no fixed order."""
-    config = transformers.AutoConfig.for_model(model_type, **SIZE)
+    config = transformers.AutoConfig.for_model(model_type, **SIZE | sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
     model = model.cuda().train()
@@ -69,10 +70,13 @@ def deterministic():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.parametrize("level", ["lean", "lean+mlp", "checkpoint", "offload"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
-def test_the_bits_of_the_default_level(model_type, deterministic):
+def test_the_bits_of_the_default_level(model_type, level, deterministic, monkeypatch):
+    monkeypatch.setattr(offload, "WINDOW", 2**20)
+    monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
     results = []
-    for memory in ("lean", "default"):
+    for memory in (level, "default"):
         model, batch = make_model(memory, model_type), make_batch()
         take_step(model, batch)
         results.append(take_step(model, batch)[0])
@@ -93,6 +97,135 @@ def test_less_memory(model_type):
     assert peak - lean_peak >= 0.8 * made_again()
     if model_type == "llama":  # the other has more norms
         assert kept - lean_kept <= 1.02 * (made_again() + TOKENS[0] * TOKENS[1] * 2 * SIZE["hidden_size"])
+
+
+def test_less_memory_without_the_projections():
+    """Gate and up of each layer."""
+    results = []
+    for memory in ("lean+mlp", "lean"):
+        model, batch = make_model(memory, attention="sdpa"), make_batch()
+        take_step(model, batch)
+        results.append(take_step(model, batch)[1])
+        del model
+    less, gates = results[1] - results[0], TOKENS[0] * TOKENS[1] * 2 * 2 * 2 * SIZE["intermediate_size"]
+    assert 0.98 * gates <= less <= 1.02 * gates
+
+
+# --- what is left goes to the host -----------------------------------------------------------------
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """A window of a tensor or two, where that of a large model would hold all of these."""
+    monkeypatch.setattr(offload, "WINDOW", 2**22)
+    monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
+
+
+def test_what_is_left_goes_to_the_host(narrow):
+    """Kept: no more than a window, and what is smaller than 1 MiB; of 8 layers, where lean+mlp keeps some 150 MiB."""
+    results = []
+    for memory in ("offload", "lean+mlp"):
+        model = make_model(memory, attention="sdpa", num_hidden_layers=8, vocab_size=1024)
+        batch = {name: tokens % 1024 for name, tokens in make_batch().items()}
+        take_step(model, batch)
+        results.append(take_step(model, batch)[1])
+        del model
+    assert results[0] < 0.35 * results[1]
+
+
+def test_the_host_waits_for_nothing(narrow):
+    model, batch = make_model("offload", attention="sdpa"), make_batch()
+    take_step(model, batch)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model(**batch).loss.backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_pinned_memory_is_used_again(narrow):
+    model, batch = make_model("offload", attention="sdpa"), make_batch()
+    for _ in range(3):
+        take_step(model, batch)
+    torch.cuda.synchronize()
+    before = torch.cuda.host_memory_stats()["num_host_alloc"]
+    assert before > 0
+    for _ in range(3):
+        take_step(model, batch)
+        torch.cuda.synchronize()
+    assert torch.cuda.host_memory_stats()["num_host_alloc"] == before
+
+
+def squares(x: Tensor, w: Tensor, layers: int) -> Tensor:
+    for _ in range(layers):
+        x = (F.linear(x, w).sin() + x).cos()
+    return x.sum()
+
+
+@pytest.mark.parametrize("how", ["once", "twice", "one gradient", "dropped", "another stream", "busy"])
+def test_copies_and_what_computes_keep_to_their_order(narrow, how):
+    """Memory that was let go is written by others at once: who read it too late would see that."""
+    w = torch.randn(2048, 2048, device="cuda").div_(50).requires_grad_()
+    x = torch.randn(4096, 2048, device="cuda", requires_grad=True)
+    side = torch.cuda.Stream()
+
+    def gradients(offloaded: bool) -> list[Tensor]:
+        w.grad = x.grad = None
+        with block(True, offload=offloaded):
+            loss = squares(x * 1.0, w, 12)
+        noise = [torch.full_like(x, torch.nan) for _ in range(8)]
+        del noise
+        if how == "dropped":
+            del loss
+            noise = [torch.full_like(x, torch.nan) for _ in range(16)]
+            del noise
+            with block(True, offload=offloaded):
+                loss = squares(x * 1.0, w, 12)
+        if how == "one gradient":
+            return [loss.detach(), *torch.autograd.grad(loss, [w])]
+        if how == "busy":  # the stream that computes is far behind the host
+            torch.cuda._sleep(10**8)
+        if how == "twice":
+            loss.backward(retain_graph=True)
+        if how == "another stream":
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                loss.backward()
+            torch.cuda.current_stream().wait_stream(side)
+        else:
+            loss.backward()
+        return [loss.detach(), w.grad, x.grad]
+
+    expected = gradients(False)
+    for _ in range(3):
+        assert_same_bits(gradients(True), expected)
+
+
+def test_offload_in_a_graph_stays(narrow):
+    """While a graph is captured nothing moves."""
+    w = torch.randn(512, 512, device="cuda", requires_grad=True)
+    x = torch.randn(1024, 512, device="cuda")
+
+    def gradient() -> Tensor:
+        with tigon.lean(offload=True):
+            loss = squares(x, w, 2)
+        return torch.autograd.grad(loss, w)[0]
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            gradient()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        given = gradient()
+    x.normal_()
+    graph.replay()
+    assert torch.equal(given, gradient())
+
+
+# --- every op --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
