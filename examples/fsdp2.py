@@ -15,7 +15,7 @@ import tigon
 def main() -> None:
     arguments = parser("Train with accelerate's FSDP2.").parse_args()
     accelerator = Accelerator(cpu=not torch.cuda.is_available())
-    model = build_model(arguments.model).train()
+    model = build_model(arguments.model, accelerator.device).train()
     # Before `prepare`, which replaces the model's forward.
     report = tigon.patch(model, memory=arguments.memory)
     accelerator.print(report)

@@ -1,6 +1,7 @@
 """What the scripts beside this one share: their options, a model, real text as rows of tokens, and a meter."""
 
 import argparse
+import contextlib
 import os
 import resource
 import time
@@ -12,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from tigon.demo.text import MIN_VOCAB, batches, read_text, tokenise
+from tigon.presets import PRESETS, preset_config
 
 TINY = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -22,7 +24,7 @@ TINY = {
 def parser(description: str) -> argparse.ArgumentParser:
     """The options that all scripts have."""
     options = argparse.ArgumentParser(description=description)
-    options.add_argument("--model", help="hub name, folder, or config.json (random weights); else a tiny Llama")
+    options.add_argument("--model", help="hub name or folder; a preset of Tigon (random weights); else a tiny Llama")
     options.add_argument("--text", type=Path, help="file or folder; else the Python standard library's sources")
     options.add_argument("--memory", default="lean", help="a level of tigon.patch")
     options.add_argument("--steps", type=int, default=20)
@@ -32,13 +34,17 @@ def parser(description: str) -> argparse.ArgumentParser:
     return options
 
 
-def build_model(name: str | None) -> transformers.PreTrainedModel:
-    """The model to train, in fp32: what the engines here multiply in bf16, they keep a master copy of."""
-    torch.manual_seed(0)  # the same random weights on every rank
-    if name is not None and not name.endswith(".json"):
+def build_model(name: str | None, device: torch.device | None = None) -> transformers.PreTrainedModel:
+    """The model to train, in fp32: what the engines here multiply in bf16, they keep a master copy of.
+
+    Random weights are the same on every rank. They are made on `device`, where the model is small enough for one.
+    """
+    if name is not None and name not in PRESETS:
         return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-    config = transformers.LlamaConfig(**TINY) if name is None else transformers.AutoConfig.from_pretrained(name)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    config = transformers.LlamaConfig(**TINY) if name is None else preset_config(name)
+    torch.manual_seed(0)
+    with device or contextlib.nullcontext():
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def token_rows(arguments: argparse.Namespace, vocabulary: int, ranks: int) -> Tensor:

@@ -22,7 +22,7 @@ def main() -> None:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if on_gpu else "gloo")
 
-    model = build_model(arguments.model).to(device).train()
+    model = build_model(arguments.model, device).to(device).train()
     report = tigon.patch(model, memory=arguments.memory)
     if rank == 0:
         print(report)

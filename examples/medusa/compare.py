@@ -5,8 +5,8 @@ Four, sharded by FSDP2:          python examples/medusa/compare.py --gpus 4
 Two CPU cores, in a minute:      python examples/medusa/compare.py --device cpu --layers 2 --hidden 64 \\
                                      --vocabulary 512 --first 64 --longest 512
 
-The first variant doubles its length until memory ends, then tries half-way between. The others are measured at its
-lengths, then at multiples of its longest one. Each variant of a stage and a number of heads is a process of its own
+The first variant doubles its length until memory ends, then halves the gap. The others are measured at its lengths,
+then at multiples of its longest one. Each variant of a stage and a number of heads is a process of its own
 (one for each GPU) that takes one length after the other.
 """
 
@@ -21,16 +21,19 @@ from report import write
 from worker import Worker
 
 
-def sweep_first(worker: Worker, first: int, longest: int) -> list[dict]:
-    """`first`, twice as long, and so on until memory ends or `longest` is reached; then once half-way."""
-    results, length = [], first
+def sweep_first(worker: Worker, first: int, longest: int, bisections: int) -> list[dict]:
+    """`first`, twice as long, and so on until memory ends or `longest` is reached; then between what fits and not."""
+    results, length, fits = [], first, 0
     while length <= longest:
         results.append(worker.measure(length))
         if "reason" in results[-1]:
-            if length > first and results[-1]["out_of_memory"]:
-                results.append(worker.measure(length * 3 // 4))
             break
-        length *= 2
+        fits, length = length, 2 * length
+    if fits and results[-1].get("out_of_memory"):
+        for _ in range(bisections):
+            between = (fits + length) // 2
+            results.append(worker.measure(between))
+            fits, length = (fits, between) if "reason" in results[-1] else (between, length)
     return results
 
 
@@ -59,6 +62,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--longest", type=int, default=2**20, help="length to end with")
     options.add_argument("--multiples", type=int, nargs="+", default=[2, 4, 8, 16, 32],
                          help="of the first variant's longest length, for the others")  # fmt: skip
+    options.add_argument(
+        "--bisections", type=int, default=2, help="lengths to try where the first variant's memory ends"
+    )
     options.add_argument("--batch", type=int, default=1)
     options.add_argument("--warmup", type=int, default=2)
     options.add_argument("--steps", type=int, default=3)
@@ -99,7 +105,9 @@ def main(given: list[str] | None = None) -> Path:
                 print(f"stage {stage}, {heads} heads, {variant}", flush=True)
                 with Worker(job, arguments.gpus) as worker:
                     if not any("seconds" in result for result in reference):
-                        results = reference = sweep_first(worker, arguments.first, arguments.longest)
+                        results = reference = sweep_first(
+                            worker, arguments.first, arguments.longest, arguments.bisections
+                        )
                     else:
                         results = sweep_others(worker, reference, arguments.multiples, arguments.longest)
                 run = {"stage": stage, "heads": heads, "variant": variant, "device": worker.device, "results": results}

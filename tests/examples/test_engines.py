@@ -1,7 +1,9 @@
 """Each training script of examples/ on two CPU ranks: every loss is that of the stock model trained in one process."""
 
+import contextlib
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -22,11 +24,16 @@ TORCHRUN = ["torch.distributed.run", f"--nproc-per-node={RANKS}"]
 ACCELERATE = ["accelerate.commands.launch", f"--config_file={EXAMPLES / 'fsdp2.yaml'}", f"--num_processes={RANKS}"]
 ACCELERATE += ["--mixed_precision=no"]
 SHARD_ON_CPU = str(Path(__file__).with_name("shard_on_cpu.py"))
+ZERO_ON_CPU = str(Path(__file__).with_name("zero_on_cpu.py"))
 
 # The launcher; what it runs; the library that it needs.
 RUNS = {
     "Trainer": (TORCHRUN, ["trainer.py"], "accelerate"),
-    "Trainer with ZeRO-3": (TORCHRUN, ["trainer.py", "--deepspeed", str(EXAMPLES / "zero3.json")], "deepspeed"),
+    "Trainer with ZeRO-3": (
+        [*TORCHRUN, ZERO_ON_CPU],
+        ["trainer.py", "--deepspeed", str(EXAMPLES / "zero3.json")],
+        "deepspeed",
+    ),
     "FSDP2 by accelerate": ([*ACCELERATE, SHARD_ON_CPU], ["fsdp2.py"], "accelerate"),
     "ZeRO-3": (TORCHRUN, ["zero3.py"], "deepspeed"),
     "a loop": (TORCHRUN, ["torchrun_loop.py"], "torch"),
@@ -91,9 +98,15 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
         "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder),
     }  # fmt: skip
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    try:
+        output, errors = process.communicate(timeout=120)
+    finally:  # a launcher that is killed leaves its ranks behind
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, output + errors
+    return output
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -116,8 +116,8 @@ def test_lengths_until_memory_ends():
     from report import comparisons
 
     stock, given = Limited(1600), Limited(20000)
-    reference = sweep_first(stock, 256, 10**6)
-    assert stock.asked == [256, 512, 1024, 2048, 1536]
+    reference = sweep_first(stock, 256, 10**6, bisections=2)
+    assert stock.asked == [256, 512, 1024, 2048, 1536, 1792]
     others = sweep_others(given, reference, [2, 4, 8, 16], 10**6)
     assert given.asked == [256, 512, 1024, 1536, 3072, 6144, 12288, 24576]
     runs = [
