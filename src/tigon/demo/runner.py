@@ -95,6 +95,15 @@ class Child:
         self.send("")
         return self.next_event()
 
+    def finish(self, seconds: float = 20.0) -> None:
+        """Close the process's standard input and wait for it to end by itself; end it if it does not."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        self.close()
+
     def close(self) -> None:
         """End the process, at once if it is inside a step."""
         self._process.terminate()

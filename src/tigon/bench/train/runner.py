@@ -53,9 +53,10 @@ class _Provider:
             )
         return self._child
 
-    def close(self) -> None:
+    def close(self, at_rest: bool = False) -> None:
+        """End the process. A group that is `at_rest` ends by itself, which leaves no complaints in its log."""
         if self._child is not None:
-            self._child.close()
+            (self._child.finish if at_rest and self._plan.options.gpus > 1 else self._child.close)()
             self._child = None
 
     def train(self, point: Point, ready: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -134,6 +135,7 @@ class Runner:
         try:
             while (size := search.next()) is not None:
                 self._size(run, provider, search, size, prefix)
+            provider.close(at_rest=True)
         finally:
             provider.close()
 
