@@ -63,6 +63,8 @@ class Meter:
     def __init__(self, device: torch.device) -> None:
         self.device, self.steps = device, 0
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)  # the model was whole before it was sharded
         self.started = time.perf_counter()
 
     def step(self, loss: Tensor | float, tokens: int) -> None:

@@ -101,7 +101,7 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     try:
-        output, errors = process.communicate(timeout=120)
+        output, errors = process.communicate(timeout=200)
     finally:  # a launcher that is killed leaves its ranks behind
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -87,7 +87,7 @@ def test_compare(tmp_path):
     command += ["--vocabulary=300", "--stages", "2", "--heads", "3", "--first=32", "--longest=64", "--steps=1"]
     command += ["--warmup=0", "--variants", "stock", "tigon:lean", f"--out={tmp_path}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     runs = json.loads((tmp_path / "medusa.json").read_text())["runs"]
     stock, given = ([(r["length"], r["loss"]) for r in run["results"]] for run in runs)
