@@ -1,11 +1,11 @@
 """Saved tensors on the host: out on a side stream while forward goes on, and back on another before backward asks.
 
-    forward     a tensor is saved: the side stream waits until it is there and copies it to pinned memory. A window of
-                bytes later, the stream that computes waits for the copy and lets the tensor go
+    forward     half a window of bytes after a tensor was saved, a side stream waits until it is there and copies it to
+                pinned memory; a whole window after, the stream that computes waits for the copy and lets it go
     backward    who takes one has those brought that were saved before it, up to a window that nobody has taken yet
 
-So a device holds at most two windows of what was saved, the last of which never left. The host waits for nothing:
-events order the streams. Memory is let go in the order of the stream that computes, which can take it again at once.
+So a device holds at most two windows of what was saved; the last half never leaves. The host waits for nothing: events
+order the streams. Memory is let go in the order of the stream that computes, which can take it again at once.
 
 Several that save one tensor or views of it share one copy; it is brought once in each backward, and let go when the
 last of them has taken it. Pinned memory is that of torch's caching allocator, which gives it again in the next step.
@@ -16,6 +16,7 @@ import functools
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ __all__ = ["Away"]
 
 SMALLEST = 2**20  # bytes; what is smaller stays
 WINDOW = 2**29  # bytes: a Llama-3-8B's layer keeps 0.3 GiB of 8192 tokens
-WINDOW_TENSORS = 4  # or as many of the largest tensor: an attention asks for so many at once
+WINDOW_TENSORS = 4  # or so many of the largest but one: an attention asks for them at once
 ALIGNED = 512  # as the device's allocator aligns
 
 
@@ -55,7 +56,7 @@ def _copy(given: Tensor, direction: str, device: torch.device, stream: torch.cud
             simulation.copied(made, direction == "out")
         return made, None
     empty = functools.partial(torch.empty, given.shape, dtype=given.dtype)
-    made = empty(pin_memory=True) if direction == "out" else empty(device=device)
+    made = empty(device="cpu", pin_memory=True) if direction == "out" else empty(device=device)
     side = _side_stream(device, direction)
     side.wait_stream(stream)
     with torch.cuda.stream(side):
@@ -82,9 +83,12 @@ def _stretch(t: Tensor) -> tuple[int, int]:
 
 
 class _Moved:
-    """A stretch of a storage that was saved: `here` while the device has it, always on the host."""
+    """A stretch of a storage that was saved: `here` while the device has it, on `host` once it is on its way."""
 
     def __init__(self, away: "Away", t: Tensor, start: int, end: int) -> None:
+        self.ahead = False  # brought, and not yet taken
+        self.host: Tensor | None = None
+        self.event: torch.cuda.Event | None = None  # of a copy that the stream that computes has not waited for
         self.away, self.index, self.size = away, len(away.moved), end - start
         self.storage = StorageWeakRef(t.untyped_storage())  # no other gets its address while this is here
         self.source, self.version = t.detach(), t._version  # shares the counter of writes
@@ -94,7 +98,8 @@ class _Moved:
         self.start, self.written = start, False
         # How many saved it and how many took it in this round of backward; which backward all of them have.
         self.savers, self.taken, self.round, self.done = 0, 0, 1, -2
-        self.ahead = False  # brought, and not yet taken
+
+    def send(self) -> None:
         self.host, self.event = _copy(self.here, "out", self.device, self.stream)
 
     def check(self) -> None:
@@ -105,7 +110,7 @@ class _Moved:
         """The stream that computes waits for the copy that reads or writes what is here."""
         event, self.event = self.event, None
         if event is not None:
-            for stream in self.away.streams.get(self.device, ()):
+            for stream in tuple(self.away.streams.get(self.device, ())):
                 stream.wait_event(event)
 
     def let_go(self) -> None:
@@ -137,7 +142,7 @@ class _Moved:
         here = self.here
         if saver.round != self.round:
             saver.round, self.taken = self.round, self.taken + 1
-        if self.taken >= self.savers:
+        if self.taken >= self.savers and self.host is not None:
             self.done = torch._C._current_graph_task_id()
             self.let_go()
         return here
@@ -145,7 +150,7 @@ class _Moved:
     def __del__(self) -> None:
         if self.ahead:
             self.away.ahead -= self.size
-        if getattr(self, "event", None) is not None and not sys.is_finalizing():
+        if self.event is not None and not sys.is_finalizing():
             self.wait()
 
 
@@ -182,15 +187,35 @@ class _Saved:
         return empty.set_(here.untyped_storage(), first + self.offset, self.shape, self.strides)
 
 
+class _Queue:
+    """What was saved last, up to `limit` bytes, but one at least."""
+
+    def __init__(self) -> None:
+        self.moved: collections.deque[weakref.ref[_Moved]] = collections.deque()
+        self.size = 0
+
+    def push(self, moved: _Moved, limit: int) -> Iterator[_Moved]:
+        """Add one, and yield those that are too many."""
+        self.moved.append(weakref.ref(moved))
+        self.size += moved.size
+        while self.size > limit and len(self.moved) > 1:
+            if (first := self.moved.popleft()()) is None:  # dropped since, with others perhaps
+                self.size = sum(m.size for ref in self.moved if (m := ref()) is not None)
+            else:
+                self.size -= first.size
+                yield first
+
+
 class Away:
     """What a forward pass in a block moves to the host."""
 
     def __init__(self) -> None:
         self.moved: list[weakref.ref[_Moved]] = []  # in the order in which they were saved
         self.known: dict[tuple, weakref.ref[_Moved]] = {}
-        self.leaving: collections.deque[weakref.ref[_Moved]] = collections.deque()
+        self.staying, self.leaving = _Queue(), _Queue()
         self.streams: dict[torch.device, set] = {}  # those that compute
-        self.window, self.left, self.ahead = WINDOW, 0, 0  # bytes: that are leaving, that were brought too early
+        self.window, self.largest = WINDOW, [0, 0]  # bytes
+        self.ahead = 0  # bytes that were brought and not yet taken
         self.lock = threading.RLock()
 
     def keep(self, t: Tensor) -> _Saved | None:
@@ -205,27 +230,23 @@ class Away:
                 moved = self.known[key]() if key in self.known else None
                 if moved is not None and not moved.written:
                     return _Saved(moved, t)
+            # One that is far larger than all others stays: a loss keeps the gradient of the head for the very next.
+            self.largest = sorted((*self.largest, end - start))[1:]
+            self.window = max(self.window, WINDOW_TENSORS * self.largest[0])
+            if end - start > self.window:
+                return None
             if (stream := _stream(t.device)) is not None:
                 self.streams.setdefault(t.device, set()).add(stream)
             moved = _Moved(self, t, start, end)
             self.known[key] = weakref.ref(moved)
             self.moved.append(self.known[key])
-            self._leave(moved)
+            for first in self.staying.push(moved, self.window // 2):
+                if first.source is not None and first.host is None:
+                    first.send()
+                    for last in self.leaving.push(first, self.window // 2):
+                        if last.source is not None:
+                            last.let_go()
             return _Saved(moved, t)
-
-    def _leave(self, moved: _Moved) -> None:
-        """Let go what was saved a window before."""
-        self.window = max(self.window, WINDOW_TENSORS * moved.size)
-        self.leaving.append(weakref.ref(moved))
-        self.left += moved.size
-        while self.left > self.window:
-            first = self.leaving.popleft()()
-            if first is None:  # dropped; what it took is not known any more, nor needed
-                self.left = sum(m.size for ref in self.leaving if (m := ref()) is not None)
-                continue
-            self.left -= first.size
-            if first.source is not None:
-                first.let_go()
 
     def bring_before(self, moved: _Moved) -> None:
         """Bring what backward will ask for after `moved`."""
@@ -242,6 +263,6 @@ class Away:
                 before.ahead, self.ahead = True, self.ahead + before.size
 
     def end(self) -> None:
-        """The forward pass is over: what is leaving stays, because backward asks for it first."""
+        """The forward pass is over: what has not left stays, because backward asks for it first."""
         self.known.clear()
-        self.leaving.clear()
+        self.staying, self.leaving = _Queue(), _Queue()
