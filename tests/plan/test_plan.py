@@ -160,7 +160,7 @@ def test_fsdp_shards_what_stays_and_gathers_layers():
 def test_mixed_keeps_fp32_shards():
     config = transformers.LlamaConfig(**SIZES)
     low, high = (
-        next(plan(config, Settings(128, strategy="fsdp", dtype=dtype), levels=("default",)))
+        next(plan(config, Settings(128, strategy="fsdp", dtype=dtype), levels=("default",), search=False))
         for dtype in ("bf16", "mixed")
     )
     assert high.step.fixed == pytest.approx(2 * low.step.fixed, rel=0.01)
@@ -291,9 +291,23 @@ def test_command(run, tmp_path):
     assert data["levels"]["stock"]["relative_speed"] < data["levels"]["default"]["relative_speed"] == 1.0
 
 
+def test_plot_has_a_line_for_each_level(tmp_path):
+    pytest.importorskip("matplotlib")
+    from tigon.plan.plot import draw, lengths
+
+    assert lengths(1024) == (128, 256, 512, 1024, 2048, 4096)
+    assert lengths(64) == (128, 256)
+    settings, levels = Settings(256), ("stock", "lean")
+    rows = list(plan(transformers.LlamaConfig(**SIZES), settings, levels=levels, lengths=(128, 256), search=False))
+    draw(tmp_path / "plan.svg", "tiny", rows, settings)
+    drawn = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {name} -->" in drawn for name in (*levels, "what tensors get"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (("--plot", "x.doc"), "--plot: must end in .png"),
         (("--batch", "0"), "--batch: must be an integer"),
         (("--gpu-memory", "-1"), "--gpu-memory"),
         (("--optimizer", "lion"), "--optimizer"),

@@ -1,8 +1,9 @@
 """`tigon plan`: its options and what is said. What it needs is loaded when it is called."""
 
+import importlib.util
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -75,6 +76,8 @@ def plan(
     for path, option in ((json_file, "--json"), (plot, "--plot")):
         if path is not None and not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"must be in a folder that exists, got {str(path)!r}", param_hint=option)
+    if plot is not None:
+        _check_plot(plot)
     try:
         settings = Settings(
             seq, 1 if batch is None else batch, gpus, gpu_memory if gpu_memory is not None else _gpu_memory(),
@@ -91,7 +94,7 @@ def plan(
                 from tigon.inspect.build import find_config
 
                 config = find_config(model, trust_remote_code=trust_remote_code)
-            rows = _rows(config, settings, trust_remote_code, console)
+            rows = _rows(config, settings, trust_remote_code, plot is not None, console)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
         print_plan(console, model, rows, settings, batch is not None)
@@ -100,20 +103,27 @@ def plan(
         if plot is not None:
             from tigon.plan.plot import draw
 
-            with console.status("Drawing"):
-                draw(plot, model, config, settings, trust_remote_code)
+            draw(plot, model, rows, settings)
             console.print(f"Wrote {plot}")
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _rows(config, settings, trust_remote_code, console) -> list:
-    from tigon.plan.planner import plan as planned
+def _check_plot(path: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+    if path.suffix not in (".png", ".svg", ".pdf"):
+        raise typer.BadParameter(f"must end in .png, .svg or .pdf, got {str(path)!r}", param_hint="--plot")
 
-    rows = []
+
+def _rows(config: Any, settings: Any, trust_remote_code: bool, plotted: bool, console: Any) -> list:
+    from tigon.plan.planner import plan as planned
+    from tigon.plan.plot import lengths
+
+    rows, more = [], lengths(settings.seq) if plotted else ()
     with console.status("Building the model on meta") as status:
-        for row in planned(config, settings, trust_remote_code=trust_remote_code):
+        for row in planned(config, settings, trust_remote_code=trust_remote_code, lengths=more):
             rows.append(row)
             status.update(f"Levels: {', '.join(row.level for row in rows)} ...")
     return rows

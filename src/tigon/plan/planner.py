@@ -124,6 +124,7 @@ class Row:
     reason: str = ""  # why the model has no such level
     speed: float = 0.0  # tokens a second beside those of the default level, at the batch asked for
     largest_speed: float = 0.0  # at the largest batch, beside the same
+    by_length: tuple[Step, ...] = ()  # of the batch that was asked for, at other lengths
 
     def fits(self, settings: Settings) -> bool:
         """Whether the batch that was asked for fits."""
@@ -164,9 +165,17 @@ def _one_line(error: BaseException) -> str:
 
 
 def plan(
-    config: Any, settings: Settings, *, trust_remote_code: bool = False, levels: tuple[str, ...] = (STOCK, *MEMORY)
+    config: Any,
+    settings: Settings,
+    *,
+    trust_remote_code: bool = False,
+    levels: tuple[str, ...] = (STOCK, *MEMORY),
+    lengths: tuple[int, ...] = (),
+    search: bool = True,
 ) -> Iterator[Row]:
     """A row for each level, as they are ready. The model is built on meta: no weights, no GPU.
+
+    `lengths`: of sequences that a step is counted at too, for `Row.by_length`. `search=False` leaves the largest batch out.
 
     Raises:
         NotPlanned: The model cannot be built or trained on meta.
@@ -195,20 +204,22 @@ def plan(
     optimizer = optimizer_costs(settings.optimizer, sizes, stored)
 
     def rows(level: str) -> Row:
-        counted: dict[int, Step] = {}
+        counted: dict[tuple[int, int], Step] = {}
 
-        def count(batch: int) -> Step:
-            if batch not in counted:
+        def count(batch: int, seq: int = settings.seq) -> Step:
+            if (batch, seq) not in counted:
                 with quietly():
-                    counted[batch] = count_step(model, engine, optimizer, batch, settings.seq)
-            return counted[batch]
+                    counted[batch, seq] = count_step(model, engine, optimizer, batch, seq)
+            return counted[batch, seq]
 
         try:
             step = count(settings.batch)
+            by_length = tuple(count(settings.batch, seq) for seq in lengths)
         except Exception as error:  # of the model's code, on tensors without values
             name = type(model).__name__
             raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {_one_line(error)}") from error
-        return Row(level, step, _largest(count, settings.batch, settings.load))
+        largest = _largest(count, settings.batch, settings.load) if search else None
+        return Row(level, step, largest, by_length=by_length)
 
     base = None
     for level in sorted(levels, key=lambda level: level != "default"):  # what the others are compared with comes first

@@ -1,0 +1,37 @@
+"""Memory of a step by the length of its sequences, a line for each level."""
+
+from pathlib import Path
+
+from tigon.plan.planner import GIB, STOCK, Row, Settings
+
+__all__ = ["draw", "lengths"]
+
+COLOURS = {"stock": "#888888", "default": "#1f77b4", "lean": "#2ca02c", "lean+mlp": "#ff7f0e", "checkpoint": "#9467bd"}
+SHORTEST = 128
+
+
+def lengths(seq: int) -> tuple[int, ...]:
+    """Up to four times `seq`, each twice the one before."""
+    return tuple(seq * 2**k // 8 for k in range(6) if seq * 2**k // 8 >= SHORTEST) or (seq,)
+
+
+def draw(path: Path, name: str, rows: list[Row], settings: Settings) -> None:
+    """Write the plot of rows `by_length`; the suffix of the path is its format. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    drawn = sorted((row for row in rows if row.by_length), key=lambda row: row.level != STOCK)
+    ticks = [step.seq for step in drawn[0].by_length]
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    for row in drawn:
+        peaks = [step.peak / GIB for step in row.by_length]
+        axes.plot(ticks, peaks, marker="o", markersize=3, label=row.level, color=COLOURS.get(row.level))
+    axes.axhline(settings.budget / GIB, color="#cc3333", linewidth=1, linestyle="--", label="what tensors get")
+    axes.set(xlabel="tokens of a sequence", ylabel="GiB a GPU at most")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [f"{seq:,}" for seq in ticks])
+    axes.set_ylim(0, 2 * settings.budget / GIB)
+    axes.set_title(f"{name}, batch {settings.batch} on each of {settings.gpus} GPU{'s' * (settings.gpus > 1)}")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+    figure.savefig(path, dpi=150)
