@@ -175,7 +175,8 @@ def plan(
 ) -> Iterator[Row]:
     """A row for each level, as they are ready. The model is built on meta: no weights, no GPU.
 
-    `lengths`: of sequences that a step is counted at too, for `Row.by_length`. `search=False` leaves the largest batch out.
+    `lengths`: of sequences that a step is counted at too, for `Row.by_length`; `search=False` leaves the largest batch
+    out.
 
     Raises:
         NotPlanned: The model cannot be built or trained on meta.

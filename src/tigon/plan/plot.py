@@ -6,7 +6,10 @@ from tigon.plan.planner import GIB, STOCK, Row, Settings
 
 __all__ = ["draw", "lengths"]
 
-COLOURS = {"stock": "#888888", "default": "#1f77b4", "lean": "#2ca02c", "lean+mlp": "#ff7f0e", "checkpoint": "#9467bd"}
+COLOURS = {
+    "stock": "#888888", "default": "#1f77b4", "lean": "#2ca02c", "lean+mlp": "#ff7f0e", "checkpoint": "#9467bd",
+    "offload": "#17becf",
+}  # fmt: skip
 SHORTEST = 128
 
 
@@ -30,8 +33,9 @@ def draw(path: Path, name: str, rows: list[Row], settings: Settings) -> None:
     axes.set(xlabel="tokens of a sequence", ylabel="GiB a GPU at most")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{seq:,}" for seq in ticks])
-    axes.set_ylim(0, 2 * settings.budget / GIB)
-    axes.set_title(f"{name}, batch {settings.batch} on each of {settings.gpus} GPU{'s' * (settings.gpus > 1)}")
+    axes.set_ylim(0, 1.5 * settings.budget / GIB)
+    where = f"each of {settings.gpus} GPUs" if settings.gpus > 1 else "one GPU"
+    axes.set_title(f"{name}, batch {settings.batch} on {where}")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
     figure.savefig(path, dpi=150)
