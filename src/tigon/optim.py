@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adamw import adamw_step
-from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN, runs_kernels
+from tigon.ops.dispatch import PLAIN, runs_kernels
 
 __all__ = ["AdamW"]
 
@@ -57,21 +57,15 @@ class AdamW(torch.optim.AdamW):
         found = [_local(*x) for x in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
         taken = [i for i, tensors in enumerate(found) if tensors is not None and _is_plain(steps[i])]
         _count([steps[i] for i in taken])
-        lr, written = group["lr"], []
+        lr = group["lr"]
         lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
+        options = group["betas"], group["eps"], group["weight_decay"], group["maximize"]
         for i in taken:
             tensors, step = found[i], steps[i]
-            device = tensors[0].device
-            adamw_step(
-                *tensors,
-                step if step.device == device else float(step),
-                lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else lr,
-                group["betas"],
-                group["eps"],
-                group["weight_decay"],
-                group["maximize"],
-            )
-            written += params[i], exp_avgs[i], exp_avg_sqs[i]
+            step = step if step.get_device() == tensors[0].get_device() else float(step)
+            rate = lr.to(tensors[0].device, non_blocking=True) if isinstance(lr, Tensor) else lr
+            adamw_step(*tensors, step, rate, *options)
+        written = [x[i] for i in taken for x in (params, exp_avgs, exp_avg_sqs)]
         torch.autograd.graph.increment_version(written)
         left = sorted(set(range(len(params))) - set(taken))
         for x in lists:
@@ -99,28 +93,24 @@ def _is_plain(x: Tensor) -> bool:
 def _local(param: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
     """Parameter, gradient and moments as memory on this rank, or None if the kernel cannot take them."""
     tensors = (param, *others)
-    if hasattr(param, "to_local"):
+    if type(param) not in PLAIN and hasattr(param, "to_local"):
         if not all(hasattr(x, "to_local") for x in others):
             return None
         if not all(x.placements == param.placements and x.device_mesh == param.device_mesh for x in others):
             return None
         tensors = tuple(x.to_local() for x in tensors)
     first = tensors[0]
-    shape, device = first.shape, first.device
-    if not runs_kernels(first):
+    if not (runs_kernels(*tensors) and first.is_contiguous()):
         return None
-    for x in tensors:
-        if x.dtype not in KERNEL_DTYPES or x.device != device or x.shape != shape:
-            return None
-        if not (x.is_contiguous() and _is_plain(x)):
-            return None
-    return tensors
+    shape, device = first.shape, first.get_device()
+    same = all(x.get_device() == device and x.shape == shape and x.is_contiguous() for x in tensors[1:])
+    return tensors if same else None
 
 
 def _count(steps: list[Tensor]) -> None:
     """One more step, in place, in few launches."""
-    by_device: dict[torch.device, list[Tensor]] = {}
+    by_device: dict[int, list[Tensor]] = {}
     for x in steps:
-        by_device.setdefault(x.device, []).append(x)
+        by_device.setdefault(x.get_device(), []).append(x)
     for group in by_device.values():
         torch._foreach_add_(group, 1)

@@ -12,6 +12,7 @@ Shapes: all tensors have N elements, without gaps. A step reads p, g, m, v and w
 parameter.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -62,6 +63,7 @@ class Config:
     eviction: str = ""  # "" | "evict_first" | "evict_last", as Triton names them
 
     @staticmethod
+    @functools.cache  # one lookup for each of hundreds of launches
     def heuristic(itemsize: int) -> "Config":
         """For parameters of so many bytes an element: one access of 16 bytes a thread for each of the seven."""
         return Config(block=4 * 32 * 16 // itemsize)
@@ -100,7 +102,7 @@ def _update(
         g = -g
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
-    # Not p * (1 - decay): a decay below 6e-8 would be gone, or come out twice as large.
+    # Not p * (1 - decay), which rounds twice: a decay is often of the size of fp32's last digit.
     p = p - decay * p
     p = p - step_size * (m / (tl.sqrt(v) * scale + eps))
     tl.store(param_ptr, p, mask=mask, eviction_policy=EVICTION)
