@@ -67,7 +67,7 @@ def stock(folder, parts):
     """Losses of the stock model, whose batch is that of all ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        arguments = Namespace(text=ROOT / "docs" / "memory.md", steps=STEPS, batch=BATCH, seq=SEQ)
+        arguments = Namespace(text=ROOT / "LICENSE", steps=STEPS, batch=BATCH, seq=SEQ)
         model = parts.build_model(str(folder / "model")).train()
         rows = parts.token_rows(arguments, model.config.vocab_size, RANKS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
@@ -88,7 +88,7 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     script, *more = command
-    options = {"model": folder / "model", "text": ROOT / "docs" / "memory.md", "steps": STEPS, "batch": BATCH}
+    options = {"model": folder / "model", "text": ROOT / "LICENSE", "steps": STEPS, "batch": BATCH}
     options |= {"seq": SEQ, "lr": LR}
     given = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     module, *settings = launcher
