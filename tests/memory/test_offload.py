@@ -128,7 +128,7 @@ def test_one_copy_for_all_who_saved_it(record):
 def parts(step: Step) -> Tensor:
     """Query, key and value of one product; each saves its third, at an offset and with gaps."""
     x = step.leaf(3 * 64, 16) * 1.0
-    y = sum((part * part.detach()[:, ::2].sum()).sum() for part in x.chunk(3))
+    y = sum((part.sin() * part[:, ::2].sum()).sum() for part in x.chunk(3))
     z = (step.leaf(64, 48) * 1.0).chunk(3, -1)
     return y + sum((a.sin() * b).sum() for a, b in itertools.pairwise(z)) + chain(step, 2)
 
@@ -237,6 +237,21 @@ def test_what_is_not_asked_for_is_let_go(record, how):
         with pytest.raises(ZeroDivisionError):
             loss.backward()
     del loss
+    assert_nothing_is_left(record)
+
+
+def test_what_came_for_a_backward_that_failed_is_let_go(record):
+    step = Step()
+    with tigon.lean(offload=True):
+        x = chain(step) * step.leaf(64, 16)
+        x.register_hook(lambda grad: 1 / 0)
+        for _ in range(3):
+            x = x.sin()
+        loss = x.sum()
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    assert record.brought
+    del x, loss
     assert_nothing_is_left(record)
 
 
