@@ -133,7 +133,7 @@ def test_from_pretrained_with_loading_info(saved, patch_type):
 
 
 def test_options_are_those_of_patch(patch_type):
-    patch_type("llama", loss=False, rope=False)
+    patch_type("llama", loss=False, rope=False, glue=False)
     model = WAYS["class"]()
     assert find_replacement(model.model.norm)
     assert not find_replacement(model)
@@ -285,11 +285,11 @@ def test_the_report_is_filled_by_what_is_built(patch_type):
     assert "every new llama: none built yet" in str(report)
     assert "until restore()" in str(report)
     WAYS["class"]()
-    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "loss"}
+    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "glue", "loss"}
     assert "every new llama, the last a LlamaForCausalLM" in str(report)
-    assert len(report) == 5 + 2 + 2 + 1
+    assert len(report) == 5 + 2 + 2 + 4 + 1
     WAYS["body"]()
-    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope"}
+    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "glue"}
 
 
 def test_the_report_keeps_no_model(patch_type):

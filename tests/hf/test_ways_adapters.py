@@ -6,7 +6,7 @@ from torch import nn
 
 import tigon
 
-PARTS = {"rms_norm", "glu", "rope", "loss"}
+PARTS = {"rms_norm", "glu", "rope", "glue", "loss"}
 
 
 @pytest.fixture(params=["llama", "gemma2", "phi3"])

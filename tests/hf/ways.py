@@ -25,7 +25,7 @@ SIZE = {
 DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")  # of the ranks: cpu, or cuda with a GPU each
 # A GPU's kernels have exponentials of their own.
 TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * same_step.EPS
-PARTS = {"rms_norm", "glu", "rope", "loss"}
+PARTS = {"rms_norm", "glu", "rope", "glue", "loss"}
 
 Step = dict[str, Tensor]  # the loss, and every gradient by name
 

@@ -65,7 +65,7 @@ def test_a_model_type_is_its_default_config(run):
     assert ["rms_norm", "LlamaRMSNorm", "65", "rms_norm, offset 0, rounded before the weight"] in rows
     assert ["", "Linear", "225", ""] in rows
     assert result.output.count("Blank: no op of Tigon computes this class.") == 1
-    assert "norms 65 of 65, MLPs and experts 32 of 32, rope 32 of 32, loss 1 of 1" in result.output
+    assert "norms 65 of 65, MLPs and experts 32 of 32, rope 32 of 32, glue 64 of 64, loss 1 of 1" in result.output
     assert "Head: lm_head, Linear, 4,096 to 32,000, weights of its own" in result.output
 
 
@@ -256,7 +256,10 @@ def test_the_page_says_what_is_replaced_left_and_not_built(monkeypatch):
     monkeypatch.setattr(module, "model_types", lambda: ["llama", "reformer", "seed_oss"])
     page = models_page()
     assert "Of 3 types, 2 can be built" in page
-    assert "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | linear_cross_entropy |" in page
+    assert (
+        "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | add + norm, norm + residual, products of one input | linear_cross_entropy |"
+        in page
+    )
     assert re.search(r"\| seed_oss \| .* \*left\*: SeedOssMLP \(1\) \|", page)
     assert "\n1. computes something else" in page
     assert "- reformer: " in page

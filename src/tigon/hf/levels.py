@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tigon.memory import lean
-from tigon.recognition.replacement import find_replacement, foreign_forward, install
+from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
 __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
 
@@ -94,13 +94,7 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
     inner = before.inner if isinstance(before, LeanForward) else before
     if inner is not before and (before.mlp, before.offload) == (level.mlp, level.offload):
         return lambda: None
-    replaced.recipe = recipe = LeanForward(inner, level.mlp, level.offload)
-
-    def undo() -> None:
-        if replaced.recipe is recipe:
-            replaced.recipe = before
-
-    return undo
+    return exchange(replaced, LeanForward(inner, level.mlp, level.offload))
 
 
 # --- checkpointing ---------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVELS, apply_level, refusal
 from tigon.hf.report import Report
 from tigon.recognition.experts import recognise_experts
+from tigon.recognition.glue import GlueRecipe, recognise_glue
+from tigon.recognition.kind import kind_of
 from tigon.recognition.mlps import recognise_glu, recognise_relu2
 from tigon.recognition.norms import recognise_norm
-from tigon.recognition.replacement import find_replacement, foreign_forward, install, is_changed
-from tigon.recognition.rope import recognise_rope
-from tigon.recognition.standin import own_tensors
+from tigon.recognition.replacement import find_replacement, foreign_forward, install
+from tigon.recognition.rope import RopeRecipe, recognise_rope
 
 __all__ = ["patch", "patched"]
 
@@ -29,13 +30,11 @@ PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
     "relu2": (recognise_relu2, install),
     "experts": (recognise_experts, install),
     "rope": (recognise_rope, install),
+    "glue": (recognise_glue, install),
     "loss": (learn_loss, attach),
 }
 OPTIONS = (*PARTS, "memory")
 MEMORY = tuple(LEVELS)
-
-# Attributes of every module, and what accelerate's hooks leave: nothing that tells what a module computes.
-STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
 
 
 def _choose(options: dict[str, Any]) -> list[str]:
@@ -51,14 +50,14 @@ def _choose(options: dict[str, Any]) -> list[str]:
     return [name for name in PARTS if options.get(name, True)]
 
 
-def _kind(module: nn.Module) -> tuple:
-    """What recognition depends on; modules that agree in it are probed once, whatever a model's number of layers."""
-    state = [(name, value) for name, value in vars(module).items() if name not in STATE]
-    own = tuple((k, v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in state)
-    tensors = own_tensors(module).items()
-    shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
-    children = tuple((k, child and _kind(child)) for k, child in module._modules.items())
-    return type(module), own, shapes, children, is_changed(module)
+JOINED = RopeRecipe, GlueRecipe  # recipes that run the code of a module's class, and may both do so
+
+
+def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
+    """Two recipes for one module as one, if they can be."""
+    ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.glue]
+    both = len(ropes) == 1 and any(isinstance(r, GlueRecipe) for r in (before, recipe))
+    return ropes[0].with_glue() if both else None
 
 
 def patch(model: nn.Module | str, **options: Any) -> Report:
@@ -77,6 +76,8 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         relu2: Squared ReLUs.
         experts: Experts of a mixture whose weights are one tensor.
         rope: Rotary embeddings of attentions.
+        glue: What stands between: the sum of a residual and the norm after it, linear layers of one input. The source
+            of a layer's forward is rewritten for it, and runs the stock statements wherever they do more.
         loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
             the head without holding the logits, and `logits` of the output is None, in tuples too. So it is in any mode
             where `skip_logits=True` is given to the model's call (then also with `shift_labels` alone), and in none
@@ -106,8 +107,11 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     if isinstance(model, str):
         return patch_type(model, functools.partial(patch, **options))
     report, plan, asked, found = Report(type(model).__name__), {}, set(), {}
-    modules = [(name, module) for name, module in model.named_modules() if find_replacement(module) is None]
-    kinds = {module: _kind(module) for _, module in modules}
+    installed = {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
+    modules = [
+        (name, module) for name, module in model.named_modules() if isinstance(installed[module], (*JOINED, type(None)))
+    ]
+    kinds = {module: kind_of(module) for _, module in modules}
     for part in parts:
         recognise, apply = PARTS[part]
         for name, module in modules:
@@ -116,14 +120,16 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             recipe = found[key]
             # What one function recognises may be one of several parts; why it did not is said once.
             other = recognise in asked if isinstance(recipe, str) else getattr(recipe, "part", part) != part
-            if recipe is None or other or module in plan:
+            before = plan[module][1] if module in plan else installed[module]
+            if recipe is None or other or (before is not None and _joined(before, recipe) is None):
                 continue
-            recipe = foreign_forward(module) or recipe
+            recipe = (before is None and foreign_forward(module)) or recipe
             left = isinstance(recipe, str)
             report.add(part, type(module).__name__, not left, str(recipe), name)
-            plan |= {} if left else {module: (apply, recipe)}
+            if not left:
+                plan[module] = apply, recipe if before is None else _joined(before, recipe)
         asked.add(recognise)
-    already = len(list(model.modules())) - len(modules)
+    already = sum(recipe is not None and module not in plan for module, recipe in installed.items())
     level = options.get("memory", "default")
     # What only makes results of Tigon's ops again has nothing to do without them.
     ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())

@@ -20,6 +20,7 @@ GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "relu2", "experts"),
     "rope": ("rope",),
+    "glue": ("glue",),
     "loss": ("loss",),
 }
 

@@ -22,12 +22,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.memory import call, is_lean, remade_mlp, remakes_mlp
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, runs_kernels
+from tigon.ops.dispatch import first_order
 from tigon.ops.glu import geglu, glu_backward, glu_backward_into, glu_forward, swiglu
+from tigon.ops.linears import is_plain, takes_products
 from tigon.ops.products import product
 
 __all__ = [
@@ -145,24 +145,13 @@ class _LeanGLUMLP(torch.autograd.Function):
 
 
 def plain_weight(layer: nn.Module) -> Tensor | None:
-    """The weight of a linear layer that does nothing but its product: no bias, no hook, its class's own forward."""
-    own = layer.__dict__
-    if type(layer) is not nn.Linear or own["_parameters"].get("bias") is not None or "forward" in own:
-        return None
-    hooked = own["_forward_pre_hooks"] or own["_forward_hooks"] or own["_backward_pre_hooks"] or own["_backward_hooks"]
-    return None if hooked or _has_any_global_hook() else layer.weight
+    """The weight of a linear layer that does nothing but its product."""
+    return layer.weight if is_plain(layer) and layer.bias is None else None
 
 
-def takes_weights(x: Tensor, *weights: Tensor | None) -> bool:
-    """Whether this op's own products run here: of weights that are all there, in one dtype, with kernels, untraced."""
-    return (
-        not torch.compiler.is_compiling()
-        and all(w is not None and w.dtype == x.dtype for w in weights)
-        and runs_kernels(x, *weights)
-        and x.dim() > 1
-        and x.numel() > 0
-        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))  # meta has none
-    )
+def takes_weights(x: object, *weights: Tensor | None) -> bool:
+    """Whether this op's own products run here: of weights that are all there."""
+    return all(w is not None for w in weights) and takes_products(x, *weights)
 
 
 def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu") -> Tensor:

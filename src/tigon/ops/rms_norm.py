@@ -21,7 +21,7 @@ from tigon.ops import check
 from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
 from tigon.ops.norm import WIDEST, norm_again, norm_backward, norm_forward
 
-__all__ = ["RMSNorm", "add_rms_norm", "add_rms_norm_reference", "rms_norm", "rms_norm_reference"]
+__all__ = ["RMSNorm", "add_rms_norm", "add_rms_norm_reference", "rms_norm", "rms_norm_passing", "rms_norm_reference"]
 
 Rounding = Literal["before_weight", "after_weight"]  # where x_hat returns to x.dtype: Llama / Gemma, OLMo 2
 
@@ -64,21 +64,28 @@ def add_rms_norm_reference(
 
 
 class _RMSNorm(torch.autograd.Function):
+    """x -> y, and with `passes_x` x again: the gradient of what becomes of it is added by the kernel that makes dx."""
+
     @staticmethod
-    def forward(ctx, x, weight, eps, offset, round_first):
+    def forward(ctx, x, weight, eps, offset, round_first, passes_x):
         y, _, statistics = norm_forward(x, None, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(x, weight, statistics)
         ctx.offset = offset
-        return y
+        if not passes_x:
+            return y
+        leave_absent(ctx)
+        return y, x.detach()
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
+    def backward(ctx, dy, dpassed=None):
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
+        if dy is None:
+            return dpassed, *(None,) * 5
         dw_dtype = weight.dtype if needs_dw else None
-        dx, dw, _ = norm_backward(dy, None, x, weight, statistics, ctx.offset, False, needs_dx, dw_dtype, None)
-        return dx if needs_dx else None, dw if needs_dw else None, None, None, None
+        dx, dw, _ = norm_backward(dy, dpassed, x, weight, statistics, ctx.offset, False, needs_dx, dw_dtype, None)
+        return dx if needs_dx else None, dw if needs_dw else None, *(None,) * 4
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -167,7 +174,19 @@ def rms_norm(
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding) -> Tensor:
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= WIDEST:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
-    return _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight")
+    return _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", False)
+
+
+def rms_norm_passing(
+    x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight"
+) -> tuple[Tensor, Tensor]:
+    """`rms_norm`, and x again, for the residual: both gradients of x are summed in the kernel of the norm's."""
+    if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= WIDEST or torch.compiler.is_compiling():
+        return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
+    eps, offset = _checked("rms_norm", x, weight, eps, offset, rounding)
+    y, passed = _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", True)
+    remember(y, _rms_norm, x, weight, eps, offset, rounding)
+    return y, passed
 
 
 def add_rms_norm(

@@ -57,8 +57,8 @@ class GLURecipe:
             return type(module).forward(module, *args, **kwargs)
         if self.up is not None and not reference:
             weights = [plain_weight(getattr(module, name)) for name in (self.gate, self.up, self.down)]
-            if isinstance(x := args[0], Tensor) and takes_weights(x, *weights):
-                return glu_mlp_by_kernels(x, *weights, KINDS[self.kind][2])
+            if takes_weights(*args, *weights):
+                return glu_mlp_by_kernels(*args, *weights, KINDS[self.kind][2])
         return getattr(module, self.down)(remade_mlp(self._product, module, *args, reference))
 
     def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -57,6 +57,13 @@ class RMSNormRecipe:
         if not reference and dtype == y.dtype == gate.dtype and runs_kernels(y, gate):
             return swiglu(gate, y)  # in fp32 as below
         return (y * F.silu(gate.float())).to(dtype)
+
+    def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
+        """Weight, epsilon and form for the op, if that is all the module does with x."""
+        weight, eps = _own(module, self.weight), _own(module, self.eps)
+        if self.gated or not _fits(module, (x,), weight, self.watched):
+            return None
+        return weight, eps, {"offset": self.offset, "rounding": self.rounding}
 
     def __str__(self) -> str:
         offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"

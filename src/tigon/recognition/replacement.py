@@ -15,6 +15,7 @@ from torch import nn
 
 __all__ = [
     "Replacement",
+    "exchange",
     "find_replacement",
     "foreign_forward",
     "foreign_hook",
@@ -168,6 +169,8 @@ def foreign_forward(module: nn.Module) -> str | None:
 
 def install(module: nn.Module, recipe: Callable) -> Callable[[], None]:
     """Give `module` the forward `recipe`; returns the function that undoes it, wherever hooks have moved it since."""
+    if (installed := find_replacement(module)) is not None:
+        return exchange(installed, recipe)
     replacement = Replacement(module, recipe)
     if (cell := wrapped_forward(module)) is not None:
         cell.cell_contents = replacement
@@ -175,6 +178,17 @@ def install(module: nn.Module, recipe: Callable) -> Callable[[], None]:
         vars(module)[_slot(module)] = replacement
     vars(module)[REPLICATE] = replacement.replicate
     return functools.partial(uninstall, module, replacement)
+
+
+def exchange(replacement: Replacement, recipe: Callable) -> Callable[[], None]:
+    """Give what is replaced already another recipe; the function that undoes it gives it the old one back."""
+    before, replacement.recipe = replacement.recipe, recipe
+
+    def undo() -> None:
+        if replacement.recipe is recipe:
+            replacement.recipe = before
+
+    return undo
 
 
 def uninstall(module: nn.Module, replacement: Replacement) -> None:

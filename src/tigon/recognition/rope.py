@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
+from tigon.recognition.glue import glued
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 
 __all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]
@@ -115,11 +116,12 @@ class _Turn:
 
 
 class RopeRecipe:
-    """The stock forward of an attention class, with its rope functions (globals, by name) replaced."""
+    """The stock forward of an attention class, with its rope functions (globals, by name) replaced, and its glue."""
 
-    def __init__(self, cls: type[nn.Module], forms: tuple[tuple[str, Form], ...]) -> None:
-        self.cls, self.forms = cls, forms
+    def __init__(self, cls: type[nn.Module], forms: tuple[tuple[str, Form], ...], glue: bool = False) -> None:
+        self.cls, self.forms, self.glue = cls, forms, glue
         stock = inspect.getattr_static(cls, "forward")
+        stock = glued(stock) if glue else stock
         self.live, others = stock.__globals__, stock.__code__.co_names
         self.turns = {name: _Turn(self.live[name], form) for name, form in forms}
         scope = {**self.live, **self.turns}
@@ -138,7 +140,10 @@ class RopeRecipe:
         return self.forward(module, *args, **kwargs)
 
     def __reduce__(self):
-        return RopeRecipe, (self.cls, self.forms)
+        return RopeRecipe, (self.cls, self.forms, self.glue)
+
+    def with_glue(self) -> "RopeRecipe":
+        return RopeRecipe(self.cls, self.forms, glue=True)
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))

@@ -1,0 +1,79 @@
+r"""Linear layers of one input, as one node: y_i = x W_i^T + b_i.
+
+    dx = sum_i dy_i W_i        each product adds to the last, in fp32 (beta = 1)
+    dW_i = dy_i^T x,           db_i = sum_rows dy_i
+
+Autograd would write each dy_i W_i and add them up, one by one. Query, key and value of an attention are such layers.
+
+Shapes: T tokens, H hidden, O outputs of a layer.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
+
+__all__ = ["is_plain", "linears", "takes_products"]
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, *parameters):  # W_0, b_0, W_1, b_1, ...
+        weights, biases = parameters[::2], parameters[1::2]
+        needs_x = any(ctx.needs_input_grad[1::2])
+        ctx.save_for_backward(x if needs_x else None, *weights)
+        ctx.shape = x.shape
+        leave_absent(ctx)
+        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+
+    @staticmethod
+    @first_order
+    def backward(ctx, *dys):
+        x, *weights = ctx.saved_tensors
+        x = None if x is None else x.flatten(0, -2)  # [T, H]
+        needs_dx, *needs = ctx.needs_input_grad
+        dx, gradients = None, []
+        for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
+            if dy is None:
+                gradients += [None, None]
+                continue
+            dy = dy.reshape(-1, dy.shape[-1])  # [T, O]
+            if needs_dx:
+                dx = torch.mm(dy, weight) if dx is None else torch.addmm(dx, dy, weight, out=dx)
+            gradients.append(torch.mm(dy.t(), x) if needs[2 * i] else None)
+            gradients.append(dy.sum(0) if needs[2 * i + 1] else None)
+        return None if dx is None else dx.view(ctx.shape), *gradients
+
+
+def is_plain(layer: nn.Module) -> bool:
+    """Whether a layer does nothing but the product of an `nn.Linear`: no hook, its class's own forward."""
+    own = layer.__dict__
+    if type(layer) is not nn.Linear or "forward" in own:
+        return False
+    hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
+    return not (any(hooks) or _has_any_global_hook())
+
+
+def takes_products(x: object, *parameters: Tensor | None) -> bool:
+    """Whether products of x by these may be a node of Tigon's: kernels, one dtype, no autocast, nothing traced."""
+    return (
+        isinstance(x, Tensor)
+        and not torch.compiler.is_compiling()
+        and all(p is None or p.dtype == x.dtype for p in parameters)
+        and runs_kernels(x, *parameters)
+        and x.dim() > 1
+        and x.numel() > 0
+        and (x.is_meta or not torch.is_autocast_enabled(x.device.type))  # meta has none
+    )
+
+
+def linears(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
+    """What each layer gives for x [..., H], or None where one of them does more than its product, or could."""
+    if not all(map(is_plain, layers)):
+        return None
+    parameters = [p for layer in layers for p in (layer.weight, layer.bias)]
+    return _Linears.apply(x, *parameters) if takes_products(x, *parameters) else None

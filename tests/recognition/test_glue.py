@@ -1,0 +1,423 @@
+"""Forwards whose sums, norms and layers of one input are done at once: the values and gradients of what was written.
+
+Where kernels run (on a GPU, or in the interpreter) the ops take over; elsewhere the statements run as they were.
+"""
+
+import copy
+import inspect
+import pickle
+import textwrap
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+from op_cases import DEVICE
+from tigon.ops.dispatch import runs_kernels
+from tigon.recognition import glue
+from tigon.recognition.glue import glued
+from tigon.recognition.replacement import find_replacement
+from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS
+
+WIDTH = 32
+BY_KERNELS = runs_kernels(torch.empty(1, device=DEVICE))
+
+
+class Norm(nn.Module):
+    """As Llama's."""
+
+    def __init__(self, width: int = WIDTH):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(width) + 0.5), 1e-6
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(WIDTH, 48, bias), nn.Linear(WIDTH, 16, bias), nn.Linear(WIDTH, 16, bias)
+        self.o = nn.Linear(48, WIDTH, bias)
+
+    def forward(self, hidden):
+        shape = (*hidden.shape[:-1], -1, 16)
+        q = self.q(hidden).view(shape).transpose(1, 2)
+        k = self.k(hidden).view(shape).transpose(1, 2)
+        v = self.v(hidden).view(shape).transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k.expand_as(q), v.expand_as(q), is_causal=True)
+        return self.o(out.transpose(1, 2).reshape(*hidden.shape[:-1], -1))
+
+
+class Layer(nn.Module):
+    def __init__(self, bias: bool = False):
+        super().__init__()
+        self.attention, self.before, self.after = Attention(bias), Norm(), Norm()
+        self.up, self.down = nn.Linear(WIDTH, 80, bias), nn.Linear(80, WIDTH, bias)
+
+    def forward(self, hidden, scale: float = 1.0):
+        residual = hidden
+        hidden = self.before(hidden)
+        hidden = self.attention(hidden) * scale
+        hidden = residual + hidden
+
+        residual = hidden
+        hidden = self.after(hidden)
+        hidden = self.down(F.silu(self.up(hidden)))
+        return residual + hidden
+
+
+def make(seed: int = 0, bias: bool = False) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(Layer(bias), Layer(bias)).to(DEVICE)
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor]:
+    y = model(x)
+    return [y, *torch.autograd.grad(y.square().sum(), [x, *model.parameters()])]
+
+
+def inputs() -> Tensor:
+    return torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
+
+
+def assert_close(given: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(given, expected, strict=True):
+        # Of a key's bias the gradient is zero, and noise.
+        torch.testing.assert_close(a, b, atol=2e-5 * max(b.abs().max().item(), 0.1), rtol=0)
+
+
+def nodes(y: Tensor) -> set[str]:
+    """Names of what a result was computed by."""
+    found, todo = {}, [y.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in found:
+            found[node] = node.name()
+            todo += [n for n, _ in node.next_functions]
+    return set(found.values())
+
+
+# --- what is found ---------------------------------------------------------------------------------
+
+
+def source(function) -> str:
+    """What a forward becomes, in words."""
+    return function.__code__.co_freevars if (function := glued(function)) else ()
+
+
+def test_what_the_report_says():
+    report = tigon.patch(make())
+    found = {e.module: (e.detail, e.count) for e in report.replaced if e.part == "glue"}
+    assert found == {"Layer": ("add + norm, norm + residual", 2), "Attention": ("products of one input", 2)}
+
+
+class Forms:
+    """Forwards, and what is to be found in them."""
+
+    def other_names(self, x):
+        y = self.norm(x)
+        return x + y
+
+    def no_alias(self, a, b):
+        c = a + b
+        d = self.norm(c)
+        return c * d
+
+    def other_target(self, a, b):
+        a = a + b
+        r = a
+        d = self.norm(a)
+        return a * d * r
+
+    def in_a_branch(self, a, b, flag=True):
+        if flag:
+            a = b + a
+            r = a
+            a = self.norm(a)
+            return a + r
+        return a
+
+    def post_norm(self, a, b):
+        a = a + b
+        a = self.norm(a)
+        return a
+
+    def a_statement_between(self, a, b):
+        a = a + b
+        print(a)
+        r = a
+        print(r)
+        a = self.norm(a)
+        return a + r
+
+    def two_inputs(self, a, b):
+        q = self.q(a)
+        k = self.k(b)
+        return q, k
+
+    def rebound(self, a):
+        a = self.q(a)
+        k = self.k(a)
+        return a, k
+
+    def nested(self, a):
+        q = self.n(self.q(a).view(2, -1)).t()
+        k = self.n(self.k(a).view(2, -1)).t()
+        return q, k
+
+    def keywords(self, a):
+        q = self.q(a, scale=2)
+        k = self.k(a, scale=2)
+        return q, k
+
+
+@pytest.mark.parametrize(
+    ("form", "found"),
+    [
+        ("no_alias", {ADD_NORM}),
+        ("other_target", {ADD_NORM}),
+        ("in_a_branch", {ADD_NORM}),
+        ("post_norm", set()),
+        ("a_statement_between", set()),
+        ("two_inputs", set()),
+        ("rebound", set()),
+        ("nested", {PRODUCTS}),
+        ("keywords", set()),
+    ],
+)
+def test_forms(form, found):
+    assert set(source(vars(Forms)[form])) == found
+
+
+@pytest.mark.parametrize("form", ["no_alias", "other_target", "in_a_branch"])
+def test_every_form_means_the_same(form):
+    """All names that a statement set have their values afterwards."""
+    forms, a, b = Forms(), torch.randn(3, WIDTH), torch.randn(3, WIDTH)
+    forms.norm = Norm()
+    stock, made = vars(Forms)[form], glued(vars(Forms)[form])
+    assert torch.equal(made(forms, a, b), stock(forms, a, b))
+    assert made.__defaults__ == stock.__defaults__
+
+
+def test_what_cannot_be_read_stays():
+    scope = {}
+    exec(textwrap.dedent("""
+        def forward(self, a, b):
+            c = a + b
+            d = self.norm(c)
+            return c, d
+    """), scope)  # fmt: skip
+    assert glued(scope["forward"]) is None
+
+    class Other(Layer):
+        def forward(self, hidden):  # a closure: `super` needs its class
+            residual = hidden
+            hidden = self.before(hidden)
+            return super().forward(hidden) + residual
+
+    assert glued(Other.forward) is None
+
+
+def test_a_source_that_is_not_that_of_the_code_is_not_taken(monkeypatch):
+    """The file was changed after it was imported."""
+
+    def forward(self, a, b):
+        c = a + b
+        d = self.norm(c)
+        return c, d
+
+    lines, first = inspect.getsourcelines(forward)
+    assert glued(forward)
+    other = [line.replace("return c, d", "return d, c, a") for line in lines]
+    monkeypatch.setattr(inspect, "getsourcelines", lambda f: (other, first))
+    glue.rewrite.cache_clear()
+    assert glued(forward) is None
+    glue.rewrite.cache_clear()
+
+
+def test_errors_name_the_author_s_line():
+    model = make()
+    tigon.patch(model)
+    with pytest.raises(RuntimeError) as raised:
+        model(torch.randn(2, 7, WIDTH + 1, device=DEVICE))
+    lines = {str(entry.statement) for entry in raised.traceback}
+    assert any("self.before(hidden)" in line for line in lines)
+
+
+# --- the same values and gradients -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("level", ["default", "lean", "lean+mlp"])
+def test_the_same_step(level, bias):
+    stock, model, x = make(bias=bias), make(bias=bias), inputs()
+    expected = step(stock, x)
+    tigon.patch(model, memory=level)
+    assert_close(step(model, x), expected)
+    assert ("_LinearsBackward" in nodes(model(x))) == BY_KERNELS
+    assert ("_AddRMSNormBackward" in nodes(model(x))) == BY_KERNELS
+
+
+def test_gradients_of_hidden_states():
+    """What comes into a layer and what a norm gives have the gradients that they have in the stock model."""
+    results = []
+    for patched in (False, True):
+        model, x = make(), inputs()
+        if patched:
+            tigon.patch(model)
+        seen = []
+        model[0].register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+        model[1].before.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+        loss = model(x).square().sum()
+        results.append(torch.autograd.grad(loss, seen))
+        assert len(seen) == 2
+    assert_close(*results[::-1])
+
+
+@pytest.mark.parametrize("frozen", ["norms", "layers", "all but one", "input"])
+def test_frozen(frozen):
+    stock, model, x = make(), make(), inputs()
+    tigon.patch(model)
+    for m in (stock, model):
+        for name, p in m.named_parameters():
+            norm = "before" in name or "after" in name
+            p.requires_grad_(
+                {"norms": not norm, "layers": norm, "all but one": name == "0.attention.k.weight"}.get(frozen, True)
+            )
+    x = x.detach() if frozen == "input" else x
+    results = []
+    for m in (stock, model):
+        leaves = [t for t in (x, *m.parameters()) if t.requires_grad]
+        results.append(torch.autograd.grad(m(x).square().sum(), leaves))
+    assert_close(*results[::-1])
+
+
+def test_outputs_that_nobody_uses():
+    x, layers = inputs(), [nn.Linear(WIDTH, 8, device=DEVICE) for _ in range(3)]
+    made = glue.products(x, *layers)
+    assert (made is not None) == BY_KERNELS
+    if made is None:
+        return
+    given = torch.autograd.grad(made[1].sum(), [x, *layers[1].parameters()])
+    assert_close(list(given), list(torch.autograd.grad(layers[1](x).sum(), [x, *layers[1].parameters()])))
+    y, passed = glue.norm_pass(tigon_norm := Norm().to(DEVICE), x)
+    assert passed is x
+    tigon.patch(tigon_norm)
+    y, passed = glue.norm_pass(tigon_norm, x)
+    assert torch.equal(torch.autograd.grad(passed.sum(), x, retain_graph=True)[0], torch.ones_like(x))
+    assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+
+
+# --- what does more is left to do it ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["before", "after", "attention.q"])
+@pytest.mark.parametrize("hook", ["forward", "pre", "backward"])
+def test_hooks_are_called(where, hook):
+    model, x, called = make(), inputs(), []
+    tigon.patch(model)
+    module = model[0].get_submodule(where)
+    register = {
+        "forward": module.register_forward_hook,
+        "pre": module.register_forward_pre_hook,
+        "backward": module.register_full_backward_hook,
+    }[hook]
+    register(lambda *args: called.append(1) or None)
+    assert_close(step(model, x), step(make(), x))
+    assert called
+
+
+def test_layers_that_are_exchanged_later():
+    class Doubled(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    stock, model, x = make(), make(), inputs()
+    tigon.patch(model)
+    for m in (stock, model):
+        layer = Doubled(WIDTH, 16, bias=False).to(DEVICE)
+        layer.load_state_dict(m[0].attention.k.state_dict())
+        m[0].attention.k = layer
+        m[1].after = nn.LayerNorm(WIDTH, device=DEVICE)
+    assert_close(step(model, x), step(stock, x))
+
+
+def test_broadcast_sums():
+    """A residual of another shape or dtype adds as torch has it."""
+    norm = Norm().to(DEVICE)
+    tigon.patch(norm)
+    for a, b in [
+        (torch.randn(2, 3, WIDTH), torch.randn(WIDTH)),
+        (torch.randn(2, WIDTH), torch.randn(2, WIDTH).half()),
+        (torch.randn(2, WIDTH), 1.0),
+    ]:
+        a, b = a.to(DEVICE), b.to(DEVICE) if isinstance(b, Tensor) else b
+        y, total = glue.add_norm(norm, a, b)
+        assert torch.equal(total, a + b)
+        torch.testing.assert_close(y, norm(a + b))
+
+
+def test_another_forward_of_the_class(monkeypatch):
+    model, x = make(), inputs()
+    tigon.patch(model)
+    monkeypatch.setattr(Layer, "forward", lambda self, hidden: hidden * 3)
+    assert torch.equal(model(x), x * 3 * 3)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant):
+    stock, model, x = make(), make(), inputs()
+    tigon.patch(model)
+    leaves = [x, *model.parameters()]
+    y = model[1](torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant))
+    y.square().sum().backward()
+    given = [y, *(t.grad for t in leaves)]
+    assert_close(given, step(stock, x))
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_copies_have_weights_of_their_own(way):
+    model, x = make(), inputs()
+    tigon.patch(model)
+    other = way(model)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    assert_close(step(other, x), step(make(), x))
+    assert all(find_replacement(m) is not None for m in (other[0], other[0].attention))
+
+
+def test_under_autocast():
+    stock, model, x = make(), make(), inputs()
+    tigon.patch(model)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        given, expected = step(model, x), step(stock, x)
+    assert given[0].dtype == expected[0].dtype
+    for a, b in zip(given, expected, strict=True):
+        assert (a - b).abs().max() <= 0.05 * b.abs().max()
+
+
+def test_undone():
+    model, x = make(), inputs()
+    expected = step(make(), x)
+    with tigon.patched(model):
+        pass
+    assert not any("forward" in vars(m) for m in model.modules())
+    assert all(torch.equal(a, b) for a, b in zip(step(model, x), expected, strict=True))
+
+
+def test_the_tree_is_only_read():
+    """Rewriting twice gives the same, and the class keeps its own function."""
+    before = Layer.forward
+    first = glued(Layer.forward)
+    glue.rewrite.cache_clear()
+    second = glued(Layer.forward)
+    assert Layer.forward is before
+    assert first.__code__.co_code == second.__code__.co_code
+    assert first.__globals__ is before.__globals__
+    assert not {ADD_NORM, NORM_PASS, PRODUCTS} & before.__globals__.keys()
