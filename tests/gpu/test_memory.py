@@ -57,9 +57,9 @@ def take_step(model: nn.Module, batch: dict) -> tuple[list[Tensor], int, int]:
     return [loss.detach(), *(p.grad for p in model.parameters())], kept, peak
 
 
-def made_again(layers: int = 2) -> int:
-    """Bytes: two norms and a product a layer."""
-    return TOKENS[0] * TOKENS[1] * layers * 2 * (2 * SIZE["hidden_size"] + SIZE["intermediate_size"])
+def made_again(layers: int = 2, product: bool = False) -> int:
+    """Bytes: two norms a layer, and in a graph the product: elsewhere no level keeps it."""
+    return TOKENS[0] * TOKENS[1] * layers * 2 * (2 * SIZE["hidden_size"] + product * SIZE["intermediate_size"])
 
 
 @pytest.fixture
@@ -252,7 +252,8 @@ def test_the_norm_of_a_sum(n, dtypes):
             y, _ = tigon.add_rms_norm(x, residual, w, rounding=rounding)
             expected, one = y.detach().clone(), torch.ones_like(y, requires_grad=True)
             z = y * one
-            assert len(tigon.memory._block().known) == 1
+            # Of two dtypes it is kept.
+            assert len(tigon.memory._block().known) == (dtypes[2] == torch.promote_types(*dtypes[:2]))
             del y
         (given,) = torch.autograd.grad(z.sum(), one)
         assert torch.equal(given, expected)
@@ -373,6 +374,6 @@ def test_compiled():
         del model, compiled
     torch._dynamo.reset()
     (given, lean_kept, _), (expected, kept, _) = results
-    assert kept - lean_kept >= 0.9 * made_again()
+    assert kept - lean_kept >= 0.9 * made_again(product=True)
     for a, b in zip(given, expected, strict=True):
         assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()

@@ -108,11 +108,11 @@ def test_graphs_with_kernels(monkeypatch):
 
 @pytest.mark.skipif(not INTERPRETED, reason="see test_by_the_kernels")
 def test_units_of_a_layer():
-    """x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7, product 3.5; lean: no norm or product.
+    """x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7: stock code has a product of 3.5 beside.
 
-    With the MLP's projections neither gate nor up.
+    lean: no norms; with the MLP's projections neither gate nor up.
     """
-    assert units(lean=False) == 17
+    assert units(lean=False) == 13.5
     assert units(lean=True) == 11.5
     assert units(lean=True, mlp=True) == 4.5
 

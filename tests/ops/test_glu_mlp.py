@@ -84,11 +84,9 @@ def test_frozen(level, frozen):
 @pytest.mark.parametrize(
     ("level", "frozen", "kept"),
     [
-        ("default", (), {"x": 1, "gates": 3}),
-        ("lean", (), {"x": 1, "gates": 2}),
+        ("default", (), {"x": 1, "gates": 2}),
         ("lean+mlp", (), {"x": 1, "gates": 0}),
         ("default", (1, 2, 3), {"x": 0, "gates": 2}),
-        ("lean", (1, 2, 3), {"x": 0, "gates": 2}),
         ("lean+mlp", (1, 2, 3), {"x": 1, "gates": 0}),
     ],
     ids=str,

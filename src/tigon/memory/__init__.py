@@ -28,7 +28,7 @@ from tigon.memory.block import Block
 from tigon.memory.offload import Away
 from tigon.memory.recipe import unpack
 
-__all__ = ["call", "is_lean", "lean", "remade", "remade_mlp", "remakes_mlp", "remember", "remembers"]
+__all__ = ["call", "in_checkpoint", "is_lean", "lean", "remade", "remade_mlp", "remakes_mlp", "remember", "remembers"]
 
 # The innermost saved-tensor hooks of this thread: torch calls no others. Since torch 2.8.
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -65,6 +65,15 @@ def remakes_mlp() -> bool:
     if torch.compiler.is_compiling():
         return _open_mlp > 0
     return bool(_open_mlp) and (block := _block()) is not None and block.mlp
+
+
+def in_checkpoint() -> bool:
+    """Whether what is computed here is in a region of `torch.utils.checkpoint`, not reentrant.
+
+    It runs again up to the last operator that saves something: a product that is part of a node is done twice there.
+    """
+    hooks = None if _innermost is None or torch.compiler.is_compiling() else _innermost(True)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def remembers() -> bool:
@@ -186,8 +195,7 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     if _innermost is None:
         raise RuntimeError(f"lean: needs torch 2.8 or later, got {torch.__version__}")
     outer = _innermost(True)
-    # Where a checkpoint keeps nothing anyway, and counts what is saved.
-    if outer is not None and getattr(outer[0], "__module__", "") == "torch.utils.checkpoint":
+    if in_checkpoint():  # it keeps nothing anyway, and counts what is saved
         yield
         return
     inside = _block()

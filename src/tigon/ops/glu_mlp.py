@@ -7,9 +7,10 @@ r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) with its products: y 
 The second product of dx adds to the first, in fp32 (beta = 1), where autograd would write both and read them again.
 Kept for backward, and what is done twice instead:
 
-    default     x, gate, up, a
-    lean        x, gate, up         a is written by the kernel that makes dgate and dup: [T, I] is read twice less
-    lean(mlp)   x                   gate and up by their products
+    x, gate, up         a is written again by the kernel that makes dgate and dup: 0.05 ms for each 224 MiB (H200)
+    x                   in `lean(mlp=True)`: gate and up are made again by their products
+    x, gate, up, a      where a layer is checkpointed: what is kept there is let go, and the last product must not be
+                        part of what runs again
 
 gate and up are written by ping-pong kernels where there are many tokens: 0.7 % of the nine products (12.74 for
 12.83 ms, 8192 tokens of Llama-3-8B, H200); none of the others gains in a loop at the chip's power limit.
@@ -23,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory import call, is_lean, remade_mlp, remakes_mlp
+from tigon.memory import call, in_checkpoint, remade_mlp, remakes_mlp
 from tigon.ops import check
 from tigon.ops.dispatch import first_order
 from tigon.ops.glu import geglu, glu_backward, glu_backward_into, glu_forward, swiglu
@@ -87,7 +88,7 @@ def _gradients(
 
 
 class _GLUProduct(torch.autograd.Function):
-    """x -> a: what is kept by default. The last product is a node of its own: checkpointing does not do it again."""
+    """x -> a: the last product is a node of its own, which checkpointing does not run again."""
 
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, kind):
@@ -107,7 +108,7 @@ class _GLUProduct(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *dweights, None
 
 
-class _LeanGLUMLP(torch.autograd.Function):
+class _GLUMLP(torch.autograd.Function):
     """x -> y, and a is not kept; gate and up are if `keeps_gates`."""
 
     @staticmethod
@@ -157,7 +158,7 @@ def takes_weights(x: object, *weights: Tensor | None) -> bool:
 def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu") -> Tensor:
     """(act(x G^T) * (x U^T)) D^T: a gated MLP of three weights, with gradients for all.
 
-    In `tigon.lean()` the product of gate and up is made again in backward, in `tigon.lean(mlp=True)` they are too.
+    act(gate) * up is not kept for backward but made again there; in `tigon.lean(mlp=True)` gate and up are too.
 
     Args:
         x: [..., H], fp32 | bf16 | fp16.
@@ -202,9 +203,9 @@ def glu_mlp_by_kernels(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str
 ) -> Tensor:
     """`glu_mlp` of arguments that it takes and that `takes_weights`."""
-    if is_lean():
-        return _LeanGLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp())
-    return F.linear(_GLUProduct.apply(x, gate_weight, up_weight, activation), down_weight)
+    if in_checkpoint():
+        return F.linear(_GLUProduct.apply(x, gate_weight, up_weight, activation), down_weight)
+    return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp())
 
 
 class _GatedMLP(nn.Module):
