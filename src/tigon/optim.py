@@ -56,15 +56,17 @@ class AdamW(torch.optim.AdamW):
             return has_complex
         found = [_local(*x) for x in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
         taken = [i for i, tensors in enumerate(found) if tensors is not None and _is_plain(steps[i])]
-        _count([steps[i] for i in taken])
+        if not taken:
+            return has_complex
+        counters = [steps[i] for i in taken]
+        _count(counters)
         lr = group["lr"]
         lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
         options = group["betas"], group["eps"], group["weight_decay"], group["maximize"]
-        for i in taken:
-            tensors, step = found[i], steps[i]
-            step = step if step.get_device() == tensors[0].get_device() else float(step)
-            rate = lr.to(tensors[0].device, non_blocking=True) if isinstance(lr, Tensor) else lr
-            adamw_step(*tensors, step, rate, *options)
+        # Of each group its own; not pickled and not copied, since torch's optimizers leave such attributes out.
+        position = next(i for i, x in enumerate(self.param_groups) if x is group)
+        tables = self.__dict__.setdefault("_tables", {}).setdefault(position, {})
+        adamw_step(*zip(*(found[i] for i in taken), strict=True), counters, lr, *options, tables=tables)
         written = [x[i] for i in taken for x in (params, exp_avgs, exp_avg_sqs)]
         torch.autograd.graph.increment_version(written)
         left = sorted(set(range(len(params))) - set(taken))
@@ -77,6 +79,7 @@ class AdamW(torch.optim.AdamW):
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
         return (
             group["foreach"] is not None
+            or (group["capturable"] and torch.cuda.is_current_stream_capturing())  # a graph would keep old addresses
             or group["fused"] is False
             or group["amsgrad"]
             or group["differentiable"]
