@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.adamw import adamw_step
-from tigon.ops.dispatch import PLAIN, runs_kernels
+from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN, runs_kernels
 
 __all__ = ["AdamW"]
 
@@ -103,11 +103,15 @@ def _local(param: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
             return None
         tensors = tuple(x.to_local() for x in tensors)
     first = tensors[0]
-    if not (runs_kernels(*tensors) and first.is_contiguous()):
+    if not (first.is_cuda or runs_kernels(first)):
         return None
-    shape, device = first.shape, first.get_device()
-    same = all(x.get_device() == device and x.shape == shape and x.is_contiguous() for x in tensors[1:])
-    return tensors if same else None
+    device, shape = first.get_device(), first.shape
+    for x in tensors:  # no generators: small models wait for the host
+        if not (x.dtype in KERNEL_DTYPES and x.is_contiguous() and x.get_device() == device and x.shape == shape):
+            return None
+        if type(x) not in PLAIN and not _is_plain(x):
+            return None
+    return tensors
 
 
 def _count(steps: list[Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import itertools
 import pickle
 from unittest.mock import patch
 
@@ -13,12 +14,13 @@ import tigon
 import tigon.optim
 from op_cases import DEVICE, DTYPES, INTERPRETED
 from ranks import run_ranks
+from tigon.ops import adamw
 from tigon.ops.adamw import Config, adamw_reference, adamw_step
 from tigon.testing import assert_accurate
 
 kernels = pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="of the kernel, not of torch's path")
 
-SHAPES = [(1,), (5, 17), (0, 8), (64,), (3, 1025), (2, 2048)]
+SHAPES = [(1,), (5, 17), (0, 8), (3, 215)]
 OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
 
 
@@ -109,6 +111,103 @@ def test_nothing_outside_is_touched():
         assert bool((x[1:-1] == 7.0).all()) == (i == 1)  # the gradient alone is as it was
 
 
+# --- one launch for all --------------------------------------------------------------------------
+
+
+def _tensors(sizes: list[int], dtype: torch.dtype = torch.float32, offset: int = 0) -> list[list[torch.Tensor]]:
+    """p, g, m, v of each size, `offset` elements into memory that is 7 all around them."""
+    generator = torch.Generator().manual_seed(0)
+    made = []
+    for _ in range(4):
+        made.append([torch.full((n + 2 * offset,), 7.0, device=DEVICE, dtype=dtype) for n in sizes])
+        for i, n in enumerate(sizes):
+            made[-1][i] = made[-1][i][offset : offset + n]
+            made[-1][i].copy_(torch.rand(n, generator=generator))
+    return made
+
+
+def _kernels(run) -> int:
+    with patch.object(adamw, "launch", wraps=adamw.launch) as launched:
+        run()
+    return launched.call_count
+
+
+STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+SMALL = Config(block=16, num_warps=1, span=4)
+
+
+@kernels
+def test_one_launch_finds_all_tensors():
+    """Lengths on both sides of a block and of a span of blocks, and none between them."""
+    sizes = [1, 15, 16, 17, 0, 63, 64, 65, 0, 0, 200, 3]
+    tensors = _tensors(sizes)
+    steps = [float(1 + i) for i in range(len(sizes))]
+    exact = [adamw_reference(*x, step, **STEP) for *x, step in zip(*tensors, steps, strict=True)]
+    steps = [torch.tensor(x, device=DEVICE) for x in steps]
+    assert _kernels(lambda: adamw_step(*tensors, steps, **STEP, config=SMALL)) == 1
+    for x, wanted in zip(zip(*tensors, strict=True), exact, strict=True):
+        for got, y in zip((x[0], x[2], x[3]), wanted, strict=True):
+            torch.testing.assert_close(got, y, rtol=2e-6, atol=2e-6)
+
+
+@kernels
+def test_a_launch_for_each_kind_of_tensors():
+    """By dtypes, by alignment, by the number of the step: each in its own, and nothing beside them is touched."""
+    kinds = [
+        ([_tensors([40, 8]), [1, 1]]),
+        ([_tensors([40, 8], torch.float16), [1, 1]]),
+        ([_tensors([40, 8], torch.float32, offset=1), [1, 1]]),
+        ([_tensors([40], torch.float16), [5]]),
+    ]
+    half = _tensors([24], torch.float16)
+    kinds.append(([half[0], *_tensors([24])[1:]], [1]))  # gradient and moments in fp32
+    tensors = [[y for x, _ in kinds for y in x[i]] for i in range(4)]
+    steps = [number for _, numbers in kinds for number in numbers]
+    exact = [adamw_reference(*x, step, **STEP) for *x, step in zip(*tensors, steps, strict=True)]
+    assert _kernels(lambda: adamw_step(*tensors, steps, **STEP, config=SMALL)) == len(kinds)
+    for x, wanted in zip(zip(*tensors, strict=True), exact, strict=True):
+        for got, y in zip((x[0], x[2], x[3]), wanted, strict=True):
+            torch.testing.assert_close(got, y.to(got.dtype), rtol=4 * torch.finfo(got.dtype).eps, atol=2e-6)
+    for x in itertools.chain(*kinds[2][0]):
+        whole = torch.as_strided(x, (x.numel() + 2,), (1,), 0)
+        assert whole[0] == whole[-1] == 7.0
+
+
+@kernels
+def test_the_table_is_copied_only_when_something_moved():
+    (p, g, m, v), tables = _tensors([100, 40]), {}
+    take = lambda g: adamw_step(p, g, m, v, [1, 1], **STEP, config=SMALL, tables=tables)
+    take(g)
+    first = tables[0]
+    take(g)
+    assert tables[0] is first
+    elsewhere = [x.clone() for x in g]
+    take(elsewhere)
+    assert tables[0] is not first
+    assert tables[0].rows[:, 1].tolist() == [x.data_ptr() for x in elsewhere]
+    assert tables[0].owners is first.owners  # the lengths are as they were
+    p, elsewhere, m, v = ([x[0], x[1][:30]] for x in (p, elsewhere, m, v))
+    take(elsewhere)
+    assert tables[0].rows[:, 5].tolist() == [100, 30]
+    assert tables[0].owners.tolist() == [0, 0, 1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="of compiled code")
+def test_memory_is_read_16_bytes_at_a_time_where_it_is_aligned():
+    import triton
+
+    from tigon.aot import CHIPS, _source, recorded
+
+    found = []
+    for offset in (0, 1):
+        with recorded(CHIPS[1]) as launches:
+            cpu = [[torch.zeros(2048, dtype=torch.bfloat16)[offset:]] for _ in range(4)]
+            adamw_step(*cpu, [1], **STEP)
+        compiled = triton.compile(_source(launches[0]), target=CHIPS[1].target, options=launches[0].options)
+        found.append([compiled.asm["ptx"].count(f"{way}.global.v4.b32") for way in ("ld", "st")])
+    assert found == [[4, 3], [0, 0]]
+
+
 # --- the optimizer against torch's ----------------------------------------------------------------
 
 
@@ -160,6 +259,36 @@ def test_one_unit_from_torch_fused(dtype):
         torch.testing.assert_close(p, q, rtol=torch.finfo(dtype).eps, atol=1e-6 if dtype == torch.float32 else 0.0)
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs and streams")
+def test_graphs_take_torchs_path_and_other_streams_their_own_table():
+    options = OPTIONS | {"fused": True, "capturable": True}
+    ours, theirs = _parameters(), _parameters()
+    optimizer, expected = tigon.AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _train(optimizer, ours, 2)
+    torch.cuda.current_stream().wait_stream(stream)
+    aside = optimizer._tables[0][0]
+    _train(optimizer, ours, 1, first=2)
+    assert optimizer._tables[0][0].made_of != aside.made_of
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert _launches(optimizer.step) == 0
+    for step in (3, 4):
+        torch._foreach_copy_([p.grad for p in ours], _gradients(ours, step))
+        graph.replay()
+    _train(expected, theirs, 5)
+    _assert_same(ours, theirs)
+
+
+def test_a_step_that_is_captured_is_torchs():
+    parameters = _parameters(shapes=[(8,)])
+    optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True, capturable=True)
+    with patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert _launches(lambda: _train(optimizer, parameters, 1)) == 0
+
+
 def test_groups_frozen_and_missing_gradients():
     results = []
     for kind in (tigon.AdamW, torch.optim.AdamW):
@@ -202,6 +331,7 @@ def test_copies_go_on(way):
     optimizer = tigon.AdamW(parameters, **OPTIONS)
     _train(optimizer, parameters, 2)
     copied = way(optimizer)
+    assert "_tables" not in vars(copied)  # addresses of others
     others = copied.param_groups[0]["params"]
     _train(copied, others, 2, first=2)
     _train(optimizer, parameters, 2, first=2)
@@ -356,11 +486,11 @@ def _two_ranks(store: str) -> None:
         fully_shard(model)
         optimizer = kind(model.parameters(), **OPTIONS)
         launches = 0
-        for _ in range(3):
+        for _ in range(2):
             model(torch.randn(4, 8)).square().sum().backward()
             launches += _launches(optimizer.step)
             optimizer.zero_grad()
-        assert launches == (12 if INTERPRETED and kind is tigon.AdamW else 0)
+        assert launches == (8 if INTERPRETED and kind is tigon.AdamW else 0)
         results.append([p.to_local().clone() for p in model.parameters()])
         assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer.state.values())
     assert any(p.numel() == 0 for p in results[0]) == (rank == 1)
