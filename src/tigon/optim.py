@@ -17,17 +17,17 @@ _torch_step = inspect.unwrap(torch.optim.AdamW.step)
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, same arguments, states and state dict; its step reads and writes each tensor once.
 
-    One Triton kernel a parameter that is a contiguous CUDA or ROCm tensor in fp32, bf16 or fp16, or this rank's shard
-    of one (DTensor, as FSDP2 makes them). The arithmetic is in fp32, and rounded once to the dtype of each tensor, as
-    in torch with `fused=True`. Everything else takes torch's own path, by the options given: other tensors,
-    `foreach=True` or `False`, `fused=False`, `amsgrad`, `differentiable`, betas as tensors, a `GradScaler` that
-    leaves scaling to the optimizer (`fused=True`).
+    One launch of a Triton kernel takes the parameters of a group that are contiguous CUDA or ROCm tensors in fp32, bf16
+    or fp16, or this rank's shards of such (DTensor, as FSDP2 makes them). The arithmetic is in fp32, and rounded once
+    to the dtype of each tensor, as in torch with `fused=True`. Everything else takes torch's own path, by the options
+    given: other tensors, `foreach=True` or `False`, `fused=False`, `amsgrad`, `differentiable`, betas as tensors, a
+    `GradScaler` that leaves scaling to the optimizer (`fused=True`), a step that is captured in a CUDA graph
+    (`capturable=True`).
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused:
             As torch has them. `fused=True` or `capturable=True` keeps the counts of steps on the device; nothing
-            waits for it either way. In a CUDA graph: `capturable=True`, and `lr` as a tensor on the device if it is
-            to change.
+            waits for it either way.
 
     Raises:
         ValueError, RuntimeError, TypeError: What torch's constructor raises.

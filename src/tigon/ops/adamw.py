@@ -14,6 +14,7 @@ Shapes: p, g, m, v of one parameter have N elements, without gaps. A step reads 
 
 import functools
 import math
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.dispatch import launch, on_device
+from tigon.ops.dispatch import cdiv, launch, on_device
 
 __all__ = ["Config", "Table", "adamw_reference", "adamw_step"]
 
@@ -226,14 +227,17 @@ def _table(found: list[int], device: torch.device, size: int, before: Table | No
     made_of = found, device, size, stream
     if before is not None and before.made_of == made_of:
         return before
-    rows = torch.tensor(found).view(-1, 6)
-    spans = (rows[:, 5:] + (size - 1)) // size
-    rows = torch.cat([rows, spans.cumsum(0) - spans, spans], 1)
-    # Pinned, so that the copy does not wait for the device; torch keeps this memory until the copy is over.
+    rows, first = array("q"), 0
+    for i in range(0, len(found), 6):
+        spans = cdiv(found[i + 5], size)
+        rows.extend((*found[i : i + 6], first, spans))
+        first += spans
+    rows = torch.frombuffer(rows, dtype=torch.int64).view(-1, 8)
+    # Pinned, so that the copy does not wait for the device; torch keeps that memory until the copy is over.
     rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
     if before is not None and before.made_of[1:] == made_of[1:] and before.made_of[0][5::6] == found[5::6]:
         return Table(made_of, rows, before.owners)
-    return Table(made_of, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=int(spans.sum())))
+    return Table(made_of, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=first))
 
 
 @on_device
