@@ -39,8 +39,9 @@ def tried(search: Search, room: int) -> list[int]:
         (Search([8], doubling=True, resolution=1), 3, [8, 4, 2, 3]),
         (Search([100], doubling=True, resolution=64), 150, [100, 200, 128, 192]),
         (Search([8], doubling=True, resolution=4), 0, [8, 4]),
+        (Search([]), 100, []),
     ],
-    ids=["one", "doubling", "limit", "given", "resolution", "first too large", "odd start", "nothing fits"],
+    ids=["one", "doubling", "limit", "given", "resolution", "first too large", "odd start", "nothing fits", "none"],
 )
 def test_a_search_tries(search, room, sizes):
     assert tried(search, room) == sizes

@@ -50,8 +50,10 @@ class Search:
         done = len(self.fitted)
         if done < len(self.sizes):
             return self.sizes[done]
+        if not self.doubling:  # and there may be none at all: a second round of what never fitted
+            return None
         twice = 2 * max(self.fitted)
-        return twice if self.doubling and (self.limit is None or twice <= self.limit) else None
+        return twice if self.limit is None or twice <= self.limit else None
 
     def _between(self) -> int | None:
         below, above = self.largest or 0, min(self.too_large)
