@@ -57,6 +57,7 @@ def test_every_level_is_a_provider():
     assert [p.level for p in providers.select(names)] == [None, None, None, *levels]
     with_checkpoints = providers.select("stock,tigon", checkpointing=True)
     assert [p.level for p in with_checkpoints] == [None, "checkpoint"]
+    assert [p.base for p in providers.select("stock-checkpoint,liger-checkpoint,tigon-lean")][:2] == ["stock", "liger"]
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,7 @@ def test_every_level_is_a_provider():
     [
         ("stock,tigon-leen", False, "must be among stock, liger, .*, got 'tigon-leen' .did you mean tigon-lean"),
         ("stock,stock", False, "must be named once, got 'stock' again"),
+        ("stock,stock-checkpoint", True, "must be named once, got 'stock-checkpoint' again"),
         ("tigon,tigon-checkpoint", True, "must be named once, got 'tigon-checkpoint' again"),
         ("stock,tigon-lean", True, "tigon-lean does not: name tigon or tigon-checkpoint"),
         (",", False, "must name at least one"),

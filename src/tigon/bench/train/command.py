@@ -24,7 +24,10 @@ def train(
         typer.Option(help="A preset as Llama-3-8B, tiny, a model type, a config.json or its folder, or a hub's name."),
     ] = "Llama-3.2-1B",
     providers: Annotated[
-        str, typer.Option(help="stock, liger, compile, tigon, tigon-LEVEL; separated by commas.")
+        str,
+        typer.Option(
+            help="stock, liger, compile, tigon, tigon-LEVEL, and stock-checkpoint, liger-checkpoint; separated by commas."
+        ),
     ] = "stock,liger,tigon",
     batch: Annotated[int, typer.Option(help="Sequences a GPU in each step; where a sweep over it starts.")] = 1,
     seq: Annotated[int, typer.Option(help="Tokens a sequence; where a sweep over it starts.")] = 2048,

@@ -26,6 +26,8 @@ _PEERS = {
     "stock-reversed": "#c4c4c4",
     "liger": COLOURS["liger"],
     "compile": COLOURS["compile"],
+    "stock-checkpoint": "#8c8c8c",
+    "liger-checkpoint": "#5b8fc7",
 }
 _MARKERS = "osD^vP*X"
 _NAMES = {"seq": "tokens a sequence", "batch": "sequences a GPU"}

@@ -9,6 +9,7 @@ from torch import nn
 __all__ = ["Missing", "Provider", "Unsupported", "levels", "select"]
 
 PEERS = ("stock", "liger", "compile")
+CHECKPOINT = "-checkpoint"  # after a peer's name: its layers are checkpointed, whatever the others do
 
 
 class Missing(Exception):
@@ -34,8 +35,12 @@ class Provider:
     level: str | None = None
 
     @property
+    def base(self) -> str:
+        return self.name.removesuffix(CHECKPOINT)
+
+    @property
     def compiles(self) -> bool:
-        return self.name == "compile"
+        return self.base == "compile"
 
     def apply(self, model: nn.Module, checkpointing: bool, device: str) -> str:
         """Change `model` in place, before it is sharded; -> what was done, for the report.
@@ -46,8 +51,8 @@ class Provider:
         """
         if self.level is not None:
             return _apply_tigon(model, self.level)
-        done = _apply_liger(model, device) if self.name == "liger" else ""
-        if checkpointing:
+        done = _apply_liger(model, device) if self.base == "liger" else ""
+        if checkpointing or self.base != self.name:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return done
 
@@ -82,6 +87,8 @@ def _apply_liger(model: nn.Module, device: str) -> str:
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Provider]:
     """Providers by name, in that order: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
 
+    stock-checkpoint, liger-checkpoint and compile-checkpoint are those with gradient checkpointing of every layer.
+
     With `checkpointing` every side checkpoints its layers: Tigon by its level of that name, which "tigon" then means.
 
     Raises:
@@ -92,7 +99,7 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
     """
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
-    known = {name: Provider(name) for name in PEERS}
+    known = {name + end: Provider(name + end) for end in ("", CHECKPOINT) for name in PEERS}
     known["tigon"] = Provider("tigon", "checkpoint" if checkpointing else "default")
     known |= {f"tigon-{level}": Provider(f"tigon-{level}", level) for level in levels() if level != "default"}
     chosen: list[Provider] = []
@@ -107,7 +114,8 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
                 f"bench train: with --checkpointing every provider checkpoints its layers, and {name} does not: name "
                 "tigon or tigon-checkpoint"
             )
-        if any((provider.name if p.level is None else provider.level) in (p.name, p.level) for p in chosen):
+        same = (lambda p: p.base) if checkpointing else (lambda p: p.name)
+        if any((same(provider) if p.level is None else provider.level) in (same(p), p.level) for p in chosen):
             raise ValueError(f"bench train: each provider must be named once, got {name!r} again")
         chosen.append(provider)
     if not chosen:
