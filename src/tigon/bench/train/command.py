@@ -26,7 +26,7 @@ def train(
     providers: Annotated[
         str,
         typer.Option(
-            help="stock, liger, compile, tigon, tigon-LEVEL, and stock-checkpoint, liger-checkpoint; separated by commas."
+            help="stock, liger, compile, those with -checkpoint, tigon, tigon-LEVEL; separated by commas."
         ),
     ] = "stock,liger,tigon",
     batch: Annotated[int, typer.Option(help="Sequences a GPU in each step; where a sweep over it starts.")] = 1,
