@@ -175,6 +175,46 @@ class Forms:
         k = self.k(a, scale=2)
         return q, k
 
+    def one_of_two(self, a):
+        q = self.q(a)
+        k = self.k(a) if self.k is not None else q
+        return q, k
+
+    def in_a_lambda(self, a):
+        q = self.q(a)
+        k = lambda a: self.k(a)
+        return q, k(q)
+
+    def of_each(self, a):
+        q = self.q(a)
+        k = [self.k(a) for a in (q, 2 * q)]
+        return q, *k
+
+    def walrus(self, a):
+        q = self.q(a) + (a := a * 2)
+        k = self.k(a)
+        return q, k
+
+    def written(self, a):
+        q = self.q(a) + a.mul_(2)
+        k = self.k(a)
+        return q, k
+
+    def described(self, a):
+        q = self.q(a).view(a.shape[0], -1)
+        k = self.k(a).to(a.dtype)
+        return q, k
+
+    def of_a_global(self, a):
+        r = WIDTH
+        d = self.double(WIDTH)
+        return r, d, a
+
+    def asks_for_names(self, a):
+        q = self.q(a)
+        k = self.k(a)
+        return sorted(locals()), q, k
+
 
 @pytest.mark.parametrize(
     ("form", "found"),
@@ -188,6 +228,14 @@ class Forms:
         ("rebound", set()),
         ("nested", {PRODUCTS}),
         ("keywords", set()),
+        ("one_of_two", set()),
+        ("in_a_lambda", set()),
+        ("of_each", set()),
+        ("walrus", set()),
+        ("written", set()),
+        ("described", {PRODUCTS}),
+        ("of_a_global", set()),
+        ("asks_for_names", set()),
     ],
 )
 def test_forms(form, found):
@@ -235,6 +283,24 @@ def test_a_source_that_is_not_that_of_the_code_is_not_taken(monkeypatch):
     assert glued(forward)
     other = [line.replace("return c, d", "return d, c, a") for line in lines]
     monkeypatch.setattr(inspect, "getsourcelines", lambda f: (other, first))
+    glue.rewrite.cache_clear()
+    assert glued(forward) is None
+    glue.rewrite.cache_clear()
+
+
+def test_a_source_with_another_operator_is_not_taken(monkeypatch):
+    def forward(self, a, b):
+        c = a - b
+        d = c + self.norm(b)
+        q = self.q(d)
+        k = self.k(d)
+        return q, k
+
+    lines, first = inspect.getsourcelines(forward)
+    assert glued(forward)
+    monkeypatch.setattr(
+        inspect, "getsourcelines", lambda f: ([line.replace("a - b", "b - a") for line in lines], first)
+    )
     glue.rewrite.cache_clear()
     assert glued(forward) is None
     glue.rewrite.cache_clear()
@@ -330,6 +396,63 @@ def test_hooks_are_called(where, hook):
     register(lambda *args: called.append(1) or None)
     assert_close(step(model, x), step(make(), x))
     assert called
+
+
+class Calls(nn.Module):
+    """Calls a method, a function and perhaps nothing, where others call a norm and linear layers."""
+
+    def __init__(self, k: bool):
+        super().__init__()
+        self.norm, self.q, self.k = Norm(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH) if k else None
+        self.squash = torch.tanh
+
+    def twice(self, hidden):
+        return 2 * hidden
+
+    def forward(self, hidden):
+        residual = hidden
+        hidden = self.twice(hidden)
+        hidden = residual + hidden
+        hidden = self.norm(hidden)
+        q = self.squash(hidden)
+        p = self.q(hidden)
+        k = self.k(hidden) if self.k is not None else p
+        return q + p + k
+
+
+@pytest.mark.parametrize("k", [False, True])
+def test_what_is_called_may_be_anything(k):
+    model, x = Calls(k).to(DEVICE), inputs()
+    expected = step(model, x)
+    assert any(e.part == "glue" for e in tigon.patch(model).replaced)
+    assert_close(step(model, x), expected)
+
+
+def test_hooks_of_accelerate_on_a_norm():
+    """They wrap its forward, and give the wrapper all attributes of what they wrap."""
+    hooks = pytest.importorskip("accelerate.hooks")
+
+    class Counts(hooks.ModelHook):
+        calls = 0
+
+        def pre_forward(self, module, *args, **kwargs):
+            self.calls += 1
+            return args, kwargs
+
+    model, x, hook = make(), inputs(), Counts()
+    tigon.patch(model)
+    for norm in (model[0].before, model[0].after):
+        hooks.add_hook_to_module(norm, hook)
+    assert_close(step(model, x), step(make(), x))
+    assert hook.calls == 2
+
+
+def test_a_copy_where_the_class_cannot_be_read(monkeypatch):
+    model, x = make(), inputs()
+    tigon.patch(model)
+    sent = pickle.dumps(model)
+    monkeypatch.setattr(glue, "glued", lambda function: None)
+    assert_close(step(pickle.loads(sent), x), step(make(), x))
 
 
 def test_layers_that_are_exchanged_later():

@@ -51,8 +51,7 @@ class _Linears(torch.autograd.Function):
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer does nothing but the product of an `nn.Linear`: no hook, its class's own forward."""
-    own = layer.__dict__
-    if type(layer) is not nn.Linear or "forward" in own:
+    if type(layer) is not nn.Linear or "forward" in (own := layer.__dict__):
         return False
     hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
     return not (any(hooks) or _has_any_global_hook())

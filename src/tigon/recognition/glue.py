@@ -19,6 +19,7 @@ from tigon.ops.linears import linears
 from tigon.ops.rms_norm import add_rms_norm, rms_norm_passing
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norms import RMSNormRecipe, recognise_norm
+from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
 
 __all__ = ["GlueRecipe", "glued", "recognise_glue"]
@@ -26,12 +27,12 @@ __all__ = ["GlueRecipe", "glued", "recognise_glue"]
 
 def _arguments(norm: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
     """Weight, epsilon and form of a norm that is patched and does nothing else, if its op takes x."""
-    own = norm.__dict__
-    hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
-    recipe = getattr(own.get("forward"), "recipe", None)
-    if type(recipe) is not RMSNormRecipe or any(hooks) or _has_any_global_hook():
+    own = getattr(norm, "__dict__", {})  # what is called may be any attribute, a method or a function
+    forward = own.get("forward")  # a wrapper of accelerate's has all that a replacement has
+    if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
         return None
-    return recipe.arguments(norm, x)
+    hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
+    return None if any(hooks) or _has_any_global_hook() else recipe.arguments(norm, x)
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
@@ -76,11 +77,13 @@ class GlueRecipe:
 
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
-        self.forward = glued(self.stock)
+        # None for a copy of a model that was sent to where the class is written otherwise, or cannot be read.
+        self.forward = glued(self.stock) if isinstance(self.stock, FunctionType) else None
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Any:
         # A compiler fuses by itself; and somebody may have given the class another forward.
-        if torch.compiler.is_compiling() or inspect.getattr_static(type(module), "forward") is not self.stock:
+        other = self.forward is None or inspect.getattr_static(type(module), "forward") is not self.stock
+        if torch.compiler.is_compiling() or other:
             return type(module).forward(module, *args, **kwargs)
         return self.forward(module, *args, **kwargs)
 

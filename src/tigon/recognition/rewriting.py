@@ -20,7 +20,7 @@ import dis
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import CellType, CodeType, FunctionType
 
@@ -89,7 +89,7 @@ def _assign(targets: list[str], value: ast.expr) -> ast.Assign:
 # --- patterns --------------------------------------------------------------------------------------
 
 
-def _norm(statements: list[ast.stmt]) -> tuple[int, list[ast.stmt]] | None:
+def _norm(statements: list[ast.stmt], variables: frozenset[str]) -> tuple[int, list[ast.stmt]] | None:
     """A sum or a residual, and the norm of it: how many statements they are, and what takes their place."""
     first, *others = [_Assignment.of(s) for s in statements[:3]]
     if first is None:
@@ -100,7 +100,7 @@ def _norm(statements: list[ast.stmt]) -> tuple[int, list[ast.stmt]] | None:
         h, kept, last = first.target, others[0].target, others[1] if len(others) > 1 else None
     elif added:  # h = a + b; y = norm(h)
         h, kept, last = first.target, first.target, others[0] if others else None
-    elif first.alias:  # r = h; y = norm(h)
+    elif first.alias in variables:  # r = h; y = norm(h), of no global
         h, kept, last = first.alias, first.target, others[0] if others else None
     else:
         return None
@@ -131,22 +131,37 @@ class _Taken(ast.NodeTransformer):
         return ast.IfExp(_name(self.made), product, node)
 
 
-def _calls(statement: ast.stmt) -> Iterator[tuple[str, str]]:
-    return filter(None, map(_child_call, ast.walk(statement)))
+# What is in these may be computed never, often, or with other values of a name; and a name may get another value.
+UNCERTAIN = (
+    *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
+    *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
+)
+DESCRIBES = "shape", "size", "dim", "ndim", "dtype", "device"  # a tensor, and leaves it as it is
+
+
+def _call(statement: ast.stmt) -> tuple[str, str] | None:
+    """The one call of a child, of what else the statement only describes; None if that is not sure."""
+    nodes = list(ast.walk(statement))
+    calls = list(filter(None, map(_child_call, nodes)))
+    if len(calls) != 1 or any(isinstance(node, UNCERTAIN) for node in nodes):
+        return None
+    described = sum(
+        isinstance(node, ast.Attribute) and node.attr in DESCRIBES and getattr(node.value, "id", None) == calls[0][1]
+        for node in nodes
+    )
+    loaded = sum(isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id == calls[0][1] for n in nodes)
+    return calls[0] if loaded == described + 1 else None
 
 
 def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.stmt]] | None:
     """Consecutive assignments, each of one call of a child for the same input."""
-    argument, count = None, 0
+    argument, count, children = None, 0, set()
     for statement in statements:
-        assignment, calls = _Assignment.of(statement), list(_calls(statement))
-        if assignment is None or not calls or len({a for _, a in calls}) > 1 or len(calls) > 1:
+        assignment, call = _Assignment.of(statement), _call(statement)
+        if assignment is None or call is None or call[0] in children or call[1] != (argument or call[1]):
             break
-        if calls[0][1] != (argument or calls[0][1]) or calls[0][0] in [
-            c for s in statements[:count] for c, _ in _calls(s)
-        ]:
-            break
-        argument, count = calls[0][1], count + 1
+        argument, count = call[1], count + 1
+        children.add(call[0])
         if assignment.target == argument:  # the others would see another
             break
     if count < 2:
@@ -161,14 +176,14 @@ def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.st
 class _Rewriter:
     """Goes through a function's blocks of statements."""
 
-    def __init__(self) -> None:
-        self.found = 0
+    def __init__(self, variables: frozenset[str]) -> None:
+        self.found, self.variables = 0, variables
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         result, at = [], 0
         while at < len(statements):
             left = statements[at:]
-            match = _norm(left) or _products(left, self.found)
+            match = _norm(left, self.variables) or _products(left, self.found)
             if match is None:
                 self._inside(statements[at])
                 result.append(statements[at])
@@ -190,10 +205,15 @@ class _Rewriter:
 
 # --- functions -------------------------------------------------------------------------------------
 
+FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))  # who asks sees more names
+OPERATIONS = "BINARY_", "INPLACE_", "UNARY_", "COMPARE_"
+
 
 def _definition(function: Callable) -> ast.FunctionDef | None:
     """The source of a plain method, if it still is that of its code."""
     if type(function) is not FunctionType or function.__closure__ or hasattr(function, "__wrapped__"):
+        return None
+    if not FRAMES.isdisjoint(function.__code__.co_names):
         return None
     try:
         lines, first = inspect.getsourcelines(function)
@@ -210,7 +230,9 @@ def _definition(function: Callable) -> ast.FunctionDef | None:
 def _traits(code: CodeType) -> tuple:
     """What tells one body from another. Not the bytes: a call of an imported name is compiled otherwise by itself."""
     constants = tuple(map(repr, (c for c in code.co_consts if not isinstance(c, CodeType))))
-    return code.co_names, code.co_varnames, code.co_argcount, constants, sum(1 for _ in dis.get_instructions(code))
+    steps = [step for step in dis.get_instructions(code) if step.opname != "PUSH_NULL"]  # of such a call
+    done = tuple((s.opname, s.argrepr) for s in steps if s.opcode in dis.haslocal or s.opname.startswith(OPERATIONS))
+    return code.co_names, code.co_varnames, code.co_argcount, constants, len(steps), done
 
 
 def _compiled(definition: ast.FunctionDef, function: FunctionType, *free: str) -> CodeType:
@@ -236,7 +258,8 @@ def rewrite(function: Callable, add_norm: Callable, norm_pass: Callable, product
     definition = _definition(function)
     if definition is None:
         return None
-    rewriter = _Rewriter()
+    code = function.__code__
+    rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)))
     definition.body = rewriter.block(definition.body)
     if not rewriter.found:
         return None

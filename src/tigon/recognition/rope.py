@@ -121,7 +121,7 @@ class RopeRecipe:
     def __init__(self, cls: type[nn.Module], forms: tuple[tuple[str, Form], ...], glue: bool = False) -> None:
         self.cls, self.forms, self.glue = cls, forms, glue
         stock = inspect.getattr_static(cls, "forward")
-        stock = glued(stock) if glue else stock
+        stock = (glue and glued(stock)) or stock
         self.live, others = stock.__globals__, stock.__code__.co_names
         self.turns = {name: _Turn(self.live[name], form) for name, form in forms}
         scope = {**self.live, **self.turns}
