@@ -183,3 +183,25 @@ def test_refuses_an_activation():
     x, *weights = _inputs(2)
     with pytest.raises(ValueError, match="glu_mlp: activation must be one of .*got 'relu'"):
         tigon.glu_mlp(x, *weights, activation="relu")
+
+
+def test_the_result_may_be_written():
+    """`hidden = mlp(hidden); hidden += residual`."""
+    inputs = _inputs(2, 5)
+    expected = torch.autograd.grad((tigon.glu_mlp(*inputs) * 2).square().sum(), inputs)
+    given = torch.autograd.grad(tigon.glu_mlp(*inputs).mul_(2).square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@every_level
+def test_gradients_taken_under_autocast(level):
+    """They have the dtype of the forward pass, which ran without."""
+    inputs = _inputs(2, 5)
+    with LEVELS[level]():
+        y = tigon.glu_mlp(*inputs)
+    expected = torch.autograd.grad(y.square().sum(), inputs, retain_graph=True)
+    loss = y.square().sum()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        given = torch.autograd.grad(loss, inputs)
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=0.05 * b.abs().max().item(), rtol=0)

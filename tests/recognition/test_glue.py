@@ -379,6 +379,28 @@ def test_outputs_that_nobody_uses():
     assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+def test_products_may_be_written_and_their_gradients_taken_under_autocast(bias):
+    x, layers = inputs(), [nn.Linear(WIDTH, 8, bias, device=DEVICE) for _ in range(2)]
+    leaves = [x, *(p for layer in layers for p in layer.parameters())]
+    results = []
+    for q, k in (glue.products(x, *layers) or [layer(x) for layer in layers], [layer(x) for layer in layers]):
+        loss = q.view(2, 7, 2, 4).mul_(2).square().sum() + k.add_(1).square().sum()
+        with torch.autocast(DEVICE, torch.bfloat16):
+            results.append(torch.autograd.grad(loss, leaves))
+    for a, b in zip(*results, strict=True):
+        assert a.dtype == b.dtype
+        torch.testing.assert_close(a, b, atol=0.05 * b.abs().max().item(), rtol=0)
+
+
+def test_a_promise_of_a_collective_is_left_to_torch():
+    promise = pytest.importorskip("torch.distributed._functional_collectives").AsyncCollectiveTensor(inputs().detach())
+    layers = [nn.Linear(WIDTH, 8, device=DEVICE) for _ in range(2)]
+    assert glue.products(promise, *layers) is None
+    mlp = tigon.SwiGLUMLP(WIDTH, 8, device=DEVICE)
+    torch.testing.assert_close(mlp(promise), mlp(promise.elem))
+
+
 # --- what does more is left to do it ---------------------------------------------------------------
 
 

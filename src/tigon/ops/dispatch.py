@@ -27,6 +27,7 @@ __all__ = [
     "runs_kernels",
     "simulated",
     "simulation_of",
+    "without_autocast",
 ]
 
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
@@ -232,6 +233,22 @@ def first_order(backward: Callable) -> Callable:
             name = type(ctx).__name__.strip("_").removesuffix("Backward")
             raise RuntimeError(f"tigon: {name} has no second derivative, so it refuses create_graph=True")
         return backward(ctx, *gradients)
+
+    return call
+
+
+def without_autocast(backward: Callable) -> Callable:
+    """Decorate the backward of an autograd function that never runs under autocast: nor do its products then, if the
+    caller takes gradients in a block of it.
+    """
+
+    @functools.wraps(backward)
+    def call(ctx, *gradients):
+        kind = next((x.device.type for x in gradients if x is not None), "meta")
+        if kind == "meta" or not torch.is_autocast_enabled(kind):
+            return backward(ctx, *gradients)
+        with torch.autocast(kind, enabled=False):
+            return backward(ctx, *gradients)
 
     return call
 

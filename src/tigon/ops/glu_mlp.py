@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tigon.memory import call, in_checkpoint, remade_mlp, remakes_mlp
 from tigon.ops import check
-from tigon.ops.dispatch import first_order
+from tigon.ops.dispatch import first_order, without_autocast
 from tigon.ops.glu import geglu, glu_backward, glu_backward_into, glu_forward, swiglu
 from tigon.ops.linears import is_plain, takes_products
 from tigon.ops.products import product
@@ -100,6 +100,7 @@ class _GLUProduct(torch.autograd.Function):
 
     @staticmethod
     @first_order
+    @without_autocast
     def backward(ctx, da):
         x, gate_weight, up_weight, gate, up = ctx.saved_tensors
         x = None if x is None else x.flatten(0, -2)
@@ -119,10 +120,12 @@ class _GLUMLP(torch.autograd.Function):
         gates = (gate, up) if keeps_gates else (None, None)
         ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, down_weight, *gates)
         ctx.kind, ctx.shape = kind, x.shape
-        return F.linear(glu_forward(gate, up, kind), down_weight).view(*x.shape[:-1], -1)
+        # No view: of those that a function returns, autograd lets none be written in place.
+        return F.linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
     @first_order
+    @without_autocast
     def backward(ctx, dy):
         x, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
         *needs, needs_down = ctx.needs_input_grad[:4]

@@ -15,9 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from tigon.ops.dispatch import first_order, leave_absent, runs_kernels
+from tigon.ops.dispatch import PLAIN, first_order, leave_absent, runs_kernels, without_autocast
 
 __all__ = ["is_plain", "linears", "takes_products"]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, which gives a view where there is a bias: of those, autograd lets none be written in place."""
+    if bias is None:
+        return F.linear(x, weight)
+    y = x.new_empty(*x.shape[:-1], len(weight))
+    torch.addmm(bias, x.flatten(0, -2), weight.t(), out=y.view(-1, len(weight)))
+    return y
 
 
 class _Linears(torch.autograd.Function):
@@ -28,10 +37,11 @@ class _Linears(torch.autograd.Function):
         ctx.save_for_backward(x if needs_x else None, *weights)
         ctx.shape = x.shape
         leave_absent(ctx)
-        return tuple(F.linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     @first_order
+    @without_autocast
     def backward(ctx, *dys):
         x, *weights = ctx.saved_tensors
         x = None if x is None else x.flatten(0, -2)  # [T, H]
@@ -60,7 +70,7 @@ def is_plain(layer: nn.Module) -> bool:
 def takes_products(x: object, *parameters: Tensor | None) -> bool:
     """Whether products of x by these may be a node of Tigon's: kernels, one dtype, no autocast, nothing traced."""
     return (
-        isinstance(x, Tensor)
+        type(x) in PLAIN  # of what tensor parallelism gathers, a view has no address yet
         and not torch.compiler.is_compiling()
         and all(p is None or p.dtype == x.dtype for p in parameters)
         and runs_kernels(x, *parameters)
