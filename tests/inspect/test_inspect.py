@@ -256,7 +256,7 @@ def test_the_page_says_what_is_replaced_left_and_not_built(monkeypatch):
     monkeypatch.setattr(module, "model_types", lambda: ["llama", "reformer", "seed_oss"])
     page = models_page()
     assert "Of 3 types, 2 can be built" in page
-    assert "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | add + norm, norm + residual, products" in page
+    assert "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | add + norm, products of one input |" in page
     assert re.search(r"\| seed_oss \| .* \*left\*: SeedOssMLP \(1\) \|", page)
     assert "\n1. computes something else" in page
     assert "- reformer: " in page
@@ -278,7 +278,7 @@ def paragraphs() -> str:
     return text
 
 
-# Decoders with all four parts, and types of which something is left, changed late, or is unusual.
+# Decoders with all parts, and types of which something is left, changed late, or is unusual.
 CURRENT = """bert cohere falcon_mamba gemma2 gpt2 gpt_neox llama mamba2 mixtral nanochat nemotron_h olmo phi4_multimodal
 qwen3_moe seed_oss zamba"""
 

@@ -97,7 +97,7 @@ def _totals(rows: list[Row], failed: dict[str, str]) -> str:
         lines.append(f"| {group} | {' | '.join(map(str, [*counts, states.count((False, False))]))} |")
     every = sum(all(row.replaced.values()) for row in rows)
     some = sum(any(row.replaced.values()) for row in rows)
-    return "\n".join([*lines, "", f"All four are replaced in {every} types, at least one in {some}."])
+    return "\n".join([*lines, "", f"All are replaced in {every} types, at least one in {some}."])
 
 
 def table(rows: list[Row]) -> str:
