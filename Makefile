@@ -8,6 +8,9 @@ STAMP := $(VENV)/.installed
 TRANSFORMERS ?= 5.23.0
 OTHER := .venv-transformers-$(TRANSFORMERS)
 
+# What Triton's interpreter runs: the kernels, and which bytes are kept with them.
+BY_KERNELS := tests/ops tests/memory/test_bytes.py tests/plan/test_plan.py::test_kept_is_what_a_step_saves
+
 .PHONY: demo test test-transformers test-gpu bench models lint install clean
 
 install: $(STAMP)
@@ -23,7 +26,7 @@ demo: $(STAMP)  ## train a Llama twice, stock and patched, and plot both
 
 test: $(STAMP)  ## everything a machine without a GPU can show
 	$(BIN)/python -m pytest tests --ignore tests/gpu --numprocesses 2 $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/ops --numprocesses 2 $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(BY_KERNELS) --numprocesses 2 $(ARGS)
 
 test-transformers:  ## what meets transformers, in another version: make test-transformers TRANSFORMERS=5.23.0
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import json
-from types import SimpleNamespace
+import math
 
 import pytest
 import torch
@@ -17,9 +17,9 @@ from tigon.hf.patch import MEMORY  # noqa: E402
 from tigon.inspect.build import build  # noqa: E402
 from tigon.ops.dispatch import INTERPRETED, runs_kernels  # noqa: E402
 from tigon.plan.engines import Sharded, Whole, optimizer_costs  # noqa: E402
-from tigon.plan.ledger import Ledger  # noqa: E402
+from tigon.plan.ledger import Ledger, Work  # noqa: E402
 from tigon.plan.planner import NotPlanned, Row, Settings, _largest, plan, recommended  # noqa: E402
-from tigon.plan.step import count_step  # noqa: E402
+from tigon.plan.step import Step, count_step  # noqa: E402
 from tigon.presets import PRESETS, preset_config  # noqa: E402
 
 # The proportions of Llama-3-8B.
@@ -55,7 +55,7 @@ def of_a_layer(**options):
 # --- bytes -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("memory", "units"), [("default", 17.0), ("lean", 11.5), ("checkpoint", 1.0)])
+@pytest.mark.parametrize(("memory", "units"), [("default", 13.5), ("lean", 11.5), ("checkpoint", 1.0)])
 def test_units_of_a_layer(memory, units):
     fp32 = 4 * TOKENS[0] * TOKENS[1]
     # Beside the units: one fp32 number for each row of attention, one for each of the two norms, which lean copies.
@@ -193,14 +193,25 @@ def test_products_of_a_step():
 
 @pytest.mark.parametrize("size", [1.0, 0.3, 0.0017, 1e-6], ids=str)
 @pytest.mark.parametrize("first", [1, 7, 5000])
-def test_largest_is_the_largest(size, first):
-    """Of a memory with a floor and steps."""
-    load = lambda step: max(0.2, step.batch * size + (step.batch // 16) * size / 3)
-    of = lambda batch: SimpleNamespace(batch=batch)
-    found = _largest(of, first, load)
-    assert load(found) <= 1.0
-    assert found.batch == 2**16 or load(of(found.batch + 1)) > 1.0
-    assert _largest(of, first, lambda step: 2.0) is None
+@pytest.mark.parametrize("kind", ["steps", "doublings on the host", "never"])
+def test_largest_is_the_largest(size, first, kind):
+    """Of a memory with a floor and steps; of one on the host that grows to twice its size; of one that is too small."""
+    settings, tried = Settings(256, gpu_memory=1.0, reserve=0.0, host_memory=1.0), []
+
+    def of(batch):
+        tried.append(batch)
+        taken = int(2**30 * (batch + batch // 16 / 3) * size)
+        host = 2 ** math.ceil(math.log2(2**30 * batch * 3 * size)) if "host" in kind else 0
+        floor = 2**31 if kind == "never" else 2**28
+        return Step(batch, 256, 0, taken, host, (taken // 2, taken, floor), (Work(),) * 3)
+
+    found = _largest(of, first, settings)
+    assert len(tried) <= 32
+    if found is None:
+        assert settings.load(of(1)) > 1.0
+    else:
+        assert settings.load(found) <= 1.0
+        assert found.batch == 2**16 or settings.load(of(found.batch + 1)) > 1.0
 
 
 def test_largest_of_a_model():

@@ -7,7 +7,7 @@ formulas of torch. Tigon's kernels are not run, their buffers are made.
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from tigon.ops.dispatch import Device, simulated
@@ -43,6 +42,17 @@ if hasattr(torch.ops.aten, "_grouped_mm"):
 
 def _rounded(nbytes: int) -> int:
     return -(-nbytes // BLOCK) * BLOCK
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in what an operation takes or gives: tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        yield from _tensors(list(value.values()))
 
 
 def _extent(x: Tensor) -> int:
@@ -133,8 +143,12 @@ class Ledger(TorchDispatchMode):
     # --- operations ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        kwargs = kwargs or {}
-        given = [x for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)]
+        # What is inside of an operation needs no look at whether it is attention: that takes as long as all the rest.
+        with torch._C.DisableTorchFunction():
+            return self._count(func, args, kwargs or {})
+
+    def _count(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        given = list(_tensors((args, kwargs)))
         if self.watch is not None:
             for x in given:
                 self.watch(x)
@@ -144,7 +158,7 @@ class Ledger(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func._overloadpacket is torch.ops.aten.any and result.is_meta:
             self._any.add(result.untyped_storage()._cdata)
-        made = [x for x in tree_iter(result) if isinstance(x, Tensor) and x.is_meta]
+        made = [x for x in _tensors(result) if x.is_meta]
         new = sum([self.own(x) for x in made])
         if (count := COUNTS.get(func._overloadpacket)) is not None:
             self.work.products += count(*args, **kwargs, out_val=result)

@@ -20,6 +20,7 @@ __all__ = ["DTYPES", "STOCK", "NotPlanned", "Rates", "Row", "Settings", "plan", 
 GIB = 2**30
 STOCK = "stock"  # the model without Tigon, beside the levels
 MOST = 2**16  # sequences a GPU that are tried
+MOST_GROWTH = 32  # from one batch that fits to the next that is tried
 
 # Of arithmetic, and of the parameters, gradients and states between steps.
 DTYPES = {
@@ -109,9 +110,14 @@ class Settings:
         """Bytes for tensors."""
         return int((self.gpu_memory - self.reserved) * GIB)
 
+    @property
+    def host_budget(self) -> int:
+        """Bytes of pinned memory."""
+        return int(self.host_memory * GIB)
+
     def load(self, step: Step) -> float:
         """What a step takes of what there is, on the GPU or on the host; more than 1 does not fit."""
-        return max(step.peak / self.budget, step.host / (self.host_memory * GIB))
+        return max(step.peak / self.budget, step.host / self.host_budget)
 
 
 @dataclass(frozen=True)
@@ -140,24 +146,37 @@ def _tokens_a_second(step: Step, settings: Settings) -> float:
     return step.batch * step.seq / seconds(step, settings)
 
 
-def _largest(count: Callable[[int], Step], first: int, load: Callable[[Step], float]) -> Step | None:
+def _largest(count: Callable[[int], Step], first: int, settings: Settings) -> Step | None:
     """The step of the largest batch that fits; memory is taken to grow with the batch. The search begins at `first`."""
     low, high = 0, MOST + 1  # the one fits, the other does not
     known: dict[int, Step] = {}
     guess = min(first, MOST)
     while high - low > 1:
         known[guess] = step = count(guess)
-        low, high = (guess, high) if load(step) <= 1.0 else (low, guess)
-        near = sorted(known.values(), key=lambda step: abs(load(step) - 1.0))[:2]
-        a, b = near if len(near) == 2 else (None, None)
-        if a is None or load(a) == load(b):  # small batches may all have the peak of the optimizer's step
+        low, high = (guess, high) if settings.load(step) <= 1.0 else (low, guess)
+        near = sorted(known.values(), key=lambda step: abs(settings.load(step) - 1.0))[:2]
+        if len(near) < 2:
             guess = 2 * low if low else high // 2
-        elif len(known) % 4:  # on the line through the two nearest
-            guess = int(a.batch + (1.0 - load(a)) * (a.batch - b.batch) / (load(a) - load(b)))
-        else:  # memory is no line: a buffer may grow in steps
-            guess = (low + min(high, 2 * low + 1)) // 2
-        guess = min(max(guess, low + 1), high - 1, max(4 * low, 1) if high > MOST else high)
+        elif high > MOST or (len(known) % 6 and known[high].host <= settings.host_budget):
+            guess = _crossing(*near, settings)
+        else:  # memory is no line: a buffer may grow in steps, and those of the host grow to twice their size
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1, max(MOST_GROWTH * low, 1) if high > MOST else high)
     return known.get(low)
+
+
+def _crossing(a: Step, b: Step, settings: Settings) -> int:
+    """The largest batch that should fit if each stage grows by a line through two steps: small batches have their peak
+    in the optimizer's step, and do not tell by it."""
+    fits = float(MOST)
+    lines = [(*peaks, settings.budget) for peaks in zip(a.peaks, b.peaks, strict=True)]
+    for at_a, at_b, most in (*lines, (a.host, b.host, settings.host_budget)):
+        slope = (at_b - at_a) / (b.batch - a.batch)
+        if slope > 0:
+            fits = min(fits, a.batch + (most - at_a) / slope)
+        elif at_a > most:
+            return 0
+    return int(max(fits, 0.0))
 
 
 def _one_line(error: BaseException) -> str:
@@ -219,16 +238,20 @@ def plan(
         except Exception as error:  # of the model's code, on tensors without values
             name = type(model).__name__
             raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {_one_line(error)}") from error
-        largest = _largest(count, settings.batch, settings.load) if search else None
+        largest = _largest(count, settings.batch, settings) if search else None
         return Row(level, step, largest, by_length=by_length)
 
-    base = None
-    for level in sorted(levels, key=lambda level: level != "default"):  # what the others are compared with comes first
+    base = patched = None
+    # What the others are compared with comes first; stock last: recognised once, parts stay patched for all levels.
+    for level in sorted(levels, key=("default", *MEMORY, STOCK).index):
         if level == STOCK:
+            if patched is not None:
+                patched.restore()
             row = rows(level)
         else:
             try:
                 with quietly():
+                    patched = tigon.patch(model) if patched is None else patched
                     report = tigon.patch(model, memory=level)
             except ValueError as error:
                 yield Row(level, reason=str(error))
