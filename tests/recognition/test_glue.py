@@ -469,6 +469,18 @@ def test_hooks_of_accelerate_on_a_norm():
     assert hook.calls == 2
 
 
+def test_a_norm_whose_call_does_more():
+    class Doubled(Norm):
+        def __call__(self, x):
+            return 2 * super().__call__(x)
+
+    stock, model, x = make(), make(), inputs()
+    for m in (stock, model):
+        m[0].after.__class__ = Doubled
+    tigon.patch(model)
+    assert_close(step(model, x), step(stock, x))
+
+
 def test_a_copy_where_the_class_cannot_be_read(monkeypatch):
     model, x = make(), inputs()
     tigon.patch(model)

@@ -98,3 +98,11 @@ def test_arguments_that_the_op_does_not_take_go_to_the_stock_function():
         assert torch.equal(given, wanted)
     with pytest.raises(RuntimeError):  # tables of half the head: an error of the stock function, not a guess
         turn(q, k, torch.randn(2, 5, 4), torch.randn(2, 5, 4))
+
+
+def test_another_forward_of_the_class(monkeypatch):
+    """Given after the patch, it is the one that runs."""
+    found = recognise_rope(Attention())
+    monkeypatch.setattr(Attention, "forward", lambda self, q, k, cos, sin: q)
+    q, k, cos, sin = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
+    assert found(Attention(), q, k, cos, sin) is q

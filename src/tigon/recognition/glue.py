@@ -32,7 +32,8 @@ def _arguments(norm: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[s
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
         return None
     hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
-    return None if any(hooks) or _has_any_global_hook() else recipe.arguments(norm, x)
+    more = any(hooks) or _has_any_global_hook() or type(norm).__call__ is not nn.Module.__call__
+    return None if more else recipe.arguments(norm, x)
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
@@ -82,7 +83,7 @@ class GlueRecipe:
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Any:
         # A compiler fuses by itself; and somebody may have given the class another forward.
-        other = self.forward is None or inspect.getattr_static(type(module), "forward") is not self.stock
+        other = self.forward is None or type(module).forward is not self.stock
         if torch.compiler.is_compiling() or other:
             return type(module).forward(module, *args, **kwargs)
         return self.forward(module, *args, **kwargs)
