@@ -12,6 +12,8 @@ then at multiples of its longest one. Each variant of a stage and a number of he
 
 import argparse
 import json
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -19,6 +21,10 @@ import torch
 from measure import Job
 from report import write
 from worker import Worker
+
+from tigon.hf.levels import LEVELS
+
+VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in LEVELS))
 
 
 def sweep_first(worker: Worker, first: int, longest: int, bisections: int) -> list[dict]:
@@ -78,9 +84,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--out", type=Path, default=Path("runs") / time.strftime("medusa-%Y%m%d-%H%M%S"))
     arguments = options.parse_args(given)
     for variant in arguments.variants:
-        name, _, level = variant.partition(":")
-        if name not in ("stock", "tigon") or (name == "stock" and level not in ("", "checkpoint")):
-            options.error(f"--variants must be stock, stock:checkpoint, tigon or tigon:LEVEL, got {variant!r}")
+        if variant not in VARIANTS:
+            options.error(f"--variants must be among {', '.join(VARIANTS)}, got {variant!r}")
     for name in ("first", "steps", "batch", "gpus", "layers"):
         if getattr(arguments, name) < 1:
             options.error(f"--{name} must be at least 1, got {getattr(arguments, name)}")
@@ -120,4 +125,5 @@ def main(given: list[str] | None = None) -> Path:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the processes that it started
     main()

@@ -3,13 +3,17 @@
 Commands with imports of their own are loaded when they are called, after a look at whether those are there.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import itertools
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +63,27 @@ _TWO_WORDS = (
 )
 
 
+@contextlib.contextmanager
+def _terminated_as_interrupted() -> Iterator[None]:
+    """In the block a signal to terminate (`timeout`, a batch system) is what Ctrl-C is: KeyboardInterrupt, once.
+
+    So children are ended and results kept. A thread other than the main one gets no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nor is what it begins to be interrupted
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def _call(command: _Command, arguments: list[str]) -> None:
     import typer
 
@@ -72,7 +97,8 @@ def _call(command: _Command, arguments: list[str]) -> None:
     # As Markdown, the lines of a docstring's paragraph are joined, and wrapped at the terminal's width.
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     application.command()(function)
-    application(arguments, prog_name=f"tigon {command.name}")
+    with _terminated_as_interrupted():
+        application(arguments, prog_name=f"tigon {command.name}")
 
 
 def app() -> "typer.Typer":

@@ -1,8 +1,6 @@
 """Medusa: Tigon's losses and gradients are stock's in both stages, and the comparison says what happened."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -81,20 +79,26 @@ def test_the_loss_is_the_papers(stage):
         assert model(ids).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_compare(tmp_path):
-    """Small, on two ranks: the first variant doubles its length, the other follows and goes on."""
-    command = [sys.executable, str(FOLDER / "compare.py"), "--device=cpu", "--layers=1", "--hidden=32", "--gpus=2"]
-    command += ["--vocabulary=300", "--stages", "2", "--heads", "3", "--first=32", "--longest=64", "--steps=1"]
-    command += ["--warmup=0", "--variants", "stock", "tigon:lean", f"--out={tmp_path}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=200, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    runs = json.loads((tmp_path / "medusa.json").read_text())["runs"]
-    stock, given = ([(r["length"], r["loss"]) for r in run["results"]] for run in runs)
-    assert [length for length, _ in stock] == [length for length, _ in given] == [32, 64]
-    assert [loss for _, loss in given] == pytest.approx([loss for _, loss in stock], rel=1e-4)
-    assert "| 2 | 3 | tigon:lean | stock | 64 |" in (tmp_path / "medusa.md").read_text()
-    assert (tmp_path / "medusa_stage2_heads3.png").stat().st_size > 0
+def test_compare(tmp_path, monkeypatch):
+    """Small, on two ranks: each length has the loss of the stock model, the mean of what both ranks read."""
+    import compare
+    import measure
+
+    for name, value in {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}.items():
+        monkeypatch.setenv(name, value)
+    options = ["--device=cpu", "--layers=1", "--hidden=32", "--vocabulary=300", "--gpus=2", f"--out={tmp_path}"]
+    options += ["--stages", "2", "--heads", "3", "--first=32", "--longest=64", "--steps=1", "--warmup=0"]
+    compare.main([*options, "--variants", "tigon:lean"])
+    (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
+    assert [result["length"] for result in run["results"]] == [32, 64]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    stock = measure.Trainer(measure.Job("stock", 2, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu"))
+    with torch.no_grad():
+        places = 0, len(stock.text) // 2
+        losses = [stock.model(stock.text[place : place + 32].long()[None]).item() for place in places]
+    assert run["results"][0]["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
+    assert run["results"][1]["loss"] == pytest.approx(sum(losses) / 2, rel=0.05)
 
 
 class Limited:
@@ -111,9 +115,9 @@ class Limited:
         return {"length": length, "seconds": [1.0], **done}
 
 
-def test_lengths_until_memory_ends():
+def test_lengths_until_memory_ends(tmp_path):
     from compare import sweep_first, sweep_others
-    from report import comparisons
+    from report import comparisons, write
 
     stock, given = Limited(1600), Limited(20000)
     reference = sweep_first(stock, 256, 10**6, bisections=2)
@@ -121,11 +125,18 @@ def test_lengths_until_memory_ends():
     others = sweep_others(given, reference, [2, 4, 8, 16], 10**6)
     assert given.asked == [256, 512, 1024, 1536, 3072, 6144, 12288, 24576]
     runs = [
-        {"stage": 1, "heads": 3, "variant": name, "results": results}
+        {"stage": 1, "heads": 3, "variant": name, "device": "CPU", "results": results}
         for name, results in (("stock", reference), ("tigon", others))
     ]
-    (row,) = comparisons({"runs": runs})
+    shape = {"gpus": 1, "layers": 1, "hidden": 32, "vocabulary": 300, "batch": 1, "optimizer": "adamw"}
+    report = {"options": shape, "runs": runs}
+    (row,) = comparisons(report)
     assert (row["length"], row["longest"], row["peak"], row["speed"]) == (1536, 8.0, 1.0, pytest.approx(0.08))
+    write(report, tmp_path)
+    text = (tmp_path / "medusa.md").read_text()
+    assert "| 1 | 3 | tigon | stock | 1,536 | 0.08x | 1.00x |" in text
+    assert "| 1 | 3 | stock | 2,048 | out of memory |" in text
+    assert (tmp_path / "medusa_stage1_heads3.png").stat().st_size > 0
 
 
 def test_out_of_memory_is_an_answer(monkeypatch):
@@ -163,6 +174,7 @@ def test_out_of_memory_is_an_answer(monkeypatch):
     [
         (["--variants", "liger"], "--variants must be"),
         (["--variants", "stock:lean"], "--variants must be"),
+        (["--variants", "tigon:leen"], "--variants must be"),
         (["--heads", "0"], "--heads must be"),
         (["--first", "4"], "--heads must be"),
         (["--steps", "0"], "--steps must be"),

@@ -248,7 +248,7 @@ def test_recommended_is_the_fastest_that_fits():
         ({"optimizer": "lion"}, "optimizer must be one of adamw, .*got 'lion'"),
         ({"dtype": "int8"}, "dtype must be one of bf16"),
         ({"strategy": "zero"}, "strategy must be one of single, ddp, fsdp, got 'zero'"),
-        ({"strategy": "single", "gpus": 2}, "strategy single does not go with 2 GPUs"),
+        ({"strategy": "single", "gpus": 2}, "strategy single needs one GPU, got 2"),
         ({"dtype": "mixed"}, "dtype mixed needs strategy fsdp"),
         ({"reserve": 999.0}, "reserve must be from 0"),
     ],

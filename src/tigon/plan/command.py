@@ -93,7 +93,10 @@ def plan(
             else:
                 from tigon.inspect.build import find_config
 
-                config = find_config(model, trust_remote_code=trust_remote_code)
+                try:
+                    config = find_config(model, trust_remote_code=trust_remote_code)
+                except ValueError as error:
+                    raise ValueError(f"must be one of {', '.join(PRESETS)}; or it {error}") from error
             rows = _rows(config, settings, trust_remote_code, plot is not None, console)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error

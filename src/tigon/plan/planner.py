@@ -87,7 +87,8 @@ class Settings:
         if self.reserve is not None and not 0 <= self.reserve < self.gpu_memory:
             raise ValueError(f"reserve must be from 0 to less than gpu_memory {self.gpu_memory}, got {self.reserve}")
         if (self.engine == "single") != (self.gpus == 1) and self.engine != "fsdp":
-            raise ValueError(f"strategy {self.engine} does not go with {self.gpus} GPUs")
+            needs = "one GPU" if self.engine == "single" else "at least two GPUs"
+            raise ValueError(f"strategy {self.engine} needs {needs}, got {self.gpus}")
         if self.dtype == "mixed" and self.engine != "fsdp":
             raise ValueError(f"dtype mixed needs strategy fsdp, which keeps fp32 shards, got strategy {self.engine}")
         if self.budget <= 0:

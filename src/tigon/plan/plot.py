@@ -10,6 +10,7 @@ COLOURS = {
     "stock": "#888888", "default": "#1f77b4", "lean": "#2ca02c", "lean+mlp": "#ff7f0e", "checkpoint": "#9467bd",
     "offload": "#17becf",
 }  # fmt: skip
+LIMIT = "#cc3333"
 SHORTEST = 128
 
 
@@ -29,13 +30,15 @@ def draw(path: Path, name: str, rows: list[Row], settings: Settings) -> None:
     for row in drawn:
         peaks = [step.peak / GIB for step in row.by_length]
         axes.plot(ticks, peaks, marker="o", markersize=3, label=row.level, color=COLOURS.get(row.level))
-    axes.axhline(settings.budget / GIB, color="#cc3333", linewidth=1, linestyle="--", label="what tensors get")
-    axes.set(xlabel="tokens of a sequence", ylabel="GiB a GPU at most")
+    axes.axhline(settings.budget / GIB, color=LIMIT, linewidth=1, linestyle="--")
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
+    axes.annotate("what tensors get", (0, settings.budget / GIB), color=LIMIT, fontsize=8, **place)
+    axes.set(xlabel="tokens a sequence", ylabel="peak memory of a GPU, GiB")
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{seq:,}" for seq in ticks])
     axes.set_ylim(0, 1.5 * settings.budget / GIB)
     where = f"each of {settings.gpus} GPUs" if settings.gpus > 1 else "one GPU"
     axes.set_title(f"{name}, batch {settings.batch} on {where}")
     axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", ncols=2)
     figure.savefig(path, dpi=150)
