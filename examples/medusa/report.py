@@ -80,24 +80,33 @@ def plot(report: dict, stage: int, heads: int, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    lengths: set[int] = set()
     figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
     for run in report["runs"]:
         if (run["stage"], run["heads"]) != (stage, heads) or not (done := measured(run)):
             continue
         values = {"peak memory, GiB": [r["peak_bytes"] / GIB for r in done.values()],
                   "tokens/s": [r["tokens_per_second"] for r in done.values()]}  # fmt: skip
+        lengths |= done.keys()
         failed = [r["length"] for r in run["results"] if r.get("out_of_memory")]
         for axis, (label, y) in zip(axes, values.items(), strict=True):
             (line,) = axis.plot(list(done), y, marker="o", label=run["variant"])
-            if failed:
-                axis.plot(min(failed), y[-1], marker="x", markersize=10, color=line.get_color())
+            if any(x > max(done) for x in failed):
+                end = min(x for x in failed if x > max(done))
+                axis.plot([max(done), end], [y[-1], y[-1]], linestyle=":", color=line.get_color())
+                axis.plot(end, y[-1], marker="x", markersize=10, color=line.get_color())
+                lengths.add(end)
             axis.set(xlabel="tokens a sequence", ylabel=label)
     for axis in axes:
         axis.set_xscale("log", base=2)
-        axis.set_ylim(bottom=0)
+        doublings = [x for x in sorted(lengths) if x % min(lengths) == 0 and (x // min(lengths)).bit_count() == 1]
+        axis.set_xticks(doublings, [f"{x:,}" for x in doublings])
+        axis.minorticks_off()
+        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
+        axis.yaxis.set_major_formatter("{x:,g}")
         axis.grid(alpha=0.3)
     if axes[0].lines:
-        axes[0].legend()
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right")
     figure.suptitle(f"Medusa, stage {stage}, {heads} heads (x: out of memory)")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -3,6 +3,7 @@
 At one size the first two are bars, over a sweep they are lines that end in a cross where memory ran out.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -49,10 +50,8 @@ def draw(rows: Sequence[Row], folder: Path, sweep: str | None, title: str, machi
     speed, memory, loss = (folder / f"{name}.png" for name in ("throughput", "memory", "loss"))
     compared = [row for row in rows if row.provider != "stock-reversed"]
     panel = (lambda *given: _lines(sweep, *given)) if sweep else _bars
-    _one(speed, panel, compared, "Tokens per second", title, lambda row: row.tokens_per_second, None, "{:,.0f}")
-    _one(
-        memory, panel, compared, "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB", title, _gib, limit, None
-    )
+    _one(speed, panel, compared, "Tokens per second", title, lambda row: row.tokens_per_second, None)
+    _one(memory, panel, compared, "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB", title, _gib, limit)
     written = [speed, memory]
     if sweep is None and _loss(loss, rows, title):
         written.append(loss)
@@ -61,27 +60,26 @@ def draw(rows: Sequence[Row], folder: Path, sweep: str | None, title: str, machi
 
 def _one(
     path: Path, panel: Callable, rows: Sequence[Row], what: str, title: str,
-    value: Callable[[Row], float | None], limit: float | None, template: str | None,
+    value: Callable[[Row], float | None], limit: float | None,
 ) -> None:  # fmt: skip
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
     headline(figure, what, title)
-    highest = max((number for row in rows if row.ok and (number := value(row)) is not None), default=1.0)
-    template = template or ("{:,.1f}" if highest >= 10 else "{:,.2f}" if highest >= 0.1 else "{:,.4f}")
-    panel(axes, rows, value, limit, template)
+    panel(axes, rows, value, limit)
+    axes.yaxis.set_major_formatter("{x:,g}")
     clean(axes)
     figure.savefig(path)
 
 
-def _bars(
-    axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None], limit: float | None, template: str
-) -> None:
+def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None], limit: float | None) -> None:
     """A bar a provider; one without a number says why."""
     rows = [row for row in rows if row.ok or row.status == "out of memory"]
     numbers = [value(row) if row.ok else None for row in rows]
     names = [row.provider.replace("-", "\n", 1) for row in rows]
     bars = axes.bar(names, [n or 0.0 for n in numbers], color=[_colour(row.provider) for row in rows], width=0.62)
-    texts = [template.format(n) if n is not None else row.status for row, n in zip(rows, numbers, strict=True)]
+    highest = max([n for n in numbers if n is not None], default=1.0)
+    digits = 0 if highest >= 1000 else 1 if highest >= 10 else 2 if highest >= 0.1 else 4
+    texts = [f"{n:,.{digits}f}" if n is not None else row.status for row, n in zip(rows, numbers, strict=True)]
     axes.bar_label(bars, texts, padding=3, fontsize=9, color=INK)
     _limit(axes, limit)
     axes.set_ylim(0, 1.12 * max([n for n in numbers if n is not None] + ([limit] if limit else [])))
@@ -92,22 +90,17 @@ def _limit(axes: Axes, limit: float | None) -> None:
     if limit:
         axes.axhline(limit, color=WARNING, linewidth=1, linestyle=(0, (4, 3)))
         axes.annotate(
-            "memory of the GPU", (1, limit), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8,
+            "memory of the GPU", (0, limit), xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=8,
             color=WARNING,
         )  # fmt: skip
 
 
 def _lines(
-    sweep: str,
-    axes: Axes,
-    rows: Sequence[Row],
-    value: Callable[[Row], float | None],
-    limit: float | None,
-    template: str,
+    sweep: str, axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None], limit: float | None
 ) -> None:
     """A line a provider over the size; a cross at the smallest size that did not fit."""
     size = lambda row: getattr(row, sweep)
-    ticks = set()
+    ticks, crosses = set(), Counter()
     for index, provider in enumerate(dict.fromkeys(row.provider for row in rows)):
         own = sorted((row for row in rows if row.provider == provider), key=size)
         points = [(size(row), value(row)) for row in own if row.ok and value(row) is not None]
@@ -128,7 +121,11 @@ def _lines(
             height = limit or (points[-1][1] if points else 0.0)
             if points:
                 axes.plot([points[-1][0], failed[0]], [points[-1][1], height], color=colour, linestyle=":", linewidth=1)
-            axes.plot([failed[0]], [height], color=colour, marker="x", markersize=9, markeredgewidth=2, linestyle="")
+            # Where several end, each cross is larger than the last, and under it.
+            before = crosses[failed[0], height]
+            crosses[failed[0], height] += 1
+            style = {"markersize": 9 + 5 * before, "markeredgewidth": 2, "zorder": 5 - 0.1 * before}
+            axes.plot([failed[0]], [height], color=colour, marker="x", linestyle="", **style)
     _limit(axes, limit)
     axes.set_xscale("log", base=2)
     axes.set_xticks(_spaced(sorted(ticks)))
@@ -139,7 +136,7 @@ def _lines(
     axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
     axes.set_xlabel(f"{_NAMES[sweep]}   (x: out of memory)", color=MUTED)
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="lower left")
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _spaced(sizes: Iterable[int]) -> list[int]:
