@@ -1,11 +1,12 @@
 """The gated MLP as one or two nodes: the products of eager code, and at every level the same bits of fewer tensors."""
 
 import contextlib
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
@@ -125,6 +126,19 @@ def test_checkpointing_does_not_repeat_the_last_product():
         y = checkpoint(tigon.glu_mlp, *inputs, use_reentrant=False)
         torch.autograd.grad(y.sum(), inputs)
     assert counter.get_total_flops() == 11 * 2 * 2 * 9 * HIDDEN * INNER
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["all again", "products cached"])
+def test_a_second_backward_of_a_checkpoint(cached):
+    """Gradients are written over what was made again, in each pass; a cache of products gives one pass."""
+    inputs, options = _inputs(2, 9), {}
+    if cached:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    expected = _gradients(inputs, "default")[1:]
+    loss = checkpoint(tigon.glu_mlp, *inputs, use_reentrant=False, **options).square().sum()
+    for last in (True,) if cached else (False, True):
+        given = torch.autograd.grad(loss, inputs, retain_graph=not last)
+        assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
 @pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])

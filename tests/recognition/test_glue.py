@@ -377,6 +377,9 @@ def test_outputs_that_nobody_uses():
     y, passed = glue.norm_pass(tigon_norm, x)
     assert torch.equal(torch.autograd.grad(passed.sum(), x, retain_graph=True)[0], torch.ones_like(x))
     assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
+    y, passed = glue.norm_pass(tigon_norm, x.detach())
+    assert (y.requires_grad, passed.requires_grad) == (True, False)
+    assert torch.autograd.grad(y.sum(), tigon_norm.weight)[0].shape == (WIDTH,)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])

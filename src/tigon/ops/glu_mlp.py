@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from tigon.memory import call, in_checkpoint, remade_mlp, remakes_mlp
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, without_autocast
-from tigon.ops.glu import geglu, glu_backward, glu_backward_into, glu_forward, swiglu
+from tigon.ops.glu import geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.linears import is_plain, takes_products
 from tigon.ops.products import product
 
@@ -88,7 +88,10 @@ def _gradients(
 
 
 class _GLUProduct(torch.autograd.Function):
-    """x -> a: the last product is a node of its own, which checkpointing does not run again."""
+    """x -> a, in checkpointed layers: the last product is a node of its own, which does not run again.
+
+    What backward is handed there was made for this pass alone: gradients take its place.
+    """
 
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, kind):
@@ -104,8 +107,9 @@ class _GLUProduct(torch.autograd.Function):
     def backward(ctx, da):
         x, gate_weight, up_weight, gate, up = ctx.saved_tensors
         x = None if x is None else x.flatten(0, -2)
-        dgate, dup = glu_backward(da.reshape(gate.shape), gate, up, ctx.kind, True, True)
-        dx, *dweights = _gradients(ctx.needs_input_grad, x, dgate, dup, gate_weight, up_weight)
+        da = da.reshape(gate.shape).contiguous()
+        glu_backward_into(da, gate, up, ctx.kind, gate, up, None)
+        dx, *dweights = _gradients(ctx.needs_input_grad, x, gate, up, gate_weight, up_weight)
         return None if dx is None else dx.view(ctx.shape), *dweights, None
 
 

@@ -74,7 +74,10 @@ class _RMSNorm(torch.autograd.Function):
         if not passes_x:
             return y
         leave_absent(ctx)
-        return y, x.detach()
+        passed = x.detach()
+        if not ctx.needs_input_grad[0]:
+            ctx.mark_non_differentiable(passed)
+        return y, passed
 
     @staticmethod
     @first_order
