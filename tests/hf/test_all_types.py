@@ -35,7 +35,7 @@ def test_no_type_is_left_out_in_silence():
 # How many types have each part: what is asked for at least, and what is measured now.
 LEAST = {"rms_norm": 106, "mlp": 95, "rope": 95, "loss": 125, "all": 75}
 MEASURED = {"rms_norm": 107, "mlp": 106, "rope": 115, "loss": 139, "all": 89, "layer_norm": 38}
-MEASURED |= {"glu": 91, "experts": 46, "relu2": 8, "glue": 118}  # of which an "mlp" has one at least
+MEASURED |= {"glu": 91, "experts": 46, "relu2": 8, "glue": 119}  # of which an "mlp" has one at least
 
 
 def test_coverage():
