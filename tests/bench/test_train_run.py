@@ -17,13 +17,19 @@ from tigon.bench.train import runner, worker
 from tigon.demo.runner import ChildFailed
 
 
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """What is trained on; the tokens of it are cached beside it."""
+    file = tmp_path_factory.mktemp("text") / "text.py"
+    file.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
+    return file
+
+
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(text, tmp_path, monkeypatch):
     """Call the command; -> exit code, what it printed, the report (None if none was written)."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent))
     monkeypatch.setenv("COLUMNS", "200")
-    text = tmp_path / "text.py"
-    text.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
     fixed = ("--model", "tiny", "--device", "cpu", "--text", text, "--out", tmp_path / "out", "--warmup", "1")
 
     def call(*arguments):

@@ -25,9 +25,7 @@ def train(
     ] = "Llama-3.2-1B",
     providers: Annotated[
         str,
-        typer.Option(
-            help="stock, liger, compile, those with -checkpoint, tigon, tigon-LEVEL; separated by commas."
-        ),
+        typer.Option(help="stock, liger, compile, those with -checkpoint, tigon, tigon-LEVEL; separated by commas."),
     ] = "stock,liger,tigon",
     batch: Annotated[int, typer.Option(help="Sequences a GPU in each step; where a sweep over it starts.")] = 1,
     seq: Annotated[int, typer.Option(help="Tokens a sequence; where a sweep over it starts.")] = 2048,
