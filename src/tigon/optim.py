@@ -14,10 +14,6 @@ __all__ = ["AdamW"]
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)
 
 
-def _capturing() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-
-
 class AdamW(torch.optim.AdamW):
     """`torch.optim.AdamW`, same arguments, states and state dict; its step reads and writes each tensor once.
 
@@ -83,7 +79,7 @@ class AdamW(torch.optim.AdamW):
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
         return (
             group["foreach"] is not None
-            or (group["capturable"] and _capturing())  # a graph would keep old addresses
+            or (group["capturable"] and torch.cuda.is_current_stream_capturing())  # a graph would keep old addresses
             or group["fused"] is False
             or group["amsgrad"]
             or group["differentiable"]
