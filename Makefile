@@ -11,7 +11,7 @@ OTHER := .venv-transformers-$(TRANSFORMERS)
 # What Triton's interpreter runs: the kernels, and which bytes are kept with them.
 BY_KERNELS := tests/ops tests/memory/test_bytes.py tests/plan/test_plan.py::test_kept_is_what_a_step_saves
 
-.PHONY: demo test test-transformers test-gpu bench models lint install clean
+.PHONY: demo test test-thorough test-transformers test-gpu bench models lint install clean
 
 install: $(STAMP)
 
@@ -25,8 +25,12 @@ demo: $(STAMP)  ## train a Llama twice, stock and patched, and plot both
 	$(BIN)/tigon demo $(ARGS)
 
 test: $(STAMP)  ## everything a machine without a GPU can show
-	$(BIN)/python -m pytest tests --ignore tests/gpu --numprocesses 2 $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(BY_KERNELS) --numprocesses 2 $(ARGS)
+	$(BIN)/python -m pytest tests --ignore tests/gpu -m 'not thorough' --numprocesses 2 $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(BY_KERNELS) -m 'not thorough' --numprocesses 2 $(ARGS)
+
+test-thorough: $(STAMP)  ## more sizes, engines and graphs of the same: three minutes on two cores
+	$(BIN)/python -m pytest tests --ignore tests/gpu -m thorough --numprocesses 2 $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(BY_KERNELS) -m thorough --numprocesses 2 $(ARGS)
 
 test-transformers:  ## what meets transformers, in another version: make test-transformers TRANSFORMERS=5.23.0
 	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)

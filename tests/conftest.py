@@ -7,6 +7,20 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's determini
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
+# Of parametrised tests with many processes or graphs: these cases, by name, are left to `make test-thorough`.
+THOROUGH = {
+    "test_two_ranks": ("parallel", "head", "adapters", "Trainer", "FSDP2 by accelerate"),
+    "test_no_type_breaks_the_graph": ("qwen2", "qwen3", "gemma2", "phi3"),
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        case = getattr(getattr(item, "callspec", None), "id", None)
+        if case in THOROUGH.get(getattr(item, "originalname", ""), ()):
+            item.add_marker(pytest.mark.thorough)
+
+
 @pytest.fixture
 def poisoned():
     """Memory that an op allocates holds NaN (or the largest integer) until the op writes it."""

@@ -63,6 +63,7 @@ def test_curves_that_part_give_exit_code_1(text, cache, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "out" / "report.json").read_text())["comparison"]["agree"] is False
 
 
+@pytest.mark.thorough
 def test_ctrl_c_keeps_what_was_measured(text, child_environment, tmp_path):
     out = tmp_path / "out"
     arguments = [*TINY, "--steps", "100000", "--text", str(text), "--out", str(out)]

@@ -34,6 +34,7 @@ def test_no_type_breaks_the_graph(make_model, model_type, batch, step):
     assert torch.equal(compiled.eval()(tokens).logits, stock.eval()(tokens).logits)
 
 
+@pytest.mark.thorough
 def test_lengths_of_any_number_take_one_graph(make_model, batch, step):
     """The second length makes sizes symbols; no third graph."""
     model, stock = (make_model("qwen3", **ONE_LAYER) for _ in range(2))

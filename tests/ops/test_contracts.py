@@ -139,6 +139,7 @@ def test_zero_rows(case: Case):
     assert all((g == 0).all() for g in gradients)
 
 
+@pytest.mark.thorough
 @every_case
 def test_compiles_without_a_graph_break(case: Case):
     torch._dynamo.reset()

@@ -19,7 +19,7 @@ from ranks import run_ranks
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@pytest.mark.parametrize("ranks", [2, 3], ids=lambda n: f"{n} ranks")
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)], ids=lambda n: f"{n} ranks")
 def test_ranks(ranks):
     for output in run_ranks(__file__, ranks=ranks):
         assert output.splitlines()[-1] == f"{len(_checks(ranks))} checks passed", output

@@ -57,6 +57,7 @@ def _compiled(function):
     return torch.compile(function, fullgraph=True, backend="aot_eager")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
 def test_compile(options):
     *tensors, target = _inputs()
@@ -69,6 +70,7 @@ def test_compile(options):
     _same(*(torch.autograd.grad(total(r), tensors) for r in (got, expected)))
 
 
+@pytest.mark.thorough
 def test_compile_of_gradients_that_do_not_arrive():
     """torch.compile makes zeros of them; each alone must be right too."""
     *tensors, target = _inputs()

@@ -33,7 +33,8 @@ OPTIONS = {
 }
 EVERYTHING = Wants(z_loss=True, predicted=True, log_probs=True, entropy=True)
 
-cuts = pytest.mark.parametrize("sizes", CUTS, ids=str)
+MORE = [pytest.param(sizes, marks=pytest.mark.thorough) if sizes in ((V,), (2100, 2900)) else sizes for sizes in CUTS]
+cuts = pytest.mark.parametrize("sizes", MORE, ids=str)
 
 
 def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
