@@ -17,7 +17,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.ops.dispatch import PLAIN, first_order, leave_absent, runs_kernels, without_autocast
 
-__all__ = ["is_plain", "linears", "takes_products"]
+__all__ = ["is_hooked", "is_plain", "linears", "takes_products"]
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,12 +59,16 @@ class _Linears(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *gradients
 
 
+def is_hooked(module: nn.Module) -> bool:
+    """Whether a call of the module does more than its forward: it, or every module, has a hook."""
+    own = module.__dict__
+    hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
+    return any(hooks) or _has_any_global_hook()
+
+
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer does nothing but the product of an `nn.Linear`: no hook, its class's own forward."""
-    if type(layer) is not nn.Linear or "forward" in (own := layer.__dict__):
-        return False
-    hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
-    return not (any(hooks) or _has_any_global_hook())
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not is_hooked(layer)
 
 
 def takes_products(x: object, *parameters: Tensor | None) -> bool:

@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.memory import is_lean
 from tigon.ops.dispatch import runs_kernels
-from tigon.ops.linears import linears
+from tigon.ops.linears import is_hooked, linears
 from tigon.ops.rms_norm import add_rms_norm, rms_norm_passing
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norms import RMSNormRecipe, recognise_norm
@@ -31,8 +30,7 @@ def _arguments(norm: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[s
     forward = own.get("forward")  # a wrapper of accelerate's has all that a replacement has
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
         return None
-    hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
-    more = any(hooks) or _has_any_global_hook() or type(norm).__call__ is not nn.Module.__call__
+    more = is_hooked(norm) or type(norm).__call__ is not nn.Module.__call__
     return None if more else recipe.arguments(norm, x)
 
 
