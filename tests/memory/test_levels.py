@@ -240,7 +240,7 @@ def compiled():
 
     def run(level: str) -> tuple[list[torch.Tensor], int]:
         torch._dynamo.reset()
-        model = patched(level, num_hidden_layers=1, use_cache=False)
+        model = patched(level, num_hidden_layers=2, use_cache=False)
         model = torch.compile(model, fullgraph=True, backend="aot_eager")
         step(model)
         with torch._dynamo.config.patch(error_on_recompile=True):
@@ -316,6 +316,26 @@ def test_models_patched_by_type(level):
     finally:
         report.restore()
     assert kept_bytes(model) == kept_bytes(patched(level))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2_moe"])
+def test_the_last_layer_of_a_checkpointed_model_runs_once(model_type):
+    """Its backward comes first, when nothing is free yet; and like the others it leaves a cache alone."""
+    model, runs = patched("checkpoint", model_type, num_hidden_layers=3), [0, 0, 0]
+    for i, layer in enumerate(model.model.layers):
+        layer.self_attn.register_forward_pre_hook(lambda *_, i=i: runs.__setitem__(i, runs[i] + 1))
+    output = model(**batch(0), use_cache=True)
+    output.loss.backward()
+    assert runs == [2, 2, 1]
+    assert output.past_key_values is None
+
+
+def test_layers_that_are_in_no_single_stack_all_run_again():
+    model = build("llama", num_hidden_layers=3)
+    model.model.more = nn.ModuleList([copy.deepcopy(model.model.layers[0])])
+    tigon.patch(model, memory="checkpoint")
+    ways = {layer._gradient_checkpointing_func for layer in (*model.model.layers, *model.model.more)}
+    assert len(ways) == 1
 
 
 def test_checkpointing_that_is_on_stays():

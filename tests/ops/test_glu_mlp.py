@@ -11,8 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
+from tigon.ops import glu_mlp
 from tigon.ops.dispatch import runs_kernels
-from tigon.ops.glu import geglu_reference, swiglu_reference
+from tigon.ops.glu import geglu_reference, glu_forward, swiglu_reference
 
 HIDDEN, INNER = 24, 40
 REFERENCES = {
@@ -20,7 +21,7 @@ REFERENCES = {
     "gelu": geglu_reference,
     "gelu_tanh": lambda gate, up: geglu_reference(gate, up, approximate="tanh"),
 }
-LEVELS = {"default": contextlib.nullcontext, "lean": tigon.lean, "lean+mlp": lambda: tigon.lean(mlp=True)}
+LEVELS = "default", "lean", "lean+mlp", "checkpoint"
 every_level = pytest.mark.parametrize("level", LEVELS)
 by_kernels = pytest.mark.skipif(
     not runs_kernels(torch.empty(1, device=DEVICE)), reason="what the references keep is torch's choice"
@@ -36,9 +37,15 @@ def _inputs(
     return [make(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
 
 
+def _mlp(level: str, *inputs: Tensor, activation: str = "silu") -> Tensor:
+    if level == "checkpoint":
+        return checkpoint(tigon.glu_mlp, *inputs, activation, use_reentrant=False)
+    with contextlib.nullcontext() if level == "default" else tigon.lean(mlp=level == "lean+mlp"):
+        return tigon.glu_mlp(*inputs, activation)
+
+
 def _gradients(inputs: list[Tensor], level: str, activation: str = "silu") -> list[Tensor]:
-    with LEVELS[level]():
-        y = tigon.glu_mlp(*inputs, activation)
+    y = _mlp(level, *inputs, activation=activation)
     leaves = [x for x in inputs if x.requires_grad]
     return [y, *torch.autograd.grad(y.square().sum(), leaves)]
 
@@ -48,19 +55,16 @@ def _gradients(inputs: list[Tensor], level: str, activation: str = "silu") -> li
 @pytest.mark.parametrize("activation", REFERENCES)
 @every_level
 def test_accuracy(level, activation, leading, dtype):
-    def run(*inputs):
-        with LEVELS[level]():
-            return tigon.glu_mlp(*inputs, activation)
-
     def reference(x, gate, up, down):
         return REFERENCES[activation](x @ gate.t(), x @ up.t()) @ down.t()
 
+    run = partial(_mlp, level, activation=activation)
     assert_as_accurate_as_eager(run, reference, _inputs(*leading, dtype=dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", REFERENCES)
-@pytest.mark.parametrize("level", ["lean", "lean+mlp"])
+@pytest.mark.parametrize("level", LEVELS[1:])
 def test_the_bits_of_the_default_level(level, activation, dtype):
     inputs = _inputs(2, 33, dtype=dtype)
     expected, given = (_gradients(inputs, name, activation) for name in ("default", level))
@@ -99,8 +103,8 @@ def test_what_is_kept(level, frozen, kept):
         inputs[i].requires_grad_(False)
     saved = {}
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
-    with hooks, LEVELS[level]():
-        y = tigon.glu_mlp(*inputs)
+    with hooks:
+        y = _mlp(level, *inputs)
     shapes = [tuple(t.shape) for t in saved.values() if not any(t.data_ptr() == p.data_ptr() for p in inputs[1:])]
     assert sum(shape[-1] == HIDDEN for shape in shapes) == kept["x"]
     assert sum(shape[-1] == INNER for shape in shapes) == kept["gates"]
@@ -111,21 +115,22 @@ def test_what_is_kept(level, frozen, kept):
 def test_a_second_backward(level):
     """What is kept is not written over."""
     inputs = _inputs(2, 9)
-    with LEVELS[level]():
-        loss = tigon.glu_mlp(*inputs).square().sum()
+    loss = _mlp(level, *inputs).square().sum()
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
     second = torch.autograd.grad(loss, inputs)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 @by_kernels
-def test_checkpointing_does_not_repeat_the_last_product():
-    """Three products forward, two of them again, six backward."""
+def test_checkpointing_does_not_repeat_the_last_product(monkeypatch):
+    """Three products forward, two of them again, six backward; and the gate once."""
+    gated = []
+    monkeypatch.setattr(glu_mlp, "glu_forward", lambda *args: gated.append(args) or glu_forward(*args))
     inputs = _inputs(2, 9)
     with FlopCounterMode(display=False) as counter:
-        y = checkpoint(tigon.glu_mlp, *inputs, use_reentrant=False)
-        torch.autograd.grad(y.sum(), inputs)
+        torch.autograd.grad(_mlp("checkpoint", *inputs).sum(), inputs)
     assert counter.get_total_flops() == 11 * 2 * 2 * 9 * HIDDEN * INNER
+    assert len(gated) == 1
 
 
 @pytest.mark.parametrize("cached", [False, True], ids=["all again", "products cached"])
@@ -211,8 +216,7 @@ def test_the_result_may_be_written():
 def test_gradients_taken_under_autocast(level):
     """They have the dtype of the forward pass, which ran without."""
     inputs = _inputs(2, 5)
-    with LEVELS[level]():
-        y = tigon.glu_mlp(*inputs)
+    y = _mlp(level, *inputs)
     expected = torch.autograd.grad(y.square().sum(), inputs, retain_graph=True)
     loss = y.square().sum()
     with torch.autocast(DEVICE, torch.bfloat16):

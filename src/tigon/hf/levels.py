@@ -16,7 +16,7 @@ __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
 
 @dataclass(frozen=True)
 class Level:
-    """What a level does to a model: its forward in a block of `lean` with these options, or its own checkpointing."""
+    """What a level does to a model: its forward in a block of `lean` with these options, also by its checkpointing."""
 
     note: str = ""  # in the report
     lean: bool = False
@@ -33,7 +33,10 @@ LEVELS = {
         lean=True,
         mlp=True,
     ),
-    "checkpoint": Level("checkpoint: layers keep their input, and run again in backward", checkpoint=True),
+    "checkpoint": Level(
+        "checkpoint: layers keep their input, and run again in backward, but for the last, which is lean",
+        checkpoint=True,
+    ),
     "offload": Level(
         "offload: as lean+mlp, and what is left goes to pinned host memory and comes back in backward",
         lean=True,
@@ -71,7 +74,12 @@ def refusal(model: nn.Module, level: str) -> str | None:
 
 def apply_level(model: nn.Module, level: str) -> Callable[[], None]:
     """Give a model a level that is not refused; returns the function that undoes it."""
-    return _switch_on(model) if LEVELS[level].checkpoint else _make_lean(model, LEVELS[level])
+    if not LEVELS[level].checkpoint:
+        return _make_lean(model, LEVELS[level])
+    undo = [_switch_on(model)]
+    if _no_lean(model) is None:  # what is not in a layer that runs again
+        undo.append(_make_lean(model, LEVELS["lean"]))
+    return lambda: [step() for step in reversed(undo)] and None
 
 
 # --- blocks of lean --------------------------------------------------------------------------------
@@ -129,6 +137,22 @@ def _no_checkpoint(model: nn.Module) -> str | None:
     return None
 
 
+def _last_layer(owner: nn.Module) -> nn.Module | None:
+    """Of a decoder's only stack of layers, the one whose backward comes first."""
+    decoder = owner.get_decoder() if hasattr(owner, "get_decoder") else owner
+    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and any(map(_is_layer, m))]
+    return stacks[0][-1] if len(stacks) == 1 and all(map(_is_layer, stacks[0])) else None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+
+
+def at_once(function: Callable, *args: Any) -> Any:
+    """A layer's way of checkpointing: none. What it would do again comes first in backward, before anything is free."""
+    return function(*args)
+
+
 def _switch_on(model: nn.Module) -> Callable[[], None]:
     """Let the layers be checkpointed, not reentrant, by the model's own switch; where it is on already it stays."""
     undo = []
@@ -146,6 +170,8 @@ def _switch_on(model: nn.Module) -> Callable[[], None]:
         for key in HOOKS:
             vars(owner).pop(key, None)
         vars(owner).update(hooks)
+        if (last := _last_layer(owner)) is not None:
+            setattr(last, SWITCHES[1], at_once)
         undo += [functools.partial(_give_back, m, before, vars(m)[SWITCHES[1]]) for m, before in had]
     return lambda: [step() for step in undo] and None
 

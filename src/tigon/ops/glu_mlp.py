@@ -9,8 +9,8 @@ Kept for backward, and what is done twice instead:
 
     x, gate, up         a is written again by the kernel that makes dgate and dup: 0.05 ms for each 224 MiB (H200)
     x                   in `lean(mlp=True)`: gate and up are made again by their products
-    x, gate, up, a      where a layer is checkpointed: what is kept there is let go, and the last product must not be
-                        part of what runs again
+    x, gate, up         where a layer is checkpointed, by a node of their own: there, what runs again ends with these,
+                        before act(gate) and the last product
 
 gate and up are written by ping-pong kernels where there are many tokens: 0.7 % of the nine products (12.74 for
 12.83 ms, 8192 tokens of Llama-3-8B, H200); none of the others gains in a loop at the chip's power limit.
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from tigon.memory import call, in_checkpoint, remade_mlp, remakes_mlp
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, without_autocast
+from tigon.ops.dispatch import first_order, frees_saved, without_autocast
 from tigon.ops.glu import geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.linears import is_plain, takes_products
 from tigon.ops.products import product
@@ -71,6 +71,15 @@ def _times(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
+def _through_gates(
+    dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, needs_down: bool
+) -> Tensor | None:
+    """dy [T, H] -> dgate, dup [T, I], which may be gate and up themselves; and dD, if it is needed."""
+    da = torch.mm(dy, down_weight)
+    glu_backward_into(da, gate, up, kind, dgate, dup, da if needs_down else None)
+    return torch.mm(dy.t(), da) if needs_down else None
+
+
 def _gradients(
     needs: tuple[bool, ...], x: Tensor | None, dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -87,30 +96,50 @@ def _gradients(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _GLUProduct(torch.autograd.Function):
-    """x -> a, in checkpointed layers: the last product is a node of its own, which does not run again.
+class _GLUMLPGates(torch.autograd.Function):
+    """x -> gate, up, in checkpointed layers: what runs again there ends at the last tensor that is saved, one of these.
 
-    What backward is handed there was made for this pass alone: gradients take its place.
+    All that `_GLUMLPDown` takes for backward is among them.
     """
 
     @staticmethod
-    def forward(ctx, x, gate_weight, up_weight, kind):
+    def forward(ctx, x, gate_weight, up_weight, others):  # others: what only the last product multiplies by
         rows = x.flatten(0, -2)
         gate, up = _times(rows, gate_weight), _times(rows, up_weight)
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, gate_weight, up_weight, gate, up)
-        ctx.kind, ctx.shape = kind, x.shape
-        return glu_forward(gate, up, kind).view(*x.shape[:-1], -1)
+        keeps_x = any(ctx.needs_input_grad[1:3])
+        ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, *others, gate, up)
+        ctx.shape = x.shape
+        return gate, up
 
     @staticmethod
     @first_order
     @without_autocast
-    def backward(ctx, da):
-        x, gate_weight, up_weight, gate, up = ctx.saved_tensors
+    def backward(ctx, dgate, dup):
+        x, gate_weight, up_weight = ctx.left
+        del ctx.left
         x = None if x is None else x.flatten(0, -2)
-        da = da.reshape(gate.shape).contiguous()
-        glu_backward_into(da, gate, up, ctx.kind, gate, up, None)
-        dx, *dweights = _gradients(ctx.needs_input_grad, x, gate, up, gate_weight, up_weight)
+        dx, *dweights = _gradients(ctx.needs_input_grad, x, dgate, dup, gate_weight, up_weight)
         return None if dx is None else dx.view(ctx.shape), *dweights, None
+
+
+class _GLUMLPDown(torch.autograd.Function):
+    """gate, up -> y, in checkpointed layers. Gradients take the place of gate and up, made for this pass alone."""
+
+    @staticmethod
+    def forward(ctx, gate, up, down_weight, kind, shape):
+        ctx.kind = kind
+        return F.linear(glu_forward(gate, up, kind).view(*shape, -1), down_weight)
+
+    @staticmethod
+    @first_order
+    @without_autocast
+    def backward(ctx, dy):
+        gates = ctx.next_functions[0][0]
+        x, gate_weight, up_weight, down_weight, gate, up = gates.saved_tensors  # given once by a checkpoint
+        gates.left = x, gate_weight, up_weight
+        dy = dy.reshape(-1, dy.shape[-1])
+        ddown_weight = _through_gates(dy, down_weight, gate, up, ctx.kind, gate, up, ctx.needs_input_grad[2])
+        return gate, up, ddown_weight, None, None
 
 
 class _GLUMLP(torch.autograd.Function):
@@ -134,17 +163,14 @@ class _GLUMLP(torch.autograd.Function):
         x, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
         *needs, needs_down = ctx.needs_input_grad[:4]
         x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
-        own = gate is None
-        if own:
+        if own := gate is None:
             gate, up = _times(x, gate_weight), _times(x, up_weight)
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None
         # Over what is ours, once it is read; what was kept may be asked for again.
-        da = torch.mm(dy, down_weight)
-        dgate, dup = (gate, up) if own else (torch.empty_like(gate), torch.empty_like(up))
-        glu_backward_into(da, gate, up, ctx.kind, dgate, dup, da if needs_down else None)
-        ddown_weight = torch.mm(dy.t(), da) if needs_down else None
-        del da, gate, up
+        dgate, dup = (gate, up) if own or frees_saved(gate) else (torch.empty_like(gate), torch.empty_like(up))
+        ddown_weight = _through_gates(dy, down_weight, gate, up, ctx.kind, dgate, dup, needs_down)
+        del gate, up
         dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
         return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None
 
@@ -210,8 +236,9 @@ def glu_mlp_by_kernels(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str
 ) -> Tensor:
     """`glu_mlp` of arguments that it takes and that `takes_weights`."""
-    if in_checkpoint():
-        return F.linear(_GLUProduct.apply(x, gate_weight, up_weight, activation), down_weight)
+    if in_checkpoint() and any(t.requires_grad for t in (x, gate_weight, up_weight)):
+        gate, up = _GLUMLPGates.apply(x, gate_weight, up_weight, [down_weight])
+        return _GLUMLPDown.apply(gate, up, down_weight, activation, x.shape[:-1])
     return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp())
 
 
