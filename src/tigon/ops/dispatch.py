@@ -258,7 +258,7 @@ _keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph",
 
 
 def frees_saved(x: Tensor) -> bool:
-    """In the backward of an autograd function: whether what it saved, as x, is let go after it, and may be written over.
+    """In the backward of an autograd function: whether what it saved, as x, is let go after it and may be overwritten.
 
     Not with `retain_graph=True`, and not in a CUDA graph, whose backward may be replayed alone.
     """
