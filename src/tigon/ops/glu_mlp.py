@@ -28,8 +28,8 @@ from tigon.memory import call, in_checkpoint, remade_mlp, remakes_mlp
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, frees_saved, without_autocast
 from tigon.ops.glu import geglu, glu_backward_into, glu_forward, swiglu
-from tigon.ops.linears import is_plain, takes_products
-from tigon.ops.products import product
+from tigon.ops.linears import input_gradient, is_plain, linear, takes_products
+from tigon.ops.products import multiply
 
 __all__ = [
     "GEGLUMLP",
@@ -46,7 +46,6 @@ GATES = {
     "gelu": geglu,
     "gelu_tanh": lambda gate, up: geglu(gate, up, approximate="tanh"),
 }
-MANY_TOKENS = 2048  # from here on finding a kernel of cuBLASLt pays: below, a step waits for the host
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -62,20 +61,11 @@ def glu_mlp_reference(
 # --- products ------------------------------------------------------------------------------------
 
 
-def _times(x: Tensor, weight: Tensor) -> Tensor:
-    """x [T, H], weight [I, H] -> x weight^T [T, I]."""
-    if len(x) < MANY_TOKENS:
-        return torch.mm(x, weight.t())
-    y = x.new_empty(len(x), len(weight))
-    product(x, weight.t(), out=y)
-    return y
-
-
 def _through_gates(
     dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, needs_down: bool
 ) -> Tensor | None:
     """dy [T, H] -> dgate, dup [T, I], which may be gate and up themselves; and dD, if it is needed."""
-    da = torch.mm(dy, down_weight)
+    da = multiply(dy, down_weight)
     glu_backward_into(da, gate, up, kind, dgate, dup, da if needs_down else None)
     return torch.mm(dy.t(), da) if needs_down else None
 
@@ -84,12 +74,9 @@ def _gradients(
     needs: tuple[bool, ...], x: Tensor | None, dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dx [T, H], dG, dU that are needed, of those of both products."""
-    dgate_weight = torch.mm(dgate.t(), x) if needs[1] else None
-    dup_weight = torch.mm(dup.t(), x) if needs[2] else None
-    dx = None
-    if needs[0]:
-        dx = torch.mm(dgate, gate_weight)
-        torch.addmm(dx, dup, up_weight, out=dx)
+    dgate_weight = multiply(dgate.t(), x) if needs[1] else None
+    dup_weight = multiply(dup.t(), x) if needs[2] else None
+    dx = input_gradient((dgate, dup), (gate_weight, up_weight)) if needs[0] else None
     return dx, dgate_weight, dup_weight
 
 
@@ -105,7 +92,7 @@ class _GLUMLPGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, others):  # others: what only the last product multiplies by
         rows = x.flatten(0, -2)
-        gate, up = _times(rows, gate_weight), _times(rows, up_weight)
+        gate, up = multiply(rows, gate_weight.t()), multiply(rows, up_weight.t())
         keeps_x = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, *others, gate, up)
         ctx.shape = x.shape
@@ -128,7 +115,7 @@ class _GLUMLPDown(torch.autograd.Function):
     @staticmethod
     def forward(ctx, gate, up, down_weight, kind, shape):
         ctx.kind = kind
-        return F.linear(glu_forward(gate, up, kind).view(*shape, -1), down_weight)
+        return linear(glu_forward(gate, up, kind).view(*shape, -1), down_weight)
 
     @staticmethod
     @first_order
@@ -148,13 +135,12 @@ class _GLUMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, down_weight, kind, keeps_gates):
         rows = x.flatten(0, -2)
-        gate, up = _times(rows, gate_weight), _times(rows, up_weight)
+        gate, up = multiply(rows, gate_weight.t()), multiply(rows, up_weight.t())
         keeps_x = not keeps_gates or any(ctx.needs_input_grad[1:3])
         gates = (gate, up) if keeps_gates else (None, None)
         ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, down_weight, *gates)
         ctx.kind, ctx.shape = kind, x.shape
-        # No view: of those that a function returns, autograd lets none be written in place.
-        return F.linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
+        return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
     @first_order
@@ -164,7 +150,7 @@ class _GLUMLP(torch.autograd.Function):
         *needs, needs_down = ctx.needs_input_grad[:4]
         x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
         if own := gate is None:
-            gate, up = _times(x, gate_weight), _times(x, up_weight)
+            gate, up = multiply(x, gate_weight.t()), multiply(x, up_weight.t())
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None
         # Over what is ours, once it is read; what was kept may be asked for again.

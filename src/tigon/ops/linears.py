@@ -8,25 +8,31 @@ Autograd would write each dy_i W_i and add them up, one by one. Query, key and v
 Shapes: T tokens, H hidden, O outputs of a layer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from tigon.ops.dispatch import PLAIN, first_order, leave_absent, runs_kernels, without_autocast
+from tigon.ops.products import multiply
 
-__all__ = ["is_hooked", "is_plain", "linears", "takes_products"]
+__all__ = ["input_gradient", "is_hooked", "is_plain", "linear", "linears", "takes_products"]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`F.linear`, which gives a view where there is a bias: of those, autograd lets none be written in place."""
-    if bias is None:
-        return F.linear(x, weight)
-    y = x.new_empty(*x.shape[:-1], len(weight))
-    torch.addmm(bias, x.flatten(0, -2), weight.t(), out=y.view(-1, len(weight)))
-    return y
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`F.linear`, never a view of another tensor: of those that a node returns, autograd lets none be overwritten."""
+    rows = x.flatten(0, -2)
+    y = multiply(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
+    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], len(weight)))
+
+
+def input_gradient(dys: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor | None:
+    """dys [T, O_i], weights [O_i, H] -> dx [T, H]."""
+    dx = None
+    for dy, weight in zip(dys, weights, strict=True):
+        dx = multiply(dy, weight, onto=dx)
+    return dx
 
 
 class _Linears(torch.autograd.Function):
@@ -37,7 +43,7 @@ class _Linears(torch.autograd.Function):
         ctx.save_for_backward(x if needs_x else None, *weights)
         ctx.shape = x.shape
         leave_absent(ctx)
-        return tuple(_linear(x, w, b) for w, b in zip(weights, biases, strict=True))
+        return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod
     @first_order
@@ -46,16 +52,12 @@ class _Linears(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         x = None if x is None else x.flatten(0, -2)  # [T, H]
         needs_dx, *needs = ctx.needs_input_grad
-        dx, gradients = None, []
-        for i, (dy, weight) in enumerate(zip(dys, weights, strict=True)):
-            if dy is None:
-                gradients += [None, None]
-                continue
-            dy = dy.reshape(-1, dy.shape[-1])  # [T, O]
-            if needs_dx:
-                dx = torch.mm(dy, weight) if dx is None else torch.addmm(dx, dy, weight, out=dx)
-            gradients.append(torch.mm(dy.t(), x) if needs[2 * i] else None)
-            gradients.append(dy.sum(0) if needs[2 * i + 1] else None)
+        given = {i: dy.reshape(-1, dy.shape[-1]) for i, dy in enumerate(dys) if dy is not None}  # [T, O]
+        dx = input_gradient(given.values(), [weights[i] for i in given]) if needs_dx else None
+        gradients = [None] * len(needs)
+        for i, dy in given.items():
+            gradients[2 * i] = torch.mm(dy.t(), x) if needs[2 * i] else None
+            gradients[2 * i + 1] = dy.sum(0) if needs[2 * i + 1] else None
         return None if dx is None else dx.view(ctx.shape), *gradients
 
 

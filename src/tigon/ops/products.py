@@ -5,8 +5,8 @@ together: while they write, nothing is multiplied. Its "ping-pong" kernels, wher
 the other multiplies, come behind in its ranking, and ahead on the clock wherever much is written for each product:
 adding to an fp32 dW by 17-38 %, to a bf16 one by 3-28 %, logits by 3-10 % (chunks of 640 to 3328 tokens, V = 128256,
 151936 and 256000, H200, CUDA 13.0). So cuBLASLt is asked for its list, and a ping-pong kernel is taken from it.
-Whatever cannot be had (another chip, dtype or library) is `torch.mm`. So is dx: alone these kernels are up to 6 %
-faster there, but in a loop at the chip's power limit the whole loss became up to 3 % slower with them.
+Whatever cannot be had (another chip, dtype or library) is `torch.mm`. So is dx of the head: alone these kernels are up
+to 6 % faster there, but in a loop at the chip's power limit the whole loss became up to 3 % slower with them.
 
 Shapes: out [M, N] = a [M, K] b [K, N].
 """
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tigon.ops.dispatch import HIP, device_kind
 
-__all__ = ["accumulates_in_fp32", "product"]
+__all__ = ["accumulates_in_fp32", "multiply", "product"]
 
 # --- what of cuBLASLt's interface is needed: names and values of cublasLt.h -----------------------
 
@@ -33,6 +33,7 @@ NVJET = 66
 PING_PONG_TILES = {"176x128": 201, "168x128": 197, "128x160": 29, "144x128": 184, "128x128": 20}
 
 FEWEST = 512  # with a shorter side there is little to win, and it was not measured
+LONG = 2**34  # multiplications and additions: 0.05 ms on an H200; below, a step waits for the host
 WORKSPACE = 1024  # bytes: a counter of tiles; split sums, which need more, are not asked for
 CANDIDATES = 16  # it proposes 8 at most
 LARGEST_ALIGNMENT = 256
@@ -199,7 +200,7 @@ def _alignment(x: Tensor) -> int:
     return min(address & -address, LARGEST_ALIGNMENT)
 
 
-# --- the product ---------------------------------------------------------------------------------
+# --- products ------------------------------------------------------------------------------------
 
 
 def accumulates_in_fp32(x: Tensor) -> bool:
@@ -225,3 +226,12 @@ def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None
         torch.addmm(out, a, b, out=out, **mixed)
     else:
         torch.mm(a, b, out=out, **mixed)
+
+
+def multiply(a: Tensor, b: Tensor, onto: Tensor | None = None) -> Tensor:
+    """a b, or `onto` += a b, by `product` where the GPU is at it for so long that finding a kernel costs nothing."""
+    if a.shape[0] * a.shape[1] * b.shape[1] < LONG:
+        return torch.mm(a, b) if onto is None else torch.addmm(onto, a, b, out=onto)
+    out = a.new_empty(a.shape[0], b.shape[1]) if onto is None else onto
+    product(a, b, out, accumulate=onto is not None)
+    return out
