@@ -14,6 +14,7 @@ from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
 from tigon.ops import glu_mlp
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.glu import geglu_reference, glu_forward, swiglu_reference
+from tigon.ops.products import multiply
 
 HIDDEN, INNER = 24, 40
 REFERENCES = {
@@ -109,6 +110,17 @@ def test_what_is_kept(level, frozen, kept):
     assert sum(shape[-1] == HIDDEN for shape in shapes) == kept["x"]
     assert sum(shape[-1] == INNER for shape in shapes) == kept["gates"]
     assert y.shape == inputs[0].shape
+
+
+@pytest.mark.parametrize("least", [0, 2**60], ids=["long", "short"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_product(dtype, least):
+    a, b, c = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((600, 520), (512, 520), (600, 512)))
+    given, onto = multiply(a, b.t(), least=least), c.clone()
+    assert multiply(a, b.t(), onto=onto, least=least) is onto
+    exact = a.double() @ b.t().double()
+    for result, eager, expected in ((given, a @ b.t(), exact), (onto, torch.addmm(c, a, b.t()), c.double() + exact)):
+        assert (result - expected).abs().max() <= 2 * (eager - expected).abs().max()
 
 
 @every_level

@@ -12,8 +12,9 @@ Kept for backward, and what is done twice instead:
     x, gate, up         where a layer is checkpointed, by a node of their own: there, what runs again ends with these,
                         before act(gate) and the last product
 
-gate and up are written by ping-pong kernels where there are many tokens: 0.7 % of the nine products (12.74 for
-12.83 ms, 8192 tokens of Llama-3-8B, H200); none of the others gains in a loop at the chip's power limit.
+gate and up are written by ping-pong kernels: 0.7 % of the nine products (12.74 for 12.83 ms, 8192 tokens of Llama-3-8B,
+H200). With the others too, a step of so many tokens takes 0.9 % longer, at the chip's power limit, and one of 32768
+0.7 % to 1.0 % less (16 layers of Mistral-7B): they are from `LONG` on.
 
 Shapes: T tokens, H hidden, I intermediate.
 """
@@ -60,6 +61,13 @@ def glu_mlp_reference(
 
 # --- products ------------------------------------------------------------------------------------
 
+SHORT = 2**34  # multiplications, 0.05 ms on an H200: below, a step waits for the host
+
+
+def _gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """x [T, H] -> gate, up [T, I]."""
+    return tuple(multiply(x, weight.t(), least=SHORT) for weight in (gate_weight, up_weight))
+
 
 def _through_gates(
     dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, needs_down: bool
@@ -92,7 +100,7 @@ class _GLUMLPGates(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, others):  # others: what only the last product multiplies by
         rows = x.flatten(0, -2)
-        gate, up = multiply(rows, gate_weight.t()), multiply(rows, up_weight.t())
+        gate, up = _gates(rows, gate_weight, up_weight)
         keeps_x = any(ctx.needs_input_grad[1:3])
         ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, *others, gate, up)
         ctx.shape = x.shape
@@ -135,7 +143,7 @@ class _GLUMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, gate_weight, up_weight, down_weight, kind, keeps_gates):
         rows = x.flatten(0, -2)
-        gate, up = multiply(rows, gate_weight.t()), multiply(rows, up_weight.t())
+        gate, up = _gates(rows, gate_weight, up_weight)
         keeps_x = not keeps_gates or any(ctx.needs_input_grad[1:3])
         gates = (gate, up) if keeps_gates else (None, None)
         ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, down_weight, *gates)
@@ -150,7 +158,7 @@ class _GLUMLP(torch.autograd.Function):
         *needs, needs_down = ctx.needs_input_grad[:4]
         x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
         if own := gate is None:
-            gate, up = multiply(x, gate_weight.t()), multiply(x, up_weight.t())
+            gate, up = _gates(x, gate_weight, up_weight)
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None
         # Over what is ours, once it is read; what was kept may be asked for again.
