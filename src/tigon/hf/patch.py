@@ -86,8 +86,8 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             treated otherwise after the patch (another soft cap in the config) or used beside the loss, the loss is NaN
             instead of wrong.
         memory: How little is kept for backward, bit for bit the same: "default"; "lean", no output of a norm or a
-            gate; "lean+mlp", nor of a gate or up projection; "checkpoint", of each layer its input alone, by the switch
-            of transformers' models; "offload", as "lean+mlp", and what is left waits in pinned host memory.
+            gate; "lean+mlp", nor of a gate or up projection; "checkpoint", of each layer but the last its input alone,
+            by the switch of transformers' models; "offload", as "lean+mlp", and what is left waits in pinned host memory.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.restore()` undoes it.
