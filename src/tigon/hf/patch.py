@@ -87,7 +87,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             instead of wrong.
         memory: How little is kept for backward, bit for bit the same: "default"; "lean", no output of a norm or a
             gate; "lean+mlp", nor of a gate or up projection; "checkpoint", of each layer but the last its input alone,
-            by the switch of transformers' models; "offload", as "lean+mlp", and what is left waits in pinned host memory.
+            by the switch of transformers' models; "offload", as "lean+mlp", and what is left in pinned host memory.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.restore()` undoes it.
