@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,3 +32,30 @@ def poisoned():
     yield
     torch.use_deterministic_algorithms(False)
     torch.utils.deterministic.fill_uninitialized_memory = before
+
+
+@pytest.fixture
+def one_thread():
+    """On tensors this small more threads only wait for each other: tests take a third of the time with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder of two text files, one binary file and one hidden file."""
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.py").write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(300)))
+    (folder / "b.txt").write_text("the quick brown fox jumps over the lazy dog, again and again\n" * 60)
+    (folder / "c.bin").write_bytes(bytes(range(256)))
+    (folder / ".hidden").write_text("not this")
+    return folder
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "tigon"

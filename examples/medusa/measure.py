@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import tigon
-from tigon.demo.text import read_text
+from tigon.training.text import read_text
 
 
 @dataclass(frozen=True)

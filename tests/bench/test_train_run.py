@@ -14,7 +14,7 @@ from typer import testing
 
 from tigon import cli
 from tigon.bench.train import runner, worker
-from tigon.demo.runner import ChildFailed
+from tigon.training.child import ChildFailed
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ from rich.console import Console
 from tigon.demo.plots import plot_loss, plot_speed_memory
 from tigon.demo.presets import PRESETS, warmup_steps
 from tigon.demo.report import TOLERANCE, Run, compare, print_table, write_json
-from tigon.demo.text import Corpus, Tokens
 from tigon.demo.train import Job
+from tigon.training.text import Corpus, Tokens
 
 NAN = float("nan")
 

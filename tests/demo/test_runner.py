@@ -1,6 +1,7 @@
 """Order of the steps, Ctrl-C and failures, with processes that only pretend; then one that is real."""
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -10,8 +11,9 @@ from rich.console import Console
 from tigon.demo import runner
 from tigon.demo.presets import PRESETS
 from tigon.demo.report import Run
-from tigon.demo.runner import Child, ChildFailed, run_jobs
+from tigon.demo.runner import run_jobs
 from tigon.demo.train import Job
+from tigon.training.child import Child, ChildFailed
 
 
 def make_runs(take_turns: bool, steps: int = 3) -> list[Run]:
@@ -26,7 +28,7 @@ def story(monkeypatch):
     surprises: dict[tuple[str, int], Callable[[], None]] = {}
 
     class FakeChild:
-        def __init__(self, job: Job, log) -> None:
+        def __init__(self, job: Job, log, command) -> None:
             self.name, self.steps = log.stem, 0
             happened.append(f"{self.name} starts")
 
@@ -114,7 +116,7 @@ def test_any_other_failure_ends_both(story, tmp_path, take_turns):
 
 def test_a_real_process_that_fails_says_why_and_leaves_its_log(tmp_path):
     job = replace(make_runs(take_turns=True)[0].job, tokens=str(tmp_path / "absent.npy"))
-    with Child(job, tmp_path / "stock.log") as child:
+    with Child(job, tmp_path / "stock.log", [sys.executable, "-m", "tigon.demo.train"]) as child:
         child.next_event()
         with pytest.raises(ChildFailed, match=r"FileNotFoundError.*absent"):
             child.step()

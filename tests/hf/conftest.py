@@ -43,12 +43,8 @@ CONFIGS = {
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    """On tensors this small more threads only wait for each other: the tests take a third of the time with one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def _one_thread(one_thread):
+    pass
 
 
 @pytest.fixture(params=CONFIGS)

@@ -2,7 +2,6 @@
 
 command   the options and what may be given to them          (parent)
 presets   what is trained on which device; model configs      (both)
-text      text, tokenizer, cache, batches                     (both)
 runner    two processes and their progress                    (parent)
 train     one training run, one process                       (child)
 report    comparison, tolerance, table, report.json           (parent)

@@ -9,8 +9,8 @@ import typer
 
 from tigon.demo.presets import PRESETS, Preset, build_model
 from tigon.demo.report import TOLERANCE, Run
-from tigon.demo.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
 from tigon.demo.train import Job
+from tigon.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
 
 __all__ = ["Plan", "make_plan", "pick_preset"]
 

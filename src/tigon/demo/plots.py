@@ -4,39 +4,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from tigon.demo.report import Comparison, Run
+from tigon.training.figures import FAINT, INK, WARNING, clean, headline, new_figure
 
-__all__ = ["FAINT", "INK", "MUTED", "WARNING", "clean", "headline", "new_figure", "plot_loss", "plot_speed_memory"]
+__all__ = ["plot_loss", "plot_speed_memory"]
 
 _COLOURS = ("#8a8f98", "#e8731c")  # stock grey, tigon orange
-INK, MUTED, FAINT, WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
-
-
-def new_figure(width: float, height: float) -> Figure:
-    """A white figure of that size in inches, which needs no display."""
-    figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
-    FigureCanvasAgg(figure)
-    return figure
-
-
-def headline(figure: Figure, title: str, subtitle: str) -> None:
-    """A title and, smaller, what was measured; the constrained layout leaves room for both."""
-    figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
-    figure.text(0.012, 0.985, f"\n{subtitle}", ha="left", va="top", fontsize=8.5, linespacing=1.9, color=MUTED)
-
-
-def clean(axes: Axes, title: str = "") -> None:
-    """Axes without a box and ticks, with an optional title at the left."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, labelsize=9, length=0)
-    axes.set_axisbelow(True)
-    if title:
-        axes.set_title(title, loc="left", fontsize=10, color=INK)
 
 
 def plot_loss(path: Path, first: Run, second: Run, comparison: Comparison | None, subtitle: str) -> None:

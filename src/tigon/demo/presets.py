@@ -3,12 +3,12 @@
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
+from tigon.training.models import random_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["PRESETS", "Preset", "build_model", "model_config", "random_model", "warmup_steps"]
+__all__ = ["PRESETS", "Preset", "build_model", "model_config", "warmup_steps"]
 
 
 @dataclass(frozen=True)
@@ -131,24 +131,3 @@ def model_config(model_type: str, preset: Preset) -> "PretrainedConfig":
 def build_model(model_type: str, preset: Preset, device: str) -> "PreTrainedModel":
     """A randomly initialised model in training mode on `device`; set the seed before."""
     return random_model(model_config(model_type, preset), preset.dtype, device)
-
-
-def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.device) -> "PreTrainedModel":
-    """A randomly initialised model of `config` in training mode on `device`; set the seed before.
-
-    Attention is `sdpa`, or `eager` for a type that has no such path; the model is not compiled.
-    """
-    from transformers import AutoModelForCausalLM
-
-    # Made where it will live: drawing 1.2 billion random numbers takes a CPU half a minute.
-    make = lambda attention: AutoModelForCausalLM.from_config(
-        config, dtype=getattr(torch, dtype), attn_implementation=attention
-    )
-    with torch.device(device):
-        try:
-            model = make("sdpa")
-        except ValueError as error:
-            if "scaled_dot_product_attention" not in str(error):
-                raise
-            model = make("eager")
-    return model.to(device).train()

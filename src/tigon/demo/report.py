@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.table import Table
 
 from tigon.demo.presets import warmup_steps
-from tigon.demo.text import Corpus, Tokens
 from tigon.demo.train import Job
 from tigon.environment import device_name, environment
+from tigon.training.records import without_nan
+from tigon.training.text import Corpus, Tokens
 
 __all__ = [
     "TOLERANCE",
@@ -25,7 +26,6 @@ __all__ = [
     "compare",
     "memory_sentence",
     "print_table",
-    "without_nan",
     "write_json",
 ]
 
@@ -202,17 +202,6 @@ def _run_facts(run: Run) -> dict[str, Any]:
         "peak_bytes_above_state": run.peak_bytes,
         **run.facts,
     }
-
-
-def without_nan(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(value, dict):
-        return {key: without_nan(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value
 
 
 def write_json(

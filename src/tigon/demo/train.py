@@ -11,16 +11,11 @@ Memory is counted above what any training of this model holds throughout: parame
 Gradients are therefore zeroed in place and not freed.
 """
 
-import ctypes
-import gc
 import json
 import os
-import re
-import resource
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -29,7 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.demo.presets import Preset, build_model
-from tigon.demo.text import batches
+from tigon.training.resident import ResidentMemory
+from tigon.training.text import batches
 
 __all__ = ["Job", "main"]
 
@@ -58,41 +54,6 @@ class Job:
 
 
 # --- memory --------------------------------------------------------------------------------------
-
-
-def _status_bytes(field: str) -> int | None:
-    try:
-        match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
-    except OSError:
-        return None
-    return int(match[1]) * 1024 if match else None
-
-
-class ResidentMemory:
-    """Peak resident memory of this process above what it held when the meter was made.
-
-    Linux keeps the peak (VmHWM) and resets it on request. Elsewhere it is the process's peak since its start, which is
-    the same unless making the model took more than training it.
-    """
-
-    def __init__(self) -> None:
-        gc.collect()
-        with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # what the C library kept of freed memory is not held by the model
-        self._baseline = _status_bytes("VmRSS") or self._lifetime_peak()
-        try:
-            Path("/proc/self/clear_refs").write_text("5")
-            self._resettable = _status_bytes("VmHWM") is not None
-        except OSError:
-            self._resettable = False
-
-    @staticmethod
-    def _lifetime_peak() -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-    def peak_bytes(self) -> int:
-        peak = _status_bytes("VmHWM") if self._resettable else self._lifetime_peak()
-        return max(0, (peak or 0) - self._baseline)
 
 
 class AllocatorMemory:

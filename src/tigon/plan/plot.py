@@ -6,11 +6,6 @@ from tigon.plan.planner import GIB, STOCK, Row, Settings
 
 __all__ = ["draw", "lengths"]
 
-COLOURS = {
-    "stock": "#888888", "default": "#1f77b4", "lean": "#2ca02c", "lean+mlp": "#ff7f0e", "checkpoint": "#9467bd",
-    "offload": "#17becf",
-}  # fmt: skip
-LIMIT = "#cc3333"
 SHORTEST = 128
 
 
@@ -21,24 +16,26 @@ def lengths(seq: int) -> tuple[int, ...]:
 
 def draw(path: Path, name: str, rows: list[Row], settings: Settings) -> None:
     """Write the plot of rows `by_length`; the suffix of the path is its format. Needs matplotlib."""
-    from matplotlib.figure import Figure
+    from tigon.training import figures
 
     drawn = sorted((row for row in rows if row.by_length), key=lambda row: row.level != STOCK)
     ticks = [step.seq for step in drawn[0].by_length]
-    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    figure = figures.new_figure(7, 4.4)
     axes = figure.add_subplot()
-    for row in drawn:
+    for row, marker in zip(drawn, figures.MARKERS, strict=False):
         peaks = [step.peak / GIB for step in row.by_length]
-        axes.plot(ticks, peaks, marker="o", markersize=3, label=row.level, color=COLOURS.get(row.level))
-    axes.axhline(settings.budget / GIB, color=LIMIT, linewidth=1, linestyle="--")
+        colour = figures.LEVELS.get(row.level, figures.STOCK)
+        axes.plot(ticks, peaks, marker=marker, markersize=4, label=row.level, color=colour)
+    axes.axhline(settings.budget / GIB, color=figures.WARNING, linewidth=1, linestyle="--")
     place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
-    axes.annotate("what tensors get", (0, settings.budget / GIB), color=LIMIT, fontsize=8, **place)
-    axes.set(xlabel="tokens a sequence", ylabel="peak memory of a GPU, GiB")
+    axes.annotate("what tensors get", (0, settings.budget / GIB), color=figures.WARNING, fontsize=8, **place)
+    axes.set_xlabel("tokens a sequence", color=figures.INK)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{seq:,}" for seq in ticks])
     axes.set_ylim(0, 1.5 * settings.budget / GIB)
     where = f"each of {settings.gpus} GPUs" if settings.gpus > 1 else "one GPU"
-    axes.set_title(f"{name}, batch {settings.batch} on {where}")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8, loc="upper left", ncols=2)
-    figure.savefig(path, dpi=150)
+    figures.headline(figure, "Peak memory of a GPU, GiB", f"{name}, batch {settings.batch} on {where}")
+    figures.clean(axes)
+    axes.grid(color=figures.FAINT, linewidth=0.7)
+    axes.legend(fontsize=8, loc="upper left", ncols=2, frameon=False, labelcolor=figures.INK)
+    figure.savefig(path)

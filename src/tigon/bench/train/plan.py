@@ -11,7 +11,7 @@ import torch
 from tigon.bench.train.job import Job
 from tigon.bench.train.providers import Provider, select
 from tigon.bench.train.search import Search
-from tigon.demo.text import MIN_VOCAB, Tokens, read_text, tokenise
+from tigon.training.text import MIN_VOCAB, Tokens, read_text, tokenise
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

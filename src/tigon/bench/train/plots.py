@@ -13,29 +13,24 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from tigon.bench.plots import COLOURS
 from tigon.bench.train.report import Row, compare_curves
-from tigon.demo.plots import FAINT, INK, MUTED, WARNING, clean, headline, new_figure
+from tigon.training.figures import FAINT, INK, LEVELS, MARKERS, MUTED, STOCK, WARNING, clean, headline, new_figure
 
 __all__ = ["draw"]
 
-# Tigon's levels are shades of one colour, from the lightest memory to the darkest.
-_LEVELS = {
-    "tigon": "#d55e00", "tigon-lean": "#f08c3a", "tigon-lean+mlp": "#a8480a", "tigon-checkpoint": "#5e2a06",
-    "tigon-offload": "#f5b98a",
-}  # fmt: skip
 _PEERS = {
-    "stock": COLOURS["eager"],
+    "stock": STOCK,
     "stock-reversed": "#c4c4c4",
     "liger": COLOURS["liger"],
     "compile": COLOURS["compile"],
     "stock-checkpoint": "#8c8c8c",
     "liger-checkpoint": "#5b8fc7",
 }
-_MARKERS = "osD^vP*X"
 _NAMES = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
 
 
 def _colour(provider: str) -> str:
-    return {**_PEERS, **_LEVELS}.get(provider, "#444444")
+    level = provider.removeprefix("tigon").removeprefix("-") or "default"
+    return _PEERS.get(provider) or LEVELS.get(level, "#444444")
 
 
 def _gib(row: Row) -> float | None:
@@ -107,7 +102,7 @@ def _lines(
         failed = [size(row) for row in own if row.status == "out of memory"]
         if not points and not failed:
             continue
-        colour, marker = _colour(provider), _MARKERS[index % len(_MARKERS)]
+        colour, marker = _colour(provider), MARKERS[index % len(MARKERS)]
         ticks |= {x for x, _ in points} | set(failed[:1])
         axes.plot(
             *zip(*points, strict=True) if points else ([], []),

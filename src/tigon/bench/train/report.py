@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tigon.bench.report import markdown_table, number, versions
-from tigon.demo.report import without_nan
+from tigon.training.records import without_nan
 
 __all__ = ["Curve", "Row", "compare_curves", "curve_table", "legend", "markdown", "sentence", "table", "write_json"]
 

@@ -10,8 +10,8 @@ from tigon.bench.train.job import Point
 from tigon.bench.train.plan import Plan, Run
 from tigon.bench.train.report import Row
 from tigon.bench.train.search import Search
-from tigon.demo.runner import Child, ChildFailed
 from tigon.environment import cpu_count
+from tigon.training.child import Child, ChildFailed
 
 __all__ = ["Outcome", "Runner"]
 

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 
 from tigon.bench.train.job import Job, Point
 from tigon.bench.train.providers import Missing, Unsupported, select
-from tigon.demo.presets import random_model
-from tigon.demo.text import batches
-from tigon.demo.train import ResidentMemory
+from tigon.training.models import random_model
+from tigon.training.resident import ResidentMemory
+from tigon.training.text import batches
 
 __all__ = ["main", "serve"]
 

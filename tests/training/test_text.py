@@ -6,10 +6,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer
 
-from tigon.demo import text as module
-from tigon.demo.text import Corpus, batches, cache_folder, read_text, tokenise
+tokenizers = pytest.importorskip("tokenizers")
+
+from tigon.training import text as module  # noqa: E402
+from tigon.training.text import Corpus, batches, cache_folder, read_text, tokenise  # noqa: E402
 
 
 def test_folder_gives_its_text_files_in_order(text):
@@ -51,7 +52,7 @@ def test_no_text_is_refused(tmp_path, name):
 def test_tokens_decode_to_the_text(text, tmp_path):
     corpus = read_text(text)
     tokens = tokenise(corpus, 600, tmp_path / "cache")
-    tokenizer = Tokenizer.from_file(str(tokens.path.parent / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer.from_file(str(tokens.path.parent / "tokenizer.json"))
     ids = np.load(tokens.path)
     assert tokens.count == len(ids)
     assert tokens.entries == tokenizer.get_vocab_size() <= 600
