@@ -13,7 +13,7 @@ import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
 from tigon.ops import glu_mlp
 from tigon.ops.dispatch import runs_kernels
-from tigon.ops.glu import geglu_reference, glu_forward, swiglu_reference
+from tigon.ops.glu import geglu_reference, glu_backward_into, glu_forward, swiglu_reference
 from tigon.ops.products import multiply
 
 HIDDEN, INNER = 24, 40
@@ -147,15 +147,83 @@ def test_checkpointing_does_not_repeat_the_last_product(monkeypatch):
 
 @pytest.mark.parametrize("cached", [False, True], ids=["all again", "products cached"])
 def test_a_second_backward_of_a_checkpoint(cached):
-    """Gradients are written over what was made again, in each pass; a cache of products gives one pass."""
+    """A cache of products gives one pass."""
     inputs, options = _inputs(2, 9), {}
     if cached:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     expected = _gradients(inputs, "default")[1:]
     loss = checkpoint(tigon.glu_mlp, *inputs, use_reentrant=False, **options).square().sum()
-    for last in (True,) if cached else (False, True):
-        given = torch.autograd.grad(loss, inputs, retain_graph=not last)
-        assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    for retained in (True, False):
+        refused = cached and not retained
+        with pytest.raises(RuntimeError, match="extra time") if refused else contextlib.nullcontext():
+            given = torch.autograd.grad(loss, inputs, retain_graph=retained)
+            assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_gradients_taken_inside_of_a_checkpoint():
+    """What is made again for them is also that of the backward around."""
+
+    def inner(checkpointed: bool, *inputs: Tensor) -> Tensor:
+        def region(x, *weights):
+            y = tigon.glu_mlp(x, *weights)
+            (dx,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return y * torch.sigmoid(1.0 + dx.detach())
+
+        return checkpoint(region, *inputs, use_reentrant=False) if checkpointed else region(*inputs)
+
+    inputs = _inputs(2, 9)
+    inputs[0] = inputs[0] * 1.0
+    given, expected = (torch.autograd.grad(inner(c, *inputs).sum(), inputs) for c in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@by_kernels
+@pytest.mark.parametrize("level", ["default", "lean", "checkpoint"])
+def test_gradients_take_the_place_of_what_was_kept(level, monkeypatch):
+    """Not where it may be asked for again, nor where somebody else may have it."""
+    places = []
+
+    def watched(da, gate, up, kind, dgate, dup, product):
+        places.append(dgate is gate and dup is up)
+        glu_backward_into(da, gate, up, kind, dgate, dup, product)
+
+    monkeypatch.setattr(glu_mlp, "glu_backward_into", watched)
+    inputs = _inputs(2, 9)
+    loss = _mlp(level, *inputs).sum()
+    torch.autograd.grad(loss, inputs, retain_graph=True)
+    torch.autograd.grad(loss, inputs)
+    assert places == [False, True]
+    if level != "checkpoint":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            loss = _mlp(level, *inputs).sum()
+        torch.autograd.grad(loss, inputs)
+        assert places[2:] == [False]
+
+
+@by_kernels
+@pytest.mark.parametrize("level", ["default", "checkpoint"])
+def test_another_try_after_an_error_in_backward_is_refused(level, monkeypatch):
+    inputs = _inputs(2, 9)
+    y = _mlp(level, *inputs)
+    with monkeypatch.context() as broken:
+        broken.setattr(glu_mlp, "_gradients", lambda *args: (_ for _ in ()).throw(MemoryError("out of memory")))
+        with pytest.raises(MemoryError):
+            torch.autograd.grad(y, inputs, torch.ones_like(y))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|a second time"):
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+
+@every_level
+def test_gradients_of_inputs_first_and_of_weights_later(level):
+    """As in pipelines without bubbles."""
+    inputs = _inputs(2, 9)
+    expected = _gradients(inputs, "default")[1:]
+    loss = _mlp(level, *inputs).square().sum()
+    given = [
+        *torch.autograd.grad(loss, inputs[:1], retain_graph=True),
+        *torch.autograd.grad(loss, inputs[1:]),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
 @pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])

@@ -16,7 +16,7 @@ __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
 
 @dataclass(frozen=True)
 class Level:
-    """What a level does to a model: its forward in a block of `lean` with these options, also by its checkpointing."""
+    """What a level does to a model: its forward in a block of `lean` with these options, or its own checkpointing."""
 
     note: str = ""  # in the report
     lean: bool = False
@@ -33,10 +33,7 @@ LEVELS = {
         lean=True,
         mlp=True,
     ),
-    "checkpoint": Level(
-        "checkpoint: layers keep their input, and run again in backward, but for the last, which is lean",
-        checkpoint=True,
-    ),
+    "checkpoint": Level("checkpoint: layers{} keep their input, and run again in backward", checkpoint=True),
     "offload": Level(
         "offload: as lean+mlp, and what is left goes to pinned host memory and comes back in backward",
         lean=True,
@@ -72,25 +69,27 @@ def refusal(model: nn.Module, level: str) -> str | None:
     return f"{reason}; {', '.join(repr(name) for name in LEVELS if _reason(model, name) is None)} can"
 
 
-def apply_level(model: nn.Module, level: str) -> Callable[[], None]:
-    """Give a model a level that is not refused; returns the function that undoes it."""
+def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
+    """Give a model a level that is not refused; returns the function that undoes it, and a note of what was done."""
     if not LEVELS[level].checkpoint:
-        return _make_lean(model, LEVELS[level])
-    undo = [_switch_on(model)]
-    if _no_lean(model) is None:  # what is not in a layer that runs again
-        undo.append(_make_lean(model, LEVELS["lean"]))
-    return lambda: [step() for step in reversed(undo)] and None
+        return _make_lean(model, LEVELS[level]), LEVELS[level].note
+    undo, left_out = _switch_on(model)
+    return undo, LEVELS[level].note.format(" but the last" if left_out else "")
 
 
 # --- blocks of lean --------------------------------------------------------------------------------
 
 
-def _no_lean(model: nn.Module) -> str | None:
+def _lean_refused() -> str | None:
     try:
         with lean():
-            return None if find_replacement(model) else foreign_forward(model)
+            return None
     except RuntimeError as error:  # this torch, or saved-tensor hooks that are forbidden here
         return str(error)
+
+
+def _no_lean(model: nn.Module) -> str | None:
+    return _lean_refused() or (None if find_replacement(model) else foreign_forward(model))
 
 
 def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
@@ -109,6 +108,7 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
 
 SWITCHES = "gradient_checkpointing", "_gradient_checkpointing_func"
 HOOKS = "_require_grads_hooks", "_require_grads_hook"
+LARGE_HEAD = 5  # of more than so many layers' parameters: takes more than a layer does in backward
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
@@ -138,24 +138,38 @@ def _no_checkpoint(model: nn.Module) -> str | None:
 
 
 def _last_layer(owner: nn.Module) -> nn.Module | None:
-    """Of a decoder's only stack of layers, the one whose backward comes first."""
+    """The last of a model's only stack of layers, or of its decoder's, if it may keep what it needs for backward.
+
+    Its backward comes first, so running it again would take the same memory a moment later: after the head and its
+    loss. These take less than a layer does in backward, unless the vocabulary is large and the layers are small.
+    """
+    if _lean_refused():
+        return None
     decoder = owner.get_decoder() if hasattr(owner, "get_decoder") else owner
     stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and any(map(_is_layer, m))]
-    return stacks[0][-1] if len(stacks) == 1 and all(map(_is_layer, stacks[0])) else None
+    if len(stacks) != 1 or not all(map(_is_layer, stacks[0])):
+        return None
+    last, head = stacks[0][-1], getattr(owner.get_output_embeddings(), "weight", None)
+    size = sum(p.numel() for p in last.parameters())
+    return last if head is None or head.numel() <= LARGE_HEAD * size else None
 
 
 def _is_layer(module: nn.Module) -> bool:
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
-def at_once(function: Callable, *args: Any) -> Any:
-    """A layer's way of checkpointing: none. What it would do again comes first in backward, before anything is free."""
-    return function(*args)
+def once(function: Callable, *args: Any) -> Any:
+    """In place of a layer's checkpointing: a call in a block of `lean`."""
+    with lean():
+        return function(*args)
 
 
-def _switch_on(model: nn.Module) -> Callable[[], None]:
-    """Let the layers be checkpointed, not reentrant, by the model's own switch; where it is on already it stays."""
-    undo = []
+def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool]:
+    """Let the layers be checkpointed, not reentrant, by the model's own switch; and whether the last was left out.
+
+    Where it is on already it stays as it is.
+    """
+    undo, left_out = [], False
     for owner in _owners(model):
         if any(getattr(module, SWITCHES[0], False) for module in owner.modules()):
             continue
@@ -171,9 +185,10 @@ def _switch_on(model: nn.Module) -> Callable[[], None]:
             vars(owner).pop(key, None)
         vars(owner).update(hooks)
         if (last := _last_layer(owner)) is not None:
-            setattr(last, SWITCHES[1], at_once)
+            setattr(last, SWITCHES[1], once)
+            left_out = True
         undo += [functools.partial(_give_back, m, before, vars(m)[SWITCHES[1]]) for m, before in had]
-    return lambda: [step() for step in undo] and None
+    return lambda: [step() for step in undo] and None, left_out
 
 
 def _give_back(module: nn.Module, before: dict[str, Any], ours: Callable) -> None:

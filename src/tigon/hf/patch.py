@@ -139,8 +139,9 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     # Everything is known and nothing was refused: only now is the model touched.
     report.undo = [apply(module, recipe) for module, (apply, recipe) in plan.items()]
     if level != "default":
-        report.undo.append(apply_level(model, level))
-        report.notes.append(LEVELS[level].note)
+        undo, note = apply_level(model, level)
+        report.undo.append(undo)
+        report.notes.append(note)
     if already:
         report.notes.append(f"{already} places were patched already and stay as they are")
     elif not report and level == "default":

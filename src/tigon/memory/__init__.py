@@ -28,7 +28,18 @@ from tigon.memory.block import Block
 from tigon.memory.offload import Away
 from tigon.memory.recipe import unpack
 
-__all__ = ["call", "in_checkpoint", "is_lean", "lean", "remade", "remade_mlp", "remakes_mlp", "remember", "remembers"]
+__all__ = [
+    "call",
+    "in_checkpoint",
+    "is_lean",
+    "is_seen_by_nobody",
+    "lean",
+    "remade",
+    "remade_mlp",
+    "remakes_mlp",
+    "remember",
+    "remembers",
+]
 
 # The innermost saved-tensor hooks of this thread: torch calls no others. Since torch 2.8.
 _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -74,6 +85,15 @@ def in_checkpoint() -> bool:
     """
     hooks = None if _innermost is None or torch.compiler.is_compiling() else _innermost(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def is_seen_by_nobody() -> bool:
+    """Whether what an op saves here is handed to no saved-tensor hooks but a checkpoint's or those of a block alone."""
+    if _innermost is None or torch.compiler.is_compiling():
+        return False
+    if _innermost(True) is None or in_checkpoint():
+        return True
+    return (block := _block()) is not None and block.outer is None
 
 
 def remembers() -> bool:

@@ -21,6 +21,7 @@ __all__ = [
     "device_of",
     "first_order",
     "frees_saved",
+    "keeps_graph",
     "launch",
     "launcher",
     "leave_absent",
@@ -254,15 +255,16 @@ def without_autocast(backward: Callable) -> Callable:
     return call
 
 
-_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+# In the backward of an autograd function: whether the graph is retained.
+keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 
 def frees_saved(x: Tensor) -> bool:
     """In the backward of an autograd function: whether what it saved, as x, is let go after it and may be overwritten.
 
-    Not with `retain_graph=True`, and not in a CUDA graph, whose backward may be replayed alone.
+    Not where the graph is retained, and not in a CUDA graph, whose backward may be replayed alone.
     """
-    return not _keeps_graph() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return not keeps_graph() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def leave_absent(ctx) -> None:

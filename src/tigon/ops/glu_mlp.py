@@ -9,8 +9,8 @@ Kept for backward, and what is done twice instead:
 
     x, gate, up         a is written again by the kernel that makes dgate and dup: 0.05 ms for each 224 MiB (H200)
     x                   in `lean(mlp=True)`: gate and up are made again by their products
-    x, gate, up         where a layer is checkpointed, by a node of their own: there, what runs again ends with these,
-                        before act(gate) and the last product
+    x, gate, up         where a layer is checkpointed, but before act(gate) and the last product: there, what runs again
+                        ends with the last tensor that is kept
 
 gate and up are written by ping-pong kernels: 0.7 % of the nine products (12.74 for 12.83 ms, 8192 tokens of Llama-3-8B,
 H200). With the others too, a step of so many tokens takes 0.9 % longer, at the chip's power limit, and one of 32768
@@ -25,9 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory import call, in_checkpoint, remade_mlp, remakes_mlp
+from tigon.memory import call, in_checkpoint, is_seen_by_nobody, remade_mlp, remakes_mlp
 from tigon.ops import check
-from tigon.ops.dispatch import first_order, frees_saved, without_autocast
+from tigon.ops.dispatch import first_order, frees_saved, keeps_graph, without_autocast
 from tigon.ops.glu import geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.linears import input_gradient, is_plain, linear, takes_products
 from tigon.ops.products import multiply
@@ -75,7 +75,7 @@ def _through_gates(
     """dy [T, H] -> dgate, dup [T, I], which may be gate and up themselves; and dD, if it is needed."""
     da = multiply(dy, down_weight)
     glu_backward_into(da, gate, up, kind, dgate, dup, da if needs_down else None)
-    return torch.mm(dy.t(), da) if needs_down else None
+    return torch.mm(dy.t(), da) if needs_down else None  # the one product that ping-pong kernels do not make faster
 
 
 def _gradients(
@@ -91,82 +91,74 @@ def _gradients(
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _GLUMLPGates(torch.autograd.Function):
-    """x -> gate, up, in checkpointed layers: what runs again there ends at the last tensor that is saved, one of these.
-
-    All that `_GLUMLPDown` takes for backward is among them.
-    """
+class _Keep(torch.autograd.Function):
+    """Saves tensors at once, on a node that never runs; any other saves at the end of its forward."""
 
     @staticmethod
-    def forward(ctx, x, gate_weight, up_weight, others):  # others: what only the last product multiplies by
-        rows = x.flatten(0, -2)
-        gate, up = _gates(rows, gate_weight, up_weight)
-        keeps_x = any(ctx.needs_input_grad[1:3])
-        ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, *others, gate, up)
-        ctx.shape = x.shape
-        return gate, up
-
-    @staticmethod
-    @first_order
-    @without_autocast
-    def backward(ctx, dgate, dup):
-        x, gate_weight, up_weight = ctx.left
-        del ctx.left
-        x = None if x is None else x.flatten(0, -2)
-        dx, *dweights = _gradients(ctx.needs_input_grad, x, dgate, dup, gate_weight, up_weight)
-        return None if dx is None else dx.view(ctx.shape), *dweights, None
+    def forward(ctx, anchor, tensors):
+        ctx.save_for_backward(*tensors)
+        return anchor.clone()
 
 
-class _GLUMLPDown(torch.autograd.Function):
-    """gate, up -> y, in checkpointed layers. Gradients take the place of gate and up, made for this pass alone."""
-
-    @staticmethod
-    def forward(ctx, gate, up, down_weight, kind, shape):
-        ctx.kind = kind
-        return linear(glu_forward(gate, up, kind).view(*shape, -1), down_weight)
-
-    @staticmethod
-    @first_order
-    @without_autocast
-    def backward(ctx, dy):
-        gates = ctx.next_functions[0][0]
-        x, gate_weight, up_weight, down_weight, gate, up = gates.saved_tensors  # given once by a checkpoint
-        gates.left = x, gate_weight, up_weight
-        dy = dy.reshape(-1, dy.shape[-1])
-        ddown_weight = _through_gates(dy, down_weight, gate, up, ctx.kind, gate, up, ctx.needs_input_grad[2])
-        return gate, up, ddown_weight, None, None
+def _keep(*tensors: Tensor | None) -> torch.autograd.graph.Node:
+    with torch.enable_grad():
+        return _Keep.apply(torch.empty(0, requires_grad=True), tensors).grad_fn
 
 
 class _GLUMLP(torch.autograd.Function):
-    """x -> y, and a is not kept; gate and up are if `keeps_gates`."""
+    """x -> y, and a is not kept; gate and up are if `keeps_gates`.
+
+    In a checkpointed layer everything is kept `early`, before the gate: what runs again ends with the last that is.
+    """
 
     @staticmethod
-    def forward(ctx, x, gate_weight, up_weight, down_weight, kind, keeps_gates):
+    def forward(ctx, x, gate_weight, up_weight, down_weight, kind, keeps_gates, early):
         rows = x.flatten(0, -2)
         gate, up = _gates(rows, gate_weight, up_weight)
         keeps_x = not keeps_gates or any(ctx.needs_input_grad[1:3])
         gates = (gate, up) if keeps_gates else (None, None)
-        ctx.save_for_backward(x if keeps_x else None, gate_weight, up_weight, down_weight, *gates)
-        ctx.kind, ctx.shape = kind, x.shape
+        kept = x if keeps_x else None, gate_weight, up_weight, down_weight, *gates
+        if early := early and any(ctx.needs_input_grad):
+            ctx.kept = _keep(*kept)
+        else:
+            ctx.save_for_backward(*kept)
+        ctx.early, ctx.kind, ctx.shape, ctx.overwrites = early, kind, x.shape, is_seen_by_nobody()
         return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
     @first_order
     @without_autocast
     def backward(ctx, dy):
-        x, gate_weight, up_weight, down_weight, gate, up = ctx.saved_tensors
+        x, gate_weight, up_weight, down_weight, gate, up = _early(ctx) if ctx.early else ctx.saved_tensors
         *needs, needs_down = ctx.needs_input_grad[:4]
         x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
         if own := gate is None:
             gate, up = _gates(x, gate_weight, up_weight)
         if not any(needs):
-            return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None
+            return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
         # Over what is ours, once it is read; what was kept may be asked for again.
-        dgate, dup = (gate, up) if own or frees_saved(gate) else (torch.empty_like(gate), torch.empty_like(up))
+        if own or (ctx.overwrites and frees_saved(gate)):
+            dgate, dup = gate, up
+            torch.autograd.graph.increment_version((gate, up))  # a second try after an error is told
+        else:
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         ddown_weight = _through_gates(dy, down_weight, gate, up, ctx.kind, dgate, dup, needs_down)
         del gate, up
         dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
-        return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None
+        return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None, None
+
+
+def _early(ctx) -> tuple[Tensor | None, ...]:
+    """What was kept early; as of any node, once, unless the graph is retained."""
+    if ctx.kept is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (glu_mlp in a checkpointed region): specify "
+            "retain_graph=True in the first"
+        )
+    tensors = ctx.kept.saved_tensors
+    if not keeps_graph():
+        ctx.kept = None
+    return tensors
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -230,10 +222,8 @@ def glu_mlp_by_kernels(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str
 ) -> Tensor:
     """`glu_mlp` of arguments that it takes and that `takes_weights`."""
-    if in_checkpoint() and any(t.requires_grad for t in (x, gate_weight, up_weight)):
-        gate, up = _GLUMLPGates.apply(x, gate_weight, up_weight, [down_weight])
-        return _GLUMLPDown.apply(gate, up, down_weight, activation, x.shape[:-1])
-    return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp())
+    early = in_checkpoint() and torch.is_grad_enabled()
+    return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp(), early)
 
 
 class _GatedMLP(nn.Module):

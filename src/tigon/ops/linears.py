@@ -56,7 +56,7 @@ class _Linears(torch.autograd.Function):
         dx = input_gradient(given.values(), [weights[i] for i in given]) if needs_dx else None
         gradients = [None] * len(needs)
         for i, dy in given.items():
-            gradients[2 * i] = torch.mm(dy.t(), x) if needs[2 * i] else None
+            gradients[2 * i] = torch.mm(dy.t(), x) if needs[2 * i] else None  # too few tiles for another kernel
             gradients[2 * i + 1] = dy.sum(0) if needs[2 * i + 1] else None
         return None if dx is None else dx.view(ctx.shape), *gradients
 

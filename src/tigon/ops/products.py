@@ -1,4 +1,4 @@
-"""Matrix products by cuBLAS, by the kernel of its that is the fastest for the head of a language model.
+"""Matrix products by cuBLAS, in the head of a language model and in its layers by the kernel that is fastest there.
 
 For [T, H] x [H, V] cuBLAS on Hopper picks "cooperative" kernels, whose warps compute a tile together and write it
 together: while they write, nothing is multiplied. Its "ping-pong" kernels, where one half of the warps writes while
@@ -17,7 +17,7 @@ import functools
 import torch
 from torch import Tensor
 
-from tigon.ops.dispatch import HIP, device_kind
+from tigon.ops.dispatch import HIP, device_kind, on_device
 
 __all__ = ["accumulates_in_fp32", "multiply", "product"]
 
@@ -33,7 +33,7 @@ NVJET = 66
 PING_PONG_TILES = {"176x128": 201, "168x128": 197, "128x160": 29, "144x128": 184, "128x128": 20}
 
 FEWEST = 512  # with a shorter side there is little to win, and it was not measured
-LONG = 2**39  # multiplications, 1.6 ms on an H200: from here on nearly every product of a layer gains
+LONG = 2**39  # multiplications, 1.6 ms on an H200: from here on a layer's products gain, below its step loses (glu_mlp)
 WORKSPACE = 1024  # bytes: a counter of tiles; split sums, which need more, are not asked for
 CANDIDATES = 16  # it proposes 8 at most
 LARGEST_ALIGNMENT = 256
@@ -208,17 +208,25 @@ def accumulates_in_fp32(x: Tensor) -> bool:
     return device_kind(x) == "cuda" and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
+def _by_kernel(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
+    """Whether cuBLASLt did it. Not in a dispatch mode, which counts, caches or simulates what torch does."""
+    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16) or min(*a.shape, *b.shape) < FEWEST:
+        return False
+    stored = a_stored, b_stored, out_stored = _stored(a), _stored(b), _stored(out)
+    if None in stored or out_stored[0] or torch._C._len_torch_dispatch_stack():
+        return False
+    plan = _plan(
+        a.get_device(), a.dtype, out.dtype, *a.shape, b.shape[1], a_stored, b_stored, out_stored[1], accumulate,
+        (_alignment(a), _alignment(b), _alignment(out)),
+    )  # fmt: skip
+    return plan is not None and plan.run(a, b, out)
+
+
+@on_device
 def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """out [M, N] = a [M, K] b [K, N], or += with `accumulate`; `out` may be fp32 where `accumulates_in_fp32`."""
-    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16) and min(*a.shape, *b.shape) >= FEWEST:
-        a_stored, b_stored, out_stored = _stored(a), _stored(b), _stored(out)
-        if None not in (a_stored, b_stored, out_stored) and not out_stored[0]:
-            plan = _plan(
-                a.get_device(), a.dtype, out.dtype, *a.shape, b.shape[1], a_stored, b_stored, out_stored[1], accumulate,
-                (_alignment(a), _alignment(b), _alignment(out)),
-            )  # fmt: skip
-            if plan is not None and plan.run(a, b, out):
-                return
+    if _by_kernel(a, b, out, accumulate):
+        return
     if out.is_meta and out.dtype != a.dtype:  # not every torch has a mixed product there: half of each value stands in
         out = out.view(a.dtype)[:, ::2]
     mixed = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
@@ -228,10 +236,11 @@ def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None
         torch.mm(a, b, out=out, **mixed)
 
 
+@on_device
 def multiply(a: Tensor, b: Tensor, onto: Tensor | None = None, least: int = LONG) -> Tensor:
-    """a b, or `onto` += a b: by `product` from `least` multiplications on, and by torch below."""
-    if a.shape[0] * a.shape[1] * b.shape[1] < least:
-        return torch.mm(a, b) if onto is None else torch.addmm(onto, a, b, out=onto)
-    out = a.new_empty(a.shape[0], b.shape[1]) if onto is None else onto
-    product(a, b, out, accumulate=onto is not None)
-    return out
+    """a b, or `onto` += a b; by torch below so many multiplications, and wherever `product` would be."""
+    if a.is_cuda and a.shape[0] * a.shape[1] * b.shape[1] >= least:
+        out = a.new_empty(a.shape[0], b.shape[1]) if onto is None else onto
+        if _by_kernel(a, b, out, onto is not None):
+            return out
+    return torch.mm(a, b) if onto is None else torch.addmm(onto, a, b, out=onto)
