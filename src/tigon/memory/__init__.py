@@ -88,12 +88,12 @@ def in_checkpoint() -> bool:
 
 
 def is_seen_by_nobody() -> bool:
-    """Whether what an op saves here is handed to no saved-tensor hooks but a checkpoint's or those of a block alone."""
+    """Whether what an op saves here is kept for it alone: by no saved-tensor hooks but a checkpoint's or plain `lean`'s."""
     if _innermost is None or torch.compiler.is_compiling():
         return False
     if _innermost(True) is None or in_checkpoint():
         return True
-    return (block := _block()) is not None and block.outer is None
+    return (block := _block()) is not None and block.outer is None and block.away is None
 
 
 def remembers() -> bool:
