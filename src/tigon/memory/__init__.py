@@ -88,7 +88,7 @@ def in_checkpoint() -> bool:
 
 
 def is_seen_by_nobody() -> bool:
-    """Whether what an op saves here is kept for it alone: by no saved-tensor hooks but a checkpoint's or plain `lean`'s."""
+    """Whether what an op saves here is kept for it alone: by no hooks but those of a checkpoint or of plain `lean`."""
     if _innermost is None or torch.compiler.is_compiling():
         return False
     if _innermost(True) is None or in_checkpoint():
