@@ -363,6 +363,26 @@ def test_checkpointing_of_one_layer(reentrant, deterministic):
     assert kept - lean_kept >= 0.98 * made_again(layers=1)
 
 
+def test_a_captured_backward_is_replayed_alone():
+    """Its second replay reads what the first one did: nothing of that is overwritten."""
+    torch.manual_seed(0)
+    mlp = tigon.SwiGLUMLP(256, 512, device="cuda", dtype=torch.bfloat16)
+    x, dy = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    leaves = [x.requires_grad_(), *mlp.parameters()]
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # where forward ran, backward runs
+        y = mlp(x)
+        expected = [g.clone() for g in torch.autograd.grad(y, leaves, dy, retain_graph=True)]
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            given = torch.autograd.grad(y, leaves, dy)
+    for _ in range(2):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same_bits(list(given), expected)
+
+
 def test_compiled():
     """Another graph fuses otherwise: as near to the default as roundings are."""
     results = []
