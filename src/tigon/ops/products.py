@@ -208,8 +208,8 @@ def accumulates_in_fp32(x: Tensor) -> bool:
     return device_kind(x) == "cuda" and hasattr(torch.ops.aten.mm, "dtype_out")
 
 
-def _by_kernel(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
-    """Whether cuBLASLt did it. Not in a dispatch mode, which counts, caches or simulates what torch does."""
+def _by_cublaslt(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
+    """Whether it is done. Not in a dispatch mode, which counts, caches or simulates what torch does."""
     if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16) or min(*a.shape, *b.shape) < FEWEST:
         return False
     stored = a_stored, b_stored, out_stored = _stored(a), _stored(b), _stored(out)
@@ -225,7 +225,7 @@ def _by_kernel(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
 @on_device
 def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
     """out [M, N] = a [M, K] b [K, N], or += with `accumulate`; `out` may be fp32 where `accumulates_in_fp32`."""
-    if _by_kernel(a, b, out, accumulate):
+    if _by_cublaslt(a, b, out, accumulate):
         return
     if out.is_meta and out.dtype != a.dtype:  # not every torch has a mixed product there: half of each value stands in
         out = out.view(a.dtype)[:, ::2]
@@ -241,6 +241,6 @@ def multiply(a: Tensor, b: Tensor, onto: Tensor | None = None, least: int = LONG
     """a b, or `onto` += a b; by torch below so many multiplications, and wherever `product` would be."""
     if a.is_cuda and a.shape[0] * a.shape[1] * b.shape[1] >= least:
         out = a.new_empty(a.shape[0], b.shape[1]) if onto is None else onto
-        if _by_kernel(a, b, out, onto is not None):
+        if _by_cublaslt(a, b, out, onto is not None):
             return out
     return torch.mm(a, b) if onto is None else torch.addmm(onto, a, b, out=onto)
