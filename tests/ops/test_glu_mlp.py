@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
@@ -175,6 +175,42 @@ def test_gradients_taken_inside_of_a_checkpoint():
     inputs[0] = inputs[0] * 1.0
     given, expected = (torch.autograd.grad(inner(c, *inputs).sum(), inputs) for c in (True, False))
     assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@by_kernels
+def test_gradients_taken_inside_of_a_checkpoint_that_runs_to_its_end():
+    """Those of the second run must not take what the first run's backward is to read."""
+
+    def region(x, *weights):
+        y = tigon.glu_mlp(x, *weights)
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        return tigon.glu_mlp(x * torch.sigmoid(dx), *weights)
+
+    inputs = _inputs(2, 9)
+    inputs[0] = inputs[0] * 1.0
+    with set_checkpoint_early_stop(False):
+        y = checkpoint(region, *inputs, use_reentrant=False)
+    expected = region(*inputs)
+    given = [torch.autograd.grad(out.square().sum(), inputs[1:]) for out in (y, expected)]
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a, b) for a, b in zip(*given, strict=True))
+
+
+@by_kernels
+def test_backward_through_what_a_checkpoint_ran_again_is_refused():
+    """Its gate and up were those of the backward around, and are gone."""
+    made = []
+
+    def region(x, *weights):
+        made.append(tigon.glu_mlp(x, *weights))
+        return tigon.glu_mlp(made[-1], *weights)
+
+    inputs = _inputs(2, 9)
+    loss = checkpoint(region, *inputs, use_reentrant=False).square().sum()
+    torch.autograd.grad(loss, inputs)
+    assert len(made) == 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(made[1].sum(), inputs)
 
 
 @by_kernels

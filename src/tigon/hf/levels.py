@@ -108,7 +108,9 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
 
 SWITCHES = "gradient_checkpointing", "_gradient_checkpointing_func"
 HOOKS = "_require_grads_hooks", "_require_grads_hook"
-LARGE_HEAD = 5  # of more than so many layers' parameters: takes more than a layer does in backward
+# Of more than so many layers' parameters. By `tigon plan`, the last layer left out changes the peak of a step at this
+# level by -2 % to +2 % up to there (Llama-3-8B, Llama-3.2-1B, Qwen3-4B), and by +2 % to +14 % from 8 on.
+LARGE_HEAD = 5
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
@@ -169,7 +171,7 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool]:
 
     Where it is on already it stays as it is.
     """
-    undo, left_out = [], False
+    undo = []
     for owner in _owners(model):
         if any(getattr(module, SWITCHES[0], False) for module in owner.modules()):
             continue
@@ -186,8 +188,8 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool]:
         vars(owner).update(hooks)
         if (last := _last_layer(owner)) is not None:
             setattr(last, SWITCHES[1], once)
-            left_out = True
         undo += [functools.partial(_give_back, m, before, vars(m)[SWITCHES[1]]) for m, before in had]
+    left_out = any(getattr(m, SWITCHES[1], None) is once for owner in _owners(model) for m in owner.modules())
     return lambda: [step() for step in undo] and None, left_out
 
 

@@ -39,6 +39,7 @@ __all__ = [
     "remakes_mlp",
     "remember",
     "remembers",
+    "runs_again",
 ]
 
 # The innermost saved-tensor hooks of this thread: torch calls no others. Since torch 2.8.
@@ -87,12 +88,17 @@ def in_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
+def runs_again() -> bool:
+    """Whether what is computed here is what a checkpoint runs again in backward: for the first run, whose it is."""
+    return in_checkpoint() and "_recomputation_hook" in _innermost(True)[0].__qualname__
+
+
 def is_seen_by_nobody() -> bool:
-    """Whether what an op saves here is kept for it alone: by no hooks but those of a checkpoint or of plain `lean`."""
+    """Whether what an op saves here is kept for it alone: by a checkpoint's first run, plain `lean`, or no hooks."""
     if _innermost is None or torch.compiler.is_compiling():
         return False
     if _innermost(True) is None or in_checkpoint():
-        return True
+        return not runs_again()
     return (block := _block()) is not None and block.outer is None and block.away is None
 
 

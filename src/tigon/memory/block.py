@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tigon.memory.offload import Away
 from tigon.memory.recipe import Elsewhere, Recipe, Result, cast
+from tigon.ops.dispatch import any_global_hook
 
 __all__ = ["Block"]
 
@@ -146,7 +147,7 @@ def _origin(hook: Callable) -> str:
 
 def _does_more(module: nn.Module) -> bool:
     """Whether a call has hooks that may do more than to gather parameters: they are to see one call."""
-    if nn.modules.module._has_any_global_hook():
+    if any_global_hook():
         return True
     hooks = (h for m in module.modules() for g in (m._forward_pre_hooks, m._forward_hooks) for h in g.values())
     return any(not _origin(hook).startswith(_ENGINES) for hook in hooks)

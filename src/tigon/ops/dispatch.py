@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 import triton
 from torch import Tensor
+from torch.nn.modules import module
 from triton.runtime.jit import JITFunction
 
 __all__ = [
     "Device",
     "Simulation",
+    "any_global_hook",
     "cdiv",
     "device_kind",
     "device_of",
@@ -253,6 +255,19 @@ def without_autocast(backward: Callable) -> Callable:
             return backward(ctx, *gradients)
 
     return call
+
+
+_GLOBAL_HOOKS = (
+    module._global_forward_pre_hooks,
+    module._global_forward_hooks,
+    module._global_backward_pre_hooks,
+    module._global_backward_hooks,
+)
+
+
+def any_global_hook() -> bool:
+    """Whether a hook sees every module."""
+    return any(_GLOBAL_HOOKS)
 
 
 # In the backward of an autograd function: whether the graph is retained.

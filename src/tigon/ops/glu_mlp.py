@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory import call, in_checkpoint, is_seen_by_nobody, remade_mlp, remakes_mlp
+from tigon.memory import call, in_checkpoint, is_seen_by_nobody, remade_mlp, remakes_mlp, runs_again
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, frees_saved, keeps_graph, without_autocast
 from tigon.ops.glu import geglu, glu_backward_into, glu_forward, swiglu
@@ -95,14 +95,15 @@ class _Keep(torch.autograd.Function):
     """Saves tensors at once, on a node that never runs; any other saves at the end of its forward."""
 
     @staticmethod
-    def forward(ctx, anchor, tensors):
+    def forward(ctx, anchor, tensors):  # a node is made only for an input that requires a gradient
         ctx.save_for_backward(*tensors)
         return anchor.clone()
 
 
-def _keep(*tensors: Tensor | None) -> torch.autograd.graph.Node:
+def _keep(*tensors: Tensor | None) -> Tensor:
+    """An empty tensor whose node saved these. In torch 2.11 the tensor keeps the node alive, its `grad_fn` does not."""
     with torch.enable_grad():
-        return _Keep.apply(torch.empty(0, requires_grad=True), tensors).grad_fn
+        return _Keep.apply(torch.empty(0, requires_grad=True), tensors)
 
 
 class _GLUMLP(torch.autograd.Function):
@@ -118,11 +119,14 @@ class _GLUMLP(torch.autograd.Function):
         keeps_x = not keeps_gates or any(ctx.needs_input_grad[1:3])
         gates = (gate, up) if keeps_gates else (None, None)
         kept = x if keeps_x else None, gate_weight, up_weight, down_weight, *gates
-        if early := early and any(ctx.needs_input_grad):
+        ctx.early = early and any(ctx.needs_input_grad)
+        if ctx.early:
             ctx.kept = _keep(*kept)
         else:
             ctx.save_for_backward(*kept)
-        ctx.early, ctx.kind, ctx.shape, ctx.overwrites = early, kind, x.shape, is_seen_by_nobody()
+        ctx.kind, ctx.shape, ctx.overwrites = kind, x.shape, is_seen_by_nobody()
+        # What runs again shares gate and up with the node of the first run, which may overwrite them.
+        ctx.version = gate._version if runs_again() else None
         return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
@@ -132,7 +136,13 @@ class _GLUMLP(torch.autograd.Function):
         x, gate_weight, up_weight, down_weight, gate, up = _early(ctx) if ctx.early else ctx.saved_tensors
         *needs, needs_down = ctx.needs_input_grad[:4]
         x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
-        if own := gate is None:
+        own = gate is None
+        if ctx.version not in (None, None if own else gate._version):
+            raise RuntimeError(
+                "glu_mlp: gate and up of a checkpointed region that ran again have been modified by an inplace "
+                "operation: the backward around has taken them"
+            )
+        if own:
             gate, up = _gates(x, gate_weight, up_weight)
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
@@ -155,7 +165,7 @@ def _early(ctx) -> tuple[Tensor | None, ...]:
             "Trying to backward through the graph a second time (glu_mlp in a checkpointed region): specify "
             "retain_graph=True in the first"
         )
-    tensors = ctx.kept.saved_tensors
+    tensors = ctx.kept.grad_fn.saved_tensors
     if not keeps_graph():
         ctx.kept = None
     return tensors

@@ -12,9 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _has_any_global_hook
 
-from tigon.ops.dispatch import PLAIN, first_order, leave_absent, runs_kernels, without_autocast
+from tigon.ops.dispatch import PLAIN, any_global_hook, first_order, leave_absent, runs_kernels, without_autocast
 from tigon.ops.products import multiply
 
 __all__ = ["input_gradient", "is_hooked", "is_plain", "linear", "linears", "takes_products"]
@@ -65,7 +64,7 @@ def is_hooked(module: nn.Module) -> bool:
     """Whether a call of the module does more than its forward: it, or every module, has a hook."""
     own = module.__dict__
     hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
-    return any(hooks) or _has_any_global_hook()
+    return any(hooks) or any_global_hook()
 
 
 def is_plain(layer: nn.Module) -> bool:

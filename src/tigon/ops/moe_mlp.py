@@ -21,6 +21,7 @@ Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K r
 """
 
 from collections.abc import Callable
+from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -117,7 +118,7 @@ def _fake_backward(
 def moe_backward(
     dy: Tensor, x: Tensor | None, h: Tensor, up: Tensor | None, down: Tensor | None, weights: Tensor,
     down_bias: Tensor | None, slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool,
-    needs: list[bool],
+    needs: List[bool],  # noqa: UP006 - torch 2.6 reads no `list[bool]`
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> gradients of x, up, down, weights, up_bias, down_bias, None where not needed; and inputs for these alone."""
     routing = Routing(slot, order, expert, ends)

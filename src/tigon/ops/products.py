@@ -243,4 +243,5 @@ def multiply(a: Tensor, b: Tensor, onto: Tensor | None = None, least: int = LONG
         out = a.new_empty(a.shape[0], b.shape[1]) if onto is None else onto
         if _by_cublaslt(a, b, out, onto is not None):
             return out
+        del out  # before torch makes its own
     return torch.mm(a, b) if onto is None else torch.addmm(onto, a, b, out=onto)
