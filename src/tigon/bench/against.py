@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from unittest.mock import patch
 
-import torch
+from torch import library
 
 import tigon
 
@@ -92,13 +92,13 @@ def _import_copy(folder: Path, namespace: str) -> ModuleType:
     the copy's are registered as `namespace::name`.
     """
     mine = _taken()
-    custom_op = torch.library.custom_op
+    custom_op = library.custom_op
 
     def registered(name: str, *arguments: object, **options: object) -> object:
         return custom_op(name.replace("tigon::", f"{namespace}::"), *arguments, **options)
 
     try:
-        with patch.object(torch.library, "custom_op", registered):
+        with patch.object(library, "custom_op", registered):
             spec = importlib.util.spec_from_file_location(
                 "tigon", folder / "__init__.py", submodule_search_locations=[str(folder)]
             )

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 import triton
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.modules import module
 from triton.runtime.jit import JITFunction
 
@@ -312,7 +312,7 @@ def launcher(fake: Callable) -> Callable[[Callable], Callable]:
 
             return call
 
-        operator = torch.library.custom_op(f"tigon::{function.__name__}", tensors(guarded), mutates_args=())
+        operator = library.custom_op(f"tigon::{function.__name__}", tensors(guarded), mutates_args=())
         operator.register_fake(tensors(fake))
 
         @functools.wraps(function)

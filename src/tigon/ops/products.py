@@ -97,7 +97,7 @@ class _Plan:
 
     def __init__(self, handle, key) -> None:
         dtype, out_dtype, m, k, n, (a_transposed, lda), (b_transposed, ldb), ldd, accumulate, alignments = key
-        self.library, self.handle, self.owned = _library(), handle, []
+        self.cublaslt, self.handle, self.owned = _library(), handle, []
         make = self._make
         self.operation = make("cublasLtMatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
         for attribute, transposed in ((MATMUL_DESC_TRANSA, b_transposed), (MATMUL_DESC_TRANSB, a_transposed)):
@@ -122,18 +122,18 @@ class _Plan:
 
     def _make(self, kind: str, *arguments) -> ctypes.c_void_p:
         made = ctypes.c_void_p()
-        _checked(getattr(self.library, f"{kind}Create")(ctypes.byref(made), *arguments))
+        _checked(getattr(self.cublaslt, f"{kind}Create")(ctypes.byref(made), *arguments))
         self.owned.append((kind, made))
         return made
 
     def _set(self, function: str, object: ctypes.c_void_p, attribute: int, value) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
-        _checked(getattr(self.library, function)(object, attribute, ctypes.byref(value), size))
+        _checked(getattr(self.cublaslt, function)(object, attribute, ctypes.byref(value), size))
 
     def _choose(self, preference: ctypes.c_void_p) -> _Algorithm | None:
         results, count = (_Found * CANDIDATES)(), ctypes.c_int()
         left, right, out = self.layouts
-        status = self.library.cublasLtMatmulAlgoGetHeuristic(
+        status = self.cublaslt.cublasLtMatmulAlgoGetHeuristic(
             self.handle, self.operation, left, right, out, out, preference, CANDIDATES, results, ctypes.byref(count)
         )
         if status:  # nothing fits
@@ -150,7 +150,7 @@ class _Plan:
 
     def _property(self, algorithm: _Algorithm, name: int) -> int:
         value, written = ctypes.c_int32(-1), ctypes.c_size_t()
-        self.library.cublasLtMatmulAlgoConfigGetAttribute(
+        self.cublaslt.cublasLtMatmulAlgoConfigGetAttribute(
             ctypes.byref(algorithm), name, ctypes.byref(value), ctypes.c_size_t(4), ctypes.byref(written)
         )
         return value.value
@@ -163,7 +163,7 @@ class _Plan:
         left, right, result = self.layouts
         workspace = out.new_empty(WORKSPACE, dtype=torch.uint8)
         stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(out.get_device()))
-        status = self.library.cublasLtMatmul(
+        status = self.cublaslt.cublasLtMatmul(
             self.handle, self.operation, ctypes.byref(self.one), address(b), left, address(a), right,
             ctypes.byref(self.beta), address(out), result, address(out), result,
             ctypes.byref(self.found), address(workspace), ctypes.c_size_t(WORKSPACE), stream,
@@ -174,7 +174,7 @@ class _Plan:
 
     def __del__(self) -> None:
         for kind, made in self.owned:
-            getattr(self.library, f"{kind}Destroy")(made)
+            getattr(self.cublaslt, f"{kind}Destroy")(made)
 
 
 @functools.lru_cache(maxsize=512)  # the last chunk's length changes with the number of valid tokens
