@@ -1,7 +1,6 @@
 """Order of the steps, Ctrl-C and failures, with processes that only pretend; then one that is real."""
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -116,7 +115,7 @@ def test_any_other_failure_ends_both(story, tmp_path, take_turns):
 
 def test_a_real_process_that_fails_says_why_and_leaves_its_log(tmp_path):
     job = replace(make_runs(take_turns=True)[0].job, tokens=str(tmp_path / "absent.npy"))
-    with Child(job, tmp_path / "stock.log", [sys.executable, "-m", "tigon.demo.train"]) as child:
+    with Child(job, tmp_path / "stock.log", runner._COMMAND) as child:
         child.next_event()
         with pytest.raises(ChildFailed, match=r"FileNotFoundError.*absent"):
             child.step()

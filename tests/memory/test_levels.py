@@ -17,6 +17,8 @@ from tigon.memory.block import Block
 
 pytest.importorskip("transformers")
 
+import transformers
+
 from hf.test_ways_adapters import exchange, to_4bit, with_lora
 from hf.ways import batch, build
 from memory.test_models import kept_bytes, step
@@ -369,7 +371,6 @@ def test_which_layers_run_again():
 
 
 def test_the_last_layer_is_that_of_the_decoder():
-    transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 64, "num_layers": 2}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).train()
     tigon.patch(model, memory="checkpoint")

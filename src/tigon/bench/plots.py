@@ -19,13 +19,14 @@ from matplotlib.ticker import NullFormatter, NullLocator
 from tigon.bench.cases import OPS, tagged
 from tigon.bench.report import number
 from tigon.bench.runner import Row
+from tigon.training.figures import LEVELS, STOCK
 
 __all__ = ["Sweep", "draw", "find_sweeps"]
 
 # Ours stands out; a provider has one colour in every picture. The hues are those of Okabe and Ito, which colour-blind
 # people tell apart; their yellow, too pale for a line, is left out.
 COLOURS = {
-    "tigon": "#d55e00", "eager": "#8c8c8c", "compile": "#0072b2", "torch": "#56b4e9", "liger": "#009e73",
+    "tigon": LEVELS["default"], "eager": STOCK, "compile": "#0072b2", "torch": "#56b4e9", "liger": "#009e73",
     "liger-fp32": "#7fceb9", "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7", "cce-exact": "#e5bcd3",
     "trl": "#4d3319", "products": "#c9c9c9",
 }  # fmt: skip

@@ -126,7 +126,7 @@ class _GLUMLP(torch.autograd.Function):
             ctx.save_for_backward(*kept)
         ctx.kind, ctx.shape, ctx.overwrites = kind, x.shape, is_seen_by_nobody()
         # What runs again shares gate and up with the node of the first run, which may overwrite them.
-        ctx.version = gate._version if runs_again() else None
+        ctx.version = gate._version if keeps_gates and runs_again() else None
         return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
@@ -136,12 +136,12 @@ class _GLUMLP(torch.autograd.Function):
         x, gate_weight, up_weight, down_weight, gate, up = _early(ctx) if ctx.early else ctx.saved_tensors
         *needs, needs_down = ctx.needs_input_grad[:4]
         x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
-        own = gate is None
-        if ctx.version not in (None, None if own else gate._version):
+        if ctx.version is not None and gate._version != ctx.version:
             raise RuntimeError(
                 "glu_mlp: gate and up of a checkpointed region that ran again have been modified by an inplace "
                 "operation: the backward around has taken them"
             )
+        own = gate is None
         if own:
             gate, up = _gates(x, gate_weight, up_weight)
         if not any(needs):

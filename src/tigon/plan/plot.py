@@ -1,5 +1,6 @@
 """Memory of a step by the length of its sequences, a line for each level."""
 
+from itertools import cycle
 from pathlib import Path
 
 from tigon.plan.planner import GIB, STOCK, Row, Settings
@@ -22,7 +23,7 @@ def draw(path: Path, name: str, rows: list[Row], settings: Settings) -> None:
     ticks = [step.seq for step in drawn[0].by_length]
     figure = figures.new_figure(7, 4.4)
     axes = figure.add_subplot()
-    for row, marker in zip(drawn, figures.MARKERS, strict=False):
+    for row, marker in zip(drawn, cycle(figures.MARKERS), strict=False):
         peaks = [step.peak / GIB for step in row.by_length]
         colour = figures.LEVELS.get(row.level, figures.STOCK)
         axes.plot(ticks, peaks, marker=marker, markersize=4, label=row.level, color=colour)

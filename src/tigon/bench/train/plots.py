@@ -22,7 +22,7 @@ _PEERS = {
     "stock-reversed": "#c4c4c4",
     "liger": COLOURS["liger"],
     "compile": COLOURS["compile"],
-    "stock-checkpoint": "#8c8c8c",
+    "stock-checkpoint": STOCK,
     "liger-checkpoint": "#5b8fc7",
 }
 _NAMES = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
