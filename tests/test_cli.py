@@ -83,6 +83,16 @@ def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
         cli.pick_folder(out)
 
 
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    import typer
+
+    out = cli.pick_folder(tmp_path / "a" / ("x" * 1000))  # longer than a name may be
+    with pytest.raises(typer.BadParameter, match=r"must be a folder that can be made, got .*\(File name too long\)"):
+        cli.make_folder(out)
+    cli.make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
 @pytest.mark.parametrize("name", ["tpu", "mps", "cpu:0", "cuda:-1", "cuda:99999", ""])
 def test_a_device_that_is_not_there_is_refused(name):
     import typer

@@ -15,11 +15,12 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from measure import Job
-from report import write
+from report import measured, write
 from worker import Worker
 
 from tigon.hf.levels import LEVELS
@@ -27,34 +28,31 @@ from tigon.hf.levels import LEVELS
 VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in LEVELS))
 
 
-def sweep_first(worker: Worker, first: int, longest: int, bisections: int) -> list[dict]:
+def sweep_first(worker: Worker, first: int, longest: int, bisections: int) -> Iterator[dict]:
     """`first`, twice as long, and so on until memory ends or `longest` is reached; then between what fits and not."""
-    results, length, fits = [], first, 0
+    length, fits = first, 0
     while length <= longest:
-        results.append(worker.measure(length))
-        if "reason" in results[-1]:
+        yield (result := worker.measure(length))
+        if "reason" in result:
             break
         fits, length = length, 2 * length
-    if fits and results[-1].get("out_of_memory"):
+    if fits and result.get("out_of_memory"):
         for _ in range(bisections):
             between = (fits + length) // 2
-            results.append(worker.measure(between))
-            fits, length = (fits, between) if "reason" in results[-1] else (between, length)
-    return results
+            yield (result := worker.measure(between))
+            fits, length = (fits, between) if "reason" in result else (between, length)
 
 
-def sweep_others(worker: Worker, reference: list[dict], multiples: list[int], longest: int) -> list[dict]:
+def sweep_others(worker: Worker, reference: list[dict], multiples: list[int], longest: int) -> Iterator[dict]:
     """The lengths that the first variant could do, then multiples of its longest, until memory ends."""
     done = sorted(result["length"] for result in reference if "seconds" in result)
     lengths = done + [done[-1] * multiple for multiple in multiples]
-    results = []
     for length in lengths:
         if length > longest:
             break
-        results.append(worker.measure(length))
-        if "reason" in results[-1]:
+        yield (result := worker.measure(length))
+        if "reason" in result:
             break
-    return results
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -74,7 +72,8 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--batch", type=int, default=1)
     options.add_argument("--warmup", type=int, default=2)
     options.add_argument("--steps", type=int, default=3)
-    options.add_argument("--seconds", type=float, default=6.0, help="for the steps of a length; one is always done")
+    options.add_argument("--seconds", type=float, default=6.0,
+                         help="for the steps of a length after its first; one is always done")  # fmt: skip
     options.add_argument("--layers", type=int, default=32)
     options.add_argument("--hidden", type=int, default=4096)
     options.add_argument("--intermediate", type=int, help="default: 3.5 times hidden")
@@ -86,21 +85,37 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     for variant in arguments.variants:
         if variant not in VARIANTS:
             options.error(f"--variants must be among {', '.join(VARIANTS)}, got {variant!r}")
-    for name in ("first", "steps", "batch", "gpus", "layers"):
-        if getattr(arguments, name) < 1:
-            options.error(f"--{name} must be at least 1, got {getattr(arguments, name)}")
+    at_least = {
+        "first": 1, "longest": arguments.first, "steps": 1, "batch": 1, "gpus": 1, "layers": 1, "warmup": 0,
+        "bisections": 0, "hidden": 16, "intermediate": 1, "vocabulary": 2, "multiples": 1,
+    }  # fmt: skip
+    for name, least in at_least.items():
+        value = getattr(arguments, name)
+        if value is not None and min(value if isinstance(value, list) else [value]) < least:
+            options.error(f"--{name} must be at least {least}, got {value}")
+    if not arguments.seconds > 0:
+        options.error(f"--seconds must be positive, got {arguments.seconds}")
+    seen = torch.cuda.device_count()
+    if arguments.device == "cuda" and arguments.gpus > seen:
+        options.error(f"--gpus must be at most those that torch sees, {seen}, got {arguments.gpus}")
     if min(arguments.heads) < 1 or arguments.first <= max(arguments.heads) + 1:
         options.error(f"--heads must be at least 1 and below --first - 1, got {arguments.heads}")
     return arguments
 
 
-def main(given: list[str] | None = None) -> Path:
+def save(report: dict, folder: Path) -> None:
+    (folder / "medusa.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    write(report, folder)
+
+
+def main(given: list[str] | None = None) -> int:
+    """The exit code: 1 if a length could not be measured for another reason than memory."""
     arguments = parse(given)
     arguments.out.mkdir(parents=True, exist_ok=True)
     report = {"options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}, "runs": []}
     for stage in arguments.stages:
         for heads in arguments.heads:
-            reference: list[dict] = []
+            reference: list[dict] = []  # of the first variant that could do a length
             for variant in arguments.variants:
                 job = Job(
                     variant, stage, heads, arguments.layers, arguments.hidden,
@@ -108,22 +123,31 @@ def main(given: list[str] | None = None) -> Path:
                     arguments.optimizer, arguments.warmup, arguments.steps, arguments.seconds, arguments.device,
                 )  # fmt: skip
                 print(f"stage {stage}, {heads} heads, {variant}", flush=True)
-                with Worker(job, arguments.gpus) as worker:
-                    if not any("seconds" in result for result in reference):
-                        results = reference = sweep_first(
-                            worker, arguments.first, arguments.longest, arguments.bisections
-                        )
-                    else:
-                        results = sweep_others(worker, reference, arguments.multiples, arguments.longest)
-                run = {"stage": stage, "heads": heads, "variant": variant, "device": worker.device, "results": results}
+                worker, results = Worker(job, arguments.gpus), []
+                run = {"stage": stage, "heads": heads, "variant": variant, "results": results}
                 report["runs"].append(run)
-                # After each run: what is measured is not lost if the next one is stopped.
-                (arguments.out / "medusa.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
-                write(report, arguments.out)
+                if reference:
+                    sweep = sweep_others(worker, reference, arguments.multiples, arguments.longest)
+                else:
+                    sweep = sweep_first(worker, arguments.first, arguments.longest, arguments.bisections)
+                try:
+                    with worker:
+                        for result in sweep:
+                            results.append(result)
+                finally:  # what was measured is not lost if this run or the next is stopped
+                    run |= {"device": worker.device, "memory_bytes": worker.memory_bytes}
+                    save(report, arguments.out)
+                if not reference and measured(run):
+                    reference = results
     print((arguments.out / "medusa.md").read_text(encoding="utf-8"))
-    return arguments.out
+    print(f"Written to {arguments.out}")
+    return int(any(not result.get("out_of_memory", True) for run in report["runs"] for result in run["results"]))
 
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the processes that it started
-    main()
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("Interrupted: the report holds the lengths that were done")
+        sys.exit(130)

@@ -2,7 +2,7 @@
 
 `python measure.py JOB.json`; for each line on standard input, a length, it answers one line of JSON on standard output:
 
-    {"event": "ready", "device": .., "parameters": ..}
+    {"event": "ready", "device": .., "memory_bytes": .., "parameters": ..}
     {"event": "length", "length": .., "seconds": [..], "loss": .., "peak_bytes": .., "state_bytes": ..}
     {"event": "failed", "length": .., "out_of_memory": .., "reason": ..}
 """
@@ -45,7 +45,7 @@ class Job:
     optimizer: str
     warmup: int
     steps: int
-    seconds: float  # a length takes this long, or one step
+    seconds: float  # a length takes this long after its first step, or one step more
     device: str
 
     def to_json(self) -> str:
@@ -147,15 +147,20 @@ class Trainer:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # since the process began
 
     def measure(self, length: int) -> dict:
-        """Warm-up and timed steps as far as the time goes; where it ends in the warm-up, its last step is timed."""
+        """Warm-up and timed steps as far as the time goes; where it ends in the warm-up, its last step is timed.
+
+        The first is not, unless no warm-up is asked for: in it kernels are compiled and ranks find each other.
+        """
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-        started, results = time.perf_counter(), []
+        results = []
         for i in range(self.job.warmup + self.job.steps):
             if i <= self.job.warmup and self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             results.append(self.step(length))
-            if self.enough(time.perf_counter() - started):
+            if i == 0:
+                started = time.perf_counter()
+            elif self.enough(time.perf_counter() - started):
                 break
         timed = results[self.job.warmup :] or results[-1:]
         return {
@@ -185,8 +190,10 @@ def serve(job: Job, ask: Callable[[], str], say: Callable[..., None]) -> int:
         try:
             if trainer is None:
                 trainer = Trainer(job)
-                device = torch.cuda.get_device_name() if trainer.device.type == "cuda" else "CPU"
-                say("ready", device=device, parameters=sum(p.numel() for p in trainer.model.parameters()))
+                gpu = torch.cuda.get_device_properties(trainer.device) if trainer.device.type == "cuda" else None
+                device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
+                parameters = sum(p.numel() for p in trainer.model.parameters())
+                say("ready", device=device, memory_bytes=memory, parameters=parameters)
             line = ask()
             if not line:
                 return 0

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from tigon.training import figures
+
 GIB = 2**30
 
 
@@ -12,10 +14,12 @@ def measured(run: dict) -> dict[int, dict]:
 
 
 def comparisons(report: dict) -> list[dict]:
-    """Each variant against the first of its stage and number of heads, at their longest common length."""
+    """Each variant against the first one that could do a length, of its stage and number of heads, at their longest
+    common length."""
     rows = []
     for run in report["runs"]:
-        base = next(r for r in report["runs"] if (r["stage"], r["heads"]) == (run["stage"], run["heads"]))
+        group = [r for r in report["runs"] if (r["stage"], r["heads"]) == (run["stage"], run["heads"])]
+        base = next((r for r in group if measured(r)), run)
         mine, theirs = measured(run), measured(base)
         common = sorted(mine.keys() & theirs.keys())
         if run is base or not common:
@@ -34,13 +38,18 @@ def comparisons(report: dict) -> list[dict]:
     return rows
 
 
-def write(report: dict, folder: Path) -> None:
+def described(report: dict) -> str:
     options = report["options"]
     devices = sorted({run["device"] for run in report["runs"] if run["device"]})
-    lines = [
-        "# Medusa", "",
+    return (
         f"{options['gpus']} x {', '.join(devices)}; {options['layers']} layers, hidden {options['hidden']}, vocabulary "
-        f"{options['vocabulary']}, batch {options['batch']}, {options['optimizer']}.", "",
+        f"{options['vocabulary']}, batch {options['batch']}, {options['optimizer']}"
+    )
+
+
+def write(report: dict, folder: Path) -> None:
+    lines = [
+        "# Medusa", "", f"{described(report)}.", "",
         "State: parameters, gradients, optimizer. The peak holds it whatever the code, so ratios are given with and "
         "without it.", "",
         "| stage | heads | variant | against | at length | tokens/s | peak | peak above state | longest | loss, "
@@ -68,45 +77,54 @@ def write(report: dict, folder: Path) -> None:
             )
     for stage, heads in sorted({(run["stage"], run["heads"]) for run in report["runs"]}):
         name = f"medusa_stage{stage}_heads{heads}.png"
-        plot(report, stage, heads, folder / name)
-        lines += ["", f"![Stage {stage}, {heads} heads]({name})"]
+        if plot(report, stage, heads, folder / name):
+            lines += ["", f"![Stage {stage}, {heads} heads]({name})"]
     (folder / "medusa.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def plot(report: dict, stage: int, heads: int, path: Path) -> None:
-    """Memory and speed against length; a cross at the length at which memory ended."""
-    import matplotlib
+def colour(variant: str) -> str:
+    name, _, level = variant.partition(":")
+    return figures.LEVELS[level or "default"] if name == "tigon" else figures.STOCK
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    lengths: set[int] = set()
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
-    for run in report["runs"]:
-        if (run["stage"], run["heads"]) != (stage, heads) or not (done := measured(run)):
-            continue
-        values = {"peak memory, GiB": [r["peak_bytes"] / GIB for r in done.values()],
-                  "tokens/s": [r["tokens_per_second"] for r in done.values()]}  # fmt: skip
-        lengths |= done.keys()
-        failed = [r["length"] for r in run["results"] if r.get("out_of_memory")]
-        for axis, (label, y) in zip(axes, values.items(), strict=True):
-            (line,) = axis.plot(list(done), y, marker="o", label=run["variant"])
-            if any(x > max(done) for x in failed):
-                end = min(x for x in failed if x > max(done))
-                axis.plot([max(done), end], [y[-1], y[-1]], linestyle=":", color=line.get_color())
-                axis.plot(end, y[-1], marker="x", markersize=10, color=line.get_color())
-                lengths.add(end)
-            axis.set(xlabel="tokens a sequence", ylabel=label)
-    for axis in axes:
-        axis.set_xscale("log", base=2)
+def plot(report: dict, stage: int, heads: int, path: Path) -> bool:
+    """Memory and speed against length, with a cross at the GPU's memory where it ended; -> whether there were any."""
+    runs = [run for run in report["runs"] if (run["stage"], run["heads"]) == (stage, heads) and measured(run)]
+    if not runs:
+        return False
+    limit = next((run["memory_bytes"] for run in runs if run.get("memory_bytes")), None)
+    panels = (
+        ("Peak memory of a GPU, GiB" if limit else "Peak memory, GiB", lambda r: r["peak_bytes"] / GIB),
+        ("Tokens per second", lambda r: r["tokens_per_second"]),
+    )
+    figure = figures.new_figure(10.0, 4.2)
+    figures.headline(figure, f"Medusa, stage {stage}, {heads} heads", described(report))
+    lengths = set()
+    for axes, (what, value) in zip(figure.subplots(1, 2), panels, strict=True):
+        memory = what.startswith("Peak")
+        for marker, run in zip(figures.MARKERS, runs, strict=False):
+            done, style = measured(run), {"color": colour(run["variant"])}
+            heights = [value(result) for result in done.values()]
+            axes.plot(list(done), heights, marker=marker, markersize=5, label=run["variant"], **style)
+            ends = [r["length"] for r in run["results"] if r.get("out_of_memory") and r["length"] > max(done)]
+            lengths |= {*done, *ends}
+            if ends and memory:
+                height = limit / GIB if limit else heights[-1]
+                axes.plot([max(done), min(ends)], [heights[-1], height], linestyle=":", linewidth=1, **style)
+                axes.plot(min(ends), height, marker="x", markersize=9, markeredgewidth=2, **style)
+        if memory and limit:
+            figures.mark_limit(axes, limit / GIB, "memory of the GPU")
+        axes.set_xscale("log", base=2)
+        axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
+        axes.set_xlabel("tokens a sequence" + "   (x: out of memory)" * memory, color=figures.MUTED)
+        axes.yaxis.set_major_formatter("{x:,g}")
+        axes.grid(axis="y", color=figures.FAINT, linewidth=0.7)
+        figures.clean(axes, what)
+    for axes in figure.axes:
         doublings = [x for x in sorted(lengths) if x % min(lengths) == 0 and (x // min(lengths)).bit_count() == 1]
-        axis.set_xticks(doublings, [f"{x:,}" for x in doublings])
-        axis.minorticks_off()
-        axis.set_ylim(0, 1.05 * axis.get_ylim()[1])
-        axis.yaxis.set_major_formatter("{x:,g}")
-        axis.grid(alpha=0.3)
-    if axes[0].lines:
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right")
-    figure.suptitle(f"Medusa, stage {stage}, {heads} heads (x: out of memory)")
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+        axes.set_xlim(min(lengths) / 1.1, max(lengths) * 1.1)
+        axes.set_xticks(doublings, [f"{x:,}" for x in doublings])
+        axes.minorticks_off()
+    axes.legend(frameon=False, labelcolor=figures.INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path)
+    return True

@@ -17,7 +17,8 @@ class Worker:
     """`measure(length)` asks every rank. Ranks that failed are replaced before the next question."""
 
     def __init__(self, job: Job, ranks: int) -> None:
-        self.job, self.ranks, self.device = job, ranks, None
+        self.job, self.ranks = job, ranks
+        self.device = self.memory_bytes = None
         self.processes: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Worker":
@@ -47,7 +48,8 @@ class Worker:
             self.processes.append(process)
             threading.Thread(target=self.listen, args=(process, self.answers), daemon=True).start()
         answers = self.collect()
-        self.device = answers[0].get("device")
+        if answers[0]["event"] == "ready":
+            self.device, self.memory_bytes = (answers[0][name] for name in ("device", "memory_bytes"))
         return answers
 
     @staticmethod

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
-__all__ = ["INTERRUPTED", "app", "main", "make_console", "pick_device", "pick_folder"]
+__all__ = ["INTERRUPTED", "app", "main", "make_console", "make_folder", "pick_device", "pick_folder"]
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
@@ -186,6 +186,21 @@ def pick_folder(out: Path | None, prefix: str = "") -> Path:
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise typer.BadParameter(f"must be a folder that can be written, got {str(out)!r}", param_hint="--out")
     return out
+
+
+def make_folder(folder: Path) -> None:
+    """Make what `pick_folder` gave.
+
+    Raises:
+        typer.BadParameter: the file system refuses.
+    """
+    import typer
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        message = f"must be a folder that can be made, got {str(folder)!r} ({error.strerror})"
+        raise typer.BadParameter(message, param_hint="--out") from error
 
 
 def main() -> None:

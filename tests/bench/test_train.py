@@ -163,7 +163,9 @@ def test_a_sweep_ends_with_the_text(options):
         ({"device": "cuda", "gpus": 99}, "gpus must be at most those that torch sees"),
         ({"device": "cuda:1", "gpus": 1, "dtype": "float16"}, "dtype must be one of bfloat16, float32"),
         ({"budget": 0.0}, "budget must be a positive number of seconds, got 0.0"),
-        ({"lr": 0.0}, "lr must be positive, got 0.0"),
+        ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
+        ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
+        ({"model": "./nowhere"}, "bench train: model: must be a file or folder that exists, got './nowhere'"),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
 )
@@ -233,6 +235,8 @@ def test_curves_are_held_against_the_noise():
     assert compare_curves([near]) == {}
     broken = row("tigon", [1.0], [3.0, math.nan, 1.0])
     assert compare_curves([stock, mirror, broken])["tigon"].agrees is False
+    assert report.sentence(broken).endswith("  losses that are not finite")
+    assert "finite" not in report.sentence(near)
 
 
 def test_the_report_of_a_sweep(tmp_path):

@@ -88,7 +88,7 @@ def test_compare(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     options = ["--device=cpu", "--layers=1", "--hidden=32", "--vocabulary=300", "--gpus=2", f"--out={tmp_path}"]
     options += ["--stages", "2", "--heads", "3", "--first=32", "--longest=64", "--steps=1", "--warmup=0"]
-    compare.main([*options, "--variants", "tigon:lean"])
+    assert compare.main([*options, "--variants", "tigon:lean"]) == 0
     (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
     assert [result["length"] for result in run["results"]] == [32, 64]
     monkeypatch.setenv("RANK", "0")
@@ -99,6 +99,32 @@ def test_compare(tmp_path, monkeypatch):
         losses = [stock.model(stock.text[place : place + 32].long()[None]).item() for place in places]
     assert run["results"][0]["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert run["results"][1]["loss"] == pytest.approx(sum(losses) / 2, rel=0.05)
+
+
+def test_the_first_step_is_not_timed(monkeypatch):
+    """Whatever the time that is given: it would count what is done once."""
+    import measure
+
+    class Slow(measure.Trainer):
+        def __init__(self, seconds: float) -> None:
+            self.job = measure.Job("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 2, 3, seconds, "cpu")
+            self.device, self.now, self.done = torch.device("cpu"), 0.0, 0
+            monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
+
+        def step(self, length: int) -> tuple[float, float]:
+            self.done += 1
+            seconds = 100.0 if self.done == 1 else 1.0
+            self.now += seconds
+            return float(self.done), seconds
+
+        def state_bytes(self) -> int:
+            return 0
+
+    for seconds, timed, done in ((0.5, 1, 2), (2.5, 2, 4), (9.0, 3, 5)):
+        trainer = Slow(seconds)
+        result = trainer.measure(64)
+        assert result["seconds"] == [1.0] * timed
+        assert (result["loss"], trainer.done) == (1.0, done)
 
 
 class Limited:
@@ -120,9 +146,9 @@ def test_lengths_until_memory_ends(tmp_path):
     from report import comparisons, write
 
     stock, given = Limited(1600), Limited(20000)
-    reference = sweep_first(stock, 256, 10**6, bisections=2)
+    reference = list(sweep_first(stock, 256, 10**6, bisections=2))
     assert stock.asked == [256, 512, 1024, 2048, 1536, 1792]
-    others = sweep_others(given, reference, [2, 4, 8, 16], 10**6)
+    others = list(sweep_others(given, reference, [2, 4, 8, 16], 10**6))
     assert given.asked == [256, 512, 1024, 1536, 3072, 6144, 12288, 24576]
     runs = [
         {"stage": 1, "heads": 3, "variant": name, "device": "CPU", "results": results}
@@ -137,6 +163,52 @@ def test_lengths_until_memory_ends(tmp_path):
     assert "| 1 | 3 | tigon | stock | 1,536 | 0.08x | 1.00x |" in text
     assert "| 1 | 3 | stock | 2,048 | out of memory |" in text
     assert (tmp_path / "medusa_stage1_heads3.png").stat().st_size > 0
+
+
+def test_a_run_that_is_stopped_leaves_its_lengths(tmp_path, monkeypatch):
+    """And what fails for another reason than memory is the exit code's."""
+    import compare
+
+    class Stopped(Limited):
+        device, memory_bytes = "CPU", None
+
+        def __init__(self, job, ranks: int) -> None:
+            super().__init__(100)
+            self.variant = job.variant
+
+        def __enter__(self) -> "Stopped":
+            return self
+
+        def __exit__(self, *_) -> None:
+            pass
+
+        def measure(self, length: int) -> dict:
+            if self.variant == "tigon:lean" and self.asked:
+                raise KeyboardInterrupt
+            result = super().measure(length)
+            return {"length": length, "out_of_memory": False, "reason": "broken"} if self.variant == "tigon" else result
+
+    monkeypatch.setattr(compare, "Worker", Stopped)
+    options = ["--stages", "1", "--heads", "3", "--first=64", "--longest=64", "--device=cpu", f"--out={tmp_path}"]
+    assert compare.main([*options, "--variants", "stock", "stock:checkpoint"]) == 0
+    assert compare.main([*options, "--variants", "stock", "tigon"]) == 1
+    with pytest.raises(KeyboardInterrupt):
+        compare.main([*options[:-2], "--longest=128", *options[-2:], "--variants", "tigon:lean"])
+    (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
+    assert [result["length"] for result in run["results"]] == [64]
+    assert "| 1 | 3 | tigon:lean | 64 |" in (tmp_path / "medusa.md").read_text()
+
+
+def test_compared_with_the_first_that_could(tmp_path):
+    """Where stock cannot do its first length, the next variant takes its place."""
+    from report import comparisons
+
+    runs = []
+    for name, tokens in (("stock", 10), ("stock:checkpoint", 100), ("tigon", 200)):
+        result = Limited(tokens).measure(64)
+        runs.append({"stage": 1, "heads": 3, "variant": name, "device": "CPU", "results": [result]})
+    (row,) = comparisons({"runs": runs})
+    assert (row["base"], row["variant"], row["length"]) == ("stock:checkpoint", "tigon", 64)
 
 
 def test_out_of_memory_is_an_answer(monkeypatch):
@@ -178,6 +250,12 @@ def test_out_of_memory_is_an_answer(monkeypatch):
         (["--heads", "0"], "--heads must be"),
         (["--first", "4"], "--heads must be"),
         (["--steps", "0"], "--steps must be"),
+        (["--longest", "1024"], "--longest must be at least 2048"),
+        (["--multiples", "2", "0"], "--multiples must be at least 1"),
+        (["--hidden", "8"], "--hidden must be"),
+        (["--warmup", "-1"], "--warmup must be"),
+        (["--seconds", "nan"], "--seconds must be"),
+        (["--device", "cuda", "--gpus", "1000"], "--gpus must be at most"),
     ],
 )
 def test_bad_options(option, message, capsys):

@@ -332,3 +332,13 @@ def test_command_refuses(run, arguments, said):
     result = run(*arguments)
     assert result.exit_code == 2
     assert said in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [("lama-3-8b", "MODEL: must be one of Llama-3-8B, "), ("./nowhere", "MODEL: must be a file or folder that exists")],
+)
+def test_command_refuses_a_model(model, said):
+    result = typer_testing.CliRunner().invoke(cli.app(), ["plan", model], env={"COLUMNS": "400"})
+    assert result.exit_code == 2
+    assert said in " ".join(result.output.split())

@@ -146,7 +146,7 @@ WRAPPER = "@functools.wraps(stock)\ndef made(self, x):\n    return stock(self, x
 
 @pytest.mark.parametrize(
     ("library", "foreign"),
-    [("another.library", True), (f"{__name__.partition('.')[0]}.other", False), ("torch.utils", False)],
+    [("another.package", True), (f"{__name__.partition('.')[0]}.other", False), ("torch.utils", False)],
     ids=["another", "its own", "torch"],
 )
 def test_a_class_whose_forward_a_library_wraps(library, foreign):
@@ -160,14 +160,14 @@ def test_a_class_whose_forward_a_library_wraps(library, foreign):
 
 
 def test_a_forward_wrapped_on_the_instance_is_the_wrappers(layer):
-    layer.forward = of_library("another.library", WRAPPER.replace("self, x", "x"), stock=layer.forward)
-    assert foreign_forward(layer) == "its forward was already replaced (by another.library)"
+    layer.forward = of_library("another.package", WRAPPER.replace("self, x", "x"), stock=layer.forward)
+    assert foreign_forward(layer) == "its forward was already replaced (by another.package)"
 
 
 @pytest.mark.parametrize("register", ["forward_hook", "full_backward_hook", "full_backward_pre_hook"])
 @pytest.mark.parametrize("partial", [False, True])
 def test_hooks_are_foreign_but_for_those_that_shard(layer, register, partial):
-    for library, foreign in (("torch.distributed.fsdp", None), ("another.library", "another.library")):
+    for library, foreign in (("torch.distributed.fsdp", None), ("another.package", "another.package")):
         hook = of_library(library, "made = lambda *args: None")
         getattr(layer, f"register_{register}")(functools.partial(hook) if partial else hook)
         assert foreign_hook(nn.Sequential(layer)) == foreign

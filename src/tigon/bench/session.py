@@ -15,7 +15,7 @@ from tigon.bench.against import Revision, find_revision
 from tigon.bench.cases import Case
 from tigon.bench.measure import make_meter
 from tigon.bench.runner import Row, run_case
-from tigon.cli import INTERRUPTED, make_console, pick_device, pick_folder
+from tigon.cli import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
 
 __all__ = ["session"]
 
@@ -56,7 +56,7 @@ def session(
         if revision:
             settings["against"] = _add_revision(revision, selected, stack)
         folder = pick_folder(out, "bench_")
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         rows = _run(chosen, selected, target, settings, folder, console)
     failed = [row for row in rows if row.failed]
     for row in failed:

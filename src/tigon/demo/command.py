@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from tigon.cli import INTERRUPTED, make_console, pick_device, pick_folder
+from tigon.cli import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -123,7 +123,7 @@ def demo(
         folder = pick_folder(out)
         with console.status("Reading and tokenising the text"):
             plan = make_plan(model_type, preset, device=device, seed=seed, memory=memory, text=text, noise=noise)
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         code = _run(console, plan, folder)
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")

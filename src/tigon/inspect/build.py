@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from tigon.hf.by_type import config_class
+from tigon.presets import PRESETS, preset_config
 
-__all__ = ["NotInspected", "build", "default_config", "find_config", "quietly"]
+__all__ = ["NotInspected", "build", "default_config", "find_config", "find_preset", "quietly"]
 
 # The class that trains the whole model with its loss comes first.
 AUTO = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
@@ -96,6 +97,23 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
             model_type = PretrainedConfig.get_config_dict(source)[0]["model_type"]
             config_class(model_type, f"the model_type of {model} must be one of transformers")
         raise NotInspected(f"the config of {model!r} cannot be read ({_one_line(error)})") from error
+
+
+def find_preset(model: str, choices: str, *, trust_remote_code: bool = False) -> Any:
+    """The config of a preset, or what `find_config` finds.
+
+    Raises:
+        NotInspected: as `find_config`.
+        ValueError: `model` might be the name of a preset and is none; "must be {choices}; or it ...".
+    """
+    if model.lower() in (name.lower() for name in PRESETS):
+        return preset_config(model)
+    try:
+        return find_config(model, trust_remote_code=trust_remote_code)
+    except NotInspected:
+        raise
+    except ValueError as error:
+        raise ValueError(f"must be {choices}; or it {error}") from error
 
 
 def build(config: Any, *, trust_remote_code: bool = False, attention: str | None = "eager") -> tuple[nn.Module, str]:

@@ -68,9 +68,10 @@ def plan(
 
     Exit code: 0; 2 for bad input; 130 after Ctrl-C.
     """
+    from tigon.inspect.build import find_preset
     from tigon.plan.planner import Settings
     from tigon.plan.report import as_json, print_plan
-    from tigon.presets import PRESETS, preset_config
+    from tigon.presets import PRESETS
 
     console = make_console()
     for path, option in ((json_file, "--json"), (plot, "--plot")):
@@ -88,15 +89,7 @@ def plan(
         raise typer.BadParameter(said, param_hint="--" + name.replace("_", "-")) from error
     try:
         try:
-            if model.lower() in (name.lower() for name in PRESETS):
-                config = preset_config(model)
-            else:
-                from tigon.inspect.build import find_config
-
-                try:
-                    config = find_config(model, trust_remote_code=trust_remote_code)
-                except ValueError as error:
-                    raise ValueError(f"must be one of {', '.join(PRESETS)}; or it {error}") from error
+            config = find_preset(model, f"one of {', '.join(PRESETS)}", trust_remote_code=trust_remote_code)
             rows = _rows(config, settings, trust_remote_code, plot is not None, console)
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error

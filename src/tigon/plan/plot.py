@@ -27,9 +27,7 @@ def draw(path: Path, name: str, rows: list[Row], settings: Settings) -> None:
         peaks = [step.peak / GIB for step in row.by_length]
         colour = figures.LEVELS.get(row.level, figures.STOCK)
         axes.plot(ticks, peaks, marker=marker, markersize=4, label=row.level, color=colour)
-    axes.axhline(settings.budget / GIB, color=figures.WARNING, linewidth=1, linestyle="--")
-    place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points"}
-    axes.annotate("what tensors get", (0, settings.budget / GIB), color=figures.WARNING, fontsize=8, **place)
+    figures.mark_limit(axes, settings.budget / GIB, "what tensors get")
     axes.set_xlabel("tokens a sequence", color=figures.INK)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{seq:,}" for seq in ticks])

@@ -4,7 +4,19 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-__all__ = ["FAINT", "INK", "LEVELS", "MARKERS", "MUTED", "STOCK", "WARNING", "clean", "headline", "new_figure"]
+__all__ = [
+    "FAINT",
+    "INK",
+    "LEVELS",
+    "MARKERS",
+    "MUTED",
+    "STOCK",
+    "WARNING",
+    "clean",
+    "headline",
+    "mark_limit",
+    "new_figure",
+]
 
 INK, MUTED, FAINT, WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
 
@@ -41,3 +53,10 @@ def clean(axes: Axes, title: str = "") -> None:
     axes.set_axisbelow(True)
     if title:
         axes.set_title(title, loc="left", fontsize=10, color=INK)
+
+
+def mark_limit(axes: Axes, height: float, what: str) -> None:
+    """A line that no value passes, and over its left end what it is."""
+    axes.axhline(height, color=WARNING, linewidth=1, linestyle=(0, (4, 3)))
+    place = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "bottom"}
+    axes.annotate(what, (0, height), fontsize=8, color=WARNING, **place)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.markup import escape
 
-from tigon.cli import INTERRUPTED, make_console, pick_device, pick_folder
+from tigon.cli import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -94,7 +94,7 @@ def train(
                 plan = make_plan(options)
         except ValueError as problem:
             raise typer.BadParameter(str(problem)) from problem
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         code = _run(console, plan, folder)
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")

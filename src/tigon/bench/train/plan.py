@@ -1,5 +1,6 @@
 """From options to a plan: whatever can be refused is refused here, before anything runs."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -114,18 +115,18 @@ def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from tigon.inspect.build import find_config
-    from tigon.presets import PRESETS, preset_config
+    from tigon.inspect.build import NotInspected, find_preset
+    from tigon.presets import PRESETS
 
     if model.lower() == "tiny":
         config = AutoConfig.for_model(**TINY)
-    elif model.lower() in {name.lower() for name in PRESETS}:
-        config = preset_config(model)
     else:
         try:
-            config = find_config(model)
+            config = find_preset(model, f"tiny, {', '.join(PRESETS)}")
+        except NotInspected as reason:
+            raise ValueError(f"bench train: model: {reason}") from reason
         except ValueError as reason:
-            raise ValueError(f"bench train: model must be tiny, {', '.join(PRESETS)}; or it {reason}") from reason
+            raise ValueError(f"bench train: model {reason}") from reason
     if type(config) not in AutoModelForCausalLM._model_mapping:
         raise ValueError(f"bench train: model must be a causal language model, got {model!r} ({config.model_type})")
     return config if layers is None else _shorten(config, layers)
@@ -174,8 +175,8 @@ def _check(options: Options, sizes: list[int]) -> None:
         raise ValueError(f"bench train: sizes of a sweep over seq must be at least 2, got {sizes[0]}")
     if options.dtype is not None and options.dtype not in DTYPES:
         raise ValueError(f"bench train: dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
-    if not options.lr > 0:
-        raise ValueError(f"bench train: lr must be positive, got {options.lr}")
+    if not 0 < options.lr < math.inf:
+        raise ValueError(f"bench train: lr must be positive and finite, got {options.lr}")
     if not 0 <= options.seed < 2**63:
         raise ValueError(f"bench train: seed must be at least 0 and below 2**63, got {options.seed}")
     if options.budget is not None and not options.budget > 0:

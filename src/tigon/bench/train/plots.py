@@ -13,7 +13,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from tigon.bench.plots import COLOURS
 from tigon.bench.train.report import Row, compare_curves
-from tigon.training.figures import FAINT, INK, LEVELS, MARKERS, MUTED, STOCK, WARNING, clean, headline, new_figure
+from tigon.training.figures import FAINT, INK, LEVELS, MARKERS, MUTED, STOCK, clean, headline, mark_limit, new_figure
 
 __all__ = ["draw"]
 
@@ -76,18 +76,10 @@ def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None],
     digits = 0 if highest >= 1000 else 1 if highest >= 10 else 2 if highest >= 0.1 else 4
     texts = [f"{n:,.{digits}f}" if n is not None else row.status for row, n in zip(rows, numbers, strict=True)]
     axes.bar_label(bars, texts, padding=3, fontsize=9, color=INK)
-    _limit(axes, limit)
+    if limit:
+        mark_limit(axes, limit, "memory of the GPU")
     axes.set_ylim(0, 1.12 * max([n for n in numbers if n is not None] + ([limit] if limit else [])))
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
-
-
-def _limit(axes: Axes, limit: float | None) -> None:
-    if limit:
-        axes.axhline(limit, color=WARNING, linewidth=1, linestyle=(0, (4, 3)))
-        axes.annotate(
-            "memory of the GPU", (0, limit), xycoords=("axes fraction", "data"), ha="left", va="bottom", fontsize=8,
-            color=WARNING,
-        )  # fmt: skip
 
 
 def _lines(
@@ -121,7 +113,8 @@ def _lines(
             crosses[failed[0], height] += 1
             style = {"markersize": 9 + 5 * before, "markeredgewidth": 2, "zorder": 5 - 0.1 * before}
             axes.plot([failed[0]], [height], color=colour, marker="x", linestyle="", **style)
-    _limit(axes, limit)
+    if limit:
+        mark_limit(axes, limit, "memory of the GPU")
     axes.set_xscale("log", base=2)
     axes.set_xticks(_spaced(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())

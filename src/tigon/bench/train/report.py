@@ -191,7 +191,9 @@ def _milliseconds(row: Row) -> str:
 
 
 def _note(row: Row) -> str:
-    return ": ".join(text for text in ("" if row.status == "ok" else row.status, row.note) if text)
+    finite = all(map(math.isfinite, row.losses))
+    notes = ("" if row.status == "ok" else row.status, "" if finite else "losses that are not finite", row.note)
+    return ": ".join(note for note in notes if note)
 
 
 def _cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
