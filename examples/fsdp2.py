@@ -4,9 +4,8 @@ Accelerate shards on accelerators alone. On CPU ranks (`--cpu`) it makes this a 
 """
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
-from model_and_text import Meter, build_model, parser, token_rows
+from model_and_text import Meter, build_model, leave_group, parser, token_rows
 from torch.utils.data import DataLoader
 
 import tigon
@@ -36,6 +35,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    # Here the model is gone: with a data-parallel one alive, gloo sometimes waits for ever.
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    leave_group()

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import gc
 import os
 import resource
 import time
@@ -55,6 +56,16 @@ def token_rows(arguments: argparse.Namespace, vocabulary: int, ranks: int) -> Te
     tokens = tokenise(read_text(arguments.text), max(MIN_VOCAB, min(vocabulary, TINY["vocab_size"])))
     rows = arguments.steps * ranks * arguments.batch
     return next(batches(tokens.path, rows, arguments.seq, seed=0))
+
+
+def leave_group() -> None:
+    """Leave the process group, if there is one. To be called once the model is gone, for that holds it too.
+
+    A thread of gloo that still has a tensor when Python ends aborts the process (pytorch's issue 190489).
+    """
+    gc.collect()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 class Meter:

@@ -7,7 +7,7 @@ import os
 
 import torch
 import torch.distributed as dist
-from model_and_text import Meter, build_model, parser, token_rows
+from model_and_text import Meter, build_model, leave_group, parser, token_rows
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tigon
@@ -44,8 +44,8 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
         meter.step(loss, ids.numel())
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     main()
+    leave_group()

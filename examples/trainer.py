@@ -7,7 +7,7 @@ changes. (`TrainingArguments(use_liger_kernel=True)` is another library's switch
 import tempfile
 
 import torch
-from model_and_text import Meter, build_model, parser, token_rows
+from model_and_text import Meter, build_model, leave_group, parser, token_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tigon
@@ -63,3 +63,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_group()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
-from model_and_text import Meter, build_model, parser, token_rows
+from model_and_text import Meter, build_model, leave_group, parser, token_rows
 from transformers.integrations import HfDeepSpeedConfig
 
 import tigon
@@ -56,3 +56,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    leave_group()

@@ -3,13 +3,10 @@
 accelerate launch ... shard_on_cpu.py SCRIPT [ARGUMENTS]
 """
 
-import runpy
-import sys
-from pathlib import Path
-
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from rank import run_script
 from torch.distributed.fsdp import FSDPModule
 
 initialise, prepare = AcceleratorState.__init__, Accelerator.prepare
@@ -32,6 +29,4 @@ def checked(self, *args, **options):
 
 
 AcceleratorState.__init__, Accelerator.prepare = sharding, checked
-sys.argv = sys.argv[1:]
-sys.path.insert(0, str(Path(sys.argv[0]).parent))
-runpy.run_path(sys.argv[0], run_name="__main__")
+run_script()

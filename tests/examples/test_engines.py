@@ -21,6 +21,7 @@ EXAMPLES = ROOT / "examples"
 RANKS, STEPS, BATCH, SEQ, LR = 2, 3, 2, 48, 1e-3
 
 TORCHRUN = ["torch.distributed.run", f"--nproc-per-node={RANKS}"]
+RANK = str(Path(__file__).with_name("rank.py"))
 ACCELERATE = ["accelerate.commands.launch", f"--config_file={EXAMPLES / 'fsdp2.yaml'}", f"--num_processes={RANKS}"]
 ACCELERATE += ["--mixed_precision=no"]
 SHARD_ON_CPU = str(Path(__file__).with_name("shard_on_cpu.py"))
@@ -28,15 +29,15 @@ ZERO_ON_CPU = str(Path(__file__).with_name("zero_on_cpu.py"))
 
 # The launcher; what it runs; the library that it needs.
 RUNS = {
-    "Trainer": (TORCHRUN, ["trainer.py"], "accelerate"),
+    "Trainer": ([*TORCHRUN, RANK], ["trainer.py"], "accelerate"),
     "Trainer with ZeRO-3": (
         [*TORCHRUN, ZERO_ON_CPU],
         ["trainer.py", "--deepspeed", str(EXAMPLES / "zero3.json")],
         "deepspeed",
     ),
     "FSDP2 by accelerate": ([*ACCELERATE, SHARD_ON_CPU], ["fsdp2.py"], "accelerate"),
-    "ZeRO-3": (TORCHRUN, ["zero3.py"], "deepspeed"),
-    "a loop": (TORCHRUN, ["torchrun_loop.py"], "torch"),
+    "ZeRO-3": ([*TORCHRUN, RANK], ["zero3.py"], "deepspeed"),
+    "a loop": ([*TORCHRUN, RANK], ["torchrun_loop.py"], "torch"),
 }
 
 
