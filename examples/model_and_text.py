@@ -61,7 +61,8 @@ def token_rows(arguments: argparse.Namespace, vocabulary: int, ranks: int) -> Te
 def leave_group() -> None:
     """Leave the process group, if there is one. To be called once the model is gone, for that holds it too.
 
-    A thread of gloo that still has a tensor when Python ends aborts the process (pytorch's issue 190489).
+    A thread of gloo that still has a tensor when Python ends aborts the process (pytorch's issue 190489). With the
+    group its threads end; where torch's caches of sharded tensors keep it, they have let go of all tensors by then.
     """
     gc.collect()
     if dist.is_initialized():

@@ -46,7 +46,7 @@ def sweep_first(worker: Worker, first: int, longest: int, bisections: int) -> It
 def sweep_others(worker: Worker, reference: list[dict], multiples: list[int], longest: int) -> Iterator[dict]:
     """The lengths that the first variant could do, then multiples of its longest, until memory ends."""
     done = sorted(result["length"] for result in reference if "seconds" in result)
-    lengths = done + [done[-1] * multiple for multiple in multiples]
+    lengths = done + [done[-1] * multiple for multiple in sorted(set(multiples))]
     for length in lengths:
         if length > longest:
             break
@@ -87,7 +87,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
             options.error(f"--variants must be among {', '.join(VARIANTS)}, got {variant!r}")
     at_least = {
         "first": 1, "longest": arguments.first, "steps": 1, "batch": 1, "gpus": 1, "layers": 1, "warmup": 0,
-        "bisections": 0, "hidden": 16, "intermediate": 1, "vocabulary": 2, "multiples": 1,
+        "bisections": 0, "hidden": 16, "intermediate": 1, "vocabulary": 2, "multiples": 2,
     }  # fmt: skip
     for name, least in at_least.items():
         value = getattr(arguments, name)
@@ -104,7 +104,9 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
 
 
 def save(report: dict, folder: Path) -> None:
-    (folder / "medusa.json").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    file = folder / "medusa.json"
+    file.with_suffix(".new").write_text(json.dumps(report, indent=1), encoding="utf-8")
+    file.with_suffix(".new").replace(file)  # whole at any moment
     write(report, folder)
 
 
@@ -141,7 +143,8 @@ def main(given: list[str] | None = None) -> int:
                     reference = results
     print((arguments.out / "medusa.md").read_text(encoding="utf-8"))
     print(f"Written to {arguments.out}")
-    return int(any(not result.get("out_of_memory", True) for run in report["runs"] for result in run["results"]))
+    failed = [result for run in report["runs"] for result in run["results"] if "reason" in result]
+    return int(any(not result["out_of_memory"] for result in failed))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """One rank of one variant of Medusa: trains a few steps for each length that it is asked for.
 
-`python measure.py JOB.json`; for each line on standard input, a length, it answers one line of JSON on standard output:
+`python measure.py JOB.json STORE`, where ranks find each other by the file STORE. For each line on standard input, a
+length, it answers one line of JSON on standard output:
 
     {"event": "ready", "device": .., "memory_bytes": .., "parameters": ..}
     {"event": "length", "length": .., "seconds": [..], "loss": .., "peak_bytes": .., "state_bytes": ..}
@@ -62,9 +63,10 @@ def build(job: Job, device: torch.device) -> Medusa:
     # Heads of 128, and four times as many of queries as of keys: Llama-3-8B at a hidden size of 4096.
     size = 128 if job.hidden >= 1024 else 16
     queries = job.hidden // size
+    keys = next(n for n in range(max(1, queries // 4), 0, -1) if queries % n == 0)
     config = transformers.LlamaConfig(
         hidden_size=job.hidden, intermediate_size=job.intermediate, num_hidden_layers=job.layers,
-        num_attention_heads=queries, num_key_value_heads=max(1, queries // 4), head_dim=size,
+        num_attention_heads=queries, num_key_value_heads=keys, head_dim=size,
         vocab_size=job.vocabulary, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )  # fmt: skip
     torch.manual_seed(0)
@@ -93,13 +95,15 @@ def local_bytes(x: Tensor) -> int:
 class Trainer:
     """A model, its optimizer, and text."""
 
-    def __init__(self, job: Job) -> None:
-        self.job, rank = job, int(os.environ["RANK"])
+    def __init__(self, job: Job, store: str = "") -> None:
+        """`store`: the file by which ranks find each other, if there are several."""
+        self.job, rank, ranks = job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
         if job.device == "cuda":
             torch.cuda.set_device(self.device)
-        if int(os.environ["WORLD_SIZE"]) > 1:
-            dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+        if ranks > 1:
+            backend = "nccl" if job.device == "cuda" else "gloo"
+            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
         self.model = build(job, self.device)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if job.optimizer == "adamw":
@@ -109,7 +113,7 @@ class Trainer:
         # Bytes of source code as tokens: real text, and nothing to learn before it.
         data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
         self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
-        self.place = rank * len(self.text) // int(os.environ["WORLD_SIZE"])
+        self.place = rank * len(self.text) // ranks
 
     def ids(self, length: int) -> Tensor:
         """[batch, length], further on in the text each time, and around."""
@@ -183,13 +187,13 @@ class Trainer:
             torch.cuda.empty_cache()
 
 
-def serve(job: Job, ask: Callable[[], str], say: Callable[..., None]) -> int:
+def serve(job: Job, store: str, ask: Callable[[], str], say: Callable[..., None]) -> int:
     """Measure the lengths that `ask` gives, until it gives none; the exit code."""
     trainer, length = None, None
     while True:
         try:
             if trainer is None:
-                trainer = Trainer(job)
+                trainer = Trainer(job, store)
                 gpu = torch.cuda.get_device_properties(trainer.device) if trainer.device.type == "cuda" else None
                 device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
                 parameters = sum(p.numel() for p in trainer.model.parameters())
@@ -210,16 +214,16 @@ def serve(job: Job, ask: Callable[[], str], say: Callable[..., None]) -> int:
         trainer.clear()  # here the frames of the error are gone
 
 
-def main(path: str) -> None:
+def main(path: str, store: str) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what libraries print goes to standard error
 
     def say(event: str, **fields) -> None:
         print(json.dumps({"event": event, **fields}), file=answers, flush=True)
 
-    code = serve(Job.from_json(Path(path).read_text(encoding="utf-8")), sys.stdin.readline, say)
+    code = serve(Job.from_json(Path(path).read_text(encoding="utf-8")), store, sys.stdin.readline, say)
     os._exit(code)  # and not through destructors that wait for other ranks
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,5 +1,6 @@
 """medusa.md and a picture for each stage and number of heads."""
 
+from itertools import cycle
 from pathlib import Path
 
 from tigon.training import figures
@@ -40,7 +41,7 @@ def comparisons(report: dict) -> list[dict]:
 
 def described(report: dict) -> str:
     options = report["options"]
-    devices = sorted({run["device"] for run in report["runs"] if run["device"]})
+    devices = sorted({run["device"] for run in report["runs"] if run["device"]}) or [options["device"]]
     return (
         f"{options['gpus']} x {', '.join(devices)}; {options['layers']} layers, hidden {options['hidden']}, vocabulary "
         f"{options['vocabulary']}, batch {options['batch']}, {options['optimizer']}"
@@ -88,7 +89,7 @@ def colour(variant: str) -> str:
 
 
 def plot(report: dict, stage: int, heads: int, path: Path) -> bool:
-    """Memory and speed against length, with a cross at the GPU's memory where it ended; -> whether there were any."""
+    """Memory and speed against length, with a cross at the GPU's memory where it ended; -> whether any was drawn."""
     runs = [run for run in report["runs"] if (run["stage"], run["heads"]) == (stage, heads) and measured(run)]
     if not runs:
         return False
@@ -102,7 +103,7 @@ def plot(report: dict, stage: int, heads: int, path: Path) -> bool:
     lengths = set()
     for axes, (what, value) in zip(figure.subplots(1, 2), panels, strict=True):
         memory = what.startswith("Peak")
-        for marker, run in zip(figures.MARKERS, runs, strict=False):
+        for marker, run in zip(cycle(figures.MARKERS), runs, strict=False):
             done, style = measured(run), {"color": colour(run["variant"])}
             heights = [value(result) for result in done.values()]
             axes.plot(list(done), heights, marker=marker, markersize=5, label=run["variant"], **style)
@@ -125,6 +126,7 @@ def plot(report: dict, stage: int, heads: int, path: Path) -> bool:
         axes.set_xlim(min(lengths) / 1.1, max(lengths) * 1.1)
         axes.set_xticks(doublings, [f"{x:,}" for x in doublings])
         axes.minorticks_off()
-    axes.legend(frameon=False, labelcolor=figures.INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    style = {"loc": "center left", "bbox_to_anchor": (1.0, 0.5), "fontsize": 9}
+    figure.axes[-1].legend(frameon=False, labelcolor=figures.INK, **style)
     figure.savefig(path)
     return True

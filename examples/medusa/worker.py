@@ -1,9 +1,9 @@
 """The processes of one variant, one a GPU, as one: asked for a length, they answer together."""
 
+import contextlib
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import tempfile
@@ -32,18 +32,17 @@ class Worker:
         self.folder.cleanup()
 
     def start(self) -> list[dict]:
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
         # Long sequences of growing length would leave memory in pieces that none of them fits in; for every variant.
         settings = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", "HF_HUB_OFFLINE": "1"}
-        settings |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": str(self.ranks)}
-        command = [sys.executable, str(Path(__file__).with_name("measure.py")), str(self.path)]
+        settings |= {"WORLD_SIZE": str(self.ranks)}
+        store = str(Path(tempfile.mkdtemp(dir=self.folder.name)) / "store")  # of these processes alone
+        command = [sys.executable, str(Path(__file__).with_name("measure.py")), str(self.path), store]
         self.answers: queue.Queue = queue.Queue()
         for rank in range(self.ranks):
             process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
                 env=os.environ | settings | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                start_new_session=True,  # Ctrl-C is the parent's to handle
             )  # fmt: skip
             self.processes.append(process)
             threading.Thread(target=self.listen, args=(process, self.answers), daemon=True).start()
@@ -70,14 +69,16 @@ class Worker:
     def measure(self, length: int) -> dict:
         """The slowest rank's seconds, the largest peak; or why not, and whether memory was the reason."""
         answers = [] if self.processes else self.start()
-        if not answers or answers[0]["event"] != "failed":
+        started = not answers or answers[0]["event"] != "failed"
+        if started:
             for process in self.processes:
-                process.stdin.write(f"{length}\n")
-                process.stdin.flush()
+                with contextlib.suppress(BrokenPipeError):  # its last answer says why
+                    process.stdin.write(f"{length}\n")
+                    process.stdin.flush()
             answers = self.collect()
         first = answers[0]
         if first["event"] == "failed":
-            if self.ranks > 1 or not first["out_of_memory"]:
+            if self.ranks > 1 or not (started and first["out_of_memory"]):
                 self.stop()
             result = {"length": length, "out_of_memory": first["out_of_memory"], "reason": first["reason"]}
             why = "out of memory" if first["out_of_memory"] else first["reason"]

@@ -83,7 +83,7 @@ def test_ctrl_c_keeps_what_was_measured(text, child_environment, tmp_path):
                 break
         time.sleep(0.3)
         process.send_signal(signal.SIGINT)
-        rest, _ = process.communicate(timeout=30)
+        rest, _ = process.communicate(timeout=120)
     finally:
         process.kill()
     said = "".join(lines) + rest

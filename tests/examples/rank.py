@@ -3,6 +3,7 @@
 torchrun ... rank.py SCRIPT [ARGUMENTS]
 """
 
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -11,11 +12,14 @@ import torch.distributed as dist
 
 
 def run_script() -> None:
-    """Run what the rest of the command says."""
+    """Run what the rest of the command says, and end at once: what torch does while Python ends is no part of it."""
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
-    assert not dist.is_initialized(), "a thread of the group can abort the process when Python ends"
+    assert not dist.is_initialized(), "the script has not left its process group"
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":

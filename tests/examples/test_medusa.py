@@ -218,7 +218,7 @@ def test_out_of_memory_is_an_answer(monkeypatch):
     class Small:
         device, model = torch.device("cpu"), torch.nn.Linear(2, 2)
 
-        def __init__(self, job) -> None:
+        def __init__(self, job, store) -> None:
             self.cleared = 0
 
         def measure(self, length: int) -> dict:
@@ -233,7 +233,7 @@ def test_out_of_memory_is_an_answer(monkeypatch):
     assert measure.Job.from_json(job.to_json()) == job
     monkeypatch.setattr(measure, "Trainer", Small)
     said, lines = [], iter(["50\n", "500\n", "70\n", ""])
-    assert measure.serve(job, lambda: next(lines), lambda event, **fields: said.append((event, fields))) == 0
+    assert measure.serve(job, "", lambda: next(lines), lambda event, **fields: said.append((event, fields))) == 0
     assert [(event, fields.get("length")) for event, fields in said[1:]] == [
         ("length", 50), ("failed", 500), ("length", 70),
     ]  # fmt: skip
@@ -251,7 +251,7 @@ def test_out_of_memory_is_an_answer(monkeypatch):
         (["--first", "4"], "--heads must be"),
         (["--steps", "0"], "--steps must be"),
         (["--longest", "1024"], "--longest must be at least 2048"),
-        (["--multiples", "2", "0"], "--multiples must be at least 1"),
+        (["--multiples", "2", "1"], "--multiples must be at least 2"),
         (["--hidden", "8"], "--hidden must be"),
         (["--warmup", "-1"], "--warmup must be"),
         (["--seconds", "nan"], "--seconds must be"),

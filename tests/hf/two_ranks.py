@@ -3,7 +3,6 @@
 python two_ranks.py GROUP STORE
 """
 
-import datetime
 import importlib
 import os
 import sys
@@ -12,17 +11,18 @@ import torch
 import torch.distributed as dist
 
 from hf.ways import DEVICE
+from ranks import LIMIT, leave
 
 if __name__ == "__main__":
     group, store = sys.argv[1:]
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
-    limit = datetime.timedelta(seconds=60)  # a rank that fails leaves the other waiting
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=limit)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
     for name, way in importlib.import_module(f"hf.ways_{group}").WAYS.items():
         way(rank)
         print(f"{name}: same", flush=True)
     dist.destroy_process_group()
+    leave()

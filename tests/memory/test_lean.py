@@ -399,6 +399,7 @@ def test_threads():
 
     threads = [threading.Thread(target=work, args=(i, i < 2)) for i in range(3)]
     [t.start() for t in threads], [t.join() for t in threads]
+    assert {name: len(runs) for name, runs in results.items()} == {0: 10, 1: 10, 2: 10}
     for name, runs in results.items():
         for kept, given in runs:
             assert kept == ({"y"} if name == 2 else set())

@@ -12,7 +12,7 @@ from torch import nn
 import tigon
 import tigon.optim
 from op_cases import DEVICE, DTYPES, INTERPRETED
-from ranks import run_ranks
+from ranks import LIMIT, leave, run_ranks
 from tigon.ops.adamw import adamw_step
 
 SHAPES = [(1,), (5, 17), (0, 8), (3, 215)]
@@ -316,7 +316,7 @@ def _two_ranks(store: str) -> None:
 
     torch.set_num_threads(1)
     rank = int(os.environ["RANK"])
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
     results = []
     for kind in (tigon.AdamW, torch.optim.AdamW):
         torch.manual_seed(0)
@@ -335,6 +335,7 @@ def _two_ranks(store: str) -> None:
     _assert_same(*results)
     print("same")
     dist.destroy_process_group()
+    leave()
 
 
 if __name__ == "__main__":

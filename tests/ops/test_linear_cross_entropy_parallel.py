@@ -7,14 +7,13 @@ import contextlib
 import os
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import run_ranks
+from ranks import LIMIT, leave, run_ranks
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
@@ -476,11 +475,10 @@ if __name__ == "__main__":
     rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True, warn_only=True)  # memory that was not written holds NaN
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
     for check in _checks(ranks):
         check()
         print(check.__name__, flush=True)
     print(f"{len(_checks(ranks))} checks passed")
     dist.destroy_process_group()
+    leave()

@@ -104,13 +104,14 @@ def find_preset(model: str, choices: str, *, trust_remote_code: bool = False) ->
 
     Raises:
         NotInspected: as `find_config`.
-        ValueError: `model` might be the name of a preset and is none; "must be {choices}; or it ...".
+        ValueError: `model` might be the name of a preset and is none; "must be {choices}; or it ...", where `choices`
+            begins the sentence, such as "one of A, B".
     """
     if model.lower() in (name.lower() for name in PRESETS):
         return preset_config(model)
     try:
         return find_config(model, trust_remote_code=trust_remote_code)
-    except NotInspected:
+    except NotInspected:  # a ValueError too, that says all
         raise
     except ValueError as error:
         raise ValueError(f"must be {choices}; or it {error}") from error

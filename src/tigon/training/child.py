@@ -91,7 +91,7 @@ class Child:
         self.send("")
         return self.next_event()
 
-    def finish(self, seconds: float = 20.0) -> None:
+    def finish(self, seconds: float = 60.0) -> None:
         """Close the process's standard input and wait for it to end by itself; end it if it does not."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):

@@ -58,5 +58,5 @@ def clean(axes: Axes, title: str = "") -> None:
 def mark_limit(axes: Axes, height: float, what: str) -> None:
     """A line that no value passes, and over its left end what it is."""
     axes.axhline(height, color=WARNING, linewidth=1, linestyle=(0, (4, 3)))
-    place = {"xycoords": ("axes fraction", "data"), "ha": "left", "va": "bottom"}
+    place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points", "va": "bottom"}
     axes.annotate(what, (0, height), fontsize=8, color=WARNING, **place)

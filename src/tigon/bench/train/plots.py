@@ -60,6 +60,8 @@ def _one(
     figure = new_figure(7.2, 4.2)
     axes = figure.subplots()
     headline(figure, what, title)
+    if limit:
+        mark_limit(axes, limit, "memory of the GPU")
     panel(axes, rows, value, limit)
     axes.yaxis.set_major_formatter("{x:,g}")
     clean(axes)
@@ -76,8 +78,6 @@ def _bars(axes: Axes, rows: Sequence[Row], value: Callable[[Row], float | None],
     digits = 0 if highest >= 1000 else 1 if highest >= 10 else 2 if highest >= 0.1 else 4
     texts = [f"{n:,.{digits}f}" if n is not None else row.status for row, n in zip(rows, numbers, strict=True)]
     axes.bar_label(bars, texts, padding=3, fontsize=9, color=INK)
-    if limit:
-        mark_limit(axes, limit, "memory of the GPU")
     axes.set_ylim(0, 1.12 * max([n for n in numbers if n is not None] + ([limit] if limit else [])))
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
 
@@ -113,8 +113,6 @@ def _lines(
             crosses[failed[0], height] += 1
             style = {"markersize": 9 + 5 * before, "markeredgewidth": 2, "zorder": 5 - 0.1 * before}
             axes.plot([failed[0]], [height], color=colour, marker="x", linestyle="", **style)
-    if limit:
-        mark_limit(axes, limit, "memory of the GPU")
     axes.set_xscale("log", base=2)
     axes.set_xticks(_spaced(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -291,9 +291,13 @@ def main(path: str) -> int:
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)
+    code = 0 if went_well else 1
     if dist.is_initialized():
         dist.destroy_process_group()
-    return 0 if went_well else 1
+        # A thread of gloo can abort a process while Python ends (pytorch's issue 190489).
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 if __name__ == "__main__":
