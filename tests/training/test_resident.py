@@ -5,7 +5,7 @@ import torch
 from tigon.training.resident import ResidentMemory
 
 
-def test_resident_memory_keeps_the_peak_and_not_what_was_there():
+def test_resident_memory_keeps_the_peak_and_not_what_was_there(one_thread):
     there = torch.ones(2**23)  # 32 MiB
     memory = ResidentMemory()
     torch.ones(2**24)  # 64 MiB, freed at once
