@@ -3,12 +3,13 @@
 torchrun ... rank.py SCRIPT [ARGUMENTS]
 """
 
-import os
 import runpy
 import sys
 from pathlib import Path
 
 import torch.distributed as dist
+
+from ranks import leave
 
 
 def run_script() -> None:
@@ -17,9 +18,7 @@ def run_script() -> None:
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")
     assert not dist.is_initialized(), "the script has not left its process group"
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    leave()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import contextlib
 import os
 import re
-import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -18,6 +17,7 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RANKS, STEPS, BATCH, SEQ, LR = 2, 3, 2, 48, 1e-3
+LIMIT = 200  # seconds
 
 # Each finds a free port by itself.
 TORCHRUN = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={RANKS}"]
@@ -84,10 +84,14 @@ def stock(folder, parts):
     return losses
 
 
-def end(process: subprocess.Popen) -> None:
-    """A launcher that is killed alone leaves its ranks behind."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def end(launcher: subprocess.Popen) -> None:
+    """Asked to, a launcher ends its ranks, after 30 seconds by force; killed, it would leave them behind."""
+    launcher.terminate()
+    try:
+        launcher.wait(45)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
 
 
 def run(launcher: list[str], command: list[str], folder: Path) -> str:
@@ -99,17 +103,17 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
     command = [sys.executable, "-m", module, *settings, str(EXAMPLES / script), *given, *more]
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder),
+        "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    files = [folder / "output", folder / "errors"]  # a rank that outlives its launcher would hold a pipe open
+    with files[0].open("w", encoding="utf-8") as output, files[1].open("w", encoding="utf-8") as errors:
+        process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
     try:
-        output, errors = process.communicate(timeout=200)
-    except subprocess.TimeoutExpired:
-        end(process)
-        pytest.fail("".join(process.communicate()))
+        with contextlib.suppress(subprocess.TimeoutExpired):  # then it does not return 0
+            process.wait(LIMIT)
     finally:
         end(process)
+    output, errors = (file.read_text(encoding="utf-8", errors="replace") for file in files)
     assert process.returncode == 0, output + errors
     return output
 

@@ -21,7 +21,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -269,6 +269,13 @@ def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}"[:300]
 
 
+def _end(code: int) -> NoReturn:
+    """End the process at once, without what libraries do at exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main(path: str) -> int:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever a library prints goes to standard error
@@ -289,14 +296,11 @@ def main(path: str) -> int:
             raise
         # The other ranks wait for this one: what libraries do at exit could wait for them.
         traceback.print_exc()
-        sys.stderr.flush()
-        os._exit(1)
+        _end(1)
     code = 0 if went_well else 1
     if dist.is_initialized():
         dist.destroy_process_group()
-        # A thread of gloo can abort a process while Python ends (pytorch's issue 190489).
-        sys.stderr.flush()
-        os._exit(code)
+        _end(code)  # a thread of gloo can abort a process while Python ends (pytorch's issue 190489)
     return code
 
 
