@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
 
 transformers = pytest.importorskip("transformers")
 loss_utils = pytest.importorskip("transformers.loss.loss_utils")
 
 
 def is_fused(outputs) -> bool:
-    return outputs.logits is None
+    return outputs.logits is SKIPPED_LOGITS
 
 
 def said_of_the_loss(model) -> str:
@@ -88,7 +89,7 @@ def test_a_hook_that_changes_the_input_of_the_head_is_seen(pair, batch, assert_s
 
 @pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 7.0}], ids=["plain", "soft cap"])
 @pytest.mark.parametrize("use", [torch.mean, lambda x: x.logsumexp(-1).square().mean(), lambda x: x.softmax(-1).max()])
-def test_logits_used_beside_the_loss_give_nan_and_never_a_wrong_loss(pair, batch, step, use, config):
+def test_logits_used_beside_the_loss_raise_and_never_give_a_wrong_loss(pair, batch, step, use, config):
     model, _ = pair("gemma2", **config)
 
     class Regularised(type(model)):
@@ -98,10 +99,11 @@ def test_logits_used_beside_the_loss_give_nan_and_never_a_wrong_loss(pair, batch
             return outputs
 
     model.__class__ = Regularised
-    assert step(model, batch)["loss"].isnan()
+    with pytest.raises(RuntimeError, match=r"tigon: .* needs the logits .* skip_logits=False"):
+        step(model, batch)
 
 
-def test_logits_used_before_the_loss_give_nan(pair, batch):
+def test_logits_used_before_the_loss_raise(pair, batch):
     model, _ = pair()
     forward = type(model).forward
 
@@ -120,7 +122,8 @@ def test_logits_used_before_the_loss_give_nan(pair, batch):
             return outputs
 
     model.__class__ = Regularised
-    assert model(**batch).loss.isnan()
+    with pytest.raises(RuntimeError, match=r"tigon: .* needs the logits .* skip_logits=False"):
+        model(**batch)
 
 
 def test_a_regulariser_there_at_the_patch_keeps_the_loss_stock(make_model, batch):
@@ -134,7 +137,7 @@ def test_a_regulariser_there_at_the_patch_keeps_the_loss_stock(make_model, batch
             return outputs
 
     model.__class__ = Regularised
-    assert "its loss is not the standard one" in said_of_the_loss(model)
+    assert said_of_the_loss(model) == "its forward computes more than its loss from its logits (square)"
 
 
 def test_anomaly_detection_finds_none(pair, batch, assert_same_step):
@@ -275,11 +278,16 @@ def with_logits_of(head):
     return change
 
 
-@pytest.mark.parametrize("share", [1.0, 0.5], ids=["all", "half"])
-def test_a_model_that_detaches_its_logits_stays_stock(make_model, share):
+def test_a_model_that_detaches_its_logits_stays_stock(make_model):
     model = make_model()
-    with_logits_of(lambda head, x: torch.lerp(y := head(x), y.detach(), share))(model)
+    with_logits_of(lambda head, x: head(x).detach())(model)
     assert said_of_the_loss(model) == "the gradients of its loss are not those of the standard one"
+
+
+def test_a_model_that_detaches_half_of_its_logits_stays_stock(make_model):
+    model = make_model()
+    with_logits_of(lambda head, x: torch.lerp(y := head(x), y.detach(), 0.5))(model)
+    assert said_of_the_loss(model) == "its forward computes more than its loss from its logits (lerp)"
 
 
 def test_a_model_that_detaches_what_its_head_gets_trains_as_it_did(pair, batch, assert_same_step):
@@ -344,7 +352,9 @@ def test_replicas_of_data_parallelism_compute_losses_of_their_own(pair, batch):
             barrier.wait()
             outputs = replica(**part)
             outputs.loss.backward()
-            results[i] = outputs.loss.detach(), {name: w.grad for name, w in weights.items()}, is_fused(outputs)
+            # A replica's output holds None, which `nn.DataParallel` can gather.
+            fused = outputs.logits is None
+            results[i] = outputs.loss.detach(), {name: w.grad for name, w in weights.items()}, fused
 
         threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
         for thread in threads:

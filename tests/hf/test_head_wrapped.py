@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
 
 
 @pytest.fixture
@@ -15,7 +16,7 @@ def assert_step(assert_same_step):
     """assert_step(model, stock, batch, fused): loss and gradients are stock's, and the loss is fused or not as said."""
 
     def check(model, stock, batch, fused: bool) -> None:
-        assert (model(**batch).logits is None) == fused
+        assert (model(**batch).logits is SKIPPED_LOGITS) == fused
         assert_same_step(model, stock, batch)
 
     return check
@@ -167,11 +168,11 @@ def test_an_adapter_put_on_the_head_of_a_patched_model(adapted, batch, assert_st
     with pytest.warns(UserWarning, match="the head of Gemma2ForCausalLM was changed: its loss is stock"):
         assert_step(model, stock, batch, fused=False)
     with model.disable_adapter(), stock.disable_adapter():
-        assert model(**batch).logits is None
+        assert model(**batch).logits is SKIPPED_LOGITS
         torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
     for each in (model, stock):
         each.merge_adapter()
-    assert model(**batch).logits is None
+    assert model(**batch).logits is SKIPPED_LOGITS
     torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
     # Off while merged: PEFT takes the adapter out of the weight in the call, and puts it back in none.
     with model.disable_adapter(), stock.disable_adapter(), pytest.warns(UserWarning, match="was changed"):
@@ -179,7 +180,7 @@ def test_an_adapter_put_on_the_head_of_a_patched_model(adapted, batch, assert_st
     with pytest.warns(UserWarning, match="was changed"):
         assert_step(model, stock, batch, fused=False)
     model, stock = model.merge_and_unload(), stock.merge_and_unload()
-    assert model(**batch).logits is None
+    assert model(**batch).logits is SKIPPED_LOGITS
     torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.recognition.replacement import find_replacement
 
 
@@ -62,7 +63,7 @@ def test_a_copy_is_patched_and_uses_its_own_parameters(patched, model_type, batc
     after = step(other, batch)
     assert all(torch.equal(after[name], value) for name, value in before.items())
     assert torch.isnan(model(**batch).loss)
-    assert other(**batch).logits is None
+    assert other(**batch).logits is SKIPPED_LOGITS
 
 
 def test_a_copy_outlives_the_patch_of_its_original(make_model, batch, step):
@@ -172,7 +173,7 @@ def test_compiled_before_the_patch(make_model, batch):
     stock = compiled(**batch)
     with tigon.patched(compiled):
         outputs = compiled(**batch)
-        assert outputs.logits is None
+        assert outputs.logits is SKIPPED_LOGITS
         torch.testing.assert_close(outputs.loss, stock.loss)
     assert torch.equal(compiled(**batch).logits, stock.logits)
 
@@ -209,14 +210,14 @@ def test_the_call_of_one_thread_is_not_that_of_another(patched, batch):
             thread.join()
 
     model.lm_head.register_forward_pre_hook(use_the_head)
-    assert model(**batch).logits is None
+    assert model(**batch).logits is SKIPPED_LOGITS
     assert torch.equal(outputs[0], nn.functional.linear(x, model.lm_head.weight))
 
 
 def test_switching_between_training_and_evaluating(patched, batch):
     model = patched()
     for _ in range(2):
-        assert model.train()(**batch).logits is None
+        assert model.train()(**batch).logits is SKIPPED_LOGITS
         assert model.eval()(**batch).logits.shape == (3, 11, 131)
 
 
@@ -261,13 +262,13 @@ def test_accelerate_hooks_and_patches_leave_each_other_in_place(make_model, batc
         report = tigon.patch(model)
         seen = put_hooks(hooks, model)
     assert not report.left_alone
-    assert model(**batch).logits is None
+    assert model(**batch).logits is SKIPPED_LOGITS
     assert {"", "lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn"} <= set(seen)
     assert_same_step(model, stock, batch)
 
     report.restore()
     seen.clear()
-    assert model(**batch).logits is not None
+    assert model(**batch).logits is not SKIPPED_LOGITS
     assert {"", "lm_head", "model.norm"} <= set(seen)
     hooks.remove_hook_from_submodules(model)
     assert not any(find_replacement(m) for m in model.modules())
@@ -282,7 +283,7 @@ def test_a_model_unwrapped_from_mixed_precision_stays_patched(make_model, batch,
     report = tigon.patch(model)
     model, stock = (accelerator.unwrap_model(accelerator.prepare(m), keep_fp32_wrapper=False) for m in (model, stock))
     outputs = model(**batch)
-    assert outputs.logits is None
+    assert outputs.logits is SKIPPED_LOGITS
     torch.testing.assert_close(outputs.loss, stock(**batch).loss)
     report.restore()
     assert torch.equal(model(**batch).logits, stock(**batch).logits)
@@ -293,9 +294,9 @@ def test_hooks_may_go_before_the_patch_does(make_model, batch, hooks):
     put_hooks(hooks, model)
     report = tigon.patch(model)
     hooks.remove_hook_from_submodules(model)
-    assert model(**batch).logits is None
+    assert model(**batch).logits is SKIPPED_LOGITS
     report.restore()
-    assert model(**batch).logits is not None
+    assert model(**batch).logits is not SKIPPED_LOGITS
 
 
 def test_a_wrapper_put_around_a_forward_later_gets_stock_after_restore(make_model, batch, monkeypatch):
@@ -307,7 +308,7 @@ def test_a_wrapper_put_around_a_forward_later_gets_stock_after_restore(make_mode
     with pytest.raises(TypeError):
         model(**batch)
     report.restore()
-    assert model(**batch).logits is not None
+    assert model(**batch).logits is not SKIPPED_LOGITS
 
 
 def test_weights_that_are_offloaded(make_model, batch):
@@ -318,7 +319,7 @@ def test_weights_that_are_offloaded(make_model, batch):
     assert not tigon.patch(model).left_alone
     with torch.no_grad():
         outputs = model(**batch)
-    assert outputs.logits is None
+    assert outputs.logits is SKIPPED_LOGITS
     torch.testing.assert_close(outputs.loss, stock(**batch).loss)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -54,7 +55,7 @@ def test_the_trainer(make_model, rows, tmp_path, setting):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
             if model.training:
-                fused.add(outputs.logits is None)
+                fused.add(outputs.logits is SKIPPED_LOGITS)
             return (loss, outputs) if return_outputs else loss
 
     arguments = {"per_device_train_batch_size": 1, "max_steps": 4, "learning_rate": 1e-2, "optim": "sgd"}
@@ -106,7 +107,7 @@ def test_a_loop_of_accelerate(make_model, rows, step, precision):
         for i, batch in enumerate(loader):
             with accelerator.accumulate(model):
                 outputs = model(**batch)
-                assert (outputs.logits is None) == patched
+                assert (outputs.logits is SKIPPED_LOGITS) == patched
                 assert outputs.loss.dtype == torch.float32
                 accelerator.backward(outputs.loss)
                 results[f"loss {i}"] = outputs.loss.detach()

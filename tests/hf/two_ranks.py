@@ -1,6 +1,6 @@
-"""Run by test_two_ranks.py, once a rank: a patched and a stock model take a step under each way of a group.
+"""Run by test_two_ranks.py, once a rank: a patched and a stock model take a step under each way of some groups.
 
-python two_ranks.py GROUP STORE
+python two_ranks.py GROUP... STORE
 """
 
 import importlib
@@ -14,15 +14,16 @@ from hf.ways import DEVICE
 from ranks import LIMIT, leave
 
 if __name__ == "__main__":
-    group, store = sys.argv[1:]
+    *groups, store = sys.argv[1:]
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     if DEVICE == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
-    for name, way in importlib.import_module(f"hf.ways_{group}").WAYS.items():
-        way(rank)
-        print(f"{name}: same", flush=True)
+    for group in groups:
+        for name, way in importlib.import_module(f"hf.ways_{group}").WAYS.items():
+            way(rank)
+            print(f"{group}: {name} is the same", flush=True)
     dist.destroy_process_group()
     leave()

@@ -1,6 +1,7 @@
 """Tensor parallelism cuts the head by rows: two ranks, each with half of the vocabulary, compute stock's loss."""
 
 import copy
+import inspect
 from collections.abc import Callable
 
 import torch
@@ -14,10 +15,17 @@ from hf.ways import DEVICE, TOLERANCE, assert_same, batch, build, patch, step
 
 
 def transformers_plan(model: nn.Module) -> nn.Module:
+    from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    model = apply_tensor_parallelism(model, init_device_mesh(DEVICE, (2,)))
-    model.tie_weights()  # as from_pretrained does after it
+    # from_pretrained ties weights after it has cut them.
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    plan = ()
+    # transformers 5.17 finds the plan in the model, 5.23 takes it by the names of modules.
+    if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
+        plan = model._resolve_parallel_plans(DistributedConfig(tp_size=2))[:1]
+    model = apply_tensor_parallelism(model, init_device_mesh(DEVICE, (2,)), *plan)
+    model.tie_weights()
     return model
 
 

@@ -9,8 +9,8 @@ from torch.distributed.fsdp import fully_shard
 
 import tigon
 from hf.ways import DEVICE, batch, build, step
-from hf.ways_parallel import by_layers, by_plan
-from hf.ways_sharded import BF16, checkpointed, ddp, fsdp1, fsdp2
+from hf.ways_parallel import by_plan
+from hf.ways_sharded import checkpointed, ddp, fsdp1, fsdp2
 
 
 def norms_apart(model: nn.Module) -> nn.Module:
@@ -95,30 +95,12 @@ def accumulated(rank: int) -> None:
 
 WAYS = {
     "DDP": same(ddp),
-    "DDP with accumulation": accumulated,
     "FSDP2, plain root": same(fsdp2),
-    "FSDP2, norms of heads": same(fsdp2, model_type="qwen3"),
-    "FSDP2, norm and head one unit": same(functools.partial(fsdp2, groups=("norm", "head"))),
     "FSDP2, norms units of their own": same(norms_apart),
-    "FSDP2, patched after": same(fsdp2, patch_after=True),
-    "FSDP2, checkpointing of one layer": same(some_checkpointed),
-    "FSDP2, bf16 parameters": same(functools.partial(fsdp2, **BF16)),
-    "FSDP1, original parameters": same(functools.partial(fsdp1, use_orig_params=True)),
     "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
-    "FSDP1, flat parameters, patched after": same(functools.partial(fsdp1, use_orig_params=False), patch_after=True),
     "tensor parallel": same(by_plan, patch_after=True, one_batch=True, model_type="llama"),
-    "tensor parallel, DTensors between layers": same(
-        functools.partial(by_layers, local=False), patch_after=True, one_batch=True
-    ),
-    "lean+mlp, DDP": lean_mlp(ddp),
     "lean+mlp, FSDP2": lean_mlp(fsdp2, model_type="llama", patch_after=True),
-    "lean+mlp, FSDP2, bf16 parameters": lean_mlp(functools.partial(fsdp2, **BF16)),
     "lean+mlp, FSDP2, linear layers units of their own": lean_mlp(linears_apart),
-    "lean+mlp, FSDP1, original parameters": lean_mlp(functools.partial(fsdp1, use_orig_params=True)),
-    "lean+mlp, FSDP1, flat parameters": lean_mlp(functools.partial(fsdp1, use_orig_params=False)),
-    "lean+mlp, tensor parallel": lean_mlp(by_plan, patch_after=True, one_batch=True, model_type="llama"),
-    "checkpoint, DDP": checkpoint(ddp),
     "checkpoint, FSDP2": checkpoint(fsdp2, model_type="qwen3", patch_after=True),
-    "checkpoint, FSDP2, bf16 parameters": checkpoint(functools.partial(fsdp2, **BF16)),
     "offload, FSDP2": same(fsdp2, level="offload"),
 }

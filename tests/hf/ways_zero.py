@@ -9,6 +9,7 @@ from transformers.integrations import HfDeepSpeedConfig
 
 import tigon.ops.glu as glu
 from hf.ways import DEVICE, Step, assert_same, batch, build, patch, randomise
+from tigon.hf.logits import SKIPPED_LOGITS
 
 
 def zero3(patch_after: bool = False, memory: str = "default", **config) -> Callable[[int], None]:
@@ -39,7 +40,7 @@ def zero3(patch_after: bool = False, memory: str = "default", **config) -> Calla
         glu.runs_kernels = lambda *x: calls.append(x) or asked(*x)
         for i in range(2):
             outputs = engine(**batch(rank, seed=i))
-            assert (outputs.logits is None) == patched
+            assert (outputs.logits is SKIPPED_LOGITS) == patched
             engine.backward(outputs.loss)
             result[f"loss {i}"] = outputs.loss.detach()
             result |= {f"{name} {i}": safe_get_full_grad(p).clone() for name, p in model.named_parameters()}

@@ -11,7 +11,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import tigon
 from memory.steps import block
-from tigon.ops.dispatch import INTERPRETED
 
 # Llama-3-8B, divided by 32: heads of 4 features.
 HIDDEN, INNER, HEADS, GROUPS = 128, 448, 32, 8
@@ -89,7 +88,7 @@ def kept_by_graph(lean: bool, **options: bool) -> int:
     return sum(storage.nbytes() for storage in kept.values())
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the kernels are not called: once is enough")
+@pytest.mark.no_interpreter("It calls no kernel.")
 def test_graphs_with_kernels(monkeypatch):
     """Operators inside of autograd functions are told to be made again as well: norm, its statistics, and product."""
     for op in (tigon.ops.rms_norm, tigon.ops.glu):
@@ -103,7 +102,7 @@ def test_graphs_with_kernels(monkeypatch):
     torch._dynamo.reset()
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter: TRITON_INTERPRET=1")
+@pytest.mark.interpreter
 def test_units_of_a_layer():
     """x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7: stock code has a product of 3.5 beside.
 

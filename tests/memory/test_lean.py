@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from memory.steps import ROWS, WIDTH, Step, assert_same_bits, block, normal, run, total
 from tigon.memory import remade
-from tigon.ops.dispatch import INTERPRETED
 
 
 class Counted:
@@ -387,7 +386,7 @@ def test_as_a_decorator():
     assert_same_bits(given, run(norm_and_product, False)[1])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter has one thread")
+@pytest.mark.no_interpreter("The interpreter has one thread.")
 def test_threads():
     """Each has its own blocks; a thread without one keeps what it kept, and a graph may go from one to the other."""
     expected, results, barrier = run(norm_and_product, False)[1], {}, threading.Barrier(3, timeout=60)
@@ -428,12 +427,6 @@ def test_where_hooks_are_forbidden():
         with pytest.raises(RuntimeError, match="no hooks here"), tigon.lean():
             pass
     assert tigon.memory._open == 0
-
-
-def test_an_old_torch_is_refused(monkeypatch):
-    monkeypatch.setattr("tigon.memory._innermost", None)
-    with pytest.raises(RuntimeError, match="lean: needs torch 2.8 or later, got"), tigon.lean():
-        pass
 
 
 # --- other hooks ---------------------------------------------------------------------------------
@@ -597,7 +590,7 @@ def test_gradients_of_gradients_of_products():
     assert modes == [True, *[False] * (len(modes) - 2), True]
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the references have second derivatives")
+@pytest.mark.interpreter
 def test_ops_without_a_second_derivative_refuse():
     step = Step()
     with tigon.lean():
@@ -609,7 +602,7 @@ def test_ops_without_a_second_derivative_refuse():
 # --- what is left --------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter leaves cycles")
+@pytest.mark.no_interpreter("The interpreter leaves reference cycles.")
 @pytest.mark.parametrize("backward", [True, False], ids=["after backward", "dropped before"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in the block", "after it"])
 def test_nothing_is_left(backward, inside):

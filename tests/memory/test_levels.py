@@ -172,6 +172,9 @@ def test_hooks_of_every_module_see_one_call(calls):
 class Watched(nn.Linear):
     """A linear layer that knows which of its outputs are still there."""
 
+    # A layer of the user's that writes to a list is never called again; a layer of torch's is taken for pure.
+    __module__ = "torch.nn.watched"
+
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
         self.weight, self.made = linear.weight, []

@@ -8,9 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.moe_mlp import ACTIVATIONS
+from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.recognition import experts
 from tigon.recognition.experts import ExpertsRecipe, recognise_experts
-from tigon.recognition.replacement import install
+from tigon.recognition.guard import install_guarded
+from tigon.requirements import _release
 from tigon.testing import assert_accurate
 
 transformers = pytest.importorskip("transformers", "5.0")
@@ -59,7 +61,7 @@ def _inputs(tokens: int = T, choices: int = K, dtype: torch.dtype = torch.float3
 def _patched(module: nn.Module) -> nn.Module:
     recipe = recognise_experts(module)
     assert isinstance(recipe, ExpertsRecipe), recipe
-    install(module, recipe)
+    install_guarded(module, recipe)
     return module
 
 
@@ -87,11 +89,12 @@ def test_output_and_gradients_are_the_stock_ones(flavour, chosen, inputs, monkey
     stock = _experts(flavour, chosen)
     module, recipe = copy.deepcopy(stock), recognise_experts(stock)
     assert recipe.activation == FLAVOURS[flavour][3]
-    install(module, recipe)
+    install_guarded(module, recipe)
     expected = _step(stock, _inputs(**inputs))
-    # What computes it is the op, not the stock forward.
-    monkeypatch.setattr(type(module), "forward", lambda *args: pytest.fail("the stock forward was called"))
+    calls = []
+    monkeypatch.setattr(experts, "moe_mlp", lambda *args, **options: calls.append(1) or moe_mlp(*args, **options))
     _assert_same(_step(module, _inputs(**inputs)), expected)
+    assert calls, "the stock forward was called"
 
 
 @every_flavour
@@ -116,6 +119,8 @@ def test_bf16_is_as_near_to_fp32_as_the_stock_module(flavour, chosen):
 @every_flavour
 def test_experts_of_other_ranks(flavour):
     """Expert parallelism gives them the index E and the weight 0."""
+    if "biases" in flavour and _release(transformers.__version__) < (5, 17):
+        pytest.skip("transformers 5.13 adds unwritten memory to the stock gradients of biases")
     stock, inputs = _experts(flavour), _inputs()
     stock._is_expert_parallel = True  # transformers 5.23 asks for it
     module = _patched(copy.deepcopy(stock))
@@ -143,6 +148,8 @@ def test_frozen(frozen):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_autocast(chosen, dtype):
     """Hidden states of another dtype than the weights, as norms give them."""
+    if torch.__version__ < (2, 9) and chosen == "grouped_mm" and dtype == torch.bfloat16:
+        pytest.skip("with torch 2.8 the stock module multiplies fp32 by bf16, which raises")
     stock = _experts("silu", chosen, dtype)
     module, inputs = _patched(copy.deepcopy(stock)), _inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -171,7 +178,7 @@ def test_the_choice_of_the_config_is_respected():
 def test_undone_exactly_and_the_config_is_untouched():
     module, inputs = _experts(), _inputs()
     before, state = _step(module, inputs), (dict(vars(module)), module.config.to_dict())
-    undo = install(module, recognise_experts(module))
+    undo = install_guarded(module, recognise_experts(module))
     undo()
     assert (dict(vars(module)), module.config.to_dict()) == state
     after = _step(module, inputs)
@@ -259,6 +266,7 @@ def test_parameters_that_are_computed():
     _assert_same(_step(module, inputs), _step(stock, inputs))
 
 
+@pytest.mark.xfail(torch.__version__ < (2, 11), reason="torch.compile before 2.11 cannot trace every call of experts")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("flavour", ["silu", "no gate", "transposed, biases, interleaved, clamped"])
 def test_compiles_without_a_graph_break(flavour, dtype):

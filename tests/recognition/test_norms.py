@@ -91,7 +91,10 @@ def test_what_a_module_warns_of_when_probed_is_no_news_to_the_user():
     ],
 )
 def test_what_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
-    assert recognise_norm(AnyNorm(compute)) == "computes something else than rms_norm or layer_norm"
+    assert recognise_norm(AnyNorm(compute)) in (
+        "computes something else than rms_norm or layer_norm",
+        "its forward draws random numbers",
+    )
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])

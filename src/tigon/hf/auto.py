@@ -5,15 +5,15 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.patch import patch
+from tigon.requirements import require
 
 __all__ = ["AutoModelForCausalLM"]
 
 
 def _build(constructor: str, args: tuple, kwargs: dict[str, Any], patch_options: dict[str, Any] | None) -> nn.Module:
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError("tigon.AutoModelForCausalLM needs transformers: pip install 'tigon[hf]'") from error
+    require("tigon.AutoModelForCausalLM", "transformers", extra="hf")
+    import transformers
+
     model = getattr(transformers.AutoModelForCausalLM, constructor)(*args, **kwargs)
     patch(model, **(patch_options or {}))
     return model

@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.report import Report
+from tigon.requirements import require
 
 __all__ = ["config_class", "patch_type"]
 
@@ -21,7 +22,13 @@ NOTE = "models of this type are patched when they are built, until restore(); wh
 
 
 def config_class(model_type: str, rule: str) -> type:
-    """The config class of a model type; a ValueError with `rule` and the nearest names if there is no such type."""
+    """Return the config class of a model type.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        ValueError: There is no such type; the message is `rule` and the nearest names.
+    """
+    require(f"the model type {model_type!r}", "transformers", extra="hf")
     from transformers import CONFIG_MAPPING, __version__
 
     if model_type not in CONFIG_MAPPING:

@@ -7,8 +7,9 @@ Three places of the instance change, and no model's forward is copied:
   placeholder of shape [1, 1, 3] where logits would be, after computing the loss of the call;
 - `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph, and what the
   middle of the placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if
-  something did (another soft cap since the patch), for a check would wait for the GPU. The ends of the placeholder
-  hold NaN: what else a model makes of its logits is NaN, never wrong.
+  something did (another soft cap since the patch), for a check would wait for the GPU. Whatever else a model computes
+  from its logits raises at once (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines
+  that turn it into a plain tensor.
 
 Only in training mode with labels, or where `skip_logits=True` asks for it. Any other call, and any that this cannot
 honour, runs the stock code as it was.
@@ -20,7 +21,6 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
 import copy
-import dataclasses
 import math
 import threading
 import warnings
@@ -32,12 +32,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_placeholder
 from tigon.ops.dispatch import PLAIN
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.linears import calls_are_stock
 from tigon.ops.valid_rows import ValidRows
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
+from tigon.runtime.reach import explore
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 
@@ -45,7 +48,6 @@ __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec"
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 IGNORE_INDEX = -100  # its default
 MODULE_STATE = vars(nn.Module()).keys()
-PLACEHOLDER = (1, 1, 3)
 
 
 def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -152,8 +154,9 @@ class FusedLoss(threading.local):
         return isinstance(place, (HeadForward, LossFunction)) and place.fused is self
 
     def is_head(self, module: nn.Module) -> bool:
+        """Whether a module is the head, or a copy of it, with the class and the forward that were recognised."""
         found = find_replacement(module)
-        return found is not None and self.is_place(found.recipe)
+        return found is not None and self.is_place(found.recipe) and calls_are_stock() and found.holds()
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
         """The call to compute in the head, or None where the stock code is to run."""
@@ -170,7 +173,12 @@ class FusedLoss(threading.local):
         if not wanted or not isinstance(labels, Tensor) or not (isinstance(kept, int) and kept == 0):
             return None
         # The head or the loss was exchanged since (resized embeddings, an adapter): it is theirs now.
-        if not self.is_place(model.loss_function) or torch._C._are_functorch_transforms_active():
+        # torch computes forward derivatives of its own operators alone.
+        derives = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+        if not self.is_place(model.loss_function) or derives:
+            return None
+        # So was a function that the loss calls.
+        if not torch.compiler.is_compiling() and not model.loss_function.is_unchanged():
             return None
         called = getattr(model, spec.head)
         if (head := called_head(called, self.is_head)) is None or foreign_hook(called):
@@ -193,7 +201,7 @@ class FusedLoss(threading.local):
 
 @dataclass(eq=False)
 class CausalLMForward:
-    """Recipe for the model's forward. In fused training `logits` of the result is None, in tuples too."""
+    """Recipe for the model's forward. In fused training `logits` of the result is `SKIPPED_LOGITS`, in tuples too."""
 
     fused: FusedLoss
 
@@ -207,9 +215,16 @@ class CausalLMForward:
             self.fused.call = around
         if call is None or call.loss is None:
             return outputs
+        # nn.DataParallel puts the outputs of its replicas together, and knows tensors and None.
+        skipped = None if getattr(model, "_is_replica", False) else SKIPPED_LOGITS
         if isinstance(outputs, tuple):
-            return tuple(None if getattr(item, "shape", None) == PLACEHOLDER else item for item in outputs)
-        return dataclasses.replace(outputs, logits=None)
+            return tuple(skipped if is_placeholder(x) else x for x in outputs)
+        # In place: the output keeps what a model has added to it, by key or by attribute.
+        if isinstance(outputs, dict):
+            outputs["logits"] = skipped
+        else:
+            outputs.logits = skipped
+        return outputs
 
 
 @dataclass(eq=False)
@@ -217,6 +232,8 @@ class HeadForward:
     """Recipe for the head's forward: the loss of the current call, if there is one."""
 
     fused: FusedLoss
+    live = ("weight", "bias")
+    choices = ()
 
     def __call__(self, head: nn.Module, hidden: Tensor) -> Tensor:
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
@@ -250,7 +267,7 @@ class HeadForward:
         end = torch.full_like(token, spec.token if watched else torch.nan)
         placeholder = torch.cat((end, token, end), -1)
         if not cut:
-            return placeholder
+            return as_placeholder(placeholder)
         # As it would be gathered.
         return type(weight).from_local(placeholder, hidden.device_mesh, hidden.placements, run_check=False)
 
@@ -264,6 +281,15 @@ class LossFunction:
     slot: str  # where it is in the model
     assigned: bool  # whether `stock` was there, or the model chose it
 
+    def __post_init__(self) -> None:
+        self.is_unchanged = explore(self.stock).checker()
+
+    def __reduce__(self):
+        return LossFunction, (self.fused, self.stock, self.slot, self.assigned)
+
+    def __deepcopy__(self, memo: dict) -> "LossFunction":
+        return LossFunction(copy.deepcopy(self.fused, memo), self.stock, self.slot, self.assigned)
+
     def leave(self, model: nn.Module) -> None:
         """Give the model its own loss back, if this is still in its place."""
         if vars(model).get(self.slot) is self:
@@ -276,9 +302,9 @@ class LossFunction:
             return self.stock(*args, **kwargs)
         given = loss_arguments(args, kwargs)
         logits, labels = given["logits"], given["labels"]
-        logits = logits.full_tensor() if hasattr(logits, "placements") else logits
+        logits = logits.full_tensor() if hasattr(logits, "placements") else as_tensor(logits)
         if (
-            logits.shape != PLACEHOLDER
+            logits.shape != PLACEHOLDER_SHAPE
             or not (labels is call.labels or labels.device != call.labels.device)
             or not _same(given.get("num_items_in_batch"), call.num_items)
             or not _same(given.get("shift_labels"), call.shift_labels)

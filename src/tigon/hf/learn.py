@@ -24,7 +24,9 @@ from tigon.hf.head import (
     called_head,
     loss_arguments,
 )
+from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
 from tigon.ops.dispatch import PLAIN
+from tigon.recognition.guard import install_guarded
 from tigon.recognition.replacement import (
     find_replacement,
     foreign_forward,
@@ -47,6 +49,7 @@ from tigon.recognition.standin import (
     stand_in,
     without_parameters,
 )
+from tigon.runtime.reach import explore
 
 __all__ = ["attach", "learn_loss"]
 
@@ -96,7 +99,11 @@ def _twin(model: nn.Module, head: str, replaced: Callable, seed: int, hidden: Te
     children = {name: stub(child) for name, child in model._modules.items()}
     tensors = own_tensors(model).items()
     own = {name: normal(seed, *t.shape) for name, t in tensors if t is not None and t.is_floating_point()}
-    return stand_in(model, own, children | {head: replaced}, training=True)
+    twin = stand_in(model, own, children | {head: replaced}, training=True)
+    # A forward may count in a buffer; a probe must not.
+    counters = {name: t for name, t in model._buffers.items() if t is not None and name not in own}
+    vars(twin)["_buffers"] = vars(twin)["_buffers"] | {name: t.detach().clone() for name, t in counters.items()}
+    return twin
 
 
 def _run(twin: nn.Module, **kwargs) -> Any:
@@ -178,7 +185,7 @@ def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
     """Install the replacements; returns the function that undoes them."""
     fused = FusedLoss(spec)
     undo = [install(model, CausalLMForward(fused))]
-    undo += [install(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
+    undo += [install_guarded(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
     # Hugging Face keeps an assigned loss in the instance; the property reads it from there.
     slot = "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
     loss_function = LossFunction(fused, model.loss_function, slot, slot in vars(model))
@@ -223,7 +230,7 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
             results: list[Any] = []
             run = functools.partial(_run_loss, twin, results, labels=targets, **case)
             found.append((gradients(run, _leaves(layer, hidden)), results[0].loss.detach()))
-        if results[0].logits is not None:
+        if results[0].logits is not SKIPPED_LOGITS:
             raise NotUnderstood("its output keeps the logits out of reach")
         (stock, expected), (fused, loss) = found
         if expected.dtype != loss.dtype or not torch.allclose(loss, expected, rtol=1e-5, atol=1e-6):
@@ -292,7 +299,7 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
         return f"its loss function was replaced (by {written_in(loss_function)})"
     head = called
     try:
-        with probing(), torch.inference_mode(False):
+        with explore(model).preserved(), probing():
             if odd := [each for each in heads if not _is_linear(each)]:
                 return f"its head ({type(odd[0]).__name__}) is not a plain linear layer"
             if not (type(head.weight) in PLAIN or hasattr(head.weight, "placements")):
@@ -311,6 +318,8 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
             _verify(model, head, spec)
     except NotUnderstood as reason:
         return str(reason)
+    except LogitsSkippedError as error:
+        return f"its forward computes more than its loss from its logits ({str(error).split('`')[1]})"
     except Exception as error:
         return f"its forward cannot be run on stand-ins ({describe(error)})"
     return spec

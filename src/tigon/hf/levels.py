@@ -9,7 +9,9 @@ from typing import Any
 from torch import nn
 
 from tigon.memory import lean
+from tigon.memory.block import REPEATING
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.runtime.reach import explore
 
 __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
 
@@ -73,8 +75,11 @@ def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
     """Give a model a level that is not refused; returns the function that undoes it, and a note of what was done."""
     if not LEVELS[level].checkpoint:
         return _make_lean(model, LEVELS[level]), LEVELS[level].note
-    undo, left_out = _switch_on(model)
-    return undo, LEVELS[level].note.format(" but the last" if left_out else "")
+    undo, left_out, kept = _switch_on(model)
+    note = LEVELS[level].note.format(" but the last" if left_out else "")
+    if kept:
+        note += f"; {len(kept)} layers run once, because a second run might differ: {kept[0]}"
+    return undo, note
 
 
 # --- blocks of lean --------------------------------------------------------------------------------
@@ -84,7 +89,7 @@ def _lean_refused() -> str | None:
     try:
         with lean():
             return None
-    except RuntimeError as error:  # this torch, or saved-tensor hooks that are forbidden here
+    except RuntimeError as error:  # saved-tensor hooks are forbidden here
         return str(error)
 
 
@@ -166,12 +171,28 @@ def once(function: Callable, *args: Any) -> Any:
         return function(*args)
 
 
-def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool]:
-    """Let the layers be checkpointed, not reentrant, by the model's own switch; and whether the last was left out.
+def _is_innermost(module: nn.Module) -> bool:
+    """Whether a module has the switch, and nothing in it has."""
+    return hasattr(module, SWITCHES[0]) and sum(hasattr(m, SWITCHES[0]) for m in module.modules()) == 1
 
-    Where it is on already it stays as it is.
+
+def _not_repeatable(layer: nn.Module) -> str | None:
+    """Why a layer must not run twice: a module in it, of neither torch nor a known library, is no pure function."""
+    for name, module in layer.named_modules():
+        if type(module).__module__.partition(".")[0] not in REPEATING:
+            reach = explore(module)
+            if found := (*reach.writes, *reach.unwatchable):
+                return f"{name or type(layer).__name__} ({type(module).__name__}) {found[0]}"
+    return None
+
+
+def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
+    """Let the layers be checkpointed, not reentrant, by the model's own switch.
+
+    Returns the function that undoes it, whether the last layer was left out, and the reasons why other layers were.
+    Where checkpointing is on already it stays as it is.
     """
-    undo = []
+    undo, kept = [], []
     for owner in _owners(model):
         if any(getattr(module, SWITCHES[0], False) for module in owner.modules()):
             continue
@@ -188,9 +209,13 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool]:
         vars(owner).update(hooks)
         if (last := _last_layer(owner)) is not None:
             setattr(last, SWITCHES[1], once)
+        for layer in (m for m in owner.modules() if _is_innermost(m)):
+            if (reason := _not_repeatable(layer)) is not None:
+                setattr(layer, SWITCHES[1], once)
+                kept.append(reason)
         undo += [functools.partial(_give_back, m, before, vars(m)[SWITCHES[1]]) for m, before in had]
     left_out = any(getattr(m, SWITCHES[1], None) is once for owner in _owners(model) for m in owner.modules())
-    return lambda: [step() for step in undo] and None, left_out
+    return lambda: [step() for step in undo] and None, left_out, kept
 
 
 def _give_back(module: nn.Module, before: dict[str, Any], ours: Callable) -> None:

@@ -9,26 +9,29 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.by_type import patch_type
+from tigon.hf.entered import watch_entry
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVELS, apply_level, refusal
 from tigon.hf.report import Report
 from tigon.recognition.experts import recognise_experts
-from tigon.recognition.glue import GlueRecipe, recognise_glue
+from tigon.recognition.glue import GlueRecipe, overwritten_norms, recognise_glue
+from tigon.recognition.guard import install_guarded
 from tigon.recognition.kind import kind_of
 from tigon.recognition.mlps import recognise_glu, recognise_relu2
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.rope import RopeRecipe, recognise_rope
+from tigon.requirements import require_for
 
 __all__ = ["patch", "patched"]
 
 # How a module is recognised (a recipe, a reason why not, or None) and how what was found is installed.
 PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
-    "rms_norm": (recognise_norm, install),
-    "layer_norm": (recognise_norm, install),
-    "glu": (recognise_glu, install),
-    "relu2": (recognise_relu2, install),
-    "experts": (recognise_experts, install),
+    "rms_norm": (recognise_norm, install_guarded),
+    "layer_norm": (recognise_norm, install_guarded),
+    "glu": (recognise_glu, install_guarded),
+    "relu2": (recognise_relu2, install_guarded),
+    "experts": (recognise_experts, install_guarded),
     "rope": (recognise_rope, install),
     "glue": (recognise_glue, install),
     "loss": (learn_loss, attach),
@@ -60,6 +63,12 @@ def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
     return ropes[0].with_glue() if both else None
 
 
+def _lost(level: str, is_fused: bool) -> str:
+    """What a model with another forward does without."""
+    words = ["the loss in its head"] * is_fused + [f"memory={level!r}"] * LEVELS[level].lean
+    return f"{' and '.join(words)} {'are' if len(words) > 1 else 'is'}"
+
+
 def patch(model: nn.Module | str, **options: Any) -> Report:
     """Replace, in this instance only, what computes what an op of Tigon computes, to the bit.
 
@@ -79,12 +88,12 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         glue: What stands between: the sum of a residual and the norm after it, linear layers of one input. The source
             of a layer's forward is rewritten for it, and runs the stock statements wherever they do more.
         loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
-            the head without holding the logits, and `logits` of the output is None, in tuples too. So it is in any mode
+            the head without holding the logits, and `logits` of the output raises when it is used. So it is in any mode
             where `skip_logits=True` is given to the model's call (then also with `shift_labels` alone), and in none
             with `skip_logits=False`. Evaluation, generation, calls without labels or with `logits_to_keep` stay stock,
             and so does the loss while an adapter or a hook on the head takes part, with a warning. If the logits are
-            treated otherwise after the patch (another soft cap in the config) or used beside the loss, the loss is NaN
-            instead of wrong.
+            treated otherwise after the patch (another soft cap in the config), the loss is NaN instead of wrong; if
+            something else is computed from them, that raises at once.
         memory: How little is kept for backward, bit for bit the same: "default"; "lean", no output of a norm or a
             gate; "lean+mlp", nor of a gate or up projection; "checkpoint", of each layer but the last its input alone,
             by the switch of transformers' models; "offload", as "lean+mlp", and what is left in pinned host memory.
@@ -95,6 +104,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
 
     Raises:
         TypeError: `model` is no `torch.nn.Module`, or an option is unknown or of the wrong type.
+        ImportError: The model comes from a transformers that is too old.
         ValueError: `memory` is none of its choices or cannot be had here, or `model` is a string that is no model type.
 
     Example:
@@ -106,12 +116,14 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     parts = _choose(options)
     if isinstance(model, str):
         return patch_type(model, functools.partial(patch, **options))
+    require_for(model)
     report, plan, asked, found = Report(type(model).__name__), {}, set(), {}
     installed = {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
     modules = [
         (name, module) for name, module in model.named_modules() if isinstance(installed[module], (*JOINED, type(None)))
     ]
     kinds = {module: kind_of(module) for _, module in modules}
+    overwritten = overwritten_norms(model)
     for part in parts:
         recognise, apply = PARTS[part]
         for name, module in modules:
@@ -124,6 +136,8 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             if recipe is None or other or (before is not None and _joined(before, recipe) is None):
                 continue
             recipe = (before is None and foreign_forward(module)) or recipe
+            if part in ("rms_norm", "layer_norm"):
+                recipe = overwritten.get(module, recipe)
             left = isinstance(recipe, str)
             report.add(part, type(module).__name__, not left, str(recipe), name)
             if not left:
@@ -142,6 +156,10 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         undo, note = apply_level(model, level)
         report.undo.append(undo)
         report.notes.append(note)
+    fused = [module for module, (apply, _) in plan.items() if apply is attach]
+    report.undo += [watch_entry(module, _lost(level, True)) for module in fused]
+    if LEVELS[level].lean and model not in fused:
+        report.undo.append(watch_entry(model, _lost(level, False)))
     if already:
         report.notes.append(f"{already} places were patched already and stay as they are")
     elif not report and level == "default":

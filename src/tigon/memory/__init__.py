@@ -42,8 +42,8 @@ __all__ = [
     "runs_again",
 ]
 
-# The innermost saved-tensor hooks of this thread: torch calls no others. Since torch 2.8.
-_innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+# The innermost saved-tensor hooks of this thread: torch calls no others.
+_innermost = torch._C._autograd._top_saved_tensors_default_hooks
 
 _open = 0  # blocks of `lean`, in any thread
 _open_mlp = 0  # those with `mlp=True`
@@ -84,7 +84,7 @@ def in_checkpoint() -> bool:
 
     It runs again up to the last operator that saves something: a product that is part of a node is done twice there.
     """
-    hooks = None if _innermost is None or torch.compiler.is_compiling() else _innermost(True)
+    hooks = None if torch.compiler.is_compiling() else _innermost(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
@@ -95,7 +95,7 @@ def runs_again() -> bool:
 
 def is_seen_by_nobody() -> bool:
     """Whether what an op saves here is kept for it alone: by a checkpoint's first run, plain `lean`, or no hooks."""
-    if _innermost is None or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
         return False
     if _innermost(True) is None or in_checkpoint():
         return not runs_again()
@@ -193,8 +193,8 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
 
     Raises:
         TypeError: An option is no bool.
-        RuntimeError: torch is older than 2.8, or forbids saved-tensor hooks here, or `offload` is asked for under
-            `torch.compile`. In backward, an input of such an op was written in place since.
+        RuntimeError: Saved-tensor hooks are forbidden here, or `offload` is asked for under `torch.compile`. In
+            backward, an input of such an op was written in place since.
 
     Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; of chosen
     ops, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
@@ -218,8 +218,6 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         finally:
             _open, _open_mlp = _open - 1, _open_mlp - mlp
         return
-    if _innermost is None:
-        raise RuntimeError(f"lean: needs torch 2.8 or later, got {torch.__version__}")
     outer = _innermost(True)
     if in_checkpoint():  # it keeps nothing anyway, and counts what is saved
         yield

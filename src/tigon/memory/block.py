@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from tigon.memory.offload import Away
 from tigon.memory.recipe import Elsewhere, Recipe, Result, cast
 from tigon.ops.dispatch import any_global_hook
+from tigon.runtime.reach import explore
 
 __all__ = ["Block"]
 
@@ -68,8 +69,11 @@ class Block:
     def call(self, module: nn.Module, x: Tensor) -> Any:
         """`module(x)`, which the same call makes again; kept if that would give other values or do more than that."""
         before = None if type(x) is not Tensor or _does_more(module) else _state(module, x)
+        around = None if before is None or _is_plain(module) else _surroundings(module)
         y = module(x)
         if before is None or not _same_state(before, _state(module, x)) or type(y) is not Tensor:
+            return y
+        if around is not None and not (around.is_watchable and around.is_unchanged()):
             return y
         if y.untyped_storage()._cdata != x.untyped_storage()._cdata and self.find(y) is None:
             self.remember(y, module, (x,))
@@ -134,9 +138,13 @@ def _is_whole(y: Tensor) -> bool:
 # --- modules that may be called again --------------------------------------------------------------
 
 
+_LINEAR_FORWARD = nn.Linear.forward
+
+
 def _is_plain(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and not hooks and "forward" not in vars(module)
+    stock = nn.Linear.forward is _LINEAR_FORWARD
+    return type(module) is nn.Linear and stock and not hooks and "forward" not in vars(module)
 
 
 def _origin(hook: Callable) -> str:
@@ -169,6 +177,39 @@ def _state(module: nn.Module, x: Tensor) -> tuple | None:
     else:
         return None
     return x._version, tuple(buffer._version for buffer in module.buffers()), drawn
+
+
+# Packages whose layers, quantised ones and adapters, give the same at every call but for torch's random numbers and
+# buffers, which are compared.
+REPEATING = frozenset(("torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "deepspeed", "tigon"))
+
+
+class _Surroundings:
+    """The Python state that a call of a module and of its children can reach, as it was at one moment."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in REPEATING]
+        reaches = [explore(part) for part in parts]
+        # Generators of random numbers and iterators change without any sign.
+        self.is_watchable = not any(reach.unwatchable for reach in reaches)
+        self.checks = [(weakref.ref(p), r.check()) for p, r in zip(parts, reaches, strict=True)]
+
+    def is_unchanged(self) -> bool:
+        try:
+            return all(check(part().__dict__, type(part())) for part, check in self.checks)
+        except (KeyError, IndexError, AttributeError):
+            return False
+
+
+_known_surroundings: "weakref.WeakKeyDictionary[nn.Module, _Surroundings]" = weakref.WeakKeyDictionary()
+
+
+def _surroundings(module: nn.Module) -> _Surroundings:
+    """What a call of the module can reach, as it is now."""
+    known = _known_surroundings.get(module)
+    if known is None or not known.is_unchanged():
+        known = _known_surroundings[module] = _Surroundings(module)
+    return known
 
 
 def _same_state(before: tuple, after: tuple | None) -> bool:

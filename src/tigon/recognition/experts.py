@@ -15,7 +15,7 @@ from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
-from tigon.recognition.watch import Watched, still, watch
+from tigon.runtime.reach import explore
 
 __all__ = ["ExpertsRecipe", "recognise_experts"]
 
@@ -35,7 +35,7 @@ class ExpertsRecipe:
 
     activation: str | None
     choices: tuple[str, ...]  # of the config, under which the module computes the same
-    watched: Watched
+    live = ("_experts_implementation", "_experts_implementation_internal")
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
         chosen, weights = module.config._experts_implementation, [getattr(module, name) for name in _names(module)]
@@ -43,7 +43,7 @@ class ExpertsRecipe:
         # The products of "eager" are in the dtype of autocast, grouped ones in that of the weights.
         cast = chosen == "eager" and torch.is_autocast_enabled(weights[0].device.type)
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
-        if chosen not in self.choices or cast or not (fits and plain and still(module, self.watched)):
+        if chosen not in self.choices or cast or not (fits and plain):
             return type(module).forward(module, *args, **kwargs)
         activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
         options = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False)) | {"transposed": module.is_transposed}
@@ -96,13 +96,17 @@ def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
         return f"has other state than {', '.join(_names(module))}, or hooks on its activation"
     if (chosen := module.config._experts_implementation) not in CHOICES:
         return f"its config has chosen {chosen!r} for its experts"
+    if (reach := explore(module, ExpertsRecipe.live, CHOICES)).reason:
+        return reach.reason
     try:
-        with probing():
+        with reach.preserved(), probing():
             kinds = _activations(module, torch.float32) & _activations(module, torch.bfloat16)
-            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES, ())  # a twin has sizes of its own: nothing watched
+            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES)
             right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
         return f"cannot be run by itself ({describe(error)})"
+    if reach.reason:
+        return reach.reason
     if chosen not in right:
         return f"computes something else than moe_mlp, where its config has chosen {chosen!r}"
-    return replace(recipe, choices=right, watched=watch(module) if kinds else ())
+    return replace(recipe, choices=right)

@@ -19,16 +19,18 @@ from tigon.ops.rms_norm import add_rms_norm, rms_norm_passing
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norms import RMSNormRecipe, recognise_norm
 from tigon.recognition.replacement import Replacement
-from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
+from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, overwritten_inputs, rewrite
+from tigon.recognition.source import innermost
+from tigon.runtime.reach import explore
 
-__all__ = ["GlueRecipe", "glued", "recognise_glue"]
+__all__ = ["GlueRecipe", "glued", "overwritten_norms", "recognise_glue"]
 
 
 def _arguments(norm: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
     """Weight, epsilon and form of a norm that is patched and does nothing else, if its op takes x."""
     own = getattr(norm, "__dict__", {})  # what is called may be any attribute, a method or a function
     forward = own.get("forward")  # a wrapper of accelerate's has all that a replacement has
-    if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe:
+    if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe or not forward.holds():
         return None
     more = is_hooked(norm) or type(norm).__call__ is not nn.Module.__call__
     return None if more else recipe.arguments(norm, x)
@@ -64,8 +66,8 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
     return None if torch.compiler.is_compiling() else linears(x, layers)
 
 
-def glued(function: FunctionType) -> FunctionType | None:
-    """A forward with its glue replaced, or None if it has none."""
+def glued(function: FunctionType) -> FunctionType | str | None:
+    """A forward with its glue replaced; None if it has none, or a reason why it stays as it is."""
     return rewrite(function, add_norm, norm_pass, products)
 
 
@@ -76,40 +78,76 @@ class GlueRecipe:
 
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
-        # None for a copy of a model that was sent to where the class is written otherwise, or cannot be read.
-        self.forward = glued(self.stock) if isinstance(self.stock, FunctionType) else None
+        self.forwards: dict[Any, FunctionType | None] = {}
+
+    @property
+    def forward(self) -> FunctionType | None:
+        """The rewritten forward of the class."""
+        return self.forward_for(self.stock)
+
+    def forward_for(self, forward: Any) -> FunctionType | None:
+        """The rewritten form of `forward`, if it is the stock one, or the stock one in more wrappers.
+
+        FSDP2 gives a layer a subclass of its class, whose forward transformers wraps once more. The result is None for
+        any other forward, and for a copy of a model that was sent to where the class is written otherwise.
+        """
+        if forward not in self.forwards:
+            functions = isinstance(forward, FunctionType) and isinstance(self.stock, FunctionType)
+            same = functions and innermost(forward) is innermost(self.stock)
+            result = glued(forward) if same else None
+            self.forwards[forward] = result if isinstance(result, FunctionType) else None
+        return self.forwards[forward]
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Any:
+        stock = type(module).forward
         # A compiler fuses by itself; and somebody may have given the class another forward.
-        other = self.forward is None or type(module).forward is not self.stock
-        if torch.compiler.is_compiling() or other:
-            return type(module).forward(module, *args, **kwargs)
-        return self.forward(module, *args, **kwargs)
+        forward = None if torch.compiler.is_compiling() else self.forward_for(stock)
+        return (forward or stock)(module, *args, **kwargs)
 
     def __reduce__(self):
         return GlueRecipe, (self.cls,)
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_PASS: "norm + residual", PRODUCTS: "products of one input"}
-        return ", ".join(word for name, word in words.items() if name in self.forward.__code__.co_freevars)
+        names = innermost(self.forward).__code__.co_freevars
+        return ", ".join(word for name, word in words.items() if name in names)
 
 
-_rms_norms: dict[tuple, bool] = {}  # by kind: a layer's number makes it a kind of its own, and its norms none
+# By what recognition depends on. A layer's number makes it a kind of its own, and the norms in all layers are one kind.
+_rms_norms: dict[tuple, bool] = {}
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
-    kind = kind_of(module)
-    if kind not in _rms_norms:
-        _rms_norms[kind] = isinstance(recognise_norm(module), RMSNormRecipe)
-    return _rms_norms[kind]
+    key = kind_of(module), explore(module).fingerprint
+    if key not in _rms_norms:
+        _rms_norms[key] = isinstance(recognise_norm(module), RMSNormRecipe)
+    return _rms_norms[key]
 
 
-def recognise_glue(module: nn.Module) -> GlueRecipe | None:
+def overwritten_norms(model: nn.Module) -> dict[nn.Module, str]:
+    """Children whose input is changed in place after they have run, and why their own forward must stay.
+
+    A norm in half precision saves an fp32 copy of its input for backward. The op saves the input itself, which must not
+    change until then.
+    """
+    reasons = {}
+    for module in model.modules():
+        forward = inspect.getattr_static(type(module), "forward", None)
+        if module._modules and isinstance(forward, FunctionType):
+            for name, line in overwritten_inputs(forward).items():
+                if isinstance(child := getattr(module, name, None), nn.Module):
+                    reasons[child] = f"its input is changed in place afterwards ({type(module).__name__}, line {line})"
+    return reasons
+
+
+def recognise_glue(module: nn.Module) -> GlueRecipe | str | None:
     """A module that adds to a residual before it calls a norm, or calls several linear layers with one input."""
     forward = inspect.getattr_static(type(module), "forward", None)
     children = [child for child in module._modules.values() if child is not None]
-    if len(children) < 2 or not isinstance(forward, FunctionType) or glued(forward) is None:
+    if len(children) < 2 or not isinstance(forward, FunctionType):
         return None
+    function = glued(forward)
     several = sum(isinstance(child, nn.Linear) for child in children) > 1
-    serves = several or any(map(_is_rms_norm, children))
-    return GlueRecipe(type(module)) if serves else None
+    if function is None or not (several or any(map(_is_rms_norm, children))):
+        return None
+    return function if isinstance(function, str) else GlueRecipe(type(module))

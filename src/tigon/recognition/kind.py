@@ -14,7 +14,8 @@ STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward", 
 def kind_of(module: nn.Module) -> tuple:
     """What recognition depends on; modules that agree in it are probed once, whatever a model's number of layers."""
     state = [(name, value) for name, value in vars(module).items() if name not in STATE]
-    own = tuple((k, v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in state)
+    # With its type: 1 and True are equal.
+    own = tuple((k, type(v), v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in state)
     tensors = own_tensors(module).items()
     shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
     children = tuple((k, child and kind_of(child)) for k, child in module._modules.items())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory import call, remade_mlp
+from tigon.ops.dispatch import any_global_hook
 from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
 from tigon.ops.relu2 import relu2, relu2_reference
@@ -18,6 +19,7 @@ from tigon.recognition.standin import (
     BF16,
     FP16,
     FP32,
+    WritesTensor,
     describe,
     gradients,
     in_mode,
@@ -25,13 +27,15 @@ from tigon.recognition.standin import (
     normal,
     own_tensors,
     probing,
+    run_forward,
     same_bits,
     same_gradients,
     stand_in,
     takes,
+    unusual,
     without_parameters,
 )
-from tigon.recognition.watch import Watched, still, watch
+from tigon.runtime.reach import explore
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 
@@ -50,10 +54,16 @@ class GLURecipe:
     gate: str
     up: str | None
     down: str
-    watched: Watched = field(default=(), compare=False)
+    # Dimensions of inputs for which the module was compared with the op.
+    dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
+    live = ()
+    choices = ()
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        if kwargs or len(args) != 1 or not still(module, self.watched):
+        x = args[0] if len(args) == 1 and not kwargs else None
+        fits = isinstance(x, Tensor) and x.dim() in self.dims and x.is_floating_point()
+        # A hook of every module also sees the activation, which is not called here.
+        if not fits or any_global_hook():
             return type(module).forward(module, *args, **kwargs)
         if self.up is not None and not reference:
             weights = [plain_weight(getattr(module, name)) for name in (self.gate, self.up, self.down)]
@@ -101,8 +111,10 @@ def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtyp
     return stand_in(module, {}, children, training=training, **sizes)
 
 
-# Dtypes and leading shapes: sequences long and short. Some modules take three dimensions only.
+# Dtypes and leading shapes: sequences long and short.
 CASES = [(FP32, (2, 16)), (BF16, (1, 300)), (BF16, (2, 16)), (FP32, (1, 32)), (FP16, (4, 8))]
+# The other numbers of dimensions, which some modules do not take.
+SHAPES = [(), (16,), (2, 3, 4)]
 
 
 def _run_glu(module: nn.Module, linears: dict, wiring: tuple, candidates: list, seed: int, case: tuple) -> list:
@@ -111,14 +123,38 @@ def _run_glu(module: nn.Module, linears: dict, wiring: tuple, candidates: list, 
     twin = _glu_twin(module, linears, wiring, dtype, seed)
     plain = normal(1000 + seed, *shape, 24)
     sizes = torch.logspace(-4, 1 if dtype == FP16 else 10, plain[..., 0].numel()).view(*shape, 1)
-    x = (plain * sizes).to(dtype)
-    y = type(module).forward(twin, x.clone())
-    candidates = [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
+    for x in ((plain * sizes).to(dtype), unusual(seed, *shape, 24, dtype=dtype)):
+        candidates = _agreeing(twin, candidates, x)
     if dtype != FP32 or not candidates:
         return candidates
-    leaves = [plain, *(p for name in linears for p in twin._modules[name]._parameters.values() if p is not None)]
-    stock = gradients(lambda: type(module).forward(twin, plain), leaves)
-    return [c for c in candidates if same_gradients(gradients(lambda c=c: c(twin, plain), leaves), stock)]
+    parameters = [p for name in linears for p in twin._modules[name]._parameters.values() if p is not None]
+    for leaves in ([plain, *parameters], parameters):
+        stock = gradients(functools.partial(type(module).forward, twin, plain), leaves)
+        candidates = [
+            c for c in candidates if same_gradients(gradients(functools.partial(c, twin, plain), leaves), stock)
+        ]
+        plain = plain.detach()
+    for p in parameters:
+        p.requires_grad_(False).mul_(100.0)  # a module may clamp its weights, or what they make
+    return _agreeing(twin, candidates, plain)
+
+
+def _agreeing(twin: nn.Module, candidates: list, x: Tensor) -> list:
+    y = run_forward(twin, x)
+    return [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
+
+
+def _run_shapes(module: nn.Module, linears: dict, wiring: tuple, candidates: list) -> tuple[list, frozenset[int]]:
+    """The candidates that reproduce the module at every number of dimensions that it takes, and these numbers."""
+    twin, dims = _glu_twin(module, linears, wiring, FP32, 7), {3}
+    for shape in SHAPES:
+        x = normal(7, *shape, 24)
+        with contextlib.suppress(Exception):
+            run_forward(twin, x)
+            dims.add(x.dim())
+        if x.dim() in dims:
+            candidates = _agreeing(twin, candidates, x)
+    return candidates, frozenset(dims)
 
 
 def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
@@ -134,21 +170,30 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
         return f"has more state than a gated MLP ({', '.join(extra)})"
     if changed := [name for name, child in others.items() if is_changed(child)]:
         return f"has hooks on {', '.join(changed)}, or another forward there"
+    sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
+    if (reach := explore(module)).reason:
+        return reach.reason if len(sizes) > 1 else None  # query, key and value of an attention, say
+    if reach.names & {"weight", "bias"}:
+        return "its forward reads the weights of its linear layers, beside calling them"
     other = "computes something else than silu, gelu or gelu-tanh gates"
     failure, ran = other, False
     for wiring in wirings:
         candidates = [GLURecipe(kind, *wiring) for kind in KINDS]
         try:
-            with probing():
+            with reach.preserved(), probing():
                 for case in enumerate(CASES):
                     candidates = _run_glu(module, linears, wiring, candidates, *case)
+                candidates, dims = _run_shapes(module, linears, wiring, candidates)
+        except WritesTensor as error:
+            return str(error)
         except Exception as error:
             failure = failure if ran else f"cannot be run by itself ({describe(error)})"
             continue
         failure, ran = other, True
+        if reach.reason:
+            return reach.reason
         if candidates:
-            return replace(candidates[0], watched=watch(module))
-    sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
+            return replace(candidates[0], dims=dims)
     return failure if ran or len(sizes) > 1 else None  # query, key and value of an attention, say
 
 
@@ -159,10 +204,11 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
 class ReLU2Recipe:
     """`relu2`, for an activation that is a module of its own."""
 
-    watched: Watched = field(default=(), compare=False)
+    live = ()
+    choices = ()
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
-        if kwargs or len(args) != 1 or not still(module, self.watched):
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
             return type(module).forward(module, *args, **kwargs)
         return relu2(*args)
 
@@ -170,17 +216,21 @@ class ReLU2Recipe:
         return "relu2"
 
 
-def recognise_relu2(module: nn.Module) -> ReLU2Recipe | None:
+def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
     """A squared ReLU: no children, no parameters."""
     if module._modules or not without_parameters(module) or not takes(module, 1):
         return None
-    with contextlib.suppress(Exception), probing():
+    reach = explore(module)
+    with contextlib.suppress(Exception), reach.preserved(), probing():
         for seed, dtype in enumerate((FP32, BF16, FP16)):
-            x = (normal(seed, 16, 24) * torch.logspace(-4, 1 if dtype == FP16 else 15, 16)[:, None]).to(dtype)
+            wide = (normal(seed, 16, 24) * torch.logspace(-4, 1 if dtype == FP16 else 15, 16)[:, None]).to(dtype)
+            others = [unusual(seed, *shape, 24, dtype=dtype) for shape in ((16,), (), (2, 8), (2, 2, 4))]
             twins = [stand_in(module, training=training) for training in (True, False)]
-            if not all(same_bits(type(module).forward(twin, x.clone()), relu2_reference(x)) for twin in twins):
-                return None
-        x = normal(3, 16, 24)
-        stock, ours = (gradients(run, [x]) for run in (lambda: type(module).forward(module, x), lambda: relu2(x)))
-        return ReLU2Recipe(watch(module)) if same_gradients(ours, stock) else None
+            for twin, x in itertools.product(twins, (wide, *others)):
+                if not same_bits(run_forward(twin, x), relu2_reference(x)):
+                    return None
+        x, twin = normal(3, 16, 24), stand_in(module)
+        stock, ours = (gradients(run, [x]) for run in (lambda: type(module).forward(twin, x), lambda: relu2(x)))
+        if same_gradients(ours, stock):
+            return reach.reason or ReLU2Recipe()
     return None

@@ -1,5 +1,6 @@
 """Recognise RMS norms and layer norms: rows of very different sizes show epsilon, offset and where a norm rounds."""
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,17 +18,20 @@ from tigon.recognition.standin import (
     BF16,
     FP16,
     FP32,
+    WritesTensor,
     describe,
     gradients,
     normal,
     own_tensors,
     probing,
+    run_forward,
     same_bits,
     same_gradients,
     stand_in,
     takes,
+    unusual,
 )
-from tigon.recognition.watch import Watched, still, watch
+from tigon.runtime.reach import explore
 
 __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
 
@@ -41,12 +45,19 @@ class RMSNormRecipe:
     offset: float
     rounding: Literal["before_weight", "after_weight"]
     gated: bool
-    watched: Watched = field(default=(), compare=False)
+    # Dimensions of inputs for which the module was compared with the op.
+    dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     part = "rms_norm"
+    choices = ()
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The attributes that the recipe reads in every call."""
+        return tuple(name for name in (self.weight, self.eps) if isinstance(name, str))
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         weight, eps = _own(module, self.weight), _own(module, self.eps)
-        if kwargs or len(args) != 1 + self.gated or not _fits(module, args, weight, self.watched):
+        if kwargs or len(args) != 1 + self.gated or not _fits(args, weight, self.dims):
             return type(module).forward(module, *args, **kwargs)
         y = (rms_norm_reference if reference else rms_norm)(
             args[0], weight, eps, offset=self.offset, rounding=self.rounding
@@ -61,7 +72,7 @@ class RMSNormRecipe:
     def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
         """Weight, epsilon and form for the op, if that is all the module does with x."""
         weight, eps = _own(module, self.weight), _own(module, self.eps)
-        if self.gated or not _fits(module, (x,), weight, self.watched):
+        if self.gated or not _fits((x,), weight, self.dims):
             return None
         return weight, eps, {"offset": self.offset, "rounding": self.rounding}
 
@@ -97,12 +108,18 @@ class LayerNormRecipe:
     weight: str | None
     bias: str | None
     written: Callable  # a reference with the module's bits
-    watched: Watched = field(default=(), compare=False)
+    dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     part = "layer_norm"
+    choices = ()
+
+    @property
+    def live(self) -> tuple[str, ...]:
+        """The attributes that the recipe reads in every call."""
+        return tuple(name for name in (self.weight, self.bias, self.eps) if isinstance(name, str))
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         own = [_own(module, name) for name in (self.weight, self.bias, self.eps)]
-        if kwargs or len(args) != 1 or not _fits(module, args, own[0], self.watched):
+        if kwargs or len(args) != 1 or not _fits(args, own[0], self.dims):
             return type(module).forward(module, *args, **kwargs)
         # Without kernels torch's own sums a bf16 weight's gradient in bf16; who wrote it in fp32 keeps that.
         exact = reference or (self.written is not layer_norm_reference and not runs_kernels(args[0], *own[:2]))
@@ -117,9 +134,9 @@ def _own(module: nn.Module, name: str | float | None) -> Tensor | float | None:
     return getattr(module, name) if isinstance(name, str) else name
 
 
-def _fits(module: nn.Module, args: tuple, weight: Tensor | None, watched: Watched) -> bool:
-    """Whether the op takes these arguments, and the module is as it was when it was recognised."""
-    if not all(isinstance(x, Tensor) for x in args) or not still(module, watched):
+def _fits(args: tuple, weight: Tensor | None, dims: frozenset[int]) -> bool:
+    """Whether the op takes these arguments."""
+    if not all(isinstance(x, Tensor) and x.dim() in dims and x.is_floating_point() for x in args):
         return False
     return weight is None or weight.shape == args[0].shape[-1:]
 
@@ -159,17 +176,51 @@ def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int,
         own = {name: normal(100 + seed + 10 * i, width, dtype=weight_dtype) for i, name in enumerate(names)}
         twin = stand_in(module, own, training=training)
         try:
-            y = type(module).forward(twin, *(x.clone() for x in inputs))
+            y = run_forward(twin, *inputs)
+        except WritesTensor:
+            raise
         except Exception:
             if dtype == weight_dtype:
                 raise
             continue  # it refuses mixed dtypes, so there is nothing to reproduce
         candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
+    return _run_unusual(module, names, candidates, width, gated)
+
+
+def _run_unusual(module: nn.Module, names: list[str], candidates: list, width: int, gated: bool) -> list:
+    """The candidates with the module's gradients, which also reproduce it at values and weights of any size."""
     twin = stand_in(module, {name: normal(i, width) for i, name in enumerate(names)}, training=True)
     inputs = [normal(20 + i, 8, width) for i in range(1 + gated)]
-    leaves = [*inputs, *(twin._parameters[name] for name in names)]
-    stock = gradients(lambda: type(module).forward(twin, *inputs), leaves)
-    return [c for c in candidates if same_gradients(gradients(lambda c=c: c(twin, *inputs), leaves), stock)]
+    parameters = [twin._parameters[name] for name in names]
+    for leaves in ([*inputs, *parameters], parameters):
+        stock = gradients(functools.partial(type(module).forward, twin, *inputs), leaves)
+        ours = [gradients(functools.partial(c, twin, *inputs), leaves) for c in candidates]
+        candidates = [c for c, g in zip(candidates, ours, strict=True) if same_gradients(g, stock)]
+        inputs = [x.detach() for x in inputs]
+    for i, (dtype, shape) in enumerate(itertools.product((FP32, BF16), ((16,), (2, 8), (2, 2, 4)))):
+        inputs = [unusual(i, *shape, width, dtype=dtype), *([normal(i, *shape, width, dtype=dtype)] * gated)]
+        own = {
+            name: unusual(3 + n + i, 1, width)[0].to(dtype) if i % 2 else (normal(i + n, width) * 1e3).to(dtype)
+            for n, name in enumerate(names)
+        }
+        twin = stand_in(module, own, training=True)
+        y = run_forward(twin, *inputs)
+        candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
+    return candidates
+
+
+def _taken_dims(
+    module: nn.Module, names: list[str], candidates: list, width: int, gated: bool
+) -> tuple[list, frozenset[int]]:
+    """One row without a batch: the candidates that reproduce it, and whether the module takes it at all."""
+    twin = stand_in(module, {name: normal(i, width) for i, name in enumerate(names)}, training=True)
+    inputs = [normal(i, width) for i in range(1 + gated)]
+    try:
+        y = run_forward(twin, *inputs)
+    except Exception:
+        return candidates, frozenset((2, 3, 4))
+    same = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
+    return same, frozenset((1, 2, 3, 4))
 
 
 def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str | None:
@@ -192,15 +243,19 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
     widths = list(*sizes) if sizes else [factor * size for size in named for factor in (1, 2)]
     gated, names, failure = takes(module, 2), list(tensors), ""
     candidates, ran = list(_norm_candidates(names, epsilons or [1e-5, 1e-6], gated)), False
+    if (reach := explore(module)).reason:
+        return reach.reason
     for width in widths:
         try:
-            with probing():
+            with reach.preserved(), probing():
                 candidates, ran = _run_norm(module, names, candidates, width, gated), True
+                candidates, dims = _taken_dims(module, names, candidates, width, gated)
+        except WritesTensor as error:
+            return str(error)
         except Exception as error:
             failure = f"cannot be run by itself ({describe(error)})"
     if not ran:
         return failure
-    if not candidates:
-        return "computes something else than rms_norm or layer_norm"
-    found = candidates[0]
-    return replace(found, watched=watch(module, (found.eps, *names)))
+    if not candidates or reach.reason:
+        return reach.reason or "computes something else than rms_norm or layer_norm"
+    return replace(candidates[0], dims=dims)

@@ -39,12 +39,26 @@ class Replacement:
     It does not keep its module: a model that is deleted frees its memory at once, as a stock one does.
     """
 
-    def __init__(self, module: nn.Module, recipe: Callable | None) -> None:
+    def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
         self.module = weakref.ref(module)
-        self.recipe = recipe  # None once undone: a wrapper that still holds this then gets stock
+        # None once undone: a wrapper that still holds this replacement then gets the stock forward.
+        self.recipe = recipe
+        # A recipe that runs the code of the module's class needs no guard.
+        self.guard = guard
 
     def __reduce__(self):
-        return Replacement, (self.__self__, self.recipe)
+        return Replacement, (self.__self__, self.recipe, self.guard)
+
+    def holds(self) -> bool:
+        """Whether the recipe may run: the module is what it was when it was recognised."""
+        return self.recipe is not None and (self.guard is None or self.guard.holds(self.__self__))
+
+    def run(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """The recipe, or the forward of the class if the recipe was undone or the module has changed."""
+        recipe, guard = self.recipe, self.guard
+        if recipe is None or (guard is not None and not guard.holds(module)):
+            return type(module).forward(module, *args, **kwargs)
+        return recipe(module, *args, **kwargs)
 
     @property
     def __self__(self) -> nn.Module:
@@ -57,8 +71,9 @@ class Replacement:
         """Of any module of its class, as of a method: accelerate binds it to the module it wraps or copies."""
 
         def forward(module: nn.Module, *args, **kwargs) -> Any:
-            return (self.recipe or type(module).forward)(module, *args, **kwargs)
+            return self.run(module, args, kwargs)
 
+        forward.is_replacement = True
         forward.__signature__ = inspect.signature(type(self.__self__).forward)
         return forward
 
@@ -72,16 +87,14 @@ class Replacement:
         replica = type(self.__self__)._replicate_for_data_parallel(self.__self__)
         del vars(replica)[REPLICATE]
         if vars(replica).get("forward") is self:
-            vars(replica)["forward"] = Replacement(replica, self.recipe)
+            vars(replica)["forward"] = Replacement(replica, self.recipe, self.guard)
         return replica
 
     def __call__(self, *args, **kwargs) -> Any:
         module = self.__self__
         if args and isinstance(args[0], nn.Module):  # accelerate's unwrap_model made it a method
             module, *args = args
-        if self.recipe is None:
-            return type(module).forward(module, *args, **kwargs)
-        return self.recipe(module, *args, **kwargs)
+        return self.run(module, args, kwargs)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -167,11 +180,14 @@ def foreign_forward(module: nn.Module) -> str | None:
     return None
 
 
-def install(module: nn.Module, recipe: Callable) -> Callable[[], None]:
-    """Give `module` the forward `recipe`; returns the function that undoes it, wherever hooks have moved it since."""
+def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[[], None]:
+    """Give `module` the forward `recipe`, as long as its guard holds.
+
+    Returns the function that undoes it, wherever hooks have moved the replacement since.
+    """
     if (installed := find_replacement(module)) is not None:
         return exchange(installed, recipe)
-    replacement = Replacement(module, recipe)
+    replacement = Replacement(module, recipe, guard)
     if (cell := wrapped_forward(module)) is not None:
         cell.cell_contents = replacement
     else:

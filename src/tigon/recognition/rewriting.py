@@ -16,18 +16,18 @@ do what the statements did wherever they cannot do better. Names do not matter; 
 """
 
 import ast
-import dis
+import copy
 import functools
-import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, CodeType, FunctionType
+from types import FunctionType
 
-__all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "rewrite"]
+from tigon.recognition.source import NotReadable, compiled, definition_of, innermost
+
+__all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "overwritten_inputs", "rewrite"]
 
 # How the rewritten source calls them; no name of anybody's.
-ADD_NORM, NORM_PASS, PRODUCTS = NAMES = ("__tigon_add_norm", "__tigon_norm_pass", "__tigon_products")
+ADD_NORM, NORM_PASS, PRODUCTS = NAMES = ("_tigon_add_norm_", "_tigon_norm_pass_", "_tigon_products_")
 
 
 # --- what statements are ---------------------------------------------------------------------------
@@ -166,7 +166,7 @@ def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.st
             break
     if count < 2:
         return None
-    made = f"__tigon_products_{number}"
+    made = f"_tigon_products_{number}_"
     taken = _Taken(argument, made)
     rewritten = [taken.visit(statement) for statement in statements[:count]]
     call = ast.Call(_name(PRODUCTS), [_name(argument), *map(_attribute, taken.children)], [])
@@ -176,14 +176,31 @@ def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.st
 class _Rewriter:
     """Goes through a function's blocks of statements."""
 
-    def __init__(self, variables: frozenset[str]) -> None:
+    def __init__(self, variables: frozenset[str], definition: ast.FunctionDef) -> None:
         self.found, self.variables = 0, variables
+        self.stock = copy.deepcopy(definition)
+        self.refusal: str | None = None
+
+    def norm(self, statements: list[ast.stmt]) -> tuple[int, list[ast.stmt]] | None:
+        """As `_norm`, if the residual is used for nothing but arithmetic."""
+        match = _norm(statements, self.variables)
+        if match is None:
+            return None
+        count, replacement = match
+        names = {n.id for new in replacement for t in new.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+        names.discard(_Assignment.of(statements[count - 1]).target)  # the norm's own output
+        norm = _Assignment.of(statements[count - 1]).child[0]
+        for name in sorted(names):
+            if (use := _other_use(self.stock, name, norm)) is not None:
+                self.refusal = f"its forward does more with the residual of a norm: {use}"
+                return None
+        return match
 
     def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
         result, at = [], 0
         while at < len(statements):
             left = statements[at:]
-            match = _norm(left, self.variables) or _products(left, self.found)
+            match = self.norm(left) or _products(left, self.found)
             if match is None:
                 self._inside(statements[at])
                 result.append(statements[at])
@@ -203,73 +220,169 @@ class _Rewriter:
                 setattr(statement, name, self.block(block))
 
 
-# --- functions -------------------------------------------------------------------------------------
+# --- other uses of a residual ----------------------------------------------------------------------
 
-FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))  # who asks sees more names
-OPERATIONS = "BINARY_", "INPLACE_", "UNARY_", "COMPARE_"
-
-
-def _definition(function: Callable) -> ast.FunctionDef | None:
-    """The source of a plain method, if it still is that of its code."""
-    if type(function) is not FunctionType or function.__closure__ or hasattr(function, "__wrapped__"):
-        return None
-    if not FRAMES.isdisjoint(function.__code__.co_names):
-        return None
-    try:
-        lines, first = inspect.getsourcelines(function)
-        tree = ast.parse(textwrap.dedent("".join(lines)))
-    except (OSError, SyntaxError, TypeError):
-        return None
-    ast.increment_lineno(tree, first - 1)
-    definition = tree.body[0]
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-        return None
-    return definition if _traits(_compiled(definition, function)) == _traits(function.__code__) else None
-
-
-def _traits(code: CodeType) -> tuple:
-    """What tells one body from another. Not the bytes: a call of an imported name is compiled otherwise by itself."""
-    constants = tuple(map(repr, (c for c in code.co_consts if not isinstance(c, CodeType))))
-    steps = [step for step in dis.get_instructions(code) if step.opname != "PUSH_NULL"]  # of such a call
-    done = tuple((s.opname, s.argrepr) for s in steps if s.opcode in dis.haslocal or s.opname.startswith(OPERATIONS))
-    return code.co_names, code.co_varnames, code.co_argcount, constants, len(steps), done
-
-
-def _compiled(definition: ast.FunctionDef, function: FunctionType, *free: str) -> CodeType:
-    """The code of a definition, in which the names `free` come from a closure."""
-    definition = ast.FunctionDef(**{**{f: getattr(definition, f, None) for f in definition._fields}, "returns": None})
-    for argument in ast.walk(definition.args):  # their values are those of the stock function
-        if isinstance(argument, ast.arg):
-            argument.annotation = None
-    arguments = ast.arguments(
-        posonlyargs=[], args=[ast.arg(name) for name in free], kwonlyargs=[], kw_defaults=[], defaults=[]
+# Methods that give another tensor of the same values, and attributes that only describe a tensor.
+HARMLESS = frozenset(
+    (
+        *DESCRIBES,
+        "to",
+        "float",
+        "type",
+        "type_as",
+        "contiguous",
+        "reshape",
+        "view",
+        "flatten",
+        "requires_grad",
+        "is_cuda",
     )
-    factory = ast.FunctionDef(name="make", args=arguments, body=[definition], decorator_list=[], type_params=[])
-    module = ast.fix_missing_locations(ast.Module([factory], type_ignores=[]))
-    code = compile(module, function.__code__.co_filename, "exec", dont_inherit=True)
-    for _ in ("make", definition.name):
-        code = next(constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return code
+)
+
+
+def _parents(definition: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
+    return {child: node for node in ast.walk(definition) for child in ast.iter_child_nodes(node)}
+
+
+def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozenset[str] = frozenset()) -> str | None:
+    """A use of a variable that could tell its tensor from another one of the same values; None if there is none.
+
+    The rewritten statements give a residual that is another tensor than the input of the norm. Its value is the same,
+    but a hook on it, or an assignment in place, would meet the gradient of the residual alone.
+    """
+    parents = _parents(definition)
+    for node in ast.walk(definition):
+        if isinstance(node, ast.AugAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
+            return f"`{name}` is changed in place (line {node.lineno})"
+        if not (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)):
+            continue
+        parent = parents[node]
+        if isinstance(parent, (ast.BinOp, ast.UnaryOp)) or _child_call(parent) == (norm, name):
+            continue
+        if isinstance(parent, ast.Attribute) and parent.attr in HARMLESS:
+            continue
+        if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
+            alias = parent.targets[0].id
+            if alias in seen or alias == name or (use := _other_use(definition, alias, norm, seen | {name})) is None:
+                continue
+            return use
+        if isinstance(parent, ast.Compare) and not any(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops):
+            continue
+        if isinstance(parent, ast.Compare) and ast.unparse(parent).endswith((" is None", " is not None")):
+            continue
+        if isinstance(parent, ast.Call) and node in parent.args and _is_function_of_torch(parent.func):
+            continue
+        return f"`{ast.unparse(parent)[:60]}` (line {node.lineno}) may tell `{name}` from a tensor of the same values"
+    return None
+
+
+def _is_function_of_torch(function: ast.expr) -> bool:
+    """Whether a call is one of `torch.f`, `nn.functional.f` or `F.f` that does not write to its argument."""
+    words = ast.unparse(function).split(".")
+    return len(words) > 1 and words[0] in ("torch", "nn", "F") and not words[-1].endswith("_")
+
+
+# --- inputs that are overwritten -------------------------------------------------------------------
+
+
+class _Values:
+    """Follows which variables hold the same tensor, and which tensors are written in place after a child took them."""
+
+    def __init__(self) -> None:
+        self.ids: dict[str, frozenset[int]] = {}
+        self.takers: dict[int, set[str]] = {}
+        self.overwritten: dict[str, int] = {}  # child, and the line of the assignment
+        self.count = 0
+
+    def of(self, name: str) -> frozenset[int]:
+        if name not in self.ids:
+            self.ids[name] = self.new()
+        return self.ids[name]
+
+    def new(self) -> frozenset[int]:
+        self.count += 1
+        return frozenset((self.count,))
+
+    def write(self, name: str, line: int) -> None:
+        for number in self.of(name):
+            for child in self.takers.get(number, ()):
+                self.overwritten.setdefault(child, line)
+
+    def block(self, statements: list[ast.stmt]) -> None:
+        for statement in statements:
+            self.statement(statement)
+
+    def statement(self, statement: ast.stmt) -> None:
+        blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
+        blocks = [block for block in blocks if isinstance(block, list)]
+        if blocks and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            # Twice, for what a loop writes meets what it took in the round before.
+            repeats = 2 if isinstance(statement, (ast.For, ast.While)) else 1
+            before, after = self.ids, [self.ids]
+            for block in blocks:
+                self.ids = dict(before)
+                for _ in range(repeats):
+                    self.block(block)
+                after.append(self.ids)
+            names = {name for ids in after for name in ids}
+            self.ids = {name: frozenset().union(*(ids.get(name, frozenset()) for ids in after)) for name in names}
+            return
+        for node in ast.walk(statement):
+            if isinstance(node, ast.Call):
+                if (call := _child_call(node)) is not None:
+                    for number in self.of(call[1]):
+                        self.takers.setdefault(number, set()).add(call[0])
+                function = node.func
+                in_place = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
+                if in_place and function.attr.endswith("_") and not function.attr.startswith("requires_grad"):
+                    self.write(function.value.id, node.lineno)
+        target = statement.target if isinstance(statement, ast.AugAssign) else None
+        for each in [target, *(statement.targets if isinstance(statement, ast.Assign) else [])]:
+            if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name):
+                self.write(each.value.id, statement.lineno)
+        if isinstance(target, ast.Name):
+            self.write(target.id, statement.lineno)
+        if isinstance(statement, ast.Assign):
+            value = statement.value
+            for each in statement.targets:
+                for name in (n.id for n in ast.walk(each) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)):
+                    self.ids[name] = self.of(value.id) if isinstance(value, ast.Name) else self.new()
 
 
 @functools.cache
-def rewrite(function: Callable, add_norm: Callable, norm_pass: Callable, products: Callable) -> FunctionType | None:
-    """The function with its statements rewritten, over the same globals; None if there is nothing to rewrite."""
-    definition = _definition(function)
-    if definition is None:
-        return None
-    code = function.__code__
-    rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)))
-    definition.body = rewriter.block(definition.body)
-    if not rewriter.found:
-        return None
-    code = _compiled(definition, function, *NAMES)
-    given = dict(zip(NAMES, (add_norm, norm_pass, products), strict=True))
-    cells = tuple(CellType(given[name]) for name in code.co_freevars)
-    made = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
-    made.__kwdefaults__, made.__module__, made.__qualname__ = (
-        function.__kwdefaults__,
-        function.__module__,
-        function.__qualname__,
-    )
-    return made
+def overwritten_inputs(function: FunctionType) -> dict[str, int]:
+    """Children of a module whose input its forward changes in place afterwards, with the line where it does."""
+    try:
+        definition = definition_of(function)
+    except NotReadable:
+        return {}
+    values = _Values()
+    values.block(definition.body)
+    return values.overwritten
+
+
+# --- functions -------------------------------------------------------------------------------------
+
+FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))  # who asks sees more names
+
+
+@functools.cache
+def rewrite(
+    function: FunctionType, add_norm: Callable, norm_pass: Callable, products: Callable
+) -> FunctionType | str | None:
+    """The function with its statements rewritten, over the same globals; None if there is nothing to rewrite.
+
+    A string says why it cannot be rewritten, or why statements that look like it are left as they are.
+    """
+    try:
+        definition = definition_of(function)
+        code = innermost(function).__code__
+        if not FRAMES.isdisjoint(code.co_names):
+            raise NotReadable("reads its own frame")
+        rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)), definition)
+        definition.body = rewriter.block(definition.body)
+        if not rewriter.found:
+            return rewriter.refusal
+        return compiled(definition, function, dict(zip(NAMES, (add_norm, norm_pass, products), strict=True)))
+    except NotReadable as error:
+        return f"its forward {error}"

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
 from tigon.recognition.glue import glued
+from tigon.recognition.source import NotReadable, innermost, rebuilt
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
+from tigon.runtime.reach import code_use, explore
 
 __all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]
 
@@ -86,12 +88,16 @@ class _Turn:
 
     def __init__(self, stock: Callable, form: Form) -> None:
         self.stock, self.form, self.call = stock, form, Call.of(stock)
+        self.is_unchanged = explore(stock).checker()
 
     def __call__(self, *args, **kwargs) -> Any:
         call, given = self.call, {**dict(zip(self.call.names, args, strict=False)), **kwargs}
         tensors = [given.get(name) for name in (*call.tensors, "cos", "sin")]
         heads = given.get("unsqueeze_dim", call.heads or 2)
         if not all(isinstance(x, Tensor) for x in tensors) or given.get("position_ids") is not None:
+            return self.stock(*args, **kwargs)
+        # Somebody may give the file another helper of this function.
+        if not torch.compiler.is_compiling() and not self.is_unchanged():
             return self.stock(*args, **kwargs)
         *turned, cos, sin = tensors
         batched = cos.dim() == 3
@@ -120,25 +126,28 @@ class RopeRecipe:
 
     def __init__(self, cls: type[nn.Module], forms: tuple[tuple[str, Form], ...], glue: bool = False) -> None:
         self.cls, self.forms, self.glue = cls, forms, glue
-        self.stock = stock = inspect.getattr_static(cls, "forward")
-        stock = (glue and glued(stock)) or stock
-        self.live, others = stock.__globals__, stock.__code__.co_names
+        self.stock = inspect.getattr_static(cls, "forward")
+        rewritten = glued(self.stock) if glue else None
+        function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
+        stock = innermost(function)
+        self.live, self.names = stock.__globals__, code_use(stock.__code__).global_names
         self.turns = {name: _Turn(self.live[name], form) for name, form in forms}
         scope = {**self.live, **self.turns}
-        self.others = [other for other in others if other in scope and other not in self.turns]
         # torch.compile knows globals by their module's name: with it, a graph of a stock and a patched model would take
         # the same function for both.
         del scope["__name__"]
-        self.forward = types.FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
-        self.forward.__kwdefaults__, self.forward.__module__ = stock.__kwdefaults__, stock.__module__
+        self.scope = scope
+        inner = types.FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
+        inner.__kwdefaults__, inner.__module__ = stock.__kwdefaults__, stock.__module__
+        self.forward = rebuilt(function, inner)
 
     def __call__(self, module: nn.Module, *args, **kwargs):
         if not torch.compiler.is_compiling():  # somebody may give the file another attention function, or rope
             if type(module).forward is not self.stock:  # or the class another forward
                 return type(module).forward(module, *args, **kwargs)
-            now = {name: self.live[name] for name in (*self.others, *self.turns)}
-            kept = {name: turn for name, turn in self.turns.items() if now[name] is turn.stock}
-            self.forward.__globals__.update(now | kept)
+            now = {name: self.live[name] for name in self.names if name in self.live}
+            kept = {name: turn for name, turn in self.turns.items() if now.get(name) is turn.stock}
+            self.scope.update(now | kept)
         return self.forward(module, *args, **kwargs)
 
     def __reduce__(self):
@@ -153,13 +162,17 @@ class RopeRecipe:
 
 def recognise_function(function: Callable) -> Form | str | None:
     """The form that computes what `function` does, for a whole head of 16 features and perhaps for a part of it."""
-    # Probed once for all layers, but again where a function that it calls was replaced.
-    helpers = tuple(id(function.__globals__.get(name)) for name in function.__code__.co_names)
-    return _recognise(function, helpers)
+    # Probed once for all layers, but again where something that it reads was replaced.
+    reach = explore(function)
+    if reach.reason:
+        return reach.reason
+    with reach.preserved():
+        form = _recognise(function, reach.fingerprint)
+    return reach.reason or form
 
 
 @functools.cache
-def _recognise(function: Callable, helpers: tuple) -> Form | str | None:
+def _recognise(function: Callable, state: tuple) -> Form | str | None:
     if (call := Call.of(function)) is None:
         return None
     dtypes = [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
@@ -225,10 +238,22 @@ def _rope_of(function: object, file: str) -> Form | str | None:
 def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
     """A module whose forward calls a function of `cos` and `sin` that turns queries and keys as `rope` can."""
     forward, forms, reasons = inspect.getattr_static(type(module), "forward", None), [], []
-    for name in getattr(getattr(forward, "__code__", None), "co_names", ()):
+    if not isinstance(forward, types.FunctionType):
+        return None
+    stock, forward = forward, innermost(forward)
+    for name in forward.__code__.co_names:
         found = _rope_of(forward.__globals__.get(name), forward.__module__)
         if isinstance(found, Form):
             forms.append((name, found))
         elif found:
             reasons.append(f"{name}: {found}")
-    return RopeRecipe(type(module), tuple(forms)) if forms else "; ".join(reasons) or None
+    if not forms:
+        return "; ".join(reasons) or None
+    # It would write to the copy of the globals that holds the op.
+    if written := [what for what, _ in code_use(forward.__code__).writes if what.startswith("the global")]:
+        return f"its forward writes {written[0]}"
+    try:
+        rebuilt(stock, forward)
+    except NotReadable as error:
+        return f"its forward {error}"
+    return RopeRecipe(type(module), tuple(forms))

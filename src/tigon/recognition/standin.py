@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -13,6 +15,7 @@ __all__ = [
     "BF16",
     "FP16",
     "FP32",
+    "WritesTensor",
     "describe",
     "gradients",
     "in_mode",
@@ -20,10 +23,12 @@ __all__ = [
     "normal",
     "own_tensors",
     "probing",
+    "run_forward",
     "same_bits",
     "same_gradients",
     "stand_in",
     "takes",
+    "unusual",
     "without_parameters",
 ]
 
@@ -35,18 +40,27 @@ M = TypeVar("M", bound=nn.Module)
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
     """Plain eager CPU arithmetic, whatever modes the caller is in; the global random state is as before after it."""
-    threads = torch.get_num_threads()
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    random_state, numpy_random = random.getstate(), sys.modules.get("numpy.random")
+    numpy_state = None if numpy_random is None else numpy_random.get_state()
     # On tensors this small, more would wait for each other: sixfold the time on a busy machine.
     torch.set_num_threads(1)
     with (
         contextlib.ExitStack() as stack,
         torch.random.fork_rng(devices=[]),
+        torch.inference_mode(False),
         torch.no_grad(),
         torch.device("cpu"),
         torch.autocast("cpu", enabled=False),
         warnings.catch_warnings(),
     ):
         stack.callback(torch.set_num_threads, threads)
+        stack.callback(random.setstate, random_state)
+        if numpy_random is not None:
+            stack.callback(numpy_random.set_state, numpy_state)
+        # Loaders set another default while they build a model.
+        stack.callback(torch.set_default_dtype, dtype)
+        torch.set_default_dtype(torch.float32)
         warnings.simplefilter("ignore")  # what a probe does wrong is no news to the user
         yield
 
@@ -126,9 +140,46 @@ def takes(module: nn.Module, *counts: int) -> bool:
     return False
 
 
+class WritesTensor(Exception):
+    """A forward has written to its input or to a parameter, or has drawn random numbers."""
+
+
+def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
+    """The forward of a twin's class on copies of the inputs; raises `WritesTensor` if it does more than to compute."""
+    copies = [x.clone() for x in inputs]
+    tensors = [*copies, *(t for m in twin.modules() for t in own_tensors(m).values() if t is not None)]
+    before = [(t, t._version, t.detach().clone()) for t in tensors]
+    drawn = torch.get_rng_state()
+    y = type(twin).forward(twin, *copies)
+    if not torch.equal(drawn, torch.get_rng_state()):
+        raise WritesTensor("its forward draws random numbers")
+    # The values too: what is written through `.data` has no version.
+    if any(t._version != version or not same_values(t, values) for t, version, values in before):
+        raise WritesTensor("its forward writes to its input or to a parameter")
+    return y
+
+
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors of one dtype have the same values; NaN is the same as NaN."""
+    return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
+
+
 def same_bits(a: object, b: Tensor) -> bool:
     """Whether `a` is a tensor with the dtype and the values of `b`."""
-    return isinstance(a, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    return isinstance(a, Tensor) and a.dtype == b.dtype and same_values(a, b)
+
+
+def unusual(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values in rows of very different sizes, with rows that hold zeros, infinities or NaN."""
+    x = normal(seed, *shape)
+    rows = x.view(-1, shape[-1])  # [rows, features]
+    largest = 3e4 if dtype == torch.float16 else 1e30
+    for i, row in enumerate(rows):
+        row *= (1.0, largest, 1.0 / largest, 1.0, 1.0, 1.0, 0.0, 1e4)[(i + seed) % 8]
+        special = (None, None, None, torch.inf, -torch.inf, torch.nan, None, None)[(i + seed) % 8]
+        if special is not None:
+            row[i % len(row)] = special
+    return x.to(dtype)
 
 
 def gradients(run: Callable[[], Any], leaves: Sequence[Tensor]) -> list[Tensor | None]:

@@ -1,0 +1,81 @@
+"""Say it once if the forward that `tigon.patch` gave a model is no longer the one that runs.
+
+A trainer may give a causal language model another forward after the patch: TRL's puts a function there that calls the
+model's body and computes the loss by itself. Norms, MLPs and attentions stay patched, but neither the loss in the head
+nor a block of `tigon.lean` around the model is entered then, and no number would show it. So the body of such a model
+looks, at each call, whether the model still has its forward.
+"""
+
+import functools
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.recognition.replacement import Replacement, exchange, find_replacement, foreign_forward, install, written_in
+
+__all__ = ["watch_entry"]
+
+
+def _leads_to_replacement(function: Any) -> bool:
+    """Whether a forward is a replacement, or a wrapper of one: accelerate wraps forwards, and binds them."""
+    for _ in range(8):
+        if isinstance(function, Replacement) or hasattr(function, "is_replacement"):
+            return True
+        if isinstance(function, functools.partial):
+            function = function.func
+        else:
+            function = getattr(function, "__wrapped__", None) or getattr(function, "__func__", None)
+    return False
+
+
+class WatchedBody:
+    """Recipe for the body of a model: the forward that it has, and a look at the forward of the model around it."""
+
+    def __init__(self, model: nn.Module | None, lost: str, inner: Callable | None) -> None:
+        # A copy of the body does not know which model it is in, and looks at nothing.
+        self.model = None if model is None else weakref.ref(model)
+        self.lost, self.inner = lost, inner
+
+    def __reduce__(self):
+        return WatchedBody, (None, self.lost, self.inner)
+
+    def __call__(self, body: nn.Module, *args, **kwargs) -> Any:
+        if self.model is not None and not torch.compiler.is_compiling():
+            self.look()
+        return (self.inner or type(body).forward)(body, *args, **kwargs)
+
+    def look(self) -> None:
+        """Warn once if the model has another forward."""
+        model = self.model()
+        if model is None:
+            self.model = None
+            return
+        forward = vars(model).get("forward")
+        if find_replacement(model) is not None or _leads_to_replacement(forward):
+            return
+        self.model = None
+        name = type(model).__name__
+        origin = f"by {written_in(forward)}" if forward is not None else "by the one of its class"
+        warnings.warn(
+            f"tigon: the forward of {name} was replaced ({origin}) after tigon.patch, so {self.lost} not used in it; "
+            "norms, MLPs and attentions stay patched",
+            stacklevel=4,
+        )
+
+
+def watch_entry(model: nn.Module, lost: str) -> Callable[[], None]:
+    """Let the body of a patched model look whether the model keeps its forward; returns the function that undoes it.
+
+    `lost` says what is not used without it, as the beginning of a clause: "the loss in its head is".
+    """
+    body = getattr(model, "base_model", None)
+    if not isinstance(body, nn.Module) or body is model or find_replacement(model) is None:
+        return lambda: None
+    installed = find_replacement(body)
+    if installed is not None:
+        return exchange(installed, WatchedBody(model, lost, installed.recipe))
+    return (lambda: None) if foreign_forward(body) else install(body, WatchedBody(model, lost, None))

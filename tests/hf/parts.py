@@ -1,0 +1,43 @@
+"""Which parts `tigon.patch` replaces in the tiny model of every decoder type: the one record that counts come from.
+
+`make models` writes the record, parts.json. The test of each type compares its model with the record, and the numbers
+in README.md are compared with its totals, so no test builds every type to count.
+"""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import tigon
+from hf.tiny import TYPES, WITHOUT, tiny_model
+
+RECORD = Path(__file__).with_name("parts.json")
+BUILT = [name for name in TYPES if name not in WITHOUT]
+GATED = {"glu", "experts"}
+
+
+def recorded_parts() -> dict[str, list[str]]:
+    """Return the parts by model type, as they were when the record was written."""
+    return json.loads(RECORD.read_text(encoding="utf-8"))
+
+
+def replaced_parts(model_type: str) -> list[str]:
+    """Return the parts that are replaced in the tiny model of a type, in alphabetical order."""
+    return sorted({entry.part for entry in tigon.patch(tiny_model(model_type)).replaced})
+
+
+def totals(parts: dict[str, list[str]]) -> Counter[str]:
+    """Count the types that have each part, those with a gated MLP or experts, and those with all four kinds."""
+    counts: Counter[str] = Counter()
+    for names in map(set, parts.values()):
+        is_gated = bool(names & GATED)
+        counts.update(names)
+        counts["gated mlp or experts"] += is_gated
+        counts["all four"] += is_gated and {"rms_norm", "rope", "loss"} <= names
+    return counts
+
+
+if __name__ == "__main__":
+    lines = [f"  {json.dumps(name)}: {json.dumps(replaced_parts(name))}" for name in BUILT]
+    RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    print(RECORD, dict(totals(recorded_parts())))

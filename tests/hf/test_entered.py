@@ -1,0 +1,93 @@
+"""A patched model whose forward is replaced later says so once: its loss and its level of memory are not used then."""
+
+import functools
+import types
+import warnings
+
+import pytest
+import torch
+
+import tigon
+
+transformers = pytest.importorskip("transformers")
+
+
+def other_forward(self, input_ids, labels=None, **kwargs):
+    """As TRL's trainers do: the body, and a loss of their own."""
+    logits = self.lm_head(self.base_model(input_ids).last_hidden_state)
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def replace_on_the_instance(model):
+    model.forward = types.MethodType(other_forward, model)
+
+
+def replace_by_a_partial(model):
+    model.forward = functools.partial(other_forward, model)
+
+
+def remove_ours(model):
+    del model.forward
+
+
+def warnings_of(calls) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        calls()
+    return [str(w.message) for w in caught if "was replaced" in str(w.message)]
+
+
+@pytest.mark.parametrize("replace", [replace_on_the_instance, replace_by_a_partial, remove_ours])
+def test_it_warns_once(make_model, batch, replace):
+    model = make_model()
+    tigon.patch(model, memory="lean")
+    model(**batch)
+    replace(model)
+    said = warnings_of(lambda: (model(**batch), model(**batch)))
+    assert len(said) == 1
+    assert said[0].startswith("tigon: the forward of LlamaForCausalLM was replaced (by ")
+    assert "so the loss in its head and memory='lean' are not used in it" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "lost"),
+    [
+        ({"memory": "lean+mlp"}, "the loss in its head and memory='lean+mlp' are"),
+        ({"memory": "lean", "loss": False}, "memory='lean' is"),
+        ({}, "the loss in its head is"),
+    ],
+)
+def test_it_names_what_is_lost(make_model, batch, options, lost):
+    model = make_model()
+    tigon.patch(model, **options)
+    replace_on_the_instance(model)
+    (said,) = warnings_of(lambda: model(**batch))
+    assert lost in said
+
+
+def test_a_model_that_keeps_its_forward_is_silent(make_model, batch):
+    model = make_model()
+    tigon.patch(model, memory="lean")
+    assert warnings_of(lambda: (model(**batch), model.base_model(batch["input_ids"]))) == []
+
+
+def test_a_wrapper_around_our_forward_is_silent(make_model, batch):
+    model = make_model()
+    tigon.patch(model)
+    ours = model.forward
+
+    @functools.wraps(ours)
+    def wrapped(*args, **kwargs):
+        return ours(*args, **kwargs)
+
+    model.forward = wrapped
+    assert warnings_of(lambda: model(**batch)) == []
+
+
+def test_restore_takes_it_away(make_model, batch):
+    model = make_model()
+    report = tigon.patch(model)
+    report.restore()
+    assert "forward" not in vars(model.base_model)
+    replace_on_the_instance(model)
+    assert warnings_of(lambda: model(**batch)) == []

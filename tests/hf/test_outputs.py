@@ -1,0 +1,212 @@
+"""Outputs of fused training: what a model adds is kept, and logits that do not exist raise when they are used."""
+
+import copy
+import dataclasses
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
+
+transformers = pytest.importorskip("transformers")
+accelerate_operations = pytest.importorskip("accelerate.utils.operations")
+
+REFUSAL = r"tigon: .* needs the logits of this call.*skip_logits=False"
+
+
+def with_forward(change):
+    """A change of a model: its class's forward, whose outputs go through `change(model, outputs, labels)`."""
+
+    def apply(model):
+        class Changed(type(model)):
+            def forward(self, *args, labels=None, **kwargs):
+                return change(self, super().forward(*args, labels=labels, **kwargs), labels)
+
+        model.__class__ = Changed
+
+    return apply
+
+
+# --- what a model adds ---------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class WithPenalty(transformers.modeling_outputs.CausalLMOutputWithPast):
+    penalty: torch.Tensor | None = None
+
+
+def add_key(model, outputs, labels):
+    outputs["penalty"] = outputs.loss * 0.1 if outputs.loss is not None else None
+    return outputs
+
+
+def add_attribute(model, outputs, labels):
+    outputs.penalty = outputs.loss * 0.1 if outputs.loss is not None else None
+    return outputs
+
+
+def add_field(model, outputs, labels):
+    return WithPenalty(loss=outputs.loss, logits=outputs.logits, penalty=None if labels is None else outputs.loss * 0.1)
+
+
+@pytest.mark.parametrize("change", [add_key, add_attribute, add_field])
+def test_what_a_model_adds_to_its_output_is_kept(pair, batch, change):
+    model, stock = pair(change=with_forward(change))
+    outputs, expected = model(**batch), stock(**batch)
+    assert outputs.logits is SKIPPED_LOGITS
+    torch.testing.assert_close(outputs.penalty, expected.penalty)
+    assert list(outputs.keys()) == list(expected.keys())
+
+
+# --- what is computed from logits within the model -----------------------------------------------
+
+
+def accuracy(model, outputs, labels):
+    outputs.extra = None if labels is None else (outputs.logits.argmax(-1) == labels).float().mean()
+    return outputs
+
+
+def count_large(model, outputs, labels):
+    outputs.extra = (outputs.logits > 0).sum()
+    return outputs
+
+
+def entropy(model, outputs, labels):
+    outputs.extra = torch.distributions.Categorical(logits=outputs.logits).entropy()
+    return outputs
+
+
+def top_five(model, outputs, labels):
+    outputs.extra = torch.topk(outputs.logits, 2, -1).indices
+    return outputs
+
+
+def last_token(model, outputs, labels):
+    outputs.extra = outputs.logits[:, -1]
+    return outputs
+
+
+def to_numpy(model, outputs, labels):
+    outputs.extra = outputs.logits.detach().numpy()
+    return outputs
+
+
+def any_large(model, outputs, labels):
+    outputs.extra = bool((outputs.logits.detach() * 2).max() > 1)
+    return outputs
+
+
+@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_five, last_token, any_large])
+def test_a_model_that_computes_from_its_logits_keeps_its_loss(make_model, change):
+    model = make_model()
+    with_forward(change)(model)
+    loss = next(entry for entry in tigon.patch(model).entries if entry.part == "loss")
+    assert not loss.replaced
+    assert loss.detail.startswith("its forward computes more than its loss from its logits (")
+
+
+@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_five, last_token, to_numpy, any_large])
+def test_a_model_that_starts_to_compute_from_its_logits_raises(pair, batch, change):
+    model, stock = pair()
+    with_forward(change)(model), with_forward(change)(stock)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        model(**batch)
+    with torch.no_grad():
+        expected, outputs = (
+            stock(**batch),
+            model(**batch, skip_logits=False),
+        )
+    assert np.array_equal(np.asarray(outputs.extra), np.asarray(expected.extra))
+
+
+# --- what is computed from logits outside --------------------------------------------------------
+
+USES = {
+    "index": lambda logits: logits[:, -1],
+    "method": lambda logits: logits.argmax(-1),
+    "shape": lambda logits: logits.shape,
+    "function of torch": lambda logits: torch.softmax(logits, -1),
+    "function of nn": lambda logits: torch.nn.functional.cross_entropy(logits, torch.zeros(2)),
+    "comparison": lambda logits: logits > 0,
+    "sum": lambda logits: logits + 1,
+    "scale": lambda logits: 2 * logits,
+    "negative": lambda logits: -logits,
+    "length": len,
+    "truth": bool,
+    "iteration": list,
+    "number": float,
+    "numpy": np.asarray,
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_logits_of_fused_training_raise_when_they_are_used(pair, batch, use):
+    model, _ = pair()
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        use(model(**batch).logits)
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_so_do_those_of_a_tuple(pair, batch, use):
+    model, _ = pair()
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        use(model(**batch, return_dict=False)[1])
+
+
+@pytest.mark.parametrize(
+    "handle",
+    [
+        copy.copy,
+        lambda outputs: pickle.loads(pickle.dumps(outputs)),
+        lambda outputs: pytree.tree_map(lambda x: x, outputs),
+        accelerate_operations.convert_to_fp32,
+        lambda outputs: accelerate_operations.send_to_device(outputs, "cpu"),
+        dataclasses.replace,
+        repr,
+    ],
+    ids=["copy", "pickle", "pytree", "fp32", "device", "dataclass", "repr"],
+)
+def test_engines_may_pass_them_on(pair, batch, handle):
+    model, _ = pair()
+    outputs = handle(model(**batch))
+    assert isinstance(outputs, str) or outputs.logits is SKIPPED_LOGITS
+
+
+def test_evaluation_has_logits(pair, batch):
+    model, stock = pair()
+    assert torch.equal(model.eval()(**batch).logits, stock.eval()(**batch).logits)
+
+
+# --- probes --------------------------------------------------------------------------------------
+
+HISTORY: list[float] = []
+
+
+@pytest.mark.parametrize("where", ["instance", "class", "global", "buffer"])
+def test_probes_leave_nothing_in_the_users_objects(make_model, batch, where):
+    model = make_model()
+
+    def keep(model, outputs, labels):
+        if outputs.loss is not None:
+            if where == "buffer":
+                model.steps += 1
+            else:
+                {"instance": model.history, "class": type(model).shared, "global": HISTORY}[where].append(
+                    outputs.loss.item()
+                )
+        return outputs
+
+    with_forward(keep)(model)
+    model.history, type(model).shared = [], []
+    model.register_buffer("steps", torch.zeros((), dtype=torch.long))
+    HISTORY.clear()
+    tigon.patch(model)
+    seen = {"instance": model.history, "class": type(model).shared, "global": HISTORY}
+    assert all(each == [] for each in seen.values())
+    assert model.steps == 0
+    model(**batch)
+    assert model.steps == 1 if where == "buffer" else len(seen[where]) == 1

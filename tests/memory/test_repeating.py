@@ -1,0 +1,108 @@
+"""What is no pure function of its input is not called a second time: each call happens once, at every level."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+transformers = pytest.importorskip("transformers")
+
+CALLS: list[int] = []
+COUNT = 0
+
+
+class Noisy(nn.Module):
+    """A projection with something added to its output that differs from call to call."""
+
+    def __init__(self, layer: nn.Linear, how: str) -> None:
+        super().__init__()
+        self.layer, self.how, self.steps = layer, how, 0
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.generator, self.numbers = torch.Generator().manual_seed(0), itertools.count()
+
+    def forward(self, x):
+        return self.layer(x) + 0.1 * self.noise()
+
+    def noise(self):
+        raise NotImplementedError
+
+
+def of_a_generator(self):
+    return torch.rand(1, generator=self.generator)
+
+
+def of_numpy(self):
+    return float(np.random.rand())
+
+
+def of_python(self):
+    return random.random()
+
+
+def of_a_counter(self):
+    self.steps += 1
+    return self.steps
+
+
+def of_an_iterator(self):
+    return next(self.numbers)
+
+
+def of_a_list(self):
+    CALLS.append(1)
+    return len(CALLS)
+
+
+def of_a_global(self):
+    global COUNT
+    COUNT += 1
+    return COUNT
+
+
+HOW = [of_a_generator, of_numpy, of_python, of_a_counter, of_an_iterator, of_a_list, of_a_global]
+
+
+def step(memory: str | None, how) -> tuple[torch.Tensor, torch.Tensor]:
+    global COUNT
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
+    torch.manual_seed(0), np.random.seed(0), random.seed(0), CALLS.clear()
+    COUNT = 0
+    model = transformers.LlamaForCausalLM(config).train()
+    for layer in model.model.layers:
+        layer.mlp.gate_proj = type("Noisy", (Noisy,), {"noise": how})(layer.mlp.gate_proj, how.__name__)
+    if memory:
+        tigon.patch(model, memory=memory)
+    torch.manual_seed(0), np.random.seed(0), random.seed(0)
+    ids = torch.arange(24).view(2, 12)
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return loss.detach(), model.model.layers[0].mlp.down_proj.weight.grad
+
+
+@pytest.mark.parametrize("memory", ["default", "lean", "lean+mlp", "offload", "checkpoint"])
+@pytest.mark.parametrize("how", HOW, ids=lambda f: f.__name__)
+def test_a_projection_that_differs_from_call_to_call(how, memory):
+    loss, gradient = step(memory, how)
+    expected, stock = step(None, how)
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(gradient, stock, rtol=1e-4, atol=1e-6)
+
+
+def test_the_report_says_which_layers_run_once():
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    model.model.layers[0].mlp.gate_proj = type("Noisy", (Noisy,), {"noise": of_a_counter})(
+        model.model.layers[0].mlp.gate_proj, ""
+    )
+    report = tigon.patch(model, memory="checkpoint")
+    (note,) = [note for note in report.notes if "checkpoint" in note]
+    assert "1 layers run once, because a second run might differ: mlp.gate_proj (Noisy) writes .steps" in note

@@ -1,0 +1,560 @@
+"""A forward that is no function of its inputs and settings stays; a setting that changes is seen in the next call."""
+
+import collections
+import copy
+import dataclasses
+import functools
+import itertools
+import pickle
+import random
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+from tigon.recognition.guard import Guard
+
+LOG: list[float] = []
+SCALE = 1.0
+COUNTS = {"calls": 0}
+
+
+def activation(x: Tensor) -> Tensor:
+    return F.silu(x)
+
+
+ACTIVATION = activation
+
+
+def record(log: list, x: Tensor) -> None:
+    log.append(float(x.detach().abs().mean()))
+
+
+class MLP(nn.Module):
+    """A gated MLP with the settings that the tests change."""
+
+    table_of_class = (1.0,)
+    scale_of_class = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(16, 40), nn.Linear(16, 40), nn.Linear(40, 16)
+        self.log: list[float] = []
+        self.statistics = collections.Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.finish(self.down(self.act(self.gate(x)) * self.up(x)))
+
+    def act(self, x: Tensor) -> Tensor:
+        return F.silu(x)
+
+    def finish(self, y: Tensor) -> Tensor:
+        return y
+
+
+def variant(name: str, **members) -> type[MLP]:
+    return type(name, (MLP,), members)
+
+
+# --- what a forward writes -----------------------------------------------------------------------
+
+
+def sets_attribute(self, x):
+    self.last = x.detach()
+    return F.silu(x)
+
+
+def sets_by_setattr(self, x):
+    setattr(self, "last", x.detach())  # noqa: B010
+    return F.silu(x)
+
+
+def sets_by_object(self, x):
+    object.__setattr__(self, "last", x.detach())
+    return F.silu(x)
+
+
+def appends(self, x):
+    self.log.append(1.0)
+    return F.silu(x)
+
+
+def appends_by_a_function(self, x):
+    record(self.log, x)
+    return F.silu(x)
+
+
+def appends_rarely(self, x):
+    if x.numel() > 10**6:
+        self.log.append(1.0)
+    return F.silu(x)
+
+
+def counts(self, x):
+    self.statistics["calls"] += 1
+    return F.silu(x)
+
+
+def counts_in_a_global(self, x):
+    COUNTS["calls"] += 1
+    return F.silu(x)
+
+
+def writes_a_global(self, x):
+    global SCALE
+    SCALE = 1.0
+    return F.silu(x)
+
+
+def counts_in_the_class(self, x):
+    type(self).scale_of_class = 1.0
+    return F.silu(x)
+
+
+def writes_its_dict(self, x):
+    self.__dict__["last"] = x.detach()
+    return F.silu(x)
+
+
+def prints(self, x):
+    if x.numel() > 10**6:
+        print(x.shape)
+    return F.silu(x)
+
+
+def uses_a_cell():
+    calls = 0
+
+    def act(self, x):
+        nonlocal calls
+        calls += 1
+        return F.silu(x)
+
+    return act
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        sets_attribute,
+        sets_by_setattr,
+        sets_by_object,
+        appends,
+        appends_by_a_function,
+        appends_rarely,
+        counts,
+        counts_in_a_global,
+        writes_a_global,
+        counts_in_the_class,
+        writes_its_dict,
+        prints,
+        uses_a_cell(),
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_forward_that_writes_stays_and_says_where(act):
+    mlp = variant("Impure", act=act)()
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = tigon.patch(nn.ModuleList([mlp]))
+    (entry,) = report.left_alone
+    assert entry.part == "glu"
+    assert "its forward" in entry.detail
+    # No probe has reached the user's objects.
+    assert mlp.log == []
+    assert not mlp.statistics
+    assert COUNTS == {"calls": 0}
+    assert not hasattr(mlp, "last")
+
+
+def test_the_reason_names_the_attribute_and_the_line():
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(nn.ModuleList([variant("Impure", act=sets_attribute)()])).left_alone
+    line = sets_attribute.__code__.co_firstlineno + 1
+    assert entry.detail == f"its forward writes .last (sets_attribute, test_guard.py:{line})"
+
+
+def test_a_forward_that_writes_its_input_stays():
+    class Clamps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.eps = nn.Parameter(torch.ones(48)), 1e-6
+
+        def forward(self, x):
+            y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+            x.clamp_(-1e30, 1e30)
+            return self.weight * y.to(x.dtype)
+
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(Clamps()).left_alone
+    assert entry.detail == "its forward writes to its input or to a parameter"
+
+
+# --- what changes by itself ----------------------------------------------------------------------
+
+
+def own_generator(mlp):
+    mlp.source = torch.Generator().manual_seed(0)
+    return lambda self, x: F.silu(x) + 0 * torch.rand(1, generator=self.source)
+
+
+def numpy_generator(mlp):
+    mlp.source = np.random.default_rng(0)
+    return lambda self, x: F.silu(x) + 0 * float(self.source.random())
+
+
+def numpy_module(mlp):
+    return lambda self, x: F.silu(x) * (1.0 if np.random.rand() < 2 else 0.0)
+
+
+def python_random(mlp):
+    return lambda self, x: F.silu(x) * (1.0 if random.random() < 2 else 0.0)
+
+
+def iterator(mlp):
+    mlp.source = itertools.cycle([1.0])
+    return lambda self, x: F.silu(x) * next(self.source)
+
+
+@pytest.mark.parametrize("source", [own_generator, numpy_generator, numpy_module, python_random, iterator])
+def test_a_forward_with_a_state_that_cannot_be_watched_stays(source):
+    mlp = MLP()
+    mlp.__class__ = variant("Random", act=source(mlp))
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = tigon.patch(nn.ModuleList([mlp]))
+    assert "its forward uses" in report.left_alone[0].detail
+    assert before == (random.getstate(), np.random.get_state()[1].tolist())
+
+
+# --- what a forward reads ------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float = 1.0
+    inner: types.SimpleNamespace = dataclasses.field(default_factory=lambda: types.SimpleNamespace(scale=1.0))
+
+
+class CallableObject:
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.silu(x) * self.scale
+
+
+def by_function(mlp):
+    mlp.function = activation
+    return lambda self, x: self.function(x), lambda m: setattr(m, "function", F.gelu)
+
+
+def by_partial(mlp):
+    mlp.function = functools.partial(F.gelu, approximate="none")
+    return lambda self, x: self.function(x), lambda m: setattr(
+        m, "function", functools.partial(F.gelu, approximate="tanh")
+    )
+
+
+def by_callable_object(mlp):
+    mlp.function = CallableObject()
+    return lambda self, x: self.function(x), lambda m: setattr(m.function, "scale", 2.0)
+
+
+def by_config(mlp):
+    mlp.config = types.SimpleNamespace(scale=1.0)
+    return lambda self, x: F.silu(x) * self.config.scale, lambda m: setattr(m.config, "scale", 2.0)
+
+
+def by_config_in_a_variable(mlp):
+    mlp.config = Settings()
+
+    def act(self, x):
+        config = self.config
+        inner = config.inner
+        return F.silu(x) * inner.scale
+
+    return act, lambda m: setattr(m.config.inner, "scale", 2.0)
+
+
+def by_another_config(mlp):
+    mlp.config = Settings()
+    return lambda self, x: F.silu(x) * self.config.scale, lambda m: setattr(m, "config", Settings(2.0))
+
+
+def by_getattr(mlp):
+    mlp.scale = 1.0
+    return lambda self, x: F.silu(x) * getattr(self, "scale", 1.0), lambda m: setattr(m, "scale", 2.0)
+
+
+def by_list(mlp):
+    mlp.table = [1.0, 3.0]
+    return lambda self, x: F.silu(x) * self.table[0], lambda m: m.table.reverse()
+
+
+def by_dict(mlp):
+    mlp.table = {"scale": 1.0}
+    return lambda self, x: F.silu(x) * self.table["scale"], lambda m: m.table.update(scale=2.0)
+
+
+def by_nested_dict(mlp):
+    mlp.table = {"a": {"scale": [1.0]}}
+    return lambda self, x: F.silu(x) * self.table["a"]["scale"][0], lambda m: m.table["a"]["scale"].insert(0, 2.0)
+
+
+def by_set(mlp):
+    mlp.flags = {"plain"}
+    return lambda self, x: F.silu(x) * (2.0 if "double" in self.flags else 1.0), lambda m: m.flags.add("double")
+
+
+def by_class_attribute(mlp):
+    return lambda self, x: F.silu(x) * self.scale_of_class, lambda m: setattr(m, "scale_of_class", 2.0)
+
+
+def by_attribute_of_the_class(mlp):
+    return lambda self, x: F.silu(x) * self.scale_of_class, lambda m: setattr(type(m), "scale_of_class", 2.0)
+
+
+def by_method_of_the_instance(mlp):
+    return lambda self, x: F.silu(x), lambda m: setattr(m, "act", F.gelu)
+
+
+def by_method_of_the_class(mlp):
+    return lambda self, x: F.silu(x), lambda m: setattr(type(m), "finish", lambda self, y: 2 * y)
+
+
+def by_method_of_the_base(mlp):
+    def finish(self, y):
+        return super(type(self), self).finish(y)
+
+    mlp.__class__.finish = finish
+    return lambda self, x: F.silu(x), lambda m: setattr(MLP, "finish", lambda self, y: 2 * y)
+
+
+def by_property(mlp):
+    mlp._scale = 1.0
+    mlp.__class__.scale = property(lambda self: self._scale)
+    return lambda self, x: F.silu(x) * self.scale, lambda m: setattr(m, "_scale", 2.0)
+
+
+def by_global(mlp):
+    return lambda self, x: F.silu(x) * SCALE, lambda m: globals().update(SCALE=2.0)
+
+
+def by_global_function(mlp):
+    return lambda self, x: activation(x), lambda m: globals().update(activation=F.gelu)
+
+
+def by_code_of_a_function(mlp):
+    return lambda self, x: activation(x), lambda m: setattr(ACTIVATION, "__code__", (lambda x: 2 * x).__code__)
+
+
+def by_function_of_torch(mlp):
+    return lambda self, x: F.silu(x), lambda m: setattr(F, "silu", F.gelu)
+
+
+def by_cell(mlp):
+    scale = 1.0
+
+    def change(m):
+        nonlocal scale
+        scale = 2.0
+
+    return lambda self, x: F.silu(x) * scale, change
+
+
+def by_default(mlp):
+    def act(self, x, scale=1.0):
+        return F.silu(x) * scale
+
+    return act, lambda m: setattr(act, "__defaults__", (2.0,))
+
+
+def by_child(mlp):
+    mlp.child = nn.SiLU()
+    return lambda self, x: self.child(x), lambda m: setattr(m, "child", nn.GELU())
+
+
+def by_forward_of_the_childs_class(mlp):
+    mlp.child = type("Act", (nn.SiLU,), {"forward": lambda self, x: F.silu(x)})()
+    return lambda self, x: self.child(x), lambda m: setattr(type(m.child), "forward", lambda self, x: F.gelu(x))
+
+
+def by_class(mlp):
+    return lambda self, x: F.silu(x), lambda m: setattr(m, "__class__", variant("Other", act=lambda self, x: F.gelu(x)))
+
+
+CHANGES = [
+    *(by_function, by_partial, by_callable_object, by_config, by_config_in_a_variable, by_another_config, by_getattr),
+    *(by_list, by_dict, by_nested_dict, by_set, by_class_attribute, by_attribute_of_the_class, by_property),
+    *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
+    *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
+    by_class,
+]
+
+
+@pytest.fixture
+def unchanged(monkeypatch):
+    """What a test changes of this file, of torch and of the class is put back."""
+    monkeypatch.setitem(globals(), "SCALE", 1.0)
+    monkeypatch.setitem(globals(), "activation", activation)
+    monkeypatch.setattr(F, "silu", F.silu)
+    monkeypatch.setattr(MLP, "finish", MLP.finish)
+    code = ACTIVATION.__code__
+    yield
+    ACTIVATION.__code__ = code
+
+
+@pytest.mark.parametrize("how", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("moved", [False, True], ids=["the module", "a copy"])
+def test_a_setting_that_changes_after_the_patch_is_used(how, moved, unchanged):
+    mlp, x = MLP(), torch.randn(2, 8, 16)
+    mlp.__class__ = variant("Settings")
+    act, change = how(mlp)
+    type(mlp).act = act
+    model = nn.ModuleList([mlp])
+    assert [entry.part for entry in tigon.patch(model).replaced] == ["glu"]
+    before = model[0](x)
+    if moved:
+        model = copy.deepcopy(model)
+    change(model[0])
+    expected = type(model[0]).forward(model[0], x)
+    assert not torch.equal(expected, before), "the change changes nothing"
+    assert torch.equal(model[0](x), expected)
+
+
+class Pickled(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = [1.0]
+
+    def act(self, x):
+        return activation(x) * self.table[0] * SCALE
+
+
+@pytest.mark.parametrize("change", [lambda m: m.table.insert(0, 2.0), lambda m: globals().update(SCALE=2.0)])
+def test_a_pickled_module_sees_changes(change, unchanged):
+    model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
+    tigon.patch(model)
+    model = pickle.loads(pickle.dumps(model))
+    assert guard_of(model[0]).holds(model[0])
+    change(model[0])
+    assert not guard_of(model[0]).holds(model[0])
+    assert torch.equal(model[0](x), Pickled.forward(model[0], x))
+
+
+def test_a_change_between_pickling_and_loading_is_seen(unchanged):
+    model = nn.ModuleList([Pickled()])
+    tigon.patch(model)
+    data = pickle.dumps(model)
+    globals()["SCALE"] = 2.0
+    model = pickle.loads(data)
+    assert not guard_of(model[0]).holds(model[0])
+
+
+def guard_of(module: nn.Module) -> Guard:
+    return vars(module)["forward"].guard
+
+
+def test_a_setting_that_is_put_back_is_the_same_again():
+    model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
+    tigon.patch(model)
+    model[0].table[0] = 2.0
+    assert not guard_of(model[0]).holds(model[0])
+    model[0].table = [1.0]
+    assert guard_of(model[0]).holds(model[0])
+    assert torch.equal(model[0](x), Pickled.forward(model[0], x))
+
+
+def test_an_equal_setting_is_no_change():
+    model = nn.ModuleList([Pickled()])
+    tigon.patch(model)
+    model[0].table = [float("1.0")]
+    assert guard_of(model[0]).holds(model[0])
+
+
+def test_what_the_forward_does_not_read_is_no_change():
+    model = nn.ModuleList([Pickled()])
+    tigon.patch(model)
+    model[0].note, model[0].log = "other", [1.0]
+    check = guard_of(model[0]).check
+    assert guard_of(model[0]).holds(model[0])
+    assert guard_of(model[0]).check is check, "the state was read anew"
+
+
+def test_hundreds_of_settings_are_too_many_to_check():
+    mlp = MLP()
+    mlp.table = [1.0] * 500
+    mlp.__class__ = variant("Table", act=lambda self, x: F.silu(x) * self.table[7])
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(nn.ModuleList([mlp])).left_alone
+    assert entry.detail == "its forward reads self.table, which holds 500 elements, too many to check"
+
+
+# --- values that normal ones do not show ---------------------------------------------------------
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(48)), 1e-6
+
+    def forward(self, x):
+        return self.compute(x, self.weight)
+
+    def compute(self, x, w):
+        return w * (x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+
+
+UNUSUAL = {
+    "NaN of the output": lambda self, x, w: torch.nan_to_num(Norm.compute(self, x, w)),
+    "NaN of the input": lambda self, x, w: Norm.compute(self, torch.nan_to_num(x, posinf=torch.inf), w),
+    "infinity": lambda self, x, w: Norm.compute(self, x.clamp(-6e4, 6e4), w),
+    "zeros": lambda self, x, w: Norm.compute(self, x, w) + (x == 0).all(-1, keepdim=True).to(x.dtype),
+    "large weights": lambda self, x, w: Norm.compute(self, x, w.clamp(-100, 100)),
+    "tiny inputs": lambda self, x, w: Norm.compute(self, torch.where(x.abs() < 1e-20, 0.0, x).to(x.dtype) * 2 - x, w),
+    "one dimension": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.dim() == 1 else 1),
+    "four dimensions": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.dim() == 4 else 1),
+    "inputs that need a gradient": lambda self, x, w: Norm.compute(self, x, w) * (2 if x.requires_grad else 1),
+    "inputs that need none": lambda self, x, w: Norm.compute(self, x, w) * (1 if x.requires_grad else 2),
+}
+
+
+@pytest.mark.parametrize("compute", UNUSUAL.values(), ids=UNUSUAL)
+def test_norms_that_differ_at_unusual_values_stay(compute):
+    norm = type("Unusual", (Norm,), {"compute": compute})()
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = tigon.patch(norm)
+    assert report.left_alone[0].detail == "computes something else than rms_norm or layer_norm"
+
+
+UNUSUAL_MLPS = {
+    "NaN": lambda self, y: torch.nan_to_num(y),
+    "infinity": lambda self, y: y.clamp(-6e4, 6e4),
+    "two dimensions": lambda self, y: y * (2 if y.dim() == 2 else 1),
+    "one dimension": lambda self, y: y * (2 if y.dim() == 1 else 1),
+    "four dimensions": lambda self, y: y * (2 if y.dim() == 4 else 1),
+    "evaluation": lambda self, y: y * (1 if self.training else 2),
+}
+
+
+@pytest.mark.parametrize("finish", UNUSUAL_MLPS.values(), ids=UNUSUAL_MLPS)
+def test_mlps_that_differ_at_unusual_values_stay(finish):
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = tigon.patch(nn.ModuleList([variant("Unusual", finish=finish)()]))
+    assert report.left_alone[0].detail == "computes something else than silu, gelu or gelu-tanh gates"
+
+
+def test_an_mlp_that_takes_three_dimensions_only_is_asked_for_those():
+    def finish(self, y):
+        batch, length, width = y.shape
+        return y.view(batch, length, width)
+
+    model = nn.ModuleList([variant("Strict", finish=finish)()])
+    assert tigon.patch(model)
+    assert model[0](torch.randn(2, 3, 16)).shape == (2, 3, 16)
+    with pytest.raises(ValueError, match="not enough values to unpack"):
+        model[0](torch.randn(3, 16))

@@ -1,0 +1,382 @@
+"""Forwards are rewritten only from the source of the loaded code, and only where nobody can tell the difference."""
+
+import copy
+import functools
+import importlib
+import itertools
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+from tigon.recognition.glue import glued
+from tigon.recognition.source import innermost
+
+FILE = """
+import torch
+from torch import nn
+
+SCALE = 2.0
+
+class Norm(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.randn(n)), 1e-6
+
+    def forward(self, x):
+        d = x.dtype
+        x = x.float()
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).to(d)
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.post, self.a, self.b, self.flag = Norm(16), Norm(16), nn.Linear(16, 16), nn.Linear(16, 16), True
+
+    def forward(self, x, scale=1.0):
+        residual = x
+        x = self.norm(x)
+        if self.flag and scale is not None:
+            x = self.a(x) * 0.5
+        x = residual + x
+        return self.post(x)
+"""
+NUMBERS = itertools.count()
+
+
+@pytest.fixture
+def write(tmp_path, monkeypatch):
+    """A function that writes a module's file and imports it under a name of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+
+    def write(source: str) -> tuple[types.ModuleType, Path]:
+        file = tmp_path / f"edited_{next(NUMBERS)}.py"
+        file.write_text(source)
+        return importlib.import_module(file.stem), file
+
+    return write
+
+
+EDITS = {
+    "a condition": ("if self.flag and", "if not self.flag and"),
+    "and": ("self.flag and scale", "self.flag or scale"),
+    "is": ("scale is not None", "scale is None"),
+    "another norm": ("self.norm(x)", "self.post(x)"),
+    "another layer": ("self.a(x)", "self.b(x)"),
+    "a constant": ("* 0.5", "* 0.25"),
+    "an operator": ("residual + x", "residual - x"),
+    "the order": ("residual + x", "x + residual"),
+    "a call": ("return self.post(x)", "return self.post(self.post(x))"),
+    "an attribute": ("self.flag and", "self.training and"),
+    "a default": ("scale=1.0):\n        residual = x", "scale=None):\n        residual = x.clone()"),
+    "a line above": ("SCALE = 2.0", "SCALE = 2.0\n\n"),
+    "a syntax error": ("return self.post(x)", "return self.post(x"),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), EDITS.values(), ids=EDITS)
+def test_a_file_that_was_edited_after_its_import_changes_nothing(write, old, new):
+    module, file = write(FILE)
+    ours = module.Layer()
+    stock, x = copy.deepcopy(ours), torch.randn(3, 16)
+    assert old in FILE
+    file.write_text(FILE.replace(old, new))
+    report = tigon.patch(ours)
+    assert torch.equal(ours(x), stock(x))
+    (entry,) = (entry for entry in report.left_alone if entry.part == "glue")
+    assert entry.detail.startswith("its forward was changed in its file since it was imported")
+
+
+def test_a_file_that_was_not_edited_is_used(write):
+    module, _ = write(FILE)
+    ours = module.Layer()
+    stock, x = copy.deepcopy(ours), torch.randn(3, 16)
+    assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "glue"}
+    torch.testing.assert_close(ours(x), stock(x))
+
+
+def test_a_file_that_is_gone_is_reported(write):
+    module, file = write(FILE)
+    file.unlink()
+    (entry,) = (entry for entry in tigon.patch(module.Layer()).left_alone if entry.part == "glue")
+    assert entry.detail == "its forward has no source that can be read"
+
+
+# --- wrappers --------------------------------------------------------------------------------------
+
+
+class Wrapping(nn.Module):
+    """Wraps the forward of each subclass, as transformers wraps the forward of decoder layers."""
+
+    calls = 0
+
+    def __init_subclass__(cls):
+        forward = cls.forward
+
+        @functools.wraps(forward)
+        def wrapper(self, *args, **kwargs):
+            is_outermost = type(self).forward is wrapper
+            Wrapping.calls += is_outermost
+            return forward(self, *args, **kwargs)
+
+        cls.forward = wrapper
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
+
+    def forward(self, x):
+        y = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+class Wrapped(Wrapping):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.__hidden = Norm(), nn.Linear(16, 16), 1.0
+
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        return residual + self.a(x) * self.__hidden
+
+
+def twice(function):
+    @functools.wraps(function)
+    def call(self, x):
+        return function(self, function(self, x))
+
+    return call
+
+
+def without_wraps(function):
+    return lambda self, x: function(self, x)
+
+
+class Decorated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a = Norm(), nn.Linear(16, 16)
+
+    @twice
+    @torch.no_grad()
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        return residual + self.a(x)
+
+
+class Hidden(Decorated):
+    @without_wraps
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        return residual + self.a(x)
+
+
+def seen_norms(monkeypatch) -> list[int]:
+    """How often the rewritten statements of a norm and its residual run."""
+    calls, stock = [], tigon.recognition.glue.norm_pass
+    monkeypatch.setattr(tigon.recognition.glue, "norm_pass", lambda *args: calls.append(1) or stock(*args))
+    return calls
+
+
+@pytest.mark.parametrize(("cls", "times"), [(Wrapped, 1), (Decorated, 2)])
+def test_what_a_wrapper_holds_is_rewritten_and_the_wrapper_runs(monkeypatch, cls, times):
+    calls, ours, x = seen_norms(monkeypatch), cls(), torch.randn(3, 16)
+    stock = copy.deepcopy(ours)
+    report = tigon.patch(ours)
+    assert "glue" in {entry.part for entry in report.replaced}
+    before = Wrapping.calls
+    expected = stock(x)
+    counted = Wrapping.calls - before
+    torch.testing.assert_close(ours(x), expected)
+    assert len(calls) == times
+    assert Wrapping.calls - before == 2 * counted
+
+
+def test_a_wrapper_that_is_added_later_runs(monkeypatch):
+    """FSDP2 gives a layer a subclass of its class."""
+    calls, ours, x = seen_norms(monkeypatch), Wrapped(), torch.randn(3, 16)
+    expected = ours(x)
+    tigon.patch(ours)
+    ours.__class__ = type("Sharded", (Wrapped,), {})
+    assert type(ours).forward is not Wrapped.forward
+    assert innermost(type(ours).forward) is innermost(Wrapped.forward)
+    torch.testing.assert_close(ours(x), expected)
+    assert len(calls) == 1
+
+
+def test_another_forward_that_is_set_later_runs(monkeypatch):
+    calls, ours, x = seen_norms(monkeypatch), Wrapped(), torch.randn(3, 16)
+    tigon.patch(ours)
+    ours.__class__ = type("Other", (Wrapped,), {"forward": lambda self, x: 2 * x})
+    assert torch.equal(ours(x), 2 * x)
+    assert not calls
+
+
+def test_a_wrapper_that_does_not_tell_what_it_wraps_is_reported():
+    (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "glue")
+    assert entry.detail == "its forward is behind a decorator that does not tell what it wraps"
+
+
+# --- residuals that are used otherwise -------------------------------------------------------------
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.a, self.kept = Norm(), nn.Linear(16, 16), None
+
+    def double(self, x):
+        x.register_hook(lambda g: 2 * g)
+        return x
+
+    def hook(self, x):
+        residual = x
+        y = self.norm(x)
+        residual.register_hook(lambda g: g * 2)
+        return y + residual
+
+    def hook_on_an_alias(self, x):
+        residual = x
+        y = self.norm(x)
+        other = residual
+        other.register_hook(lambda g: g * 2)
+        return y + residual
+
+    def hook_by_a_method(self, x):
+        residual = x
+        y = self.norm(x)
+        return y + self.double(residual)
+
+    def hook_by_a_function(self, x):
+        residual = x
+        y = self.norm(x)
+        double(residual)
+        return y + residual
+
+    def identity(self, x):
+        residual = x
+        y = self.norm(x)
+        return y + (residual if residual is x else 2 * residual)
+
+    def retained(self, x):
+        residual = x
+        y = self.norm(x)
+        residual.retain_grad()
+        self.kept = residual
+        return y + residual
+
+    def in_place(self, x):
+        residual = x
+        x = self.norm(x)
+        residual += self.a(x)
+        return residual
+
+    def in_place_by_a_method(self, x):
+        residual = x
+        x = self.norm(x)
+        residual.add_(self.a(x))
+        return residual
+
+    def in_place_in_a_branch(self, x):
+        residual = x
+        x = self.norm(x)
+        if self.a.bias is not None:
+            x = self.a(x)
+            residual += x
+        return residual
+
+    def in_place_by_index(self, x):
+        residual = x
+        x = self.norm(x)
+        residual[:] = residual + self.a(x)
+        return residual
+
+    def returned(self, x):
+        residual = x
+        y = self.norm(x)
+        return self.a(y), residual
+
+    def sum_in_place(self, x):
+        x = x + self.a(x)
+        residual = x
+        y = self.norm(x)
+        residual *= 2.0
+        return y + residual
+
+
+def double(x):
+    x.register_hook(lambda g: 2 * g)
+
+
+OTHERS = [name for name, value in vars(Layer).items() if isinstance(value, types.FunctionType) and name[0] != "_"]
+OTHERS.remove("double")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_residual_that_is_used_otherwise_is_what_it_was(name, dtype):
+    torch.manual_seed(0)
+    stock = type("Used", (Layer,), {"forward": vars(Layer)[name]})().to(dtype)
+    ours, upstream = copy.deepcopy(stock), torch.randn(6, 16, dtype=dtype)
+    report = tigon.patch(ours)
+    (entry,) = (entry for entry in report.entries if entry.part == "glue")
+    assert not entry.replaced
+    assert "its forward does more with the residual of a norm" in entry.detail
+    results = []
+    for layer in (stock, ours):
+        x = torch.linspace(-1, 1, 96, dtype=dtype).view(6, 16).requires_grad_()
+        try:
+            y = layer(1 * x)
+            sum((part * upstream).sum() for part in (y if isinstance(y, tuple) else (y,))).backward()
+            results.append(x.grad)
+        except RuntimeError as error:  # fp32: stock's norm saves the residual itself
+            assert dtype == torch.float32
+            results.append(str(error).split(":")[0])
+    if isinstance(results[0], str):
+        assert results[0] == results[1]
+    else:
+        # The eager norm rounds its gradient in another order. A hook that sees a part of the gradient errs by a factor.
+        atol = (1e-5 if dtype == torch.float32 else 2**-7) * results[0].abs().max().item()
+        torch.testing.assert_close(results[1], results[0], rtol=0, atol=atol)
+
+
+IN_PLACE = [name for name in OTHERS if name.startswith(("in_place", "sum_in_place"))]
+
+
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_norm_whose_input_is_overwritten_keeps_its_forward(name):
+    report = tigon.patch(type("Used", (Layer,), {"forward": vars(Layer)[name]})())
+    (entry,) = (entry for entry in report.entries if entry.part == "rms_norm")
+    assert not entry.replaced
+    assert entry.detail.startswith("its input is changed in place afterwards (Used, line ")
+
+
+def test_what_is_overwritten_before_the_norm_is_no_matter():
+    def forward(self, x):
+        y = self.a(x)
+        y += x
+        residual = y
+        y = self.norm(y)
+        return residual + y
+
+    ours = type("Used", (Layer,), {"forward": forward})()
+    assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "glue"}
+
+
+def test_a_plain_residual_is_rewritten():
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        return residual.to(x.dtype) + self.a(x)
+
+    assert isinstance(glued(forward), types.FunctionType)
