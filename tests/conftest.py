@@ -1,3 +1,4 @@
+import importlib.util
 import os
 from pathlib import Path
 
@@ -8,18 +9,78 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's determini
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-# Of parametrised tests with many processes or graphs: these cases, by name, are left to `make test-thorough`.
+# `make test` runs the suite twice: on the CPU, where ops are their references or other code of torch, and in Triton's
+# interpreter, which runs the kernels on CPU tensors. `make test-gpu` runs the kernels on a GPU. A test that would show
+# nothing in a run is deselected there by one of the markers below. It is not skipped, because a skipped test is easily
+# taken for one that passed. Tests are skipped only where a library of the extra `dev`, a program or a device is absent.
+MARKERS = {
+    "kernels": "the test shows something only where kernels run: in the interpreter or on a GPU. On a CPU many ops are "
+    "their references, and the test would compare a reference with itself; tests/ops/test_references.py has one test "
+    "an op for that case",
+    "interpreter": "the test runs kernels on CPU tensors, which only the interpreter does",
+    "no_interpreter(reason)": "the run in the interpreter leaves the test out, because the test launches no kernel or "
+    "because the interpreter cannot show what it checks (compiled code, bf16, memory, threads)",
+    "gpu": "the test needs a GPU",
+    "deepspeed": "the test needs DeepSpeed, which `make test-deepspeed` installs",
+}
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+ON_GPU = torch.cuda.is_available() and not INTERPRETED
+
+# These cases of parametrised tests with many processes or graphs are left to `make test-thorough`.
 THOROUGH = {
-    "test_two_ranks": ("parallel", "head", "adapters", "Trainer", "FSDP2 by accelerate"),
+    "test_two_ranks": ("more ways", "Trainer", "FSDP2 by accelerate"),
     "test_no_type_breaks_the_graph": ("qwen2", "qwen3", "gemma2", "phi3"),
+    "test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart": ("stock",),
+    "test_compiled": ("checkpoint-0.8",),
+    "test_compiled_code_agrees": ("jsd",),
+    "test_the_kernels_train_as_stock_in_the_interpreter": ("qwen3", "phi3"),
+    "test_the_page_is_current": ("cohere", "falcon_mamba", "gpt2", "gpt_neox", "mixtral", "olmo", "qwen3_moe", "zamba"),
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def _repair_the_interpreter() -> None:
+    """Let the smaller of a number and NaN be the number in Triton's interpreter, as it is in compiled kernels.
+
+    The interpreter of Triton 3.7 returns NaN, which compiled code does only if it is told to propagate NaN.
+    """
+    import numpy
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
+    InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if INTERPRETED:
+        _repair_the_interpreter()
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+
+
+def shows_something(item: pytest.Item) -> bool:
+    """Return whether the markers of a test say that it shows something in this run."""
+    if INTERPRETED and item.get_closest_marker("no_interpreter"):
+        return False
+    if item.get_closest_marker("interpreter") and not INTERPRETED:
+        return False
+    if item.get_closest_marker("gpu") and not ON_GPU:
+        return False
+    if item.get_closest_marker("deepspeed") and not HAS_DEEPSPEED:
+        return False
+    return not item.get_closest_marker("kernels") or INTERPRETED or ON_GPU
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         case = getattr(getattr(item, "callspec", None), "id", None)
         if case in THOROUGH.get(getattr(item, "originalname", ""), ()):
             item.add_marker(pytest.mark.thorough)
+    deselected = [item for item in items if not shows_something(item)]
+    if deselected:
+        config.hook.pytest_deselected(items=deselected)
+        items[:] = [item for item in items if shows_something(item)]
 
 
 @pytest.fixture

@@ -6,7 +6,13 @@ tigon.patch(model)   # any Hugging Face decoder: norms, MLPs, rotary embedding a
 The ops are here as functions and modules; what needs transformers is imported when it is first used.
 """
 
+# ruff: noqa: E402 - the versions are checked before anything that an older torch or triton could not import
+
 import importlib
+
+from tigon.requirements import require
+
+require("tigon", "torch", "triton")
 
 from tigon.memory import lean
 from tigon.ops.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy

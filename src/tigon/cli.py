@@ -5,24 +5,37 @@ Commands with imports of their own are loaded when they are called, after a look
 
 import contextlib
 import importlib
-import importlib.util
 import itertools
 import os
 import re
 import signal
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from tigon.requirements import unmet
 
 if TYPE_CHECKING:
     import typer
     from rich.console import Console
 
-__all__ = ["INTERRUPTED", "app", "main", "make_console", "make_folder", "pick_device", "pick_folder"]
+__all__ = [
+    "INTERRUPTED",
+    "app",
+    "check_file",
+    "main",
+    "make_console",
+    "make_folder",
+    "pick_device",
+    "pick_folder",
+    "say_written",
+    "write_file",
+]
 
 INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
 
@@ -87,11 +100,8 @@ def _terminated_as_interrupted() -> Iterator[None]:
 def _call(command: _Command, arguments: list[str]) -> None:
     import typer
 
-    missing = [name for name in command.needs if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(
-            f"tigon {command.name} needs {', '.join(missing)}: pip install 'tigon[{command.extra or command.name}]'"
-        )
+    if message := unmet(*command.needs, extra=command.extra or command.name):
+        sys.exit(f"tigon {command.name} {message}")
     module = importlib.import_module(command.module or f"tigon.{command.name}.command")
     function = getattr(module, command.name.split()[-1])
     # As Markdown, the lines of a docstring's paragraph are joined, and wrapped at the terminal's width.
@@ -183,8 +193,15 @@ def pick_folder(out: Path | None, prefix: str = "") -> Path:
         out = next(folder for name in names if not (folder := Path("runs") / name).exists())
     # Not Path.exists, which raises inside a folder that is closed to us.
     nearest = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
-        raise typer.BadParameter(f"must be a folder that can be written, got {str(out)!r}", param_hint="--out")
+    try:
+        # A file without a name. os.access grants root everything, and knows no length of names.
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+        with contextlib.suppress(FileNotFoundError):
+            os.stat(out)
+    except OSError as error:
+        message = f"must be a folder that can be written, got {str(out)!r} ({error.strerror})"
+        raise typer.BadParameter(message, param_hint="--out") from error
     return out
 
 
@@ -203,11 +220,61 @@ def make_folder(folder: Path) -> None:
         raise typer.BadParameter(message, param_hint="--out") from error
 
 
+def check_file(path: Path, option: str) -> None:
+    """Refuse a file that cannot be written, before there is anything to write. A new file is not left behind.
+
+    Raises:
+        typer.BadParameter: naming the option, the rule and the path.
+    """
+    import typer
+
+    # Functions of os.path, because those of Path raise for a name that is too long.
+    if not os.path.isdir(path.absolute().parent):
+        raise typer.BadParameter(f"must be in a folder that exists, got {str(path)!r}", param_hint=option)
+    if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
+        return  # a pipe or a terminal, which waits for whoever reads it
+    is_new = not os.path.lexists(path)
+    try:
+        # Not os.access, which grants root everything.
+        with path.open("ab"):
+            pass
+        if is_new:
+            path.unlink()
+    except OSError as error:
+        raise _not_written(path, option, error) from error
+
+
+def write_file(path: Path, content: "str | Callable[[Path], None]", option: str) -> None:
+    """Write a text, or let a function write its file.
+
+    Raises:
+        typer.BadParameter: naming the option, the rule and the path; a disk may have become full since `check_file`.
+    """
+    try:
+        if callable(content):
+            content(path)
+        else:
+            path.write_text(content, encoding="utf-8")
+    except OSError as error:
+        raise _not_written(path, option, error) from error
+
+
+def _not_written(path: Path, option: str, error: OSError) -> "typer.BadParameter":
+    import typer
+
+    message = f"must be a file that can be written, got {str(path)!r} ({error.strerror})"
+    return typer.BadParameter(message, param_hint=option)
+
+
+def say_written(console: "Console", path: Path) -> None:
+    """Name a file that was written, in one line of its own, which a terminal does not break."""
+    console.print(f"Wrote {path}", markup=False, soft_wrap=True)
+
+
 def main() -> None:
-    """Entry point of `tigon`; says what to install where typer or rich is missing."""
-    missing = [name for name in ("typer", "rich") if importlib.util.find_spec(name) is None]
-    if missing:
-        sys.exit(f"tigon: the command line needs {', '.join(missing)}: pip install 'tigon[cli]'")
+    """Entry point of `tigon`; says what to install where typer or rich is missing or too old."""
+    if message := unmet("typer", "rich", extra="cli"):
+        sys.exit(f"tigon: the command line {message}")
     app()(prog_name="tigon")
 
 

@@ -1,10 +1,16 @@
 """AdamW whose step is one pass over memory: torch's optimizer, with a kernel of Tigon's for what it can take."""
 
+import contextlib
 import inspect
+import math
+import sys
+from collections.abc import Iterator
+from numbers import Real
 
 import torch
 from torch import Tensor
 
+from tigon.ops import check
 from tigon.ops.adamw import adamw_step
 from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN, runs_kernels
 
@@ -30,7 +36,7 @@ class AdamW(torch.optim.AdamW):
             waits for it either way.
 
     Raises:
-        ValueError, RuntimeError, TypeError: What torch's constructor raises.
+        ValueError, RuntimeError, TypeError: What torch's constructor raises, and options of another type.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 
@@ -40,6 +46,23 @@ class AdamW(torch.optim.AdamW):
         >>> model(torch.ones(2, 4)).sum().backward()
         >>> optimizer.step()
     """
+
+    def __init__(
+        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, **options
+    ) -> None:  # fmt: skip
+        for name in options:
+            check.choice("AdamW", "an option", name, (*_FLAGS, *_CHOICES))
+        options |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
+        _check_options(options)
+        with _named_refusals():
+            super().__init__(params, **options)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add parameters with options of their own; see `torch.optim.Optimizer.add_param_group`."""
+        if isinstance(param_group, dict):
+            _check_options(param_group)
+        with _named_refusals():
+            super().add_param_group(param_group)
 
     # torch.compile runs it as it is: while tracing, torch calls `_init_group`, which here would take the step.
     @torch._disable_dynamo
@@ -87,6 +110,44 @@ class AdamW(torch.optim.AdamW):
             or getattr(self, "grad_scale", None) is not None
             or getattr(self, "found_inf", None) is not None
         )
+
+
+_FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
+_CHOICES = ("foreach", "fused")  # None leaves the choice to the optimizer
+
+
+def _check_options(options: dict) -> None:
+    """Refuse options of a wrong type, which torch takes and fails with in the first step. Ranges are torch's to check.
+
+    A learning rate may be a scalar of numpy, as schedules make them.
+    """
+    numbers = {name: options[name] for name in ("lr", "eps", "weight_decay") if name in options}
+    if "betas" in options:
+        betas = options["betas"]
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise TypeError(f"AdamW: betas must be two numbers, got {check.shown(betas)}")
+        numbers |= {"betas[0]": betas[0], "betas[1]": betas[1]}
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+            raise TypeError(f"AdamW: {name} must be a number, got {check.shown(value)}")
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
+                raise ValueError(f"AdamW: {name} must be a number or one element, got {check.shown(value)}")
+        elif not abs(value) < math.inf or abs(value) > sys.float_info.max:
+            raise ValueError(f"AdamW: {name} must be finite, got {check.shown(value)}")
+    check.flag("AdamW", **{name: options[name] for name in _FLAGS if name in options})
+    check.flag("AdamW", **{name: options[name] for name in _CHOICES if options.get(name) is not None})
+
+
+@contextlib.contextmanager
+def _named_refusals() -> Iterator[None]:
+    """Begin the message of what torch refuses in the block with the optimizer's name."""
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        if type(error) not in (TypeError, ValueError, RuntimeError) or str(error).startswith("AdamW: "):
+            raise
+        raise type(error)(f"AdamW: {error}") from error
 
 
 def _is_plain(x: Tensor) -> bool:

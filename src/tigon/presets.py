@@ -3,6 +3,8 @@
 import difflib
 from typing import TYPE_CHECKING, Any
 
+from tigon.requirements import require
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -153,6 +155,7 @@ def preset_config(name: str) -> "PretrainedConfig":
         >>> preset_config("Llama-3-8B").hidden_size
         4096
     """
+    require("tigon.presets.preset_config", "transformers", extra="hf")
     from transformers import AutoConfig
 
     names = {preset.lower(): preset for preset in PRESETS}

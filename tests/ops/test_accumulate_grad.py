@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from op_cases import DEVICE, INTERPRETED
+from op_cases import DEVICE
 
 T, H, V = 24, 16, 101
 
@@ -120,7 +120,7 @@ def test_made_in_backward_it_may_have_any_gradient(dtype):
     torch.testing.assert_close(w.grad, before + 2 * once, rtol=tolerance["rtol"], atol=8 * tolerance["atol"])
 
 
-@pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 @pytest.mark.parametrize("told", [False, True], ids=["", "grad_added_to_main_grad"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_main_grad(reduction, told):
@@ -249,6 +249,7 @@ def test_activation_checkpointing(first, reentrant):
         loss.backward()
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_weights():
     x, target = _batch(0)
 

@@ -6,18 +6,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from op_cases import DEVICE, DTYPES, INTERPRETED
+from op_cases import DEVICE, DTYPES
 from tigon.ops import adamw
 from tigon.ops.adamw import Config, adamw_reference, adamw_step
 from tigon.testing import assert_accurate
 
-kernels = pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="of the kernel, not of torch's path")
-
-
 # --- maths ---------------------------------------------------------------------------------------
 
 
-@kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("step", [1, 2, 7, 40, 100_000])
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
@@ -38,7 +35,7 @@ def test_a_step_is_as_exact_as_one_rounding(dtype, step, tensors):
             assert (got == wanted.to(dtype)).float().mean() > 0.99
 
 
-@kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.99999])
 def test_bias_corrections_keep_their_digits(beta):
     """From m = v = 0, equal betas and gradient 1 the first steps move p by lr, whatever the betas."""
@@ -50,7 +47,7 @@ def test_bias_corrections_keep_their_digits(beta):
         torch.testing.assert_close(p, torch.full_like(p, -1.0), rtol=2e-6, atol=0.0)
 
 
-@kernels
+@pytest.mark.kernels
 def test_decay_is_rounded_once():
     """Without a gradient p becomes the fp32 number nearest to what it should be, but for ties."""
     p = torch.linspace(1, 2, 1000, device=DEVICE)
@@ -60,7 +57,7 @@ def test_decay_is_rounded_once():
     assert (p == exact).float().mean() > 0.99
 
 
-@kernels
+@pytest.mark.kernels
 def test_nothing_outside_is_touched():
     n = Config.heuristic(4).block + 3
     base = [torch.full((n + 2,), 7.0, device=DEVICE) for _ in range(4)]
@@ -96,7 +93,7 @@ STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 SMALL = Config(block=16, num_warps=1, span=4)
 
 
-@kernels
+@pytest.mark.kernels
 def test_one_launch_finds_all_tensors():
     """Lengths on both sides of a block and of a span of blocks, and none between them."""
     sizes = [1, 15, 16, 17, 0, 63, 64, 65, 0, 0, 200, 3]
@@ -110,7 +107,7 @@ def test_one_launch_finds_all_tensors():
             torch.testing.assert_close(got, y, rtol=2e-6, atol=2e-6)
 
 
-@kernels
+@pytest.mark.kernels
 def test_a_launch_for_each_kind_of_tensors():
     """By dtypes, by alignment, by the number of the step: each in its own, and nothing beside them is touched."""
     kinds = [
@@ -133,7 +130,7 @@ def test_a_launch_for_each_kind_of_tensors():
         assert whole[0] == whole[-1] == 7.0
 
 
-@kernels
+@pytest.mark.kernels
 def test_the_table_is_copied_only_when_something_moved():
     (p, g, m, v), tables = _tensors([100, 40]), {}
     take = lambda g: adamw_step(p, g, m, v, [1, 1], **STEP, config=SMALL, tables=tables)
@@ -153,7 +150,7 @@ def test_the_table_is_copied_only_when_something_moved():
     assert tables[0].owners.tolist() == [0, 0, 1]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="of compiled code")
+@pytest.mark.no_interpreter("It reads compiled code.")
 def test_memory_is_read_16_bytes_at_a_time_where_it_is_aligned():
     import triton
 

@@ -86,7 +86,7 @@ def test_trains_as_torch(name):
             torch.testing.assert_close(state[key], wanted[key], rtol=4e-6, atol=4e-6)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="torch's fused kernel for GPUs")
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_unit_from_torch_fused(dtype):
     ours, theirs = _parameters(dtype), _parameters(dtype)
@@ -97,7 +97,7 @@ def test_one_unit_from_torch_fused(dtype):
         torch.testing.assert_close(p, q, rtol=torch.finfo(dtype).eps, atol=1e-6 if dtype == torch.float32 else 0.0)
 
 
-@pytest.mark.skipif(DEVICE != "cuda", reason="CUDA graphs and streams")
+@pytest.mark.gpu
 def test_graphs_take_torchs_path_and_other_streams_their_own_table():
     options = OPTIONS | {"fused": True, "capturable": True}
     ours, theirs = _parameters(), _parameters()

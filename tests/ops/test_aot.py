@@ -6,17 +6,30 @@ import tigon
 from op_cases import INTERPRETED
 from tigon.aot_workloads import WORKLOADS
 
-pytestmark = pytest.mark.skipif(
-    INTERPRETED, reason="the interpreter replaces the compiler; the run without it compiles"
-)
+pytestmark = pytest.mark.no_interpreter("The interpreter replaces the compiler.")
 
 if not INTERPRETED:
     from tigon.aot import CHIPS, Chip, recorded, resources
 
 
-@pytest.mark.parametrize("workload", WORKLOADS)
-@pytest.mark.parametrize("chip", [] if INTERPRETED else CHIPS, ids=lambda chip: chip.name)
-def test_compiles_without_spilling(workload: str, chip: "Chip"):
+# Two chips, one of each vendor, compile every workload in `make test`, and the others the one with the widest row.
+# `make test-thorough` compiles the rest.
+EVERY_WORKLOAD = ("sm_90", "gfx942")
+WIDEST_ROW = "rms_norm 16384"
+
+
+def _pairs() -> list:
+    pairs = []
+    for chip in [] if INTERPRETED else CHIPS:
+        for workload in WORKLOADS:
+            quick = chip.name in EVERY_WORKLOAD or workload == WIDEST_ROW
+            marks = () if quick else pytest.mark.thorough
+            pairs.append(pytest.param(chip, workload, id=f"{chip.name}-{workload}", marks=marks))
+    return pairs
+
+
+@pytest.mark.parametrize(("chip", "workload"), _pairs())
+def test_compiles_without_spilling(chip: "Chip", workload: str):
     with recorded(chip) as launches:
         WORKLOADS[workload]()
     assert launches

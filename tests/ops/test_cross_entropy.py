@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
 from tigon.ops.cross_entropy import cross_entropy_reference
 
 # Two classes, widths that fill no block, and one wider than a block of the kernel.
@@ -46,10 +46,13 @@ def _class_weights(v: int) -> torch.Tensor:
     return torch.rand(v, generator=torch.Generator().manual_seed(v)).to(DEVICE) + 0.1
 
 
-@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@one_in(
+    3,
+    shape=SHAPES,
+    options=OPTIONS,
+    weighted={"": False, "class weights": True},
+    inplace={"new buffer": False, "in place": True},
+)
 def test_accuracy(shape, options, weighted, inplace):
     """Where the token scaling lets only likely targets count, gradients are differences of 1 / D and nearly that."""
     target = _target(*shape[:-1], v=shape[-1])
@@ -283,6 +286,7 @@ def test_the_loss_stays_fp32_under_autocast():
     assert torch.equal(inside, run())
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 def test_shapes_alone_on_meta():
     logits = torch.randn(4, 10, device="meta", requires_grad=True)
     loss = tigon.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device="meta"))
@@ -303,6 +307,7 @@ def test_module():
 SCALE = torch.nn.Parameter(torch.ones(()))
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     logits, target = torch.randn(4, 10, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
     for error, message, arguments, options in [

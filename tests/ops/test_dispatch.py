@@ -9,7 +9,7 @@ import tigon
 from op_cases import INTERPRETED
 from tigon.ops import dispatch, glu, norm, softmax
 
-pytestmark = pytest.mark.skipif(INTERPRETED, reason="the interpreter knows no variants")
+pytestmark = pytest.mark.no_interpreter("The interpreter compiles no variants.")
 
 if not INTERPRETED:
     from triton._C.libtriton import native_specialize_impl

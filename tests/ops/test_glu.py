@@ -22,6 +22,7 @@ def _tensor(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * 3).to(DEVICE, dtype).requires_grad_()
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 17), (2, 3, 64), (3, 1025), (2, 4096)], ids=str)
@@ -34,6 +35,7 @@ def test_accuracy(run, reference, shape, dtype, packed):
     assert_as_accurate_as_eager(run, reference, tensors)
 
 
+@pytest.mark.kernels
 @every_kind
 def test_far_from_zero(run, reference):
     """Where the gate saturates: no overflow, and the gradients vanish as they should."""
@@ -42,6 +44,7 @@ def test_far_from_zero(run, reference):
     assert_as_accurate_as_eager(run, reference, [gate, up])
 
 
+@pytest.mark.kernels
 def test_a_frozen_input_costs_nothing(monkeypatch):
     import tigon.ops.glu as module
 
@@ -58,12 +61,14 @@ def test_no_features():
     assert tigon.swiglu(empty, empty).shape == (3, 0)
 
 
+@pytest.mark.kernels
 def test_halves_of_one_tensor_given_apart():
     packed = _tensor(4, 64, dtype=torch.float32)
     gate, up = packed.chunk(2, -1)
     assert torch.equal(tigon.swiglu(gate, up), tigon.swiglu(packed))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
 def test_one_node_of_autograd_whose_result_may_be_changed_in_place(packed):
     """A view made outside the function is a node more; one made inside cannot be written to."""
@@ -93,6 +98,7 @@ def test_modules_have_the_parameters_of_hugging_face(mlp):
     torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     gate, up = torch.randn(2, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
     with pytest.raises(ValueError, match=r"swiglu: up must have shape \(2, 8\), got \(2, 7\)"):

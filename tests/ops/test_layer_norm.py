@@ -1,10 +1,13 @@
+import dataclasses
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tigon
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
 from tigon.ops.layer_norm import layer_norm_reference
+from tigon.ops.norm import Config
 
 # One feature (all variance is eps), rows that fill no tile, widths on both sides of a power of two.
 SHAPES = [(3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
@@ -19,9 +22,8 @@ def _inputs(shape: tuple[int, ...], *dtypes: torch.dtype, mean: float = 0.5) -> 
     return [t.to(DEVICE, d).requires_grad_() for t, d in zip(tensors, dtypes, strict=True)]
 
 
-@pytest.mark.parametrize("parameters", [0, 1, 2], ids=["plain", "weight", "weight and bias"])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.kernels
+@one_in(2, shape=SHAPES, dtype=DTYPES, parameters={"plain": 0, "weight": 1, "weight and bias": 2})
 def test_accuracy(shape, dtype, parameters):
     assert_as_accurate_as_eager(
         lambda *tensors: tigon.layer_norm(*tensors, eps=1e-3),
@@ -30,6 +32,16 @@ def test_accuracy(shape, dtype, parameters):
     )
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
+def test_what_a_wide_row_does_not_keep_is_read_again(keeps_row, monkeypatch):
+    heuristic = Config.heuristic
+    config = lambda *args: dataclasses.replace(heuristic(*args), keeps_w=False, keeps_row=keeps_row)
+    monkeypatch.setattr(Config, "heuristic", config)
+    assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, _inputs((9, 100), FULL, FULL, FULL))
+
+
+@pytest.mark.kernels
 def test_a_bias_needs_no_weight():
     x, bias = _inputs((5, 33), FULL, FULL)
     assert_as_accurate_as_eager(
@@ -50,11 +62,13 @@ def test_one_feature_is_its_own_mean():
     assert torch.autograd.grad(y.sum(), x)[0].abs().max() < 1e-3  # dy - mean(dy), times 1 / sqrt(eps)
 
 
+@pytest.mark.kernels
 def test_a_large_mean_does_not_swallow_the_variance():
     """E[x^2] - E[x]^2 in fp32 has no digits left here; the mean first, then the centred squares has all."""
     assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, _inputs((4, 96), FULL, FULL, FULL, mean=3000.0))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [(HALF, FULL, FULL), (HALF, HALF, FULL), (FULL, HALF, HALF)], ids=str)
 def test_the_result_has_the_dtype_of_x(dtypes):
     tensors = _inputs((4, 96), *dtypes)
@@ -75,6 +89,7 @@ def test_module_is_torchs_with_the_same_state(options):
     assert isinstance(ours, torch.nn.LayerNorm)
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     x, weight = torch.randn(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(7,\)"):

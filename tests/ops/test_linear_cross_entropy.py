@@ -6,11 +6,12 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
+from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.bench.inputs import Maker
 from tigon.bench.inputs import linear_cross_entropy as bench_inputs
 from tigon.ops.linear_chunks import DEFAULT_MIB, MOST_CHUNKS, chunk_size
 from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.testing import assert_accurate
 
 OPTIONS = {
     "plain": {},
@@ -37,13 +38,13 @@ def _in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "chunk_size", lambda *_: tokens)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 23, 64], ids=lambda n: f"chunks of {n}")
-@pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+# 23 chunks of one token each take the interpreter too long.
+CHUNKS = {f"chunks of {n}": n for n in ([7, 23, 64] if INTERPRETED else [1, 7, 23, 64])}
+
+
+@one_in(2, options=OPTIONS, weighted={"": False, "class weights": True}, chunk=CHUNKS)
 def test_accuracy(options, weighted, chunk, monkeypatch):
     """In fp32 each chunk adds its part of dW: the chunked sum may err as eager code does, and no more."""
-    if INTERPRETED and chunk == 1:
-        pytest.skip("23 chunks of one token each take the interpreter too long; the references run them")
     _in_chunks_of(chunk, monkeypatch)
     # On a GPU small products of other sizes take other kernels: more tokens for eager's largest error to be typical.
     *tensors, target = _inputs(203 if DEVICE == "cuda" else 23)
@@ -155,11 +156,15 @@ IGNORED = {
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_entropy": True}], ids=str)
-@pytest.mark.parametrize("ignored", IGNORED)
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        name if name == "half" else pytest.param(name, marks=pytest.mark.no_interpreter("It takes 200 tokens long."))
+        for name in IGNORED
+    ],
+)
 def test_ignored_tokens_cost_nothing(ignored, options, monkeypatch):
     """Products have the sizes of the valid rows; where fewer than one row in 64 is ignored, copies would cost more."""
-    if INTERPRETED and ignored != "half":
-        pytest.skip("200 tokens take the interpreter long")
     _in_chunks_of(64, monkeypatch)
     x, w, b, target = _inputs(200)
     target = target.abs().masked_fill(IGNORED[ignored](200).to(DEVICE), -100)
@@ -180,7 +185,7 @@ def test_ignored_tokens_cost_nothing(ignored, options, monkeypatch):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="1200 tokens take the interpreter long")
+@pytest.mark.no_interpreter("The interpreter takes long for 1200 tokens, and the chunks are the same.")
 def test_the_last_chunks_share_what_is_left(monkeypatch):
     x, w, target = _inputs(1200, bias=False)
     _in_chunks_of(512, monkeypatch)
@@ -247,7 +252,7 @@ def _is_tensor(x: object) -> bool:
     return isinstance(x, torch.Tensor)
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter copies the tensors of each launch")
+@pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"reduction": "none"}], ids=str)
 def test_no_logits_beyond_the_cap(options):
     x, w, target = _inputs(1024, 4, 8192, bias=False)
@@ -261,7 +266,7 @@ def test_no_logits_beyond_the_cap(options):
     assert memory.peak > 10 * 2**20, "the check can fail"
 
 
-@pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 @pytest.mark.parametrize("chunks", [8, 64])
 def test_many_chunks_do_not_wear_out_a_bf16_gradient(chunks, monkeypatch):
     _in_chunks_of(512 // chunks, monkeypatch)
@@ -286,7 +291,7 @@ def _gradients(function, x, w, target) -> list[torch.Tensor]:
     return list(torch.autograd.grad(function(x, w, target), (x, w)))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 @pytest.mark.parametrize("shape", [(600, 48, 384), (701, 33, 1001), (512, 32, 100), (600, 7, 641)], ids=str)
 def test_the_error_of_dw_against_one_product(shape, monkeypatch):
     """On logits as peaked as a trained model's: as good as eager's one product if summed in fp32, 2x by default."""
@@ -309,7 +314,7 @@ def test_the_error_of_dw_against_one_product(shape, monkeypatch):
     assert error(_gradients(tigon.linear_cross_entropy, x, w, target))[1] > 2 * eager[1]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="the interpreter copies the tensors of each launch")
+@pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_an_fp32_sum_makes_no_third_copy(reduction, monkeypatch):
     """Above the gradients: one more buffer of the size of dW, the logits, and slabs that only a CPU needs."""
@@ -336,13 +341,15 @@ def test_fp16_gradients_survive_a_loss_scale():
     x, w, target = _inputs(24, 16, 5000, bias=False)
     x, w = (p.detach().half().requires_grad_() for p in (x, w * 0.1))
     scale = torch.tensor(65536.0, device=DEVICE)
-    run = lambda loss: [g.float() for g in torch.autograd.grad(loss, (x, w), scale)]
-    got = run(tigon.linear_cross_entropy(x, w, target, num_items=8192))
-    expected = run(F.cross_entropy(F.linear(x.float(), w.float()), target, reduction="sum") / 8192)
-    for a, e in zip(got, expected, strict=True):
-        torch.testing.assert_close(a, e, rtol=5e-3, atol=5e-3 * e.abs().max().item())
+    got = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, num_items=8192), (x, w), scale)
+    eager = torch.autograd.grad(linear_cross_entropy_reference(x, w, target, num_items=8192), (x, w), scale)
+    wide = [p.detach().double().requires_grad_() for p in (x, w)]
+    exact = torch.autograd.grad(linear_cross_entropy_reference(*wide, target, num_items=8192), wide, scale.double())
+    for triple in zip(got, eager, exact, strict=True):
+        assert_accurate(*triple)
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("device", ["cuda", "cpu"])
 @pytest.mark.parametrize("v", [32000, 128256, 256000])
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 32768, 100_000])
@@ -388,7 +395,7 @@ def test_what_may_be_asked_for_beside_the_loss(options):
     torch.autograd.grad(result.loss.sum(), (x, w))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="bf16 is for the references and the GPU")
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 def test_autocast_casts_as_a_linear_layer_does():
     x, w, target = _inputs(bias=False)
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -409,6 +416,7 @@ def test_module():
         tigon.LinearCrossEntropyLoss(inplace=True)
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     x, w, b, target = (t.detach() for t in _inputs())
     for error, message, arguments, options in [

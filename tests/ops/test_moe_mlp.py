@@ -1,18 +1,18 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
 import tigon.ops.moe_mlp as moe_module
 import tigon.ops.routing as routing_module
-from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops import expert_activation
 from tigon.ops.expert_activation import activation_gradients, activation_gradients_reference
 from tigon.ops.grouped_linear import group_sums, grouped_linear, rows_of_groups
 from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp_reference
 from tigon.ops.routing import Config, combine, combine_reference, route, spread, spread_reference
 
-kernels = pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="of the kernels, not of the reference")
 T, K, E, H, INNER = 9, 3, 6, 16, 24
 
 
@@ -62,9 +62,7 @@ LAYOUTS = {
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
-@pytest.mark.parametrize("router_dtype", ["same", torch.float32], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@every_layout
+@one_in(2, layout=LAYOUTS, dtype=DTYPES, router_dtype=["same", torch.float32])
 def test_accuracy(layout, dtype, router_dtype):
     weights = _normal(T, K, dtype=dtype if router_dtype == "same" else router_dtype)
     tensors = [_normal(T, H, dtype=dtype), weights, *_experts(dtype, **layout)]
@@ -91,8 +89,7 @@ def test_any_choice(index):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("absent", [E, E + 7], ids=["E", "more"])
-@every_layout
+@one_in(2, layout=LAYOUTS, absent={"E": E, "more": E + 7})
 def test_experts_of_other_ranks_add_nothing(layout, absent):
     """Their rows are written by nobody: what is in that memory must not show, in results and in gradients."""
     index = _index()
@@ -200,7 +197,7 @@ def test_what_nobody_needs_is_not_computed(needed, expected, monkeypatch):
         torch.testing.assert_close(gradient, full[name], rtol=1e-5, atol=1e-6)
 
 
-@kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("inner", [1, 17, 1030])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
 def test_gradients_of_an_activation(kind, inner):
@@ -222,6 +219,7 @@ def test_gradients_of_an_activation(kind, inner):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("inner", [1, 64, 768, 1024, 14336])
 def test_heuristic_of_an_activation(inner):
     config = expert_activation.Config.heuristic(inner)
@@ -232,6 +230,7 @@ def test_heuristic_of_an_activation(inner):
 # --- spreading and combining ---------------------------------------------------------------------
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 def test_a_route_sorts_rows_by_expert_and_keeps_the_order_of_the_tokens():
     index = torch.tensor([[2, 0], [3, 2], [0, 5]], device=DEVICE)
     found = route(index, 4)
@@ -258,7 +257,7 @@ def test_any_width(h):
         assert_as_accurate_as_eager(run, reference, tensors)
 
 
-@kernels
+@pytest.mark.kernels
 def test_a_gradient_that_nobody_needs_costs_nothing(monkeypatch):
     made, launcher = [], routing_module.spread_tokens
     monkeypatch.setattr(routing_module, "spread_tokens", lambda *args: made.append(args[-2:]) or launcher(*args))
@@ -274,6 +273,7 @@ def test_a_gradient_that_nobody_needs_costs_nothing(monkeypatch):
         kept.clear()
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("h", [1, 64, 1000, 2048, 7168, 8192, 8193, 16384])
 def test_heuristic(h):
     config = Config.heuristic(h)
@@ -285,6 +285,7 @@ def test_heuristic(h):
 # --- grouped products ----------------------------------------------------------------------------
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(16, 24), (5, 7)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
@@ -300,6 +301,7 @@ def test_grouped_products(dtype, sizes, transposed):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_over_groups(dtype):
     """A bias's gradient, in fp32 and rounded once: in half precision, 2048 ones and a quarter each."""
@@ -319,6 +321,117 @@ def test_sums_over_groups(dtype):
     assert torch.equal(torch.autograd.grad(spread_bias, bias, rows)[0], expected)
 
 
+# Functions [S, 2 I] -> [S, I] of the user's own, whose backward gives the first product an upstream gradient with other
+# strides, other dtypes or another address than that product has.
+OWN = {
+    "interleaved": lambda h: torch.tanh(h[..., ::2]) * h[..., 1::2],
+    "halves": lambda h: F.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
+    "in place": lambda h: (h * 1.5)[:, : h.shape[1] // 2].sigmoid_(),
+    "transposed inside": lambda h: h.T.contiguous().sin()[: h.shape[1] // 2].T,
+    "an expanded sum": lambda h: h.sum(-1, keepdim=True).expand(-1, h.shape[1] // 2),
+    "a view from the second column on": lambda h: torch.cat((h[:, :1].detach(), h), 1)[:, 1 : 1 + h.shape[1] // 2],
+    "in fp32": lambda h: F.gelu(h.float()[:, ::2]),
+}
+
+
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+@pytest.mark.parametrize("sizes", [(16, 1), (16, 3), (16, 4), (5, 7), (1, 8), (8, 2)], ids=str)
+def test_odd_sizes_with_an_activation_of_ones_own(sizes, own):
+    """No width, stride or address of a factor is more than a reason for another kernel, forward and backward."""
+    h, inner = sizes
+    tensors = [_normal(T, h), _normal(T, K), _normal(E, 2 * inner, h), _normal(E, h, inner)]
+    got, expected = (
+        outputs_and_gradients(_call(f, _index(), activation=own), tensors) for f in (tigon.moe_mlp, moe_mlp_reference)
+    )
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+ODD = {
+    "plain": {},
+    "biases": {"biases": True},
+    "transposed": {"transposed": True},
+    "biases, transposed": {"biases": True, "transposed": True},
+}
+FROZEN = {
+    "nothing": "",
+    "x": "x",
+    "the weights": "up down up_bias down_bias",
+    "all but up": "x weights down up_bias down_bias",
+    "all but down": "x weights up up_bias down_bias",
+    "all but x": "weights up down up_bias down_bias",
+    "the router": "weights",
+}
+
+
+@pytest.mark.no_interpreter("grouped products are torch's there too")
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("layout", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_odd_sizes_in_every_layout(dtype, layout, frozen):
+    """Each gradient is one product, whose kernel is chosen by its own factors."""
+    h, inner = 8, 3
+    shapes = [(E, 2 * inner, h), (E, h, inner)]
+    shapes = [(*s[:1], *s[:0:-1]) for s in shapes] if layout.get("transposed") else shapes
+    shapes += [(E, 2 * inner), (E, h)] if layout.get("biases") else []
+    names = ("x", "weights", "up", "down", "up_bias", "down_bias")
+    tensors = [_normal(*s, seed=i, dtype=dtype).detach() for i, s in enumerate([(T, h), (T, K), *shapes])]
+    for name, x in zip(names, tensors, strict=False):
+        x.requires_grad_(name not in frozen.split())
+    options = {"activation": OWN["interleaved"], "transposed": layout.get("transposed", False)}
+    run, reference = (_call(f, _index(), **options) for f in (tigon.moe_mlp, moe_mlp_reference))
+    assert_as_accurate_as_eager(run, reference, tensors)
+
+
+def test_odd_sizes_without_rows_and_on_meta():
+    empty = torch.empty(0, K, dtype=torch.int64, device=DEVICE)
+    tensors = [_normal(0, 5), _normal(0, K), _normal(E, 6, 5), _normal(E, 5, 3)]
+    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, empty, activation=OWN["halves"]), tensors)
+    assert outputs[0].shape == (0, 5)
+    assert all((g == 0).all() for g in gradients)
+    nothing = [_normal(T, 8), _normal(T, K), _normal(E, 0, 8), _normal(E, 8, 0)]
+    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, _index(), activation=OWN["halves"]), nothing)
+    assert all((g == 0).all() for g in [*outputs, *gradients])
+    if DEVICE == "cpu" and not tigon.ops.dispatch.INTERPRETED:
+        on_meta = [_normal(*s).to("meta") for s in ((T, 5), (T, K), (E, 6, 5), (E, 5, 3))]
+        y = _call(tigon.moe_mlp, _index().to("meta"), activation=OWN["halves"])(*on_meta)
+        assert (y.shape, y.device.type) == ((T, 5), "meta")
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 3), (5, 7)], ids=str)
+@pytest.mark.parametrize("needs", ["x weight", "x", "weight"])
+def test_grouped_products_are_differentiated_twice(sizes, needs):
+    n, m = sizes
+    x, weight = _normal(9, n, dtype=torch.float64), _normal(4, n, m, dtype=torch.float64)
+    ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
+    x.requires_grad_("x" in needs), weight.requires_grad_("weight" in needs)
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, ends).sin(), (x, weight))
+
+
+STRIDES = {
+    "rows that share memory": lambda y: y[:1].expand(9, -1),
+    "columns that share memory": lambda y: y[:, :1].expand(-1, 8),
+    "every second column": lambda y: torch.stack((y, y), -1).flatten(1)[:, ::2],
+    "by columns": lambda y: y.T.contiguous().T,
+    "an odd address": lambda y: torch.cat((y[:, :1], y), 1)[:, 1:],
+}
+
+
+@pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_grouped_products_of_any_strides(dtype, strides):
+    ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
+    x, weight = _normal(9, 8, dtype=dtype), _normal(4, 8, 8, dtype=dtype)
+    dy = strides(_normal(9, 8, dtype=dtype, seed=3).detach())
+    expected = torch.autograd.grad(torch.cat((x[:5] @ weight[1], x[5:] @ weight[2])), (x, weight), dy)
+    for a, b in zip(torch.autograd.grad(grouped_linear(x, weight, ends), (x, weight), dy), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    got = grouped_linear(strides(x.detach()), weight, ends)
+    torch.testing.assert_close(
+        got, torch.cat((strides(x)[:5] @ weight[1], strides(x)[5:] @ weight[2])), rtol=1e-5, atol=1e-5
+    )
+
+
 def test_odd_sizes():
     """Rows that begin at no multiple of 16 bytes, which grouped_mm refuses."""
     x, up, down = _normal(T, 5), _normal(E, 14, 5), _normal(E, 5, 7)
@@ -327,6 +440,7 @@ def test_odd_sizes():
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     x, up, down, index, weights = _normal(T, H), *_experts(), _index(), _normal(T, K)
     bad = {

@@ -3,10 +3,8 @@ import torch
 import torch.nn.functional as F
 
 import tigon
-from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, outputs_and_gradients
 from tigon.ops.relu2 import Config, relu2_reference
-
-kernels = pytest.mark.skipif(not (INTERPRETED or DEVICE == "cuda"), reason="of the kernels, not of the reference")
 
 
 def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -14,6 +12,7 @@ def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return (torch.randn(shape, generator=generator) * 3).to(DEVICE, dtype).requires_grad_()
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1,), (5, 17), (2, 3, 64), (3, 1025), (2, 4096)], ids=str)
@@ -51,6 +50,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
 def test_any_strides(view):
@@ -61,7 +61,7 @@ def test_any_strides(view):
         torch.testing.assert_close(a, b)
 
 
-@kernels
+@pytest.mark.kernels
 @pytest.mark.parametrize("view", [lambda x: x, VIEWS["transposed"], VIEWS["turned"], VIEWS["gaps between rows"]])
 def test_dense_input_is_not_copied(view, monkeypatch):
     import tigon.ops.relu2 as module
@@ -78,7 +78,7 @@ def test_dense_input_is_not_copied(view, monkeypatch):
     assert [t.data_ptr() for t in read[1][:2]] == [dy.data_ptr(), x.data_ptr()]
 
 
-@kernels
+@pytest.mark.kernels
 def test_a_dimension_of_one_does_not_make_rows_of_one(monkeypatch):
     """A program takes a block of a row: rows of one feature would be as many programs."""
     import tigon.ops.relu2 as module
@@ -92,7 +92,7 @@ def test_a_dimension_of_one_does_not_make_rows_of_one(monkeypatch):
     assert widths == [48]
 
 
-@kernels
+@pytest.mark.kernels
 def test_keeps_only_the_input():
     x, kept = _input(4, 64), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -113,6 +113,7 @@ def test_scalars_and_no_features():
     assert tigon.relu2(torch.randn(3, 0, device=DEVICE)).shape == (3, 0)
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_heuristic(itemsize):
     config = Config.heuristic(itemsize)
@@ -129,6 +130,7 @@ def test_module_has_the_parameters_of_hugging_face():
     assert set(tigon.ReLU2MLP(8, 24).state_dict()) == {"up_proj.weight", "down_proj.weight"}
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     with pytest.raises(TypeError, match="relu2: x must be a float32, bfloat16 or float16 tensor, got torch.int64"):
         tigon.relu2(torch.ones(3, dtype=torch.int64, device=DEVICE))

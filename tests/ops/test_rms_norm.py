@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tigon
-from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, outputs_and_gradients
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops import norm
 from tigon.ops.dispatch import Device
 from tigon.ops.norm import Config
@@ -21,10 +21,8 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtyp
     return [t.to(DEVICE, d).requires_grad_() for t, d in ((x, dtype), (weight, weight_dtype or dtype))]
 
 
-@pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
-@pytest.mark.parametrize("offset", [0.0, 1.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.kernels
+@one_in(2, shape=SHAPES, dtype=DTYPES, offset=[0.0, 1.0], rounding=["before_weight", "after_weight"])
 def test_accuracy(shape, dtype, offset, rounding):
     options = {"offset": offset, "rounding": rounding, "eps": 1e-5}
     assert_as_accurate_as_eager(
@@ -34,6 +32,7 @@ def test_accuracy(shape, dtype, offset, rounding):
     )
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
 def test_a_wider_weight_widens_the_result_as_the_product_does(rounding):
     """Under autocast, hidden states are half precision and weights fp32: the dtype must be what eager code gives."""
@@ -46,6 +45,7 @@ def test_a_wider_weight_widens_the_result_as_the_product_does(rounding):
     assert (dx.dtype, dweight.dtype) == (torch.float16, torch.float32)
 
 
+@pytest.mark.kernels
 def test_rounding_is_where_it_is_said_to_be():
     """fp16 shows it: rounding before the weight and after it differ, and each equals its definition bit for bit."""
     x, weight = _inputs((8, 64), torch.float16)
@@ -56,6 +56,7 @@ def test_rounding_is_where_it_is_said_to_be():
         assert (y != rms_norm_reference(x, weight, rounding=rounding)).float().mean() < 0.01
 
 
+@pytest.mark.kernels
 def test_large_and_tiny_values():
     x = torch.tensor([[1e30, -1e30, 1e30, 0.0], [1e-30, 1e-30, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], device=DEVICE)
     x.requires_grad_()
@@ -91,6 +92,7 @@ def _three(shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[torch.Tens
     return [x, residual, weight]
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("options", [{}, {"offset": 1.0, "rounding": "after_weight", "eps": 1e-5}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -105,6 +107,7 @@ def test_add_accuracy(shape, dtype, options):
 HALF, FULL = torch.float16, torch.float32
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [(HALF, FULL, HALF), (FULL, HALF, HALF), (HALF, HALF, FULL), (HALF, FULL, FULL)])
 def test_add_of_several_dtypes(dtypes):
     """A residual stream in fp32 under layers in half precision: sum and norm are as wide as in eager code."""
@@ -123,6 +126,7 @@ def test_the_sum_is_rounded_before_it_is_normalised():
     assert torch.equal(y, tigon.rms_norm(total, None))
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("used", [0, 1], ids=["the norm alone", "the sum alone"])
 def test_an_output_may_be_left_unused(used):
     tensors = _three((5, 33), [FULL] * 3)
@@ -136,6 +140,7 @@ def test_an_output_may_be_left_unused(used):
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.kernels
 def test_a_tensor_may_be_its_own_residual():
     x, _, weight = _three((5, 33), [FULL] * 3)
     assert_as_accurate_as_eager(
@@ -143,6 +148,7 @@ def test_a_tensor_may_be_its_own_residual():
     )
 
 
+@pytest.mark.kernels
 def test_gradients_that_are_one_tensor_do_not_share_what_is_accumulated():
     x, residual, weight = _three((5, 33), [FULL] * 3)
     for _ in range(2):
@@ -152,6 +158,7 @@ def test_gradients_that_are_one_tensor_do_not_share_what_is_accumulated():
     assert torch.equal(residual.grad, kept)
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_a_residual_of_another_shape_is_refused():
     x, weight = torch.randn(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with pytest.raises(ValueError, match=r"add_rms_norm: residual must have shape \(3, 8\), got \(1, 8\)"):
@@ -171,6 +178,7 @@ def test_a_residual_of_another_shape_is_refused():
 DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
 @pytest.mark.parametrize(("loads", "sums"), [(2, 0), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("n", [1, 100, 4096, 5120, 16384, 32768])
@@ -184,6 +192,7 @@ def test_heuristic(n, loads, sums, device):
     assert stages * loads * config.block_m * config.block_n * 2 <= device.shared_memory
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 def test_programs_of_the_backward_are_balanced_and_no_more_than_rows_ask_for():
     config = Config.heuristic(4096, 2, DEVICES[0])
     assert (config.programs, config.block_m) == (132, 2)
@@ -192,6 +201,7 @@ def test_programs_of_the_backward_are_balanced_and_no_more_than_rows_ask_for():
     assert config.balanced(16384, blocks=8) <= 132 // 8
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("n", [64, 700])
 def test_sums_over_rows_in_blocks_of_columns_are_the_same(n, monkeypatch):
     """Rows too wide for the registers take two launches: dx, then dweight in blocks of columns."""
@@ -206,6 +216,22 @@ def test_sums_over_rows_in_blocks_of_columns_are_the_same(n, monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_what_a_wide_row_does_not_keep_is_read_again(offset, keeps_row, monkeypatch):
+    """From 16384 features on the backward reads the weight again for every tile, and perhaps the row."""
+    heuristic = Config.heuristic
+    config = lambda *args: dataclasses.replace(heuristic(*args), keeps_w=False, keeps_row=keeps_row)
+    monkeypatch.setattr(Config, "heuristic", config)
+    assert_as_accurate_as_eager(
+        lambda *tensors: tigon.add_rms_norm(*tensors, offset=offset),
+        lambda *tensors: add_rms_norm_reference(*tensors, offset=offset),
+        _three((9, 100), [FULL] * 3),
+    )
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     x, weight = torch.randn(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \(8,\), got \(7,\)"):

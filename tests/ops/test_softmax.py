@@ -26,6 +26,7 @@ def way(request, monkeypatch):
     return request.param
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -33,12 +34,14 @@ def test_accuracy(shape, dtype):
     assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(*shape, dtype=dtype)])
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned", "way")
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 200])
 def test_accuracy_either_way(n):
     assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(3, n)])
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("block_m", "programs", "keeps_y"), [(1, 2, True), (4, 2, True), (4, 0, False)])
 def test_accuracy_where_programs_share_the_rows(block_m, programs, keeps_y, monkeypatch):
@@ -47,6 +50,7 @@ def test_accuracy_where_programs_share_the_rows(block_m, programs, keeps_y, monk
     assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(11, 100)])
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("way")
 def test_peaked_rows():
     x = (_input(8, 200) * 8).detach().requires_grad_()
@@ -55,6 +59,7 @@ def test_peaked_rows():
         torch.testing.assert_close(a, b, rtol=3e-6, atol=5e-7)
 
 
+@pytest.mark.kernels
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
 def test_any_dimension(dim):
     x = _input(4, 5, 6)
@@ -62,6 +67,7 @@ def test_any_dimension(dim):
     torch.testing.assert_close(tigon.softmax(x, dim=dim), torch.softmax(x, dim))
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("way")
 def test_values_that_are_not_finite_are_as_in_torch():
     """Masked scores: a row with one value left, rows of -inf alone (NaN), and what a diverged model makes."""
@@ -74,6 +80,7 @@ def test_values_that_are_not_finite_are_as_in_torch():
     assert y.isnan().all(-1).tolist() == [False, False, False, True, False, True, True]
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("way")
 def test_masked_features_get_no_gradient():
     x = torch.randn(2, 200, device=DEVICE)
@@ -83,6 +90,7 @@ def test_masked_features_get_no_gradient():
     assert dx.isfinite().all()
 
 
+@pytest.mark.kernels
 @pytest.mark.usefixtures("way")
 def test_far_from_zero():
     """A shift of all values changes nothing, and the extremes of fp32 do not overflow."""
@@ -96,6 +104,7 @@ def test_far_from_zero():
     assert torch.equal(tigon.softmax(whole), tigon.softmax(whole + 2.0**20))
 
 
+@pytest.mark.kernels
 def test_gaps_between_rows_and_between_batches():
     wide = _input(4, 5, 3, 40)
     for view in (lambda x: x[..., 3:30], lambda x: x[::2, :, 1], lambda x: x.transpose(1, 2), lambda x: x.mT):
@@ -105,12 +114,14 @@ def test_gaps_between_rows_and_between_batches():
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.kernels
 def test_a_dimension_of_one_may_have_any_stride():
     x = torch.randn(120, device=DEVICE).as_strided((3, 1, 40), (40, 7, 1))
     assert x.is_contiguous()
     torch.testing.assert_close(tigon.softmax(x), torch.softmax(x, -1))
 
 
+@pytest.mark.kernels
 def test_keeps_only_the_result():
     x, kept = _input(4, 64), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -118,6 +129,7 @@ def test_keeps_only_the_result():
     assert [t.data_ptr() for t in kept] == [y.data_ptr()]
 
 
+@pytest.mark.kernels
 def test_the_result_may_be_changed_in_place():
     """Dropout on attention weights does; the change must not reach what backward needs unnoticed."""
     x = _input(4, 64)
@@ -139,6 +151,7 @@ def test_scalars_and_no_features():
     assert tigon.softmax(torch.randn(3, 0, device=DEVICE)).shape == (3, 0)
 
 
+@pytest.mark.kernels
 def test_rows_wider_than_32_bit_columns_are_torchs(monkeypatch):
     import tigon.ops.softmax as module
 
@@ -161,6 +174,7 @@ def test_module_is_torchs():
 DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
 
 
+@pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("itemsize", [2, 4])
@@ -176,6 +190,7 @@ def test_heuristic(n, itemsize, backward, device):
     assert (config.num_stages - 1) * tile <= device.shared_memory
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     x = torch.randn(3, 8, device=DEVICE)
     with pytest.raises(TypeError, match="softmax: x must be a float32, bfloat16 or float16 tensor, got torch.int64"):

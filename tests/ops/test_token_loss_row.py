@@ -12,7 +12,10 @@ HOPPER = Device(132, 32, 227 * 1024, async_copy=True)
 AMPERE = Device(108, 32, 163 * 1024, async_copy=True)
 CONSUMER = Device(82, 32, 99 * 1024, async_copy=True)
 
-pytestmark = pytest.mark.skipif(token_loss_row.gluon is None, reason="this Triton has no Gluon")
+pytestmark = [
+    pytest.mark.skipif(token_loss_row.gluon is None, reason="this Triton has no Gluon"),
+    pytest.mark.no_interpreter("It launches no kernel."),
+]
 
 
 @pytest.mark.parametrize("device", [HOPPER, AMPERE, CONSUMER], ids=["hopper", "ampere", "consumer"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import tigon
-from op_cases import DEVICE
+from op_cases import DEVICE, one_in
 
 # The kernel takes 2048 targets at a time.
 LENGTHS = [0, 1, 7, 2048, 2049, 5000]
@@ -22,10 +22,7 @@ def _target(valid: torch.Tensor, ignore_index: int = -100, dtype: torch.dtype = 
     return torch.arange(len(valid)).where(valid, ignore_index).to(DEVICE, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("ignore_index", [-100, 0, 2**20])
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("n", LENGTHS)
+@one_in(3, n=LENGTHS, pattern=list(PATTERNS), ignore_index=[-100, 0, 2**20], dtype=[torch.int64, torch.int32])
 def test_rows_and_their_number(n, pattern, ignore_index, dtype):
     target = _target(PATTERNS[pattern](n), ignore_index, dtype)
     expected = (target.cpu() != ignore_index).nonzero()[:, 0]
@@ -59,9 +56,7 @@ def _inputs(t: int) -> list[torch.Tensor]:
     return [torch.randn(n, 8, generator=generator).to(DEVICE).requires_grad_() for n in (t, 50)]
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32], ids=str)
-@pytest.mark.parametrize("pattern", PATTERNS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@one_in(2, reduction=["mean", "none"], pattern=list(PATTERNS), dtype=[torch.int64, torch.int32])
 def test_found_early_they_make_the_same_loss(reduction, pattern, dtype):
     target = _target(PATTERNS[pattern](30), dtype=dtype)
     early = tigon.ValidRows(target)
@@ -129,6 +124,7 @@ def test_another_target_is_refused():
         run(target, [0, 1])
 
 
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 def test_bad_input():
     with pytest.raises(TypeError, match="ValidRows: target must be an int64 or int32 tensor, got torch.float32"):
         tigon.ValidRows(torch.zeros(3))

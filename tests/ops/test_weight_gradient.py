@@ -4,12 +4,16 @@ import weakref
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import tigon
 import tigon.ops.weight_gradient as module
-from op_cases import DEVICE, INTERPRETED
+from op_cases import DEVICE
 from tigon.ops.weight_gradient import WeightGradient
+
+pytestmark = pytest.mark.no_interpreter("On CPU tensors the sum is made by torch's products alone.")
 
 BF16 = torch.bfloat16
 
@@ -132,10 +136,73 @@ def test_a_sum_in_another_half_precision():
     assert torch.equal(_made(weight, True, parts), _sum(parts).to(BF16))
 
 
-@pytest.mark.skipif(INTERPRETED, reason="no kernel takes part")
 def test_a_strided_weight_gets_a_dense_gradient():
     weight = torch.empty(6, 70, dtype=BF16, device=DEVICE).t()
     parts = _parts(70, 6)
     made = _made(weight, True, parts)
     assert made.is_contiguous()
     assert torch.equal(made, _sum(parts).to(BF16))
+
+
+# --- fp64, whose sums are finer than what `acc_dtype` asks for ---------------------------------------
+
+FP64 = {
+    "one chunk": {},
+    "several chunks": {"max_logits_mib": 1},
+    "a gradient for each token": {"reduction": "none"},
+    "a sum": {"reduction": "sum", "label_smoothing": 0.1, "softcap": 5.0},
+    "log-probabilities": {"return_log_probs": True, "return_entropy": True},
+}
+
+
+def _of_fp64(vocabulary: int, **options) -> list[Tensor]:
+    """The loss and the gradients of hidden states, weight and bias."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    shapes = (600, 8), (vocabulary, 8), (vocabulary,)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_() for s in shapes]
+    target = torch.randint(vocabulary, (600,), generator=generator)
+    target[::7] = -100
+    x, weight, bias = tensors
+    results = tigon.linear_cross_entropy(x, weight, target.to(DEVICE), linear_bias=bias, **options)
+    losses = [results] if isinstance(results, Tensor) else [y for y in results if y is not None]
+    sum(y.sum() for y in losses).backward()
+    return [*(y.detach() for y in losses), *(p.grad for p in tensors)]
+
+
+@pytest.mark.parametrize("vocabulary", [100, 129, 257, 300])
+@pytest.mark.parametrize("options", FP64.values(), ids=FP64)
+def test_a_sum_in_fp32_changes_nothing_for_fp64(options, vocabulary):
+    """Summed in the half-precision layout of two fp32 halves, fp64 would lose digits, and has no room for them."""
+    asked, plain = _of_fp64(vocabulary, acc_dtype=torch.float32, **options), _of_fp64(vocabulary, **options)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(asked, plain, strict=True))
+    assert {g.dtype for g in asked[-3:]} == {torch.float64}
+
+
+@pytest.mark.parametrize("buffer_dtype", [torch.float64, torch.float32], ids=str)
+def test_a_sum_in_fp32_that_is_added_to_fp64(buffer_dtype):
+    """With accumulate_grad the buffer is in fp64, or an fp32 `main_grad`: each is as fine as was asked for."""
+    x, weight = (torch.ones(n, 8, dtype=torch.float64, device=DEVICE) for n in (4, 257))
+    weight.requires_grad_()
+    target = torch.arange(4, device=DEVICE)
+    (expected,) = torch.autograd.grad(tigon.linear_cross_entropy(x, weight, target), weight)
+    if buffer_dtype == torch.float64:
+        weight.grad = torch.ones_like(weight)
+    else:
+        weight.main_grad = torch.ones(257, 8, device=DEVICE)
+    loss = tigon.linear_cross_entropy(x, weight, target, acc_dtype=torch.float32, accumulate_grad=True)
+    loss.backward()
+    total = weight.grad if buffer_dtype == torch.float64 else weight.main_grad
+    torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("v", [7, 64, 128, 300])
+def test_only_half_precision_is_summed_elsewhere(v, dtype):
+    weight = torch.zeros(v, 3, dtype=dtype, device=DEVICE)
+    total = WeightGradient(weight, in_fp32=True)
+    assert total.split == (dtype == torch.float16)
+    assert total.lower.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    logits, x = torch.ones(2, v, dtype=dtype, device=DEVICE), torch.ones(2, 3, dtype=dtype, device=DEVICE)
+    total.add(logits, x)
+    total.add(logits, x)
+    assert torch.equal(total.finish(), torch.full_like(weight, 4.0))

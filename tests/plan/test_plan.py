@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import importlib.util
+import io
 import json
 import math
 
@@ -11,14 +13,18 @@ import torch
 transformers = pytest.importorskip("transformers")
 typer_testing = pytest.importorskip("typer.testing")
 
+from rich.console import Console  # noqa: E402
+
 import tigon  # noqa: E402
 from tigon import cli  # noqa: E402
 from tigon.hf.patch import MEMORY  # noqa: E402
 from tigon.inspect.build import build  # noqa: E402
-from tigon.ops.dispatch import INTERPRETED, runs_kernels  # noqa: E402
+from tigon.ops.dispatch import runs_kernels  # noqa: E402
 from tigon.plan.engines import Sharded, Whole, optimizer_costs  # noqa: E402
 from tigon.plan.ledger import Ledger, Work  # noqa: E402
-from tigon.plan.planner import NotPlanned, Row, Settings, _largest, plan, recommended  # noqa: E402
+from tigon.plan.planner import NotPlanned, Row, Settings, TooLong, _largest, plan, recommended  # noqa: E402
+from tigon.plan.positions import find_position_table  # noqa: E402
+from tigon.plan.report import print_plan  # noqa: E402
 from tigon.plan.step import Step, count_step  # noqa: E402
 from tigon.presets import PRESETS, preset_config  # noqa: E402
 
@@ -63,10 +69,7 @@ def test_units_of_a_layer(memory, units):
     assert of_a_layer(memory=memory) == units * UNIT + beside
 
 
-KERNELS = pytest.mark.skipif(not INTERPRETED, reason="kernels run in the interpreter: TRITON_INTERPRET=1")
-
-
-@pytest.mark.parametrize("memory", ["stock", pytest.param("default", marks=KERNELS)])
+@pytest.mark.parametrize("memory", ["stock", pytest.param("default", marks=pytest.mark.interpreter)])
 def test_kept_is_what_a_step_saves(memory):
     """A real step on the CPU saves the bytes that are counted."""
     options = {} if memory == "stock" else {"memory": memory}
@@ -264,6 +267,74 @@ def test_a_model_that_cannot_be_trained_says_why():
         next(plan(transformers.T5Config(num_layers=1), Settings(16)))
 
 
+# --- positions -------------------------------------------------------------------------------------
+
+SMALL = {"vocab_size": 100, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32}
+BOUNDED = {
+    "a table": (transformers.GPT2Config(**SMALL, n_positions=64), 64, "transformer.wpe"),
+    "a table with rows before the first position": (
+        transformers.OPTConfig(**SMALL, max_position_embeddings=64, ffn_dim=32, word_embed_proj_dim=32),
+        64,
+        "model.decoder.embed_positions",
+    ),
+    "a table that begins with the padding": (
+        transformers.RobertaConfig(**SMALL, max_position_embeddings=66, is_decoder=True, pad_token_id=1),
+        64,
+        "roberta.embeddings.position_embeddings",
+    ),
+    "sinusoids in a buffer": (
+        transformers.GPTJConfig(**SMALL, n_positions=64, rotary_dim=8),
+        64,
+        "transformer.h.0.attn.embed_positions",
+    ),
+    "a sum with all rows": (transformers.OpenAIGPTConfig(**SMALL, n_positions=64), 64, "the config"),
+    "a mask": (
+        transformers.MptConfig(vocab_size=100, d_model=32, n_heads=2, n_layers=1, max_seq_len=64),
+        64,
+        "the con",
+    ),
+}
+UNBOUNDED = {
+    "rotary": transformers.LlamaConfig(**SMALL, max_position_embeddings=64, intermediate_size=32),
+    "sinusoids that grow": transformers.XGLMConfig(
+        vocab_size=100, num_layers=1, attention_heads=2, d_model=32, ffn_dim=32, max_position_embeddings=64
+    ),
+    "alibi": transformers.BloomConfig(vocab_size=100, n_layer=1, n_head=2, hidden_size=32),
+    "relative": transformers.T5Config(vocab_size=100, num_layers=1, num_heads=2, d_model=32, d_ff=32),
+}
+
+
+@pytest.mark.parametrize(("config", "positions", "name"), BOUNDED.values(), ids=BOUNDED)
+def test_a_sequence_beyond_the_positions_is_refused(config, positions, name):
+    """On meta no index is out of range, but a GPU raises an IndexError, or the shapes of the model do not fit."""
+    model, _ = build(config, attention=None)
+    model.config.use_cache = False
+    assert find_position_table(model, positions) is None
+    for seq in (positions + 1, 4 * positions):
+        table = find_position_table(model, seq)
+        assert table.positions == positions
+        assert table.name.startswith(name)
+        with pytest.raises(
+            TooLong, match=rf"must be at most {positions} \({name}.* has no more positions\), got {seq}"
+        ):
+            next(plan(config, Settings(seq, dtype="fp32"), levels=("stock",), search=False))
+    row = next(plan(config, Settings(32, dtype="fp32"), levels=("stock",), lengths=(32, 64, 128, 256), search=False))
+    assert [step.seq for step in row.by_length] == [32, 64]
+
+
+@pytest.mark.parametrize("config", UNBOUNDED.values(), ids=UNBOUNDED)
+def test_computed_positions_do_not_end(config):
+    model, _ = build(config, attention=None)
+    assert find_position_table(model, 256) is None
+
+
+def test_a_table_that_no_token_reads_is_no_limit():
+    """As many words of another kind as there are positions."""
+    model = tiny(max_position_embeddings=64)
+    model.model.other_words = torch.nn.Embedding(64, 8, device="meta")
+    assert find_position_table(model, 128) is None
+
+
 # --- presets and the command -----------------------------------------------------------------------
 
 
@@ -304,6 +375,72 @@ def test_command(run, tmp_path):
     assert data["levels"]["stock"]["relative_speed"] < data["levels"]["default"]["relative_speed"] == 1.0
 
 
+def test_the_last_line_names_the_json_file(run, tmp_path):
+    file = tmp_path / ("long" * 40 + "[bold]" + ".json")  # longer than the terminal, and no markup
+    arguments = ["--seq", "128", "--batch", "1", "--gpu-memory", "1.1", "--json", str(file)]
+    if importlib.util.find_spec("matplotlib"):
+        arguments += ["--plot", str(tmp_path / "x.svg")]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert result.output.splitlines()[-1] == f"Wrote {file}"
+    json.loads(file.read_text())
+
+
+@pytest.mark.parametrize("arguments", [(), ("--batch", "64")], ids=["one sequence", "a batch"])
+def test_nothing_fits_is_another_exit_code(run, tmp_path, arguments):
+    """What was found is written all the same."""
+    file = tmp_path / "plan.json"
+    memory = ("--gpu-memory", "0.02" if not arguments else "0.1", "--reserve", "0")
+    result = run("--seq", "2048", *arguments, *memory, "--json", str(file))
+    assert result.exit_code == 1, result.output
+    assert "No level fits" in result.output
+    assert json.loads(file.read_text())["recommended"] is None
+
+
+def test_a_longer_sequence_than_the_config_names_is_said(run, tmp_path):
+    file = tmp_path / "plan.json"
+    result = run("--seq", "4096", "--batch", "1", "--gpu-memory", "3", "--json", str(file))  # Llama's default: 2048
+    assert result.exit_code == 0, result.output
+    assert "The config names 2,048 positions." in result.output
+    assert json.loads(file.read_text())["notes"][0].startswith("The config names 2,048 positions.")
+
+
+def test_command_refuses_a_sequence_beyond_the_positions(tmp_path):
+    BOUNDED["a table"][0].save_pretrained(tmp_path)
+    runner = typer_testing.CliRunner()
+    result = runner.invoke(cli.app(), ["plan", str(tmp_path), "--seq", "65"], env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    said = " ".join(result.output.split())
+    assert "--seq: must be at most 64 (transformer.wpe has no more positions), got 65" in said
+
+
+def _rows(fits):
+    small = Step(1, 512, 0, 2**30, 0, (2**30, 2**33, 2**32), (Work(traffic=1),) * 3)
+    big = dataclasses.replace(small, batch=65536, peaks=(2**40, 0, 0)) if fits else None
+    rows = [Row(level, small, big, speed=1.0, largest_speed=1.0) for level in ("stock", *MEMORY)]
+    return [*rows, Row("lean", reason="the model has no such level")]
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not"])
+@pytest.mark.parametrize("width", [40, 60, 72, 80, 100, 140])
+def test_no_terminal_cuts_a_name(width, fits):
+    """They are what `memory=` takes. From 60 columns on, headings and numbers are whole too."""
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    settings = Settings(131072, gpus=8, batch=1)
+    print_plan(console, "Llama-3-8B", _rows(fits), settings, batch_given=False)
+    output = console.file.getvalue()
+    table = [line for line in output.splitlines() if line[:1] in "│┃"]
+    names = [line.strip("│┃").split()[0] for line in table if "│" in line]
+    assert set(names) == {"stock", *MEMORY}
+    if width < 60:
+        return
+    assert "…" not in output
+    assert max(map(len, output.splitlines())) <= width
+    headings = " ".join(line for line in table if "┃" in line).split()
+    for word in ("memory=", "backward", "fits", "largest", "tokens", "step", "speed"):
+        assert word in headings
+
+
 def test_plot_has_a_line_for_each_level(tmp_path):
     pytest.importorskip("matplotlib")
     from tigon.plan.plot import draw, lengths
@@ -325,6 +462,9 @@ def test_plot_has_a_line_for_each_level(tmp_path):
         (("--gpu-memory", "-1"), "--gpu-memory"),
         (("--optimizer", "lion"), "--optimizer"),
         (("--json", "/nowhere/x.json"), "--json: must be in a folder that exists"),
+        (("--json", "/proc/x.json"), "--json: must be a file that can be written, got '/proc/x.json' (No such file"),
+        (("--plot", "/proc/x.png"), "--plot: must be a file that can be written, got '/proc/x.png' (No such file"),
+        (("--json", "/proc"), "--json: must be a file that can be written, got '/proc' (Is a directory)"),
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )

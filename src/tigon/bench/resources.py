@@ -22,7 +22,7 @@ from rich.table import Table
 from tigon import environment
 from tigon.bench.cases import listed
 from tigon.bench.report import markdown_table
-from tigon.cli import INTERRUPTED, make_console
+from tigon.cli import INTERRUPTED, check_file, make_console, say_written, write_file
 
 __all__ = ["Usage", "compiled", "resources"]
 
@@ -107,7 +107,8 @@ def resources(
     failed = sum(bool(usage.problem) for usage in usages)
     console.print(f"{len(usages)} kernels compiled, {failed} with a problem.")
     if out is not None:
-        out.write_text(_json(usages) if out.suffix == ".json" else _markdown(usages))
+        write_file(out, _json(usages) if out.suffix == ".json" else _markdown(usages), "--out")
+        say_written(console, out)
     if interrupted or failed:
         raise typer.Exit(INTERRUPTED if interrupted else 1)
 
@@ -130,6 +131,8 @@ def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[s
         raise typer.BadParameter(
             f"must be a .md or .json file in a folder that is there, got {str(out)!r}", param_hint="--out"
         )
+    if out is not None:
+        check_file(out, "--out")
     return [case for case in WORKLOADS if op_of(case) in wanted_ops], wanted_chips
 
 

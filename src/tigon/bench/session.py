@@ -52,10 +52,10 @@ def session(
         "interrupted": False,
         "cases": [case.name for case in chosen],
     }
+    folder = pick_folder(out, "bench_")
     with contextlib.ExitStack() as stack:
         if revision:
             settings["against"] = _add_revision(revision, selected, stack)
-        folder = pick_folder(out, "bench_")
         make_folder(folder)
         rows = _run(chosen, selected, target, settings, folder, console)
     failed = [row for row in rows if row.failed]

@@ -13,6 +13,7 @@ from torch import nn
 
 from tigon.hf.by_type import config_class
 from tigon.presets import PRESETS, preset_config
+from tigon.requirements import require
 
 __all__ = ["NotInspected", "build", "default_config", "find_config", "find_preset", "quietly"]
 
@@ -75,6 +76,7 @@ def find_config(model: str, *, trust_remote_code: bool = False) -> Any:
         NotInspected: `model` is none of these, or its config cannot be read.
         ValueError: `model` has no slash and is no model type; it names the nearest.
     """
+    require("tigon.inspect", "transformers", extra="inspect")
     from transformers import AutoConfig, PretrainedConfig
 
     path = Path(model).expanduser()

@@ -6,17 +6,9 @@ from typing import Annotated
 
 import typer
 
-from tigon.cli import INTERRUPTED, make_console
+from tigon.cli import INTERRUPTED, check_file, make_console, say_written, write_file
 
 __all__ = ["inspect"]
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        message = f"must be a file that can be written, got {str(path)!r} ({error.strerror})"
-        raise typer.BadParameter(message, param_hint=option) from error
 
 
 def inspect(
@@ -46,6 +38,9 @@ def inspect(
         raise typer.BadParameter("give either MODEL or --all")
     if (out is not None and not every) or (json_file is not None and every):
         raise typer.BadParameter("--out goes with --all, --json with MODEL")
+    for path, option in ((json_file, "--json"), (out, "--out")):
+        if path is not None:
+            check_file(path, option)
     console = make_console()
     try:
         if every:
@@ -53,7 +48,11 @@ def inspect(
 
             with console.status("Building every model on meta"):
                 page = models_page()
-            _write(out, page, "--out") if out is not None else typer.echo(page)
+            if out is None:
+                typer.echo(page)
+            else:
+                write_file(out, page, "--out")
+                say_written(console, out)
             return
         from tigon.inspect.build import find_config
         from tigon.inspect.inspection import inspect_config
@@ -65,7 +64,8 @@ def inspect(
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
         inspection.print(console)
         if json_file is not None:
-            _write(json_file, json.dumps(inspection.as_json(), indent=1) + "\n", "--json")
+            write_file(json_file, json.dumps(inspection.as_json(), indent=1) + "\n", "--json")
+            say_written(console, json_file)
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")
         raise typer.Exit(INTERRUPTED) from None

@@ -101,7 +101,7 @@ def added_gradient(op: str, weight: Tensor, acc_dtype: torch.dtype | None) -> Ad
             f"{op}: linear_weight has hooks that wait for its gradient, which accumulate_grad does not hand to autograd"
         )
     name, buffer = _sum_of(weight)
-    if acc_dtype is not None and (weight if buffer is None else buffer).dtype != acc_dtype:
+    if acc_dtype is not None and (weight if buffer is None else buffer).element_size() < acc_dtype.itemsize:
         raise ValueError(
             f"{op}: acc_dtype=float32 with accumulate_grad needs gradients in float32, got a linear_weight in "
             f"{weight.dtype} without such a main_grad"

@@ -2,13 +2,44 @@
 
 import math
 from collections.abc import Sequence
+from types import NoneType
 
 import torch
 from torch import Tensor
 
-__all__ = ["choice", "floating", "ignore_index", "integer", "number", "same", "shape", "tensor"]
+__all__ = [
+    "choice",
+    "features",
+    "flag",
+    "floating",
+    "floating_dtype",
+    "ignore_index",
+    "integer",
+    "mlp_module",
+    "norm_module",
+    "number",
+    "products",
+    "same",
+    "shape",
+    "shown",
+    "size",
+    "tensor",
+]
 
 _FLOATING = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+_SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+_LONGEST = 80  # characters of a value in a message
+
+
+def shown(value: object) -> str:
+    """`value` for a message, in one short line. A tensor's elements are not read, which would wait for the GPU."""
+    if isinstance(value, Tensor):
+        return f"a Tensor of shape {tuple(value.shape)}"
+    # Python refuses to print an int of more than 4300 digits.
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an int of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
 
 
 def tensor(op: str, **tensors: object) -> None:
@@ -51,25 +82,94 @@ def integer(op: str, **tensors: Tensor) -> None:
             raise TypeError(f"{op}: {name} must be an int64 or int32 tensor, got {value.dtype}")
 
 
+def flag(op: str, **flags: object) -> None:
+    """Each value must be True or False: the string "no" is true, and so is an array that holds False."""
+    for name, value in flags.items():
+        if value is not True and value is not False:
+            raise TypeError(f"{op}: {name} must be a bool, got {shown(value)}")
+
+
 def number(
     op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, above: bool = False
 ) -> float:
-    """`value` as a float; it must be a finite number in [low, high], or in (low, high] with `above`. No tensor: its
-    gradient would be lost, and reading it would wait for the GPU.
+    """`value` as a float; it must be a finite number in [low, high], or in (low, high] with `above`.
+
+    It must be so in fp32 too, in which kernels take numbers. A tensor is refused: its gradient would be lost, and
+    reading it would wait for the GPU.
     """
     if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     # Not math.isfinite: `torch.compile` may have made a symbol of the number.
-    inside = -math.inf < value < math.inf and (low < value if above else low <= value) and value <= high
+    inside = -_LARGEST <= value <= _LARGEST and (low + _SMALLEST if above else low) <= value and value <= high
     if not inside:
+        finite = "finite in float32" if -math.inf < value < math.inf and abs(value) > _LARGEST else "finite"
         if high < math.inf:
             rule = f"be in [{low:g}, {high:g}]"
         elif low == 0:
-            rule = "be positive and finite" if above else "be finite and not negative"
+            rule = f"be positive and {finite}" if above else f"be {finite} and not negative"
         else:
-            rule = "be finite"
-        raise ValueError(f"{op}: {name} must {rule}, got {value}")
+            rule = f"be {finite}"
+        raise ValueError(f"{op}: {name} must {rule}, got {shown(value)}")
     return float(value)
+
+
+def size(op: str, name: str, value: object) -> int:
+    """`value` as a number of features: an int from 1 on that fits into 64 bits."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{op}: {name} must be an int, got {shown(value)}")
+    if not 0 < value < 2**63:
+        raise ValueError(f"{op}: {name} must be positive and fit into 64 bits, got {shown(value)}")
+    return value
+
+
+def _factory(op: str, options: dict[str, object]) -> None:
+    """`device` and `dtype` of a module's parameters."""
+    for name in options:
+        choice(op, "an option", name, ("device", "dtype"))
+    floating_dtype(op, "dtype", options.get("dtype"))
+    try:
+        torch.empty(0, device=options.get("device"))
+    except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:
+        raise ValueError(f"{op}: device must be one that torch has, got {shown(options['device'])}") from error
+
+
+def norm_module(op: str, normalized_shape: object, factory: dict[str, object], **flags: object) -> None:
+    """What the constructor of a norm takes: N or a shape of one dimension, flags, `device` and `dtype`."""
+    if isinstance(normalized_shape, (tuple, list)):
+        if len(normalized_shape) != 1:
+            raise ValueError(f"{op}: normalized_shape must have one dimension, got {shown(normalized_shape)}")
+        (normalized_shape,) = normalized_shape
+    size(op, "normalized_shape", normalized_shape)
+    flag(op, **flags)
+    _factory(op, factory)
+
+
+def mlp_module(op: str, hidden_size: object, intermediate_size: object, bias: object, factory: dict) -> None:
+    """What the constructor of an MLP takes."""
+    size(op, "hidden_size", hidden_size)
+    size(op, "intermediate_size", intermediate_size)
+    flag(op, bias=bias)
+    _factory(op, factory)
+
+
+def products(op: str, x: Tensor, **weights: Tensor) -> None:
+    """`x` and the weights that it is multiplied by must share their device and, where autocast casts nothing, dtype."""
+    same(op, "device", x=x, **weights)
+    if x.is_meta or not torch.is_autocast_enabled(x.device.type):
+        same(op, "dtype", x=x, **weights)
+
+
+def features(op: str, x: object, count: int) -> None:
+    """`x` must be a floating-point tensor [..., count]."""
+    tensor(op, x=x)
+    if x.shape[-1:] != (count,):
+        raise ValueError(f"{op}: x must end in {(count,)}, got shape {tuple(x.shape)}")
+
+
+def floating_dtype(op: str, name: str, value: object) -> None:
+    """`value`, where given, must be a dtype that the ops compute."""
+    if value is not None and not (isinstance(value, torch.dtype) and value in _FLOATING):
+        raise TypeError(f"{op}: {name} must be of floating point (float32, bfloat16 or float16), got {shown(value)}")
 
 
 def ignore_index(op: str, value: object) -> int:
@@ -77,11 +177,15 @@ def ignore_index(op: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{op}: ignore_index must fit into 64 bits, got {value}")
+        raise ValueError(f"{op}: ignore_index must fit into 64 bits, got {shown(value)}")
     return value
 
 
 def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """`value` must be one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    """`value` must be one of `choices`, and of the type of one: True and 1.0 are equal to 1, but no number of a
+    dimension. A tensor cannot be compared with a choice.
+    """
+    if type(value) is str and value in choices:
+        return
+    if not isinstance(value, (str, int, torch.dtype, NoneType)) or isinstance(value, bool) or value not in choices:
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")

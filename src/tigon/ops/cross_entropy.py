@@ -194,6 +194,10 @@ def check_loss_arguments(
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"{op}: num_items must be a number or one element, got shape {tuple(num_items.shape)}")
+        if num_items.dtype == torch.bool or num_items.is_complex():
+            raise TypeError(f"{op}: num_items must be a number, got a tensor of {num_items.dtype}")
+        if num_items.is_meta and device.type != "meta":
+            raise ValueError(f"{op}: num_items must be on {device}, as the input is, got meta")
     elif num_items is not None:
         check.number(op, "num_items", num_items, 0.0)
 
@@ -203,8 +207,7 @@ def loss_options(
     token_scaling: bool = False,
 ) -> Options:  # fmt: skip
     """The options, checked."""
-    if not isinstance(token_scaling, bool):
-        raise TypeError(f"{op}: token_scaling must be a bool, got {type(token_scaling).__name__}")
+    check.flag(op, token_scaling=token_scaling)
     return Options(
         ignore_index,
         check.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
@@ -221,7 +224,7 @@ def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor 
         return None
     if isinstance(num_items, Tensor):
         return num_items.detach().reshape(()).to(device, non_blocking=device.type != "cpu")
-    return torch.full((), num_items, dtype=torch.float32, device=device)
+    return torch.full((), float(num_items), dtype=torch.float32, device=device)
 
 
 def loss_output(
@@ -317,8 +320,13 @@ def cross_entropy(
         torch.Size([])
     """
     op = "cross_entropy"
+    check.tensor(op, input=input, target=target)
     check.floating(op, input=input)
-    check.tensor(op, target=target)
+    check.flag(
+        op, inplace=inplace, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens, return_log_probs=return_log_probs,
+        return_entropy=return_entropy,
+    )  # fmt: skip
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
     v = input.shape[-1]
@@ -378,6 +386,7 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         label_smoothing: float = 0.0,
         **options,
     ) -> None:
+        check.floating("CrossEntropyLoss", weight=weight)
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
         known = ("softcap", "logit_scale", "z_loss", "token_scaling", "inplace", "return_z_loss")
         known += ("return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy")

@@ -202,10 +202,10 @@ def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: 
 
 
 def _hooked() -> bool:
-    """Whether launches must go through Triton itself: its hooks are set, or it is older than what is known here."""
-    runtime = triton.knobs.runtime if hasattr(triton, "knobs") else None
-    hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook) if runtime else (True,)
-    return any(getattr(hook, "calls", hook) for hook in hooks)
+    """Return whether launches must go through Triton itself, because a profiler has set its launch hooks."""
+    runtime = triton.knobs.runtime
+    # A hook is None or a function in Triton 3.4, and a chain of functions later.
+    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
 
 
 def on_device(function: Callable) -> Callable:
@@ -271,7 +271,7 @@ def any_global_hook() -> bool:
 
 
 # In the backward of an autograd function: whether the graph is retained.
-keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def frees_saved(x: Tensor) -> bool:

@@ -365,7 +365,9 @@ def divergence(
     logs: bool = True, beta: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Check, and run the kernels or `reference`."""
+    check.tensor(op, input=input, target=target)
     check.floating(op, input=input, target=target)
+    check.flag(op, from_logits=from_logits)
     if input.dim() == 0 or input.shape[-1] == 0:
         raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
     check.shape(op, "target", target, input.shape)

@@ -29,7 +29,7 @@ from tigon.memory import call, in_checkpoint, is_seen_by_nobody, remade_mlp, rem
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, frees_saved, keeps_graph, without_autocast
 from tigon.ops.glu import geglu, glu_backward_into, glu_forward, swiglu
-from tigon.ops.linears import input_gradient, is_plain, linear, takes_products
+from tigon.ops.linears import check_layer, input_gradient, is_plain, linear, takes_products
 from tigon.ops.products import multiply
 
 __all__ = [
@@ -222,7 +222,7 @@ def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tens
         raise ValueError(
             f"glu_mlp: down_weight must have shape [O, {len(gate_weight)}], got {tuple(down_weight.shape)}"
         )
-    check.same("glu_mlp", "device", x=x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
+    check.products("glu_mlp", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
     if not takes_weights(x, gate_weight, up_weight, down_weight):
         return glu_mlp_reference(x, gate_weight, up_weight, down_weight, activation)
     return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation)
@@ -242,15 +242,20 @@ class _GatedMLP(nn.Module):
     activation = "silu"
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory) -> None:
+        check.mlp_module(type(self).__name__, hidden_size, intermediate_size, bias, factory)
         super().__init__()
+        self.hidden_size = hidden_size
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        check.floating(type(self).__name__, x=x)
+        check.features(type(self).__name__, x, self.hidden_size)
         weights = [plain_weight(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj)]
         if takes_weights(x, *weights):
             return glu_mlp_by_kernels(x, *weights, self.activation)
+        check_layer(type(self).__name__, x, self.gate_proj)
         return self.down_proj(remade_mlp(self._product, x))
 
     def _product(self, x: Tensor) -> Tensor:

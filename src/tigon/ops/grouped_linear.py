@@ -23,7 +23,9 @@ GROUPED_MM = getattr(F, "grouped_mm", None)  # since torch 2.10
 
 def _fast(x: Tensor, weight: Tensor) -> bool:
     """Whether `grouped_mm` takes the factors."""
-    if GROUPED_MM is None or x.numel() == 0 or x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if GROUPED_MM is None or x.numel() == 0 or weight.numel() == 0:
+        return False
+    if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return False
     if x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0):
         return False
@@ -34,8 +36,15 @@ def _fast(x: Tensor, weight: Tensor) -> bool:
 
 def _aligned(x: Tensor) -> bool:
     """Whether the last two dimensions are stored by rows or by columns, each of which begins at 16 bytes."""
+    rows, columns = x.shape[-2:]
     by_rows, by_columns = x.stride()[-2:]
-    step = by_rows if by_columns == 1 else by_columns if by_rows == 1 else 1
+    # `grouped_mm` refuses rows that share memory, as those of an expanded tensor do.
+    if by_columns == 1 and by_rows >= columns:
+        step = by_rows
+    elif by_rows == 1 and by_columns >= rows:
+        step = by_columns
+    else:
+        return False
     return step * x.element_size() % 16 == 0 and (x.dim() < 3 or x.stride(0) * x.element_size() % 16 == 0)
 
 
@@ -43,8 +52,8 @@ def _aligned(x: Tensor) -> bool:
 
 
 def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
-    """Group, first row and end of the groups that have rows."""
-    ends = ends.tolist() if rows else []
+    """Group, first row and end of the groups that have rows; none on the meta device, which has no sizes to read."""
+    ends = ends.tolist() if rows and not ends.is_meta else []
     return [(i, start, end) for i, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if start < end]
 
 
@@ -83,6 +92,11 @@ def group_sums(rows: Tensor, ends: Tensor, factors: Tensor | None = None) -> Ten
 # --- autograd ------------------------------------------------------------------------------------
 
 
+# Each product chooses its kernel by its own factors. A forward product that `grouped_mm` takes says nothing about the
+# products of backward: their upstream gradient has another width, other strides and another address. Backward consists
+# of the same two functions, so that it can be differentiated again.
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, ends):
@@ -91,11 +105,24 @@ class _GroupedLinear(torch.autograd.Function):
         return grouped_product(x, weight, ends)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         x, weight, ends = ctx.saved_tensors
-        dx = None if weight is None else grouped_product(dy, weight.mT, ends)
-        return dx, None if x is None else grouped_weight_gradient(x, dy, ends), None
+        dx = None if weight is None else _GroupedLinear.apply(dy, weight.mT, ends)
+        return dx, None if x is None else _GroupedWeightGradient.apply(x, dy, ends), None
+
+
+class _GroupedWeightGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, dy, ends):
+        needs_x, needs_dy = ctx.needs_input_grad[:2]
+        ctx.save_for_backward(x if needs_dy else None, dy if needs_x else None, ends)
+        return grouped_weight_gradient(x, dy, ends)
+
+    @staticmethod
+    def backward(ctx, upstream):
+        x, dy, ends = ctx.saved_tensors
+        dx = None if dy is None else _GroupedLinear.apply(dy, upstream.mT, ends)
+        return dx, None if x is None else _GroupedLinear.apply(x, upstream, ends), None
 
 
 class _RowsOfGroups(torch.autograd.Function):
@@ -115,8 +142,6 @@ class _RowsOfGroups(torch.autograd.Function):
 
 def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x [S, N] and weight [E, N, M] of one dtype, ends [E] int32: one past each group's last row -> [S, M]."""
-    if _fast(x, weight):
-        return GROUPED_MM(x, weight, offs=ends)
     return _GroupedLinear.apply(x, weight, ends)
 
 

@@ -81,6 +81,7 @@ def kl_div(
         >>> torch.allclose(loss, tigon.kl_div(student, teacher, from_logits=True, reduction="batchmean"), atol=1e-5)
         True
     """
+    check.flag("kl_div", log_target=log_target)
     logs = {"log_target": log_target, "from_logits": from_logits}
     rows = {"ignore_index": ignore_index, "labels": labels}
     reference = lambda: kl_div_reference(
@@ -110,6 +111,8 @@ class KLDivLoss(nn.KLDivLoss):
         self, size_average=None, reduce=None, reduction: DivergenceReduction = "mean", log_target: bool = False,
         **options,
     ) -> None:  # fmt: skip
+        deprecated = {"size_average": size_average, "reduce": reduce}
+        check.flag("KLDivLoss", log_target=log_target, **{k: x for k, x in deprecated.items() if x is not None})
         super().__init__(size_average, reduce, reduction, log_target)
         for name in options:
             check.choice("KLDivLoss", "an option", name, ("from_logits", "temperature", "ignore_index"))

@@ -119,11 +119,10 @@ class LayerNorm(nn.LayerNorm):
     def __init__(
         self, normalized_shape, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, **factory
     ) -> None:
+        check.number("LayerNorm", "eps", eps, 0.0)
+        check.norm_module("LayerNorm", normalized_shape, factory, elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, **factory)
-        if len(self.normalized_shape) != 1:
-            raise ValueError(f"LayerNorm: normalized_shape must have one dimension, got {tuple(self.normalized_shape)}")
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(f"LayerNorm: x must end in {tuple(self.normalized_shape)}, got shape {tuple(x.shape)}")
+        check.features("LayerNorm", x, self.normalized_shape[0])
         return layer_norm(x, self.weight, self.bias, self.eps)

@@ -150,7 +150,7 @@ class _Gradients:
         # Rows that are left out have gradients of zero.
         new = x.new_empty if rows is None and count else x.new_zeros
         self.dx = new(x.shape) if needs_dx else None
-        self.db = weight.new_zeros(len(weight), dtype=torch.float32) if needs_db else None
+        self.db = weight.new_zeros(len(weight), dtype=torch.promote_types(x.dtype, torch.float32)) if needs_db else None
         self.dw, self.bias, self.cut = None, bias, call.cut
         if needs_dw:
             self.dw = WeightGradient(weight, in_fp32, into)
@@ -163,7 +163,7 @@ class _Gradients:
         if self.dw is not None:
             self.dw.add(dlogits, x)
         if self.db is not None:
-            self.db += dlogits.sum(0, dtype=torch.float32)
+            self.db += dlogits.sum(0, dtype=self.db.dtype)
 
     def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         if self.dx is not None:

@@ -180,7 +180,8 @@ def linear_cross_entropy(
             more than 8 chunks, a half-precision dW is summed in fp32, or the chunks are larger, by at most the memory
             that this would take.
         acc_dtype: torch.float32 sums dW over all chunks in fp32 and rounds once, with a buffer of dW's size beside it.
-            None: in the dtype of the weight, for up to 8 chunks.
+            None: in the dtype of the weight, for up to 8 chunks. It changes nothing for fp32 and fp64, whose sums are
+            as fine or finer.
         accumulate_grad: Add dW to `linear_weight.grad` (or `.main_grad`, if it has one) in the forward pass, instead of
             returning a second buffer to autograd. Call `zero_grad` before the forward pass, and `backward` on the loss
             itself, once: if another gradient than one arrives, the buffer becomes NaN (a divisor belongs into
@@ -221,7 +222,12 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     check.tensor(op, input=input, linear_weight=linear_weight, target=target)
-    check.choice(op, "accumulate_grad", accumulate_grad, (True, False))
+    check.flag(
+        op, accumulate_grad=accumulate_grad, return_z_loss=return_z_loss, return_token_accuracy=return_token_accuracy,
+        return_predicted_tokens=return_predicted_tokens, return_log_probs=return_log_probs,
+        return_entropy=return_entropy,
+    )  # fmt: skip
+    check.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
     added = added_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
     if any(hasattr(x, "placements") for x in (input, linear_weight, linear_bias, target)):
         if vocab_size is None and process_group is not None and hasattr(linear_weight, "placements"):
@@ -247,7 +253,6 @@ def linear_cross_entropy(
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
     if max_logits_mib is not None and check.number(op, "max_logits_mib", max_logits_mib) < 1:
         raise ValueError(f"{op}: max_logits_mib must be at least 1 or None, got {max_logits_mib}")
-    check.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
     if valid_rows is not None and valid_rows is not False:
         if not isinstance(valid_rows, ValidRows):
             raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
@@ -303,6 +308,7 @@ class LinearCrossEntropyLoss(nn.Module):
         known += ("return_log_probs", "return_entropy")
         for name in options:
             check.choice("LinearCrossEntropyLoss", "an option", name, known)
+        check.floating("LinearCrossEntropyLoss", weight=weight)
         self.register_buffer("weight", weight)
         self.options = options
 

@@ -13,10 +13,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
+from tigon.ops import check
 from tigon.ops.dispatch import PLAIN, any_global_hook, first_order, leave_absent, runs_kernels, without_autocast
 from tigon.ops.products import multiply
 
-__all__ = ["input_gradient", "is_hooked", "is_plain", "linear", "linears", "takes_products"]
+__all__ = ["check_layer", "input_gradient", "is_hooked", "is_plain", "linear", "linears", "takes_products"]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -60,6 +61,23 @@ class _Linears(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *gradients
 
 
+def _stock(function: object, file: str) -> object:
+    """A function of torch, if it is the one that torch's own file defines; None if somebody has replaced it already."""
+    code = getattr(function, "__code__", None)
+    return function if code is not None and code.co_filename.replace("\\", "/").endswith(file) else None
+
+
+# Quantisation and adapter libraries replace these for all layers; then a layer's call is more than its product.
+_FORWARD = _stock(nn.Linear.forward, "torch/nn/modules/linear.py")
+_CALL = _stock(nn.Module.__call__, "torch/nn/modules/module.py")
+_LINEAR = torch._C._nn.linear
+
+
+def calls_are_stock() -> bool:
+    """Whether `nn.Linear.forward`, `nn.Module.__call__` and `F.linear` are those of torch."""
+    return nn.Linear.forward is _FORWARD and nn.Module.__call__ is _CALL and torch.nn.functional.linear is _LINEAR
+
+
 def is_hooked(module: nn.Module) -> bool:
     """Whether a call of the module does more than its forward: it, or every module, has a hook."""
     own = module.__dict__
@@ -68,8 +86,14 @@ def is_hooked(module: nn.Module) -> bool:
 
 
 def is_plain(layer: nn.Module) -> bool:
-    """Whether a layer does nothing but the product of an `nn.Linear`: no hook, its class's own forward."""
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and not is_hooked(layer)
+    """Whether a layer does nothing but the product of an `nn.Linear`: no hook, and torch's own forward."""
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and calls_are_stock() and not is_hooked(layer)
+
+
+def check_layer(op: str, x: Tensor, layer: nn.Module) -> None:
+    """Refuse an input that the product of an `nn.Linear` does not take. A layer that does more may cast or move it."""
+    if is_plain(layer) and type(layer.weight) is nn.Parameter:
+        check.products(op, x, weight=layer.weight)
 
 
 def takes_products(x: object, *parameters: Tensor | None) -> bool:

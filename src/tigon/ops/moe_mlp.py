@@ -21,7 +21,6 @@ Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K r
 """
 
 from collections.abc import Callable
-from typing import List  # noqa: UP035
 
 import torch
 from torch import Tensor
@@ -118,7 +117,7 @@ def _fake_backward(
 def moe_backward(
     dy: Tensor, x: Tensor | None, h: Tensor, up: Tensor | None, down: Tensor | None, weights: Tensor,
     down_bias: Tensor | None, slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool,
-    needs: List[bool],  # noqa: UP006 - torch 2.6 reads no `list[bool]`
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """-> gradients of x, up, down, weights, up_bias, down_bias, None where not needed; and inputs for these alone."""
     routing = Routing(slot, order, expert, ends)
@@ -251,8 +250,11 @@ def moe_mlp(
     check.floating(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
     check.floating(op, up_bias=up_bias, down_bias=down_bias)
     check.integer(op, top_k_index=top_k_index)
+    check.flag(op, transposed=transposed)
     if isinstance(activation, str):
         check.choice(op, "activation", activation, tuple(ACTIVATIONS))
+    elif not callable(activation):
+        raise TypeError(f"{op}: activation must be a str or a function, got {type(activation).__name__}")
     if x.dim() != 2 or up_proj.dim() != 3 or down_proj.dim() != 3 or top_k_index.dim() != 2:
         shapes = ", ".join(str(tuple(y.shape)) for y in (x, up_proj, down_proj, top_k_index))
         raise ValueError(
@@ -272,7 +274,10 @@ def moe_mlp(
     if down_bias is not None:
         check.shape(op, "down_bias", down_bias, (experts, hidden))
     check.same(op, "dtype", up_proj=up_proj, down_proj=down_proj, up_bias=up_bias, down_bias=down_bias)
-    check.same(op, "device", x=x, up_proj=up_proj, down_proj=down_proj, top_k_index=top_k_index)
+    check.same(
+        op, "device", x=x, up_proj=up_proj, down_proj=down_proj, top_k_index=top_k_index, top_k_weights=top_k_weights,
+        up_bias=up_bias, down_bias=down_bias,
+    )  # fmt: skip
 
     routing = route(top_k_index, experts)
     if isinstance(activation, str):
@@ -282,5 +287,7 @@ def moe_mlp(
         return moe_forward(*tensors, *routing, activation, transposed, False)[0]
     h = spread(x, routing, up_proj.dtype)
     h = activation(_linear(h, up_proj, up_bias, routing, transposed))
+    check.tensor(op, **{"the result of activation": h})
+    check.shape(op, "the result of activation", h, (top_k_index.numel(), inner))
     h = _linear(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
     return combine(h, top_k_weights, routing, x.dtype)

@@ -97,7 +97,6 @@ class _QKNormRope(torch.autograd.Function):
 def _check_weights(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, heads: int, together: bool
 ) -> None:
-    check.floating("qk_norm_rope", q_weight=q_weight, k_weight=k_weight)
     check.same("qk_norm_rope", "device", q=q, q_weight=q_weight, k_weight=k_weight)
     check.same("qk_norm_rope", "dtype", q_weight=q_weight, k_weight=k_weight)
     if k is None and k_weight is not None:
@@ -155,6 +154,7 @@ def qk_norm_rope(
     check_rope("qk_norm_rope", q, k, cos, sin, unsqueeze_dim, layout, sections)
     check.choice("qk_norm_rope", "rounding", rounding, ("before_weight", "after_weight"))
     eps, offset = check.number("qk_norm_rope", "eps", eps, 0.0), check.number("qk_norm_rope", "offset", offset)
+    check.floating("qk_norm_rope", q_weight=q_weight, k_weight=k_weight)
     together = _over_heads(q.shape[3], q_weight, k_weight)
     _check_weights(q, k, q_weight, k_weight, unsqueeze_dim, together)
     heads = max(x.shape[unsqueeze_dim] for x in (q, k) if x is not None)

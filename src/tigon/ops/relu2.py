@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tigon.memory import remade
 from tigon.ops import check
 from tigon.ops.dispatch import first_order, launcher, runs_kernels
+from tigon.ops.linears import check_layer
 from tigon.ops.rows import block_of_row, dense_rows, launch_blocks
 
 __all__ = ["ReLU2MLP", "relu2", "relu2_reference"]
@@ -151,9 +152,14 @@ class ReLU2MLP(nn.Module):
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory) -> None:
+        check.mlp_module("ReLU2MLP", hidden_size, intermediate_size, bias, factory)
         super().__init__()
+        self.hidden_size = hidden_size
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=bias, **factory)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        check.floating("ReLU2MLP", x=x)
+        check.features("ReLU2MLP", x, self.hidden_size)
+        check_layer("ReLU2MLP", x, self.up_proj)
         return self.down_proj(relu2(self.up_proj(x)))

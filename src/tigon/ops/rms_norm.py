@@ -260,12 +260,15 @@ class RMSNorm(nn.RMSNorm):
     """
 
     def __init__(self, normalized_shape, eps: float | None = None, elementwise_affine: bool = True, **factory) -> None:
+        if eps is not None:
+            check.number("RMSNorm", "eps", eps, 0.0)
+        check.norm_module("RMSNorm", normalized_shape, factory, elementwise_affine=elementwise_affine)
         super().__init__(normalized_shape, eps, elementwise_affine, **factory)
-        if len(self.normalized_shape) != 1:
-            raise ValueError(f"RMSNorm: normalized_shape must have one dimension, got {tuple(self.normalized_shape)}")
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1:] != self.normalized_shape:
-            raise ValueError(f"RMSNorm: x must end in {tuple(self.normalized_shape)}, got shape {tuple(x.shape)}")
-        eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps if self.eps is None else self.eps
+        check.features("RMSNorm", x, self.normalized_shape[0])
+        eps = self.eps
+        if eps is None:
+            check.floating("RMSNorm", x=x)
+            eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
         return rms_norm(x, self.weight, eps, rounding="after_weight")  # as torch rounds

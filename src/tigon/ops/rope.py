@@ -268,7 +268,7 @@ def check_rope(
     if r > size or r % 2:
         raise ValueError(f"{op}: R must be even and at most the head size {size}, got R={r}")
     if sections is not None and (not all(type(n) is int and n >= 0 for n in sections) or sum(sections) != r // 2):
-        raise ValueError(f"{op}: sections must be lengths that sum up to R / 2 = {r // 2}, got {tuple(sections)}")
+        raise ValueError(f"{op}: sections must be lengths that sum up to R / 2 = {r // 2}, got {check.shown(sections)}")
 
 
 def axes_of(sections: Sequence[int] | None) -> str:
@@ -321,8 +321,7 @@ def rope(
         [(2, 8, 5, 64), (2, 2, 5, 64)]
     """
     check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table)
-    if dtype is not None and not dtype.is_floating_point:
-        raise TypeError(f"rope: dtype must be of floating point, got {dtype}")
+    check.floating_dtype("rope", "dtype", dtype)
     if not takes_kernels(q, k, cos, sin):
         return _by_reference(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype)
     return _by_kernels(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)

@@ -251,7 +251,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     _check_dim("softmax", dim)
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
-        raise ValueError(f"softmax: dim must be in [{-rank}, {rank - 1}], got {dim}")
+        raise ValueError(f"softmax: dim must be in [{-rank}, {rank - 1}], got {check.shown(dim)}")
     last = x.dim() > 0 and dim in (-1, rank - 1)
     if not runs_kernels(x) or not last or not 0 < x.shape[-1] <= WIDEST:
         return softmax_reference(x, dim)

@@ -75,6 +75,8 @@ class ValidRows:
 
     def __init__(self, target: Tensor, ignore_index: int | None = -100) -> None:
         check.integer("ValidRows", target=target)
+        if target.is_meta:
+            raise ValueError("ValidRows: target must have values to look at, got a tensor on meta")
         ignore_index = check.ignore_index("ValidRows", -100 if ignore_index is None else ignore_index)
         self.target, self.ignore_index, self._version = target, ignore_index, _version(target)
         self._rows, count = _find(as_targets(target.detach(), ignore_index), ignore_index)

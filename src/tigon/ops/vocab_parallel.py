@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tigon.ops import check
 from tigon.ops.dispatch import cdiv
 from tigon.ops.token_loss import Options, Shard, Statistics, Wants, combined_statistics, partial_statistics
 
@@ -50,7 +51,8 @@ def _cut_sizes(vocabulary: int, ranks: int) -> list[int]:
 
 
 def _check_group(op: str, process_group: object) -> None:
-    if process_group == dist.GroupMember.NON_GROUP_MEMBER:  # what `new_group` returns there
+    # What `new_group` returns there is an int.
+    if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
         raise ValueError(f"{op}: process_group must contain this rank, {dist.get_rank()}")
     if not isinstance(process_group, dist.ProcessGroup):
         raise TypeError(
@@ -60,6 +62,8 @@ def _check_group(op: str, process_group: object) -> None:
 
 def cut_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None) -> Cut:
     """The cut of a head of which this rank holds `rows` rows."""
+    if vocab_size is not None:
+        check.size(op, "vocab_size", vocab_size)
     if process_group is None:
         if vocab_size is not None:
             raise ValueError(f"{op}: vocab_size is the size of a vocabulary cut over a process_group, which is missing")

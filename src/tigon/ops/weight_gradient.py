@@ -25,10 +25,13 @@ class WeightGradient:
     """The sum, for a weight [V, H] that may be of higher precision than the products (fp32 under autocast)."""
 
     def __init__(self, weight: Tensor, in_fp32: bool, into: Tensor | None = None) -> None:
-        """`in_fp32`: whatever the weight's dtype, the sum is; `into` is a gradient to add to, instead of a new one."""
+        """`in_fp32` sums the gradient of a half-precision weight in fp32; sums in fp32 and fp64 are as fine or finer.
+
+        `into` is a gradient to add to, instead of a new one.
+        """
         self.result = torch.empty_like(weight, memory_format=torch.contiguous_format) if into is None else into
         self.started = into is not None
-        self.split = in_fp32 and self.result.dtype != torch.float32
+        self.split = in_fp32 and self.result.element_size() == 2
         v, h = weight.shape
         # Rows of the halves start at aligned columns of the logits.
         self.middle = v // 2 // 64 * 64 if self.split else 0

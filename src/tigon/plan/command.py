@@ -1,17 +1,18 @@
 """`tigon plan`: its options and what is said. What it needs is loaded when it is called."""
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from tigon.cli import INTERRUPTED, make_console
+from tigon.cli import INTERRUPTED, check_file, make_console, say_written, write_file
+from tigon.requirements import unmet
 
 __all__ = ["plan"]
 
 H200_GIB = 139.8
+NOTHING_FITS = 1  # exit code
 
 
 def _gpu_memory() -> float:
@@ -66,19 +67,19 @@ def plan(
     at each moment is counted: no GPU is needed, no weights are made. Speed is an estimate, from the arithmetic and the
     traffic that the step has.
 
-    Exit code: 0; 2 for bad input; 130 after Ctrl-C.
+    Exit code: 0; 1 if no level fits; 2 for bad input; 130 after Ctrl-C.
     """
     from tigon.inspect.build import find_preset
-    from tigon.plan.planner import Settings
+    from tigon.plan.planner import Settings, TooLong, recommended
     from tigon.plan.report import as_json, print_plan
     from tigon.presets import PRESETS
 
     console = make_console()
-    for path, option in ((json_file, "--json"), (plot, "--plot")):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise typer.BadParameter(f"must be in a folder that exists, got {str(path)!r}", param_hint=option)
     if plot is not None:
         _check_plot(plot)
+    for path, option in ((json_file, "--json"), (plot, "--plot")):
+        if path is not None:
+            check_file(path, option)
     try:
         settings = Settings(
             seq, 1 if batch is None else batch, gpus, gpu_memory if gpu_memory is not None else _gpu_memory(),
@@ -91,24 +92,44 @@ def plan(
         try:
             config = find_preset(model, f"one of {', '.join(PRESETS)}", trust_remote_code=trust_remote_code)
             rows = _rows(config, settings, trust_remote_code, plot is not None, console)
+        except TooLong as error:
+            raise typer.BadParameter(str(error), param_hint="--seq") from error
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
-        print_plan(console, model, rows, settings, batch is not None)
-        if json_file is not None:
-            _write(json_file, json.dumps(as_json(model, rows, settings, batch is not None), indent=1) + "\n")
+        notes = _notes(config, settings)
+        print_plan(console, model, rows, settings, batch is not None, notes)
         if plot is not None:
             from tigon.plan.plot import draw
 
-            draw(plot, model, rows, settings)
-            console.print(f"Wrote {plot}")
+            write_file(plot, lambda path: draw(path, model, rows, settings), "--plot")
+            say_written(console, plot)
+        if json_file is not None:
+            text = json.dumps(as_json(model, rows, settings, batch is not None, notes), indent=1) + "\n"
+            write_file(json_file, text, "--json")
+            say_written(console, json_file)
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")
         raise typer.Exit(INTERRUPTED) from None
+    if recommended(rows, settings, batch is not None) is None:
+        raise typer.Exit(NOTHING_FITS)
+
+
+def _notes(config: Any, settings: Any) -> list[str]:
+    """What else to know about these settings, as sentences."""
+    from tigon.plan.positions import configured_positions
+
+    positions = configured_positions(config)
+    if positions is None or settings.seq <= positions:
+        return []
+    return [
+        f"The config names {positions:,} positions. The model computes those beyond, for which it was not trained: "
+        "see its scaling of the rotary embedding."
+    ]
 
 
 def _check_plot(path: Path) -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("needs matplotlib: pip install matplotlib", param_hint="--plot")
+    if message := unmet("matplotlib"):
+        raise typer.BadParameter(message, param_hint="--plot")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"must end in .png, .svg or .pdf, got {str(path)!r}", param_hint="--plot")
 
@@ -123,11 +144,3 @@ def _rows(config: Any, settings: Any, trust_remote_code: bool, plotted: bool, co
             rows.append(row)
             status.update(f"Levels: {', '.join(row.level for row in rows)} ...")
     return rows
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        message = f"must be a file that can be written, got {str(path)!r} ({error.strerror})"
-        raise typer.BadParameter(message, param_hint="--json") from error

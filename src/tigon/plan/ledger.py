@@ -35,9 +35,7 @@ def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: 
     return 2 * a.numel() * b.shape[-1]
 
 
-COUNTS = dict(flop_registry)
-if hasattr(torch.ops.aten, "_grouped_mm"):
-    COUNTS[torch.ops.aten._grouped_mm] = _grouped_flops
+COUNTS = {**flop_registry, torch.ops.aten._grouped_mm: _grouped_flops}
 
 
 def _rounded(nbytes: int) -> int:

@@ -13,9 +13,10 @@ from tigon.hf.patch import MEMORY
 from tigon.inspect.build import build, quietly
 from tigon.plan.engines import OPTIMIZERS, STRATEGIES, Sharded, Whole, optimizer_costs
 from tigon.plan.ledger import Work
+from tigon.plan.positions import find_position_table
 from tigon.plan.step import Step, count_step
 
-__all__ = ["DTYPES", "STOCK", "NotPlanned", "Rates", "Row", "Settings", "plan", "recommended", "seconds"]
+__all__ = ["DTYPES", "STOCK", "NotPlanned", "Rates", "Row", "Settings", "TooLong", "plan", "recommended", "seconds"]
 
 GIB = 2**30
 STOCK = "stock"  # the model without Tigon, beside the levels
@@ -33,6 +34,10 @@ DTYPES = {
 
 class NotPlanned(ValueError):
     """Why there is no plan."""
+
+
+class TooLong(NotPlanned):
+    """The sequence has more tokens than the model has positions."""
 
 
 @dataclass(frozen=True)
@@ -195,10 +200,11 @@ def plan(
 ) -> Iterator[Row]:
     """A row for each level, as they are ready. The model is built on meta: no weights, no GPU.
 
-    `lengths`: of sequences that a step is counted at too, for `Row.by_length`; `search=False` leaves the largest batch
-    out.
+    `lengths`: of sequences that a step is counted at too, for `Row.by_length`, as far as the model has positions;
+    `search=False` leaves the largest batch out.
 
     Raises:
+        TooLong: The model has a table of positions that ends before the sequence does.
         NotPlanned: The model cannot be built or trained on meta.
 
     Example:
@@ -216,6 +222,11 @@ def plan(
     if getattr(model.config, "use_cache", False):
         model.config.use_cache = False
     model.train()
+    table = find_position_table(model, max(settings.seq, *lengths, 1))
+    if table is not None:
+        if table.positions < settings.seq:
+            raise TooLong(f"must be at most {table.positions} ({table.name} has no more positions), got {settings.seq}")
+        lengths = lengths and (tuple(seq for seq in lengths if seq <= table.positions) or (settings.seq,))
     if settings.engine == "fsdp":
         engine = Sharded(model, settings.gpus, stored)
     else:

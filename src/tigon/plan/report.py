@@ -1,6 +1,7 @@
 """A plan as a table and as JSON."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tigon
@@ -9,6 +10,7 @@ from tigon.plan.step import Step
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 __all__ = ["as_json", "assumptions", "print_plan"]
 
@@ -36,33 +38,74 @@ def _size(step: Step | None) -> str:
     return "-" if step is None else f"{step.peak / GIB:.1f}"
 
 
-def print_plan(console: "Console", name: str, rows: list[Row], settings: Settings, batch_given: bool) -> None:
-    """The table, the level to take, and what it rests on."""
-    from rich.markup import escape
+# A column of the table: its heading, and a level's cell in it.
+_Column = tuple[str, Callable[[Row], str]]
+
+
+def _columns(settings: Settings) -> tuple[list[_Column], list[_Column]]:
+    """What is said of a level at the batch that was asked for, and at its largest batch."""
+    of_largest = lambda text: lambda row: text(row.largest) if row.largest else "-"
+    at_batch = [
+        (f"GiB at batch {settings.batch}", lambda row: _size(row.step)),
+        ("kept for backward", lambda row: f"{row.step.kept / GIB:.1f}"),
+        ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
+        ("speed", lambda row: f"{row.speed:.2f}"),
+    ]
+    at_largest = [
+        ("largest batch", lambda row: f"{row.largest.batch:,}" if row.largest else "[red]none[/]"),
+        ("GiB", of_largest(_size)),
+        ("tokens a step", of_largest(lambda big: f"{big.batch * big.seq * settings.gpus:,}")),
+        ("speed", lambda row: f"{row.largest_speed:.2f}" if row.largest else "-"),
+    ]
+    return at_batch, at_largest
+
+
+def _table(rows: list[Row], columns: list[_Column], best: Row | None) -> "Table":
     from rich.table import Table
+    from rich.text import Text
+
+    cells = {row.level: [cell(row) for _, cell in columns] for row in rows if row.step is not None}
+    table = Table()
+    # The name of a level is what memory= takes, so it is whole in the narrowest terminal.
+    table.add_column("memory=", no_wrap=True, min_width=max(len(row.level) for row in rows))
+    for i, (heading, _) in enumerate(columns):
+        words = [*heading.split(), *(Text.from_markup(row[i]).plain for row in cells.values())]
+        table.add_column(heading, justify="right", min_width=max(map(len, words)))
+    for row in sorted(rows, key=lambda row: row.level != STOCK):
+        if row.step is None:
+            table.add_row(row.level, "-", style="dim")
+            continue
+        level = f"[bold]{row.level}[/]" if row is best else row.level
+        table.add_row(level, *cells[row.level])
+    return table
+
+
+def print_plan(
+    console: "Console",
+    name: str,
+    rows: list[Row],
+    settings: Settings,
+    batch_given: bool,
+    notes: list[str] | None = None,
+) -> None:
+    """The table, the level to take, and what it rests on. A narrow terminal gets two tables, one below the other."""
+    from rich.markup import escape
 
     engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
     title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
     console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB a GPU\n")
     best = recommended(rows, settings, batch_given)
-    table = Table()
-    table.add_column("memory=")
-    for column in (f"GiB at batch {settings.batch}", "kept for backward", "fits", "speed", "largest batch", "GiB",
-                   "tokens a step", "speed"):  # fmt: skip
-        table.add_column(column, justify="right")
-    for row in sorted(rows, key=lambda row: row.level != STOCK):
-        level = f"[bold]{row.level}[/]" if row is best else row.level
-        if row.step is None:
-            table.add_row(level, "-", style="dim")
-            continue
-        big = row.largest
-        tokens = "-" if big is None else f"{big.batch * big.seq * settings.gpus:,}"
-        table.add_row(
-            level, _size(row.step), f"{row.step.kept / GIB:.1f}", "yes" if row.fits(settings) else "[red]no[/]",
-            f"{row.speed:.2f}", f"{big.batch:,}" if big else "[red]none[/]", _size(big), tokens,
-            f"{row.largest_speed:.2f}" if big else "-",
-        )  # fmt: skip
-    console.print(table)
+    at_batch, at_largest = _columns(settings)
+    table = _table(rows, at_batch + at_largest, best)
+    # The console's own limit would be the answer otherwise.
+    unlimited = console.options.update(max_width=10**4)
+    if console.measure(table, options=unlimited).minimum <= console.width:
+        console.print(table)
+    else:
+        console.print(_table(rows, at_batch, best))
+        console.print(_table(rows, at_largest, best))
+    for note in notes or ():
+        console.print(escape(note), style="yellow")
     for row in rows:
         if row.reason:
             console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
@@ -101,7 +144,9 @@ def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
     }
 
 
-def as_json(name: str, rows: list[Row], settings: Settings, batch_given: bool) -> dict[str, Any]:
+def as_json(
+    name: str, rows: list[Row], settings: Settings, batch_given: bool, notes: list[str] | None = None
+) -> dict[str, Any]:
     """Everything, for programs."""
     import torch
     import transformers
@@ -123,6 +168,7 @@ def as_json(name: str, rows: list[Row], settings: Settings, batch_given: bool) -
             }
             for row in rows
         },
+        "notes": notes or [],
         "assumptions": assumptions(settings),
         "versions": {"tigon": tigon.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
     }

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +11,7 @@ import torch
 from tigon.bench.train.job import Job
 from tigon.bench.train.providers import Provider, select
 from tigon.bench.train.search import Search
+from tigon.requirements import unmet
 from tigon.training.text import MIN_VOCAB, Tokens, read_text, tokenise
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ def _check(options: Options, sizes: list[int]) -> None:
             raise ValueError(f"bench train: gpus must be at most those that torch sees, {seen}, got {options.gpus}")
         if options.device not in ("cpu", "cuda"):
             raise ValueError(f"bench train: several gpus are those from the first on, got device {options.device!r}")
-        if find_spec("accelerate") is None:
-            raise ValueError("bench train: several gpus need accelerate: pip install accelerate")
+        if message := unmet("accelerate"):
+            raise ValueError(f"bench train: a run on several gpus {message}")
     if options.curves and options.sweep is not None:
         raise ValueError("bench train: curves are compared at one size: leave out the sweep or the curves")
     if options.curves and options.batch < 2:

@@ -1,0 +1,113 @@
+"""Without a kernel an op is its reference, bit for bit, with every option handed on.
+
+The other tests of these ops compare the op with its reference too, but only where kernels run: on a CPU they would
+compare the reference with itself.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from op_cases import CASES, Case, as_list, outputs_and_gradients
+from tigon.ops.glu import geglu_reference
+from tigon.ops.jsd import jsd_reference
+from tigon.ops.kl_div import kl_div_reference
+from tigon.ops.layer_norm import layer_norm_reference
+from tigon.ops.qk_norm_rope import qk_norm_rope_reference
+from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
+from tigon.ops.rope import rope_reference
+from tigon.ops.softmax import softmax_reference
+from tigon.ops.tvd import tvd_reference
+
+pytestmark = pytest.mark.no_interpreter("It is about CPU tensors without the interpreter.")
+
+REFERENCES = [case for case in CASES if case.is_reference_on_cpu]
+
+
+@pytest.mark.parametrize("case", REFERENCES, ids=lambda case: case.name)
+def test_a_cpu_runs_the_reference_bit_for_bit(case: Case):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
+        results, expected = (
+            outputs_and_gradients(f, case.inputs(dtype, device="cpu")) for f in (case.run, case.reference)
+        )
+        for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
+            assert a.dtype == b.dtype
+            assert torch.equal(a, b)
+
+
+def test_every_op_with_a_reference_has_a_case():
+    """The other ops have code of their own on a CPU, and their accuracy is tested there."""
+    named = {case.name.split()[0] for case in REFERENCES}
+    assert named == {
+        "rms_norm", "add_rms_norm", "layer_norm", "rope", "qk_norm_rope", "swiglu", "geglu", "relu2", "softmax",
+        "kl_div", "jsd", "tvd",
+    }  # fmt: skip
+
+
+def _random(*shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+# Half precision shows where a result is rounded.
+X, W, Q, K, COS, SIN, Q_WEIGHT, K_WEIGHT = (
+    x.half() for x in _random((3, 8), (8,), (2, 3, 3, 8), (2, 3, 3, 8), (2, 3, 8), (2, 3, 8), (8,), (8,))
+)
+AXES = torch.arange(1, 4).view(3, 1, 1, 1)
+ROTARY = {"unsqueeze_dim": 2, "layout": "interleaved"}
+LABELS = torch.tensor([5, 1, 5])
+ROWS = {"labels": LABELS, "ignore_index": 5}
+LOG_PROBS = [x.log_softmax(-1) for x in _random((3, 8), (3, 8))]
+
+# Every option differs from its default, so that an option that is not handed on shows.
+OPTIONS = {
+    "rms_norm": (tigon.rms_norm, rms_norm_reference, [X, W], {"eps": 0.5, "offset": 2.0, "rounding": "after_weight"}),
+    "add_rms_norm": (
+        tigon.add_rms_norm, add_rms_norm_reference, [X, X.flip(0), W],
+        {"eps": 0.5, "offset": 2.0, "rounding": "after_weight"},
+    ),
+    "layer_norm": (tigon.layer_norm, layer_norm_reference, [X, W, W.flip(0)], {"eps": 0.5}),
+    "softmax": (tigon.softmax, softmax_reference, [X], {"dim": 0}),
+    "geglu": (tigon.geglu, geglu_reference, [X, X.flip(0)], {"approximate": "tanh"}),
+    "rope": (
+        tigon.rope, rope_reference, [Q, K, COS, SIN], {**ROTARY, "table": "pairs", "dtype": torch.bfloat16},
+    ),
+    "rope sections": (
+        tigon.rope, rope_reference, [Q, K, COS * AXES, SIN * AXES], {**ROTARY, "sections": (2, 1, 1)},
+    ),
+    "qk_norm_rope": (
+        tigon.qk_norm_rope, qk_norm_rope_reference, [Q, K, Q_WEIGHT, K_WEIGHT, COS, SIN],
+        {**ROTARY, "eps": 0.5, "offset": 2.0, "rounding": "after_weight"},
+    ),
+    "kl_div": (
+        tigon.kl_div, kl_div_reference, _random((3, 8), (3, 8)),
+        {"from_logits": True, "temperature": 2.0, "reduction": "sum", **ROWS},
+    ),
+    "kl_div of log-probabilities": (tigon.kl_div, kl_div_reference, LOG_PROBS, {"log_target": True}),
+    "jsd": (
+        tigon.jsd, jsd_reference, _random((3, 8), (3, 8)),
+        {"from_logits": True, "temperature": 2.0, "beta": 0.1, "reduction": "none", **ROWS},
+    ),
+    "tvd": (
+        tigon.tvd, tvd_reference, _random((3, 8), (3, 8)),
+        {"from_logits": True, "temperature": 2.0, "reduction": "mean", **ROWS},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("run", "reference", "tensors", "options"), OPTIONS.values(), ids=OPTIONS)
+def test_every_option_is_handed_on(run: Callable, reference: Callable, tensors: list[Tensor], options: dict):
+    results, expected = as_list(run(*tensors, **options)), as_list(reference(*tensors, **options))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+    for name in options:
+        others = {key: value for key, value in options.items() if key != name}
+        if name == "from_logits":
+            others.pop("temperature")
+        if name == "sections":  # the tables have one axis more with them
+            others["sections"] = (1, 1, 2)
+        plain = as_list(run(*tensors, **others))
+        pairs = zip(plain, results, strict=True)
+        assert any(a.dtype != b.dtype or not torch.equal(a, b) for a, b in pairs), f"{name} changes nothing"

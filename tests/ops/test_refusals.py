@@ -1,0 +1,386 @@
+"""Every public function and module refuses what it does not document: in its own name, and before it writes anything.
+
+Each argument of each call is replaced by each of `VALUES` in turn. A call that raises must raise a TypeError or a
+ValueError whose message begins with the name of the op. A call that works must be one that `ACCEPTED` lists, so that no
+string passes as a flag, no boolean as a number and no number as a dimension.
+"""
+
+import inspect
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from op_cases import DEVICE
+
+pytestmark = pytest.mark.no_interpreter("every check comes before a kernel is chosen")
+
+# --- values ----------------------------------------------------------------------------------------
+
+
+class _Object:
+    """A value of a type that no op has heard of."""
+
+
+VALUES: dict[str, object] = {
+    "None": None,
+    "str": "no",
+    "empty str": "",
+    "list": [1.0],
+    "list of strs": ["a", "b"],
+    "dict": {},
+    "True": True,
+    "False": False,
+    "float": 0.5,
+    "nan": float("nan"),
+    "inf": float("inf"),
+    "1e60": 1e60,
+    "int": 1,
+    "-1": -1,
+    "2**70": 2**70,
+    "10**5000": 10**5000,
+    "complex": 1j,
+    "np.float32": np.float32(0.5),
+    "np.int64": np.int64(1),
+    "np.bool": np.True_,
+    "np.array": np.ones(3, dtype=np.float32),
+    "object": _Object(),
+    "function": len,
+    "torch.float16": torch.float16,
+    "torch.float32": torch.float32,
+    "torch.int32": torch.int32,
+    "torch.float8_e4m3fn": torch.float8_e4m3fn,
+    "scalar": torch.tensor(1.0, device=DEVICE),
+    "scalar of int": torch.tensor(1, device=DEVICE),
+    "scalar of bool": torch.tensor(True, device=DEVICE),
+    "scalar on meta": torch.tensor(1.0, device="meta"),
+    "tensor of 5 dimensions": torch.ones(1, 1, 1, 2, 8, device=DEVICE),
+    "empty tensor": torch.empty(0, device=DEVICE),
+    "tensor of complex numbers": torch.ones(3, dtype=torch.complex64, device=DEVICE),
+}
+# Made of the tensor that the argument is.
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "meta": lambda x: x.to("meta"),
+    "bool": lambda x: x.bool(),
+    "int16": lambda x: x.to(torch.int16),
+    "another float": lambda x: x.to(torch.float16),
+    "fp8": lambda x: x.float().to(torch.float8_e4m3fn),
+    "one dimension more": lambda x: x[None],
+    "one element more": lambda x: torch.cat((x, x[..., -1:]), -1) if x.dim() else x[None],
+    "one dimension less": lambda x: x[0] if x.dim() else x,
+}
+
+
+# --- calls -----------------------------------------------------------------------------------------
+
+
+def _randn(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(DEVICE)
+
+
+def _parameter(*shape: int) -> Tensor:
+    return _randn(*shape).requires_grad_()
+
+
+def _index(*shape: int, high: int = 8) -> Tensor:
+    return torch.randint(high, shape, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+
+
+X, LOGITS, TARGET = _parameter(4, 8), _parameter(4, 8), _index(4)
+LINEAR = {"input": X, "linear_weight": _parameter(10, 8), "target": TARGET}
+LINEAR["linear_weight"].grad = torch.zeros_like(LINEAR["linear_weight"])
+MOE = {
+    "x": X, "up_proj": _parameter(3, 8, 8), "down_proj": _parameter(3, 8, 4),
+    "top_k_index": _index(4, 2, high=3), "top_k_weights": _parameter(4, 2),
+}  # fmt: skip
+ROPE = {"q": _parameter(2, 4, 5, 8), "k": _parameter(2, 2, 5, 8), "cos": _randn(1, 5, 8), "sin": _randn(1, 5, 8)}
+MLP = {"x": X, "gate_weight": _parameter(6, 8), "up_weight": _parameter(6, 8), "down_weight": _parameter(8, 6)}
+DISTRIBUTIONS = {"input": LOGITS, "target": _randn(4, 8), "labels": TARGET}
+
+# The arguments of a call that works. All other parameters of the function are tried too.
+FUNCTIONS: dict[str, dict[str, object]] = {
+    "rms_norm": {"x": X, "weight": _parameter(8)},
+    "add_rms_norm": {"x": X, "residual": _parameter(4, 8), "weight": _parameter(8)},
+    "layer_norm": {"x": X, "weight": _parameter(8), "bias": _parameter(8)},
+    "swiglu": {"gate": X, "up": _parameter(4, 8)},
+    "geglu": {"gate": X, "up": _parameter(4, 8)},
+    "relu2": {"x": X},
+    "softmax": {"x": X},
+    "glu_mlp": MLP,
+    "moe_mlp": MOE | {"up_bias": _parameter(3, 8), "down_bias": _parameter(3, 8)},
+    "rope": ROPE,
+    "qk_norm_rope": ROPE | {"q_weight": _parameter(8), "k_weight": _parameter(8)},
+    "cross_entropy": {"input": LOGITS, "target": TARGET, "weight": _randn(8), "inplace": True},
+    "linear_cross_entropy": LINEAR | {"linear_bias": _parameter(10), "weight": _randn(10), "accumulate_grad": True},
+    "kl_div": DISTRIBUTIONS,
+    "jsd": DISTRIBUTIONS,
+    "tvd": DISTRIBUTIONS,
+    "ValidRows": {"target": TARGET},
+    "AdamW": {"params": [_parameter(3)]},
+}
+# Of a module: what its constructor takes, what its call takes, and the options that its constructor hides in **options.
+MODULES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
+    "RMSNorm": ({"normalized_shape": 8}, {"x": X}, "device dtype"),
+    "LayerNorm": ({"normalized_shape": 8}, {"x": X}, "device dtype"),
+    "SwiGLUMLP": ({"hidden_size": 8, "intermediate_size": 6}, {"x": X}, "device dtype"),
+    "GEGLUMLP": ({"hidden_size": 8, "intermediate_size": 6}, {"x": X}, "device dtype"),
+    "ReLU2MLP": ({"hidden_size": 8, "intermediate_size": 6}, {"x": X}, "device dtype"),
+    "Softmax": ({}, {"x": X}, ""),
+    "CrossEntropyLoss": (
+        {"weight": _randn(8)},
+        {"input": LOGITS, "target": TARGET},
+        "softcap logit_scale z_loss token_scaling inplace return_z_loss return_entropy",
+    ),
+    "LinearCrossEntropyLoss": (
+        {"weight": _randn(10)},
+        LINEAR,
+        "reduction acc_dtype accumulate_grad process_group vocab_size max_logits_mib",
+    ),
+    "KLDivLoss": ({}, DISTRIBUTIONS, "from_logits temperature ignore_index"),
+    "JSDLoss": ({}, DISTRIBUTIONS, "from_logits temperature reduction"),
+    "TVDLoss": ({}, DISTRIBUTIONS, "from_logits temperature"),
+}
+HIDDEN = {"AdamW": "maximize foreach capturable differentiable fused"}
+# The function whose refusals a module passes on.
+COMPUTED_BY = {
+    "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "Softmax": "softmax", "CrossEntropyLoss": "cross_entropy",
+    "LinearCrossEntropyLoss": "linear_cross_entropy", "KLDivLoss": "kl_div", "JSDLoss": "jsd", "TVDLoss": "tvd",
+}  # fmt: skip
+# They are tested with what they are about: models, blocks of code, and results.
+ELSEWHERE = {"patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput"}
+
+FLAG = {"True", "False"}
+POSITIVE = {"float", "int", "2**70"}
+NUMBER = POSITIVE | {"-1"}
+OPTIONAL = {"None"}
+FLOAT = {"another float"}
+LEADING = {"tensor of 5 dimensions", "one dimension more", "one dimension less"}
+ANY_SHAPE = LEADING | FLOAT | {"scalar", "scalar on meta", "empty tensor", "one element more", "meta"}
+FLAGS = {
+    "elementwise_affine", "inplace", "token_scaling", "transposed", "accumulate_grad", "log_target", "from_logits",
+    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
+    "amsgrad", "maximize", "capturable", "differentiable",
+}  # fmt: skip
+
+# The values that an argument of this name is documented to take, unless `OF_OP` says otherwise. A name that is missing
+# here takes none.
+ACCEPTED: dict[str, set[str]] = {
+    **dict.fromkeys(FLAGS, FLAG),
+    "x": LEADING | FLOAT,
+    "eps": POSITIVE, "offset": NUMBER, "logit_scale": NUMBER, "z_loss": POSITIVE, "softcap": POSITIVE | OPTIONAL,
+    "label_smoothing": {"float", "int"}, "beta": {"float", "int"}, "temperature": {"int"},
+    "weight": OPTIONAL | FLOAT, "bias": OPTIONAL | FLOAT, "residual": FLOAT, "input": FLOAT,
+    "up": OPTIONAL, "k": OPTIONAL, "labels": OPTIONAL, "linear_bias": OPTIONAL, "up_bias": OPTIONAL,
+    "down_bias": OPTIONAL, "sections": OPTIONAL, "process_group": OPTIONAL, "vocab_size": OPTIONAL,
+    "top_k_weights": FLOAT, "q": FLOAT, "unsqueeze_dim": {"int"}, "q_weight": OPTIONAL, "k_weight": OPTIONAL,
+    "dim": {"int", "-1"}, "dtype": OPTIONAL | {"torch.float32", "torch.float16"},
+    "ignore_index": {"int", "-1"}, "valid_rows": OPTIONAL | {"False"}, "acc_dtype": OPTIONAL | {"torch.float32"},
+    "num_items": POSITIVE | OPTIONAL | {"scalar", "scalar of int"},
+    "max_logits_mib": OPTIONAL | {"int", "2**70"},
+    "hidden_size": set(), "intermediate_size": {"int"},
+    # A device of None is the CPU.
+    "device": OPTIONAL if DEVICE == "cpu" else set(),
+    "foreach": FLAG | OPTIONAL, "fused": FLAG | OPTIONAL,
+}  # fmt: skip
+RATE = {"float", "int", "1e60", "2**70", "np.float32", "np.int64", "scalar", "scalar of int"}
+OF_OP: dict[tuple[str, str], set[str]] = {
+    **{(op, "x"): ANY_SHAPE for op in ("relu2", "softmax", "Softmax")},
+    **{(op, "x"): LEADING for op in ("glu_mlp", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
+    **{(op, "bias"): FLAG for op in ("LayerNorm", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
+    **{(op, "dtype"): OPTIONAL | {"torch.float32"} for op in ("SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
+    **{(op, "ignore_index"): {"int", "-1", "None"} for op in ("cross_entropy", "linear_cross_entropy", "ValidRows")},
+    **{(op, "target"): FLOAT for op in ("kl_div", "jsd", "tvd", "KLDivLoss", "JSDLoss", "TVDLoss")},
+    **{(op, "input"): set() for op in ("linear_cross_entropy", "LinearCrossEntropyLoss")},
+    **{("AdamW", name): RATE for name in ("lr", "eps", "weight_decay")},
+    **{("KLDivLoss", name): FLAG | OPTIONAL for name in ("size_average", "reduce")},
+    ("KLDivLoss", "reduction"): set(),
+    ("CrossEntropyLoss", "ignore_index"): {"int", "-1", "None"},
+    ("RMSNorm", "eps"): POSITIVE | OPTIONAL,
+    ("add_rms_norm", "x"): FLOAT,
+    ("moe_mlp", "x"): FLOAT,
+    ("moe_mlp", "transposed"): {"False"},
+    ("rope", "k"): OPTIONAL | FLOAT,
+    ("rope", "dtype"): OPTIONAL | {"torch.float32", "torch.float16"},
+    ("qk_norm_rope", "k"): FLOAT,
+    # The number of rows that count needs a tensor with values, of any shape.
+    ("ValidRows", "target"): {"scalar of int", "one dimension more", "one dimension less", "one element more"},
+}  # fmt: skip
+
+
+def _calls() -> dict[str, tuple[str, Callable, dict[str, object], list[str]]]:
+    """By the name of the test: the op, the call, the arguments of one that works, and the parameters to try."""
+    calls = {}
+    for name, arguments in FUNCTIONS.items():
+        calls[name] = name, getattr(tigon, name), arguments, HIDDEN.get(name, "").split()
+    for name, (settings, arguments, hidden) in MODULES.items():
+        kind = getattr(tigon, name)
+        factory = {"device": DEVICE} if "device" in hidden else {}
+
+        def construct_and_call(kind=kind, arguments=arguments, factory=factory, **settings) -> object:
+            return kind(**factory | settings)(**arguments)
+
+        construct_and_call.__signature__ = inspect.signature(kind)
+        calls[f"{name}(...)"] = name, construct_and_call, settings, hidden.split()
+        calls[f"{name}(...).forward"] = name, kind(**settings, **factory).forward, arguments, []
+    return calls
+
+
+CALLS = _calls()
+every_call = pytest.mark.parametrize(("op", "run", "arguments", "hidden"), CALLS.values(), ids=CALLS)
+
+
+def _tensors(arguments: dict[str, object]) -> list[Tensor]:
+    tensors = [x for x in arguments.values() if isinstance(x, Tensor)]
+    return tensors + [x.grad for x in tensors if x.grad is not None]
+
+
+def _fresh(arguments: dict[str, object]) -> dict[str, object]:
+    """Copies of the tensors, because a call that works may write to them on request."""
+
+    def copy(x: object) -> object:
+        if not isinstance(x, Tensor):
+            return x
+        copied = x.detach().clone().requires_grad_(x.requires_grad)
+        copied.grad = None if x.grad is None else x.grad.clone()
+        return copied
+
+    return {name: copy(x) for name, x in arguments.items()}
+
+
+def _attempts(run: Callable, arguments: dict[str, object], hidden: list[str]) -> list[tuple[str, str, object]]:
+    """Parameter, name of the value and value."""
+    parameters = inspect.signature(run).parameters.values()
+    names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + hidden
+    attempts = [(name, kind, value) for name in names for kind, value in VALUES.items()]
+    for name in names:
+        if isinstance(arguments.get(name), Tensor):
+            attempts += [(name, kind, change(arguments[name].detach())) for kind, change in CHANGES.items()]
+    return attempts
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of deprecated arguments; a loss that has no backward
+@every_call
+def test_an_argument_is_documented_or_refused(op, run, arguments, hidden):
+    beginnings = tuple(f"{name}: " for name in (op, COMPUTED_BY.get(op)) if name)
+    problems = []
+    for parameter, kind, value in _attempts(run, arguments, hidden):
+        documented = kind in OF_OP.get((op, parameter), ACCEPTED.get(parameter, set()))
+        tried, what = _fresh(arguments), f"{parameter}={kind}"
+        versions = [x._version for x in _tensors(tried)]
+        try:
+            run(**tried | {parameter: value})
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}"
+            if documented:
+                problems.append(f"{what} is documented, but got {message}")
+            elif not isinstance(error, (TypeError, ValueError)) or not str(error).startswith(beginnings):
+                problems.append(f"{what} is not refused in the name of {op}: {message}")
+            elif len(message) > 400:
+                problems.append(f"{what} has a message of {len(message)} characters")
+            if [x._version for x in _tensors(tried)] != versions:
+                problems.append(f"{what} wrote to an argument before it was refused")
+        else:
+            if not documented:
+                problems.append(f"{what} is accepted")
+    assert not problems, "\n".join([f"{len(problems)} arguments of {op}:", *problems])
+
+
+def test_every_public_name_is_tried():
+    assert set(FUNCTIONS) | set(MODULES) | ELSEWHERE == set(tigon.__all__)
+
+
+MESSAGES = {
+    "no tensor": (
+        lambda: tigon.jsd(LOGITS, None),
+        "jsd: target must be a Tensor, got NoneType",
+    ),
+    "a flag that is a string": (
+        lambda: tigon.tvd(LOGITS, LOGITS, from_logits="no"),
+        "tvd: from_logits must be a bool, got 'no'",
+    ),
+    "a flag that is a tensor, whose value nobody reads": (
+        lambda: tigon.cross_entropy(LOGITS, TARGET, return_entropy=torch.tensor(False, device=DEVICE)),
+        "cross_entropy: return_entropy must be a bool, got a Tensor of shape ()",
+    ),
+    "a choice that only equals one": (
+        lambda: tigon.rope(**ROPE, unsqueeze_dim=True),
+        "rope: unsqueeze_dim must be one of 1, 2, got True",
+    ),
+    "a number that fp32 does not have": (
+        lambda: tigon.rms_norm(X, None, eps=1e40),
+        "rms_norm: eps must be finite in float32 and not negative, got 1e+40",
+    ),
+    "a number that fp32 has as zero": (
+        lambda: tigon.kl_div(LOGITS, LOGITS, from_logits=True, temperature=1e-60),
+        "kl_div: temperature must be positive and finite, got 1e-60",
+    ),
+    "a number that Python does not print": (
+        lambda: tigon.softmax(X, 10**5000),
+        "softmax: dim must be in [-2, 1], got an int of 16610 bits",
+    ),
+    "a long value": (
+        lambda: tigon.rope(**ROPE, sections=[7] * 1000),
+        "rope: cos must have shape (3, 1 or 2, 5, R), got (1, 5, 8)",
+    ),
+    "an activation of another shape": (
+        lambda: tigon.moe_mlp(**MOE, activation=lambda h: h),
+        "moe_mlp: the result of activation must have shape (8, 4), got (8, 8)",
+    ),
+    "an activation that returns nothing": (
+        lambda: tigon.moe_mlp(**MOE, activation=lambda h: None),
+        "moe_mlp: the result of activation must be a Tensor, got NoneType",
+    ),
+    "an input of another dtype than the weights": (
+        lambda: tigon.SwiGLUMLP(8, 6, device=DEVICE)(X.half()),
+        "SwiGLUMLP: x and weight must have the same dtype, got x torch.float16, weight torch.float32",
+    ),
+    "an option of a group of parameters": (
+        lambda: tigon.AdamW([{"params": [_parameter(3)], "lr": "fast"}]),
+        "AdamW: lr must be a number, got 'fast'",
+    ),
+    "what torch refuses": (
+        lambda: tigon.AdamW([_parameter(3)], lr=-1.0),
+        "AdamW: Invalid learning rate: -1.0",
+    ),
+}
+
+
+@pytest.mark.parametrize(("call", "message"), MESSAGES.values(), ids=MESSAGES)
+def test_a_message_names_the_op_the_rule_and_the_value(call, message):
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        call()
+    assert str(refusal.value) == message
+
+
+GROUPS = {
+    "vocab_size that is a string": ({"vocab_size": "10"}, "vocab_size must be an int, got '10'"),
+    "vocab_size that is a bool": ({"vocab_size": True}, "vocab_size must be an int, got True"),
+    "vocab_size of nothing": ({"vocab_size": 0}, "vocab_size must be positive and fit into 64 bits, got 0"),
+    "no vocab_size": ({}, "vocab_size must say how many rows the ranks of process_group hold together, got None"),
+    "a number for a group": ({"process_group": 3}, "process_group must be a torch.distributed.ProcessGroup, got int"),
+    "an array for a group": (
+        {"process_group": np.ones(2)},
+        "process_group must be a torch.distributed.ProcessGroup, got ndarray",
+    ),
+    "the group of other ranks": (
+        {"process_group": torch.distributed.GroupMember.NON_GROUP_MEMBER},
+        "process_group must contain this rank, 0",
+    ),
+}
+
+
+@pytest.fixture
+def one_rank():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize(("options", "message"), GROUPS.values(), ids=GROUPS)
+def test_groups_and_their_vocabularies(options, message, one_rank):
+    with pytest.raises((TypeError, ValueError)) as refusal:
+        tigon.linear_cross_entropy(**LINEAR, **{"process_group": one_rank} | options)
+    assert str(refusal.value) == f"linear_cross_entropy: {message}"
