@@ -1,5 +1,7 @@
 """The command line without its commands' work: help, env, what is missing."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -47,9 +49,8 @@ def test_help_of_a_command_is_its_own(run, command, monkeypatch):
 
 @pytest.mark.parametrize("command", [c for c in cli._COMMANDS if c.needs], ids=lambda command: command.name)
 def test_missing_extra_is_named(run, command, monkeypatch):
-    find_spec = cli.importlib.util.find_spec
     absent = command.needs[0]
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == absent else find_spec(name))
+    monkeypatch.setitem(sys.modules, absent, None)  # the import fails, as if it were not installed
     result = run(command.name)
     assert result.exit_code == 1
     assert str(result.exception) == f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" or (
@@ -58,8 +59,7 @@ def test_missing_extra_is_named(run, command, monkeypatch):
 
 
 def test_main_without_typer_says_what_to_install(monkeypatch):
-    find_spec = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "typer" else find_spec(name))
+    monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'tigon\[cli\]'"):
         cli.main()
 
@@ -78,7 +78,11 @@ def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
     import typer
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.os, "access", lambda path, mode: False)
+
+    def refuse(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(cli.tempfile, "TemporaryFile", refuse)
     with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
         cli.pick_folder(out)
 
@@ -86,11 +90,88 @@ def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     import typer
 
-    out = cli.pick_folder(tmp_path / "a" / ("x" * 1000))  # longer than a name may be
-    with pytest.raises(typer.BadParameter, match=r"must be a folder that can be made, got .*\(File name too long\)"):
+    out = cli.pick_folder(tmp_path / "file")
+    out.write_text("made since")
+    with pytest.raises(typer.BadParameter, match=r"must be a folder that can be made, got .*\(File exists\)"):
         cli.make_folder(out)
     cli.make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()
+
+
+UNWRITABLE = {
+    "in /proc": lambda folder: Path("/proc/x"),
+    "below a file": lambda folder: folder / "file" / "x",
+    "a name that is too long": lambda folder: folder / ("x" * 1000),
+    "below a name that is too long": lambda folder: folder / ("x" * 1000) / "x",
+}
+
+
+@pytest.mark.parametrize("place", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, tmp_path):
+    """Also for root, to whom os.access grants every place."""
+    import typer
+
+    (tmp_path / "file").write_text("here")
+    path = place(tmp_path)
+    with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
+        cli.pick_folder(path)
+    with pytest.raises(typer.BadParameter, match="must be (a file that can be written|in a folder that exists), got"):
+        cli.check_file(path, "--json")
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_can_be_written_stays_as_it_was(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("before")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (new, old, Path(os.devnull), tmp_path / "pipe"):  # nobody reads the pipe yet
+        cli.check_file(path, "--json")
+    assert not new.exists()
+    assert old.read_text() == "before"
+
+
+def test_a_folder_is_no_file(tmp_path):
+    import typer
+
+    with pytest.raises(typer.BadParameter, match=r"must be a file that can be written, got .*\(Is a directory\)"):
+        cli.check_file(tmp_path, "--json")
+
+
+@pytest.mark.parametrize("content", ["text", lambda path: path.write_bytes(b"plot")], ids=["text", "function"])
+def test_a_disk_that_became_full_is_one_line(content):
+    import typer
+
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    with pytest.raises(typer.BadParameter, match=r"must be a file that can be written, got '/dev/full' \(No space"):
+        cli.write_file(Path("/dev/full"), content, "--plot")
+
+
+# The option and arguments of each command with which a place is refused before anything is built.
+COMMANDS = {
+    "plan --json": (["plan", "llama"], "--json", "x.json"),
+    "plan --plot": (["plan", "llama"], "--plot", "x.png"),
+    "inspect --json": (["inspect", "llama"], "--json", "x.json"),
+    "inspect --all --out": (["inspect", "--all"], "--out", "x.md"),
+    "demo --out": (["demo", "--device", "cpu"], "--out", "x"),
+    "bench --out": (["bench", "--device", "cpu", "--ops", "rms_norm"], "--out", "x"),
+    "bench train --out": (["bench", "train", "--device", "cpu"], "--out", "x"),
+    "resources --out": (["resources", "--ops", "rms_norm"], "--out", "x.md"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "option", "name"), COMMANDS.values(), ids=COMMANDS)
+def test_every_command_refuses_its_output_before_the_work(arguments, option, name, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    path = f"/proc/{name}"
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    result = runner.invoke(cli.app(), [*arguments, option, path], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    assert f"Invalid value for {option}: must be a f" in said
+    assert f"that can be written, got '{path}'" in said
+    assert "memory=" not in result.output  # no table of results before
 
 
 @pytest.mark.parametrize("name", ["tpu", "mps", "cpu:0", "cuda:-1", "cuda:99999", ""])

@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 
@@ -216,8 +217,7 @@ def test_a_refused_option_writes_nothing(run):
 
 
 def test_what_is_missing_is_named(run, monkeypatch):
-    find_spec = cli.importlib.util.find_spec
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None if name == "tokenizers" else find_spec(name))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
     _, output, _ = run()
     assert "tigon bench train needs tokenizers: pip install 'tigon[demo]'" in output
 

@@ -118,7 +118,10 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
     return output
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.deepspeed) if run[2] == "deepspeed" else name for name, run in RUNS.items()],
+)
 def test_two_ranks(name, folder, stock):
     launcher, command, library = RUNS[name]
     pytest.importorskip(library)

@@ -46,18 +46,22 @@ def _step(model: torch.nn.Module, batch: dict) -> dict[str, torch.Tensor]:
     return {"loss": loss.detach().float(), **{name: p.grad.clone() for name, p in model.named_parameters()}}
 
 
+@torch.no_grad()
+def _losses(model: torch.nn.Module) -> torch.Tensor:
+    """Return the losses of 32 batches: one loss may be exact by luck, but not the largest error of so many."""
+    return torch.stack([model(**_batch(seed=seed)).loss.float() for seed in range(32)])
+
+
 @pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_loss_and_every_gradient_are_as_accurate_as_stock(model_type):
     model, batch = _model(model_type), _batch()
-    # One loss may be right by luck: eager's error is the largest of several.
-    losses = lambda model: torch.stack([model(**_batch(seed=seed)).loss.detach().float() for seed in range(32)])
     reference = copy.deepcopy(model).float()
-    exact, exact_losses = _step(reference, batch), losses(reference)
-    stock, stock_losses = _step(model, batch), losses(model)
+    exact, exact_losses = _step(reference, batch), _losses(reference)
+    stock, stock_losses = _step(model, batch), _losses(model)
     report = tigon.patch(model)
     assert {entry.part for entry in report.replaced} == PARTS, str(report)
     patched = _step(model, batch)
-    assert_accurate(losses(model), stock_losses, exact_losses, smallest=1.0, msg="losses")
+    assert_accurate(_losses(model), stock_losses, exact_losses, smallest=1.0, msg="losses")
     for name, value in exact.items():
         if name != "loss":
             assert_accurate(patched[name], stock[name], value, msg=name)
@@ -97,13 +101,16 @@ def test_logits_are_never_held():
 
 
 def test_compiles_in_one_graph():
+    """Loss and gradients of the graph are as accurate as the stock model's outside of one."""
     torch._dynamo.reset()
     model, batch = _model("llama"), _batch()
+    exact, stock = _step(copy.deepcopy(model).float(), batch), _step(model, batch)
+    stock_losses, exact_losses = _losses(model), _losses(copy.deepcopy(model).float())
     tigon.patch(model)
-    expected = _step(model, batch)
-    got = _step(torch.compile(model, fullgraph=True), batch)
-    torch.testing.assert_close(got["loss"], expected["loss"], rtol=1e-3, atol=0)
-    for name, gradient in expected.items():
-        # Compiled, what is not Tigon's is fused and rounded elsewhere: the directions agree.
-        a, b = got[f"_orig_mod.{name}" if name != "loss" else name].float().flatten(), gradient.float().flatten()
-        assert torch.nn.functional.cosine_similarity(a, b, dim=0) > 0.99, name
+    compiled = _step(torch.compile(model, fullgraph=True), batch)
+    given = {name.removeprefix("_orig_mod."): value for name, value in compiled.items()}
+    assert given.keys() == exact.keys()
+    # One loss of the stock model may be exact by luck, so its largest error over several batches is the measure.
+    assert abs(given.pop("loss") - exact["loss"]) <= 2 * (stock_losses - exact_losses).abs().max()
+    for name, gradient in given.items():
+        assert_accurate(gradient, stock[name], exact[name], msg=name)

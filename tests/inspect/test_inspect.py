@@ -225,7 +225,7 @@ def test_a_type_that_is_only_a_part(run):
         (("llama", "--all"), "give either MODEL or --all"),
         (("llama", "--out", "x.md"), "--out goes with --all, --json with MODEL"),
         (("--all", "--json", "x.json"), "--out goes with --all, --json with MODEL"),
-        (("llama", "--json", "/nowhere/x.json"), "must be a file that can be written, got '/nowhere/x.json'"),
+        (("llama", "--json", "/nowhere/x.json"), "must be in a folder that exists, got '/nowhere/x.json'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
@@ -258,7 +258,7 @@ def test_the_page_says_what_is_replaced_left_and_not_built(monkeypatch):
     assert "Of 3 types, 2 can be built" in page
     assert "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | add + norm, products of one input |" in page
     assert re.search(r"\| seed_oss \| .* \*left\*: SeedOssMLP \(1\) \|", page)
-    assert "\n1. computes something else" in page
+    assert "\n1. its forward draws random numbers" in page
     assert "- reformer: " in page
 
 

@@ -1,0 +1,480 @@
+"""Measure how far the loss curve of a patched model lies from the stock curve in fp32, and which part moves it.
+
+For each model type the script trains the same small model many times on one fixed batch of random tokens: stock, stock
+with its initial parameters moved by one unit in the last place, stock with sums in another order, and patched with all
+parts, each part alone, and all parts but one. It also compares the gradients of the first step with fp64, counts the
+elements whose first AdamW update points the wrong way, and counts the tokens that a router sends elsewhere.
+
+    python examples/curves_fp32.py --out curves.json                                            # on a GPU
+    python examples/curves_fp32.py --types llama --size tiny --device cpu --steps 4 --quick     # a trial on a CPU
+
+docs/curves.md explains the numbers.
+"""
+
+import argparse
+import contextlib
+import copy
+import json
+import os
+import re
+import sys
+import time
+import traceback
+import warnings
+from collections import defaultdict
+from pathlib import Path
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read before the first product
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+import tigon
+from tigon.hf.patch import PARTS
+
+SIZES = {
+    "small": {"hidden": 1024, "inter": 2048, "layers": 4, "heads": 16, "kv": 4, "head": 64, "vocab": 4096},
+    "tiny": {"hidden": 64, "inter": 96, "layers": 2, "heads": 4, "kv": 2, "head": 16, "vocab": 512},
+}
+MIXTURES = {"gpt_oss": 2, "llama4_text": 1}  # the number of experts per token
+EXPERTS = 8
+
+
+def build(model_type: str, size: str, length: int, attention: str, seed: int) -> nn.Module:
+    """Return a small model of a type, initialised by its own code."""
+    s = SIZES[size]
+    fields = {
+        "hidden_size": s["hidden"], "intermediate_size": s["inter"], "num_hidden_layers": s["layers"],
+        "num_attention_heads": s["heads"], "num_key_value_heads": s["kv"], "head_dim": s["head"],
+        "vocab_size": s["vocab"], "max_position_embeddings": length, "pad_token_id": 0, "bos_token_id": 1,
+        "eos_token_id": 2,
+    }  # fmt: skip
+    if model_type in MIXTURES:
+        fields |= {
+            "intermediate_size": s["inter"] // 2, "num_local_experts": EXPERTS,
+            "num_experts_per_tok": MIXTURES[model_type],
+        }  # fmt: skip
+    if model_type == "gpt_oss":
+        fields |= {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0}, "sliding_window": length // 2,
+            "layer_types": ["sliding_attention", "full_attention"] * (s["layers"] // 2),
+        }  # fmt: skip
+    if model_type == "llama4_text":
+        fields |= {"intermediate_size_mlp": s["inter"], "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4}
+    config = transformers.AutoConfig.for_model(model_type, **fields)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    ).train()
+
+
+# --- fp64 ----------------------------------------------------------------------------------------
+
+
+class Fp64(TorchFunctionMode):
+    """Replace casts to fp32 by no cast, except in the rotary tables, which every run computes in fp32."""
+
+    inside_tables = False
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if not self.inside_tables:
+            if function is Tensor.float and args[0].dtype == torch.float64:
+                return args[0]
+            wide = any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
+            if wide and kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+            if wide and function is Tensor.to and len(args) > 1 and args[1] is torch.float32:
+                args = (args[0], torch.float64, *args[2:])
+        return function(*args, **kwargs)
+
+
+def step_in_fp64(base: nn.Module, batch: Tensor) -> tuple[float, dict[str, Tensor]]:
+    """Return the loss and the gradients of the stock model in fp64."""
+    model = copy.deepcopy(base).double()
+    if hasattr(model, "set_experts_implementation"):
+        with contextlib.suppress(ValueError):
+            model.set_experts_implementation("eager")  # grouped products take no fp64
+    mode = Fp64()
+
+    def in_fp32(module: nn.Module) -> None:
+        forward = module.forward
+
+        def tables(*args, **kwargs):
+            mode.inside_tables = True
+            for buffer in module.buffers():
+                buffer.data = buffer.data.float()
+            try:
+                args = [x.float() if x.is_floating_point() else x for x in args]
+                return forward(*args, **kwargs)
+            finally:
+                mode.inside_tables = False
+
+        module.forward = tables
+
+    for module in model.modules():
+        if "RotaryEmbedding" in type(module).__name__:
+            in_fp32(module)
+    with mode:
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+    assert loss.dtype == torch.float64, loss.dtype
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+# --- one run -------------------------------------------------------------------------------------
+
+
+class Routers:
+    """Record the logits of every router at every step."""
+
+    def __init__(self, model: nn.Module, choices: int | None) -> None:
+        self.logits: list[Tensor] = []
+        if choices:
+            for module in model.modules():
+                if type(module).__name__.endswith("Router"):
+                    module.register_forward_hook(self._record)
+
+    def _record(self, module: nn.Module, args: tuple, outputs: tuple) -> None:
+        # llama4 returns (scores, logits), gpt_oss returns (logits, weights, indices).
+        logits = next(
+            x for x in outputs if x.is_floating_point() and x.shape[-1] == EXPERTS and bool((x != 0).all())
+        )  # fmt: skip
+        self.logits.append(logits.detach().float().reshape(-1, EXPERTS))
+
+
+def move(model: nn.Module, seed: int) -> None:
+    """Move every parameter to one of its two neighbours in fp32, at random."""
+    generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            up = torch.rand(p.shape, device=p.device, generator=generator) < 0.5
+            towards = torch.where(up, torch.inf, -torch.inf)
+            # The neighbour of zero is a subnormal number, which training cannot tell from zero.
+            p.copy_(torch.where(p == 0, p, torch.nextafter(p, towards)))
+
+
+def train(
+    base: nn.Module, batch: Tensor, steps: int, lr: float, choices: int | None, *, parts: dict[str, bool] | None = None,
+    seed: int | None = None, always: bool = False, halves: bool = False,
+) -> dict:  # fmt: skip
+    """Train a copy of `base` and return its losses, router logits, gradients of the first step and parameters.
+
+    Args:
+        parts: Options of `tigon.patch`; None trains the stock model.
+        seed: Moves the initial parameters by one unit in the last place.
+        always: Moves the parameters after every step too.
+        halves: Accumulates the gradient over the two halves of the batch: the same function in another order.
+    """
+    model = copy.deepcopy(base)
+    if seed is not None:
+        move(model, seed)
+    routers = Routers(model, choices)
+    if parts is not None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            report = tigon.patch(model, **parts)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses, result = [], {"report": str(report) if parts is not None else ""}
+    for step in range(steps):
+        loss = torch.zeros((), device=batch.device)
+        pieces = batch.chunk(2) if halves else (batch,)
+        for piece in pieces:
+            partial = model(input_ids=piece, labels=piece, use_cache=False).loss / len(pieces)
+            partial.backward()
+            loss = loss + partial.detach()
+        losses.append(loss)
+        if step == 0:
+            result["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        if always:
+            move(model, 10_000 * (seed + 1) + step)
+        if step == 0:
+            result["first"] = {n: p.detach().clone() for n, p in model.named_parameters()}
+    result["last"] = {n: p.detach() for n, p in model.named_parameters()}
+    result["losses"] = [x.item() for x in losses]
+    result["logits"] = routers.logits
+    return result
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def pattern(name: str) -> str:
+    """Name a parameter without the number of its layer."""
+    return re.sub(r"\.\d+\.", ".*.", name).removeprefix("model.")
+
+
+def distance(run: dict, stock: dict) -> list[float]:
+    """Return the relative distance of the losses, step by step."""
+    return [abs(a - b) / abs(b) for a, b in zip(run["losses"], stock["losses"], strict=True)]
+
+
+def parameters_apart(run: dict, stock: dict, which: str, lr: float) -> float:
+    """Return the norm of the difference of all parameters in learning rates; a reversed update counts 2."""
+    total = sum((run[which][n] - p).double().square().sum() for n, p in stock[which].items())
+    return float(total) ** 0.5 / lr
+
+
+def flips(run: dict, stock: dict, choices: int | None, layers: int, halves: bool = False) -> dict | None:
+    """Count the tokens that a router sends to other experts than in the stock run, step by step."""
+    if not choices or not stock["logits"]:
+        return None
+    logits = run["logits"]
+    if halves:  # two calls of each layer in a step
+        logits = [
+            torch.cat((logits[s * 2 * layers + i], logits[s * 2 * layers + layers + i]))
+            for s in range(len(logits) // (2 * layers))
+            for i in range(layers)
+        ]  # fmt: skip
+    counts, first = [], None
+    for i, (a, b) in enumerate(zip(logits, stock["logits"], strict=True)):
+        sets = [torch.zeros_like(x, dtype=torch.bool).scatter_(1, x.topk(choices)[1], True) for x in (a, b)]
+        different = (sets[0] != sets[1]).any(1)
+        counts.append(int(different.sum()))
+        if counts[-1] and first is None:
+            top = b.sort(descending=True)[0]
+            gap = (top[:, choices - 1] - top[:, choices])[different]
+            first = {
+                "step": i // layers, "layer": i % layers, "gap": gap.max().item(),
+                "tokens": different.nonzero().flatten().tolist(),
+                "logits_apart": (a - b)[~different].abs().max().item(),
+            }  # fmt: skip
+    by_step = [sum(counts[i : i + layers]) for i in range(0, len(counts), layers)]
+    return {"by_step": by_step, "first": first, "total": sum(by_step)}
+
+
+def closest_choice(stock: dict, choices: int | None) -> list[float]:
+    """Return the smallest gaps between the last chosen and the first unchosen expert of the stock run."""
+    if not choices or not stock["logits"]:
+        return []
+    tops = [x.sort(descending=True)[0] for x in stock["logits"]]
+    gaps = torch.cat([t[:, choices - 1] - t[:, choices] for t in tops])
+    return gaps.topk(min(5, len(gaps)), largest=False)[0].tolist()
+
+
+def first_update(gradient: Tensor) -> Tensor:
+    """Return AdamW's first update in units of the learning rate."""
+    gradient = gradient.double()
+    return gradient / (gradient.abs() + 1e-8)
+
+
+def gradient_errors(run: dict, exact: dict[str, Tensor]) -> dict[str, dict[str, float]]:
+    """For every parameter: the error of its first gradient, and what AdamW's first update makes of it."""
+    errors = {}
+    for name, g in run["gradients"].items():
+        x = exact[name]
+        size = x.norm()
+        wrong = first_update(g) - first_update(x)
+        errors[name] = {
+            "error": float((g.double() - x).norm() / size) if size > 0 else float(g.double().norm()),
+            "largest": float((g.double() - x).abs().max()),
+            "rms": float(size / x.numel() ** 0.5),
+            "update": float(wrong.square().sum()),
+            "opposite": int((wrong.abs() > 1.0).sum()),
+            "zero_in_fp64_only": int(((x == 0) & (g != 0)).sum()),
+            "zero_here_only": int(((x != 0) & (g == 0)).sum()),
+            "elements": x.numel(),
+        }  # fmt: skip
+    return errors
+
+
+def by_pattern(ours: dict, stock: dict) -> dict[str, dict]:
+    """Aggregate the errors of two runs over the layers."""
+    rows: dict[str, dict] = {}
+    for name, e in ours.items():
+        s, row = stock[name], rows.setdefault(pattern(name), defaultdict(float))
+        row["stock"], row["tigon"] = max(row["stock"], s["error"]), max(row["tigon"], e["error"])
+        row["ratio"] = max(row["ratio"], e["error"] / s["error"] if s["error"] > 0 else float(e["error"] > 0))
+        row["rms"] = max(row["rms"], e["rms"])
+        for key in ("update", "opposite", "zero_in_fp64_only"):
+            row[f"stock_{key}"] += s[key]
+            row[f"tigon_{key}"] += e[key]
+        row["elements"] += e["elements"]
+    return {name: dict(row) for name, row in rows.items()}
+
+
+# --- a model type --------------------------------------------------------------------------------
+
+
+def measure(model_type: str, options: argparse.Namespace) -> dict:
+    """Run everything for one model type."""
+    began = time.time()
+    choices, layers = MIXTURES.get(model_type), SIZES[options.size]["layers"]
+    base = build(model_type, options.size, options.length, options.attention, options.seed).to(options.device)
+    generator = torch.Generator().manual_seed(1)
+    batch = torch.randint(3, SIZES[options.size]["vocab"], (options.batch, options.length), generator=generator)
+    batch = batch.to(options.device)
+    runs: dict[str, dict] = {}
+    result = {
+        "parameters": sum(p.numel() for p in base.parameters()), "runs": runs, "gradients": {},
+        "zero_bias": [n for n, p in base.named_parameters() if not p.any()][:20],
+    }  # fmt: skip
+
+    def run(name: str, reference: dict | None = None, **how) -> dict:
+        curve = train(base, batch, options.steps, options.lr, choices, **how)
+        reference = reference or curve
+        apart = distance(curve, reference)
+        runs[name] = {
+            "losses": curve["losses"], "apart": apart, "max": max(apart),
+            "parameters_first": parameters_apart(curve, reference, "first", options.lr),
+            "parameters_last": parameters_apart(curve, reference, "last", options.lr),
+            "flips": flips(curve, reference, choices, layers, how.get("halves", False)),
+        }  # fmt: skip
+        last = f"\r  {model_type} {len(runs)} runs, {name}: {runs[name]['max']:.1e} apart, {time.time() - began:.0f} s"
+        print(last.ljust(100) if sys.stdout.isatty() else last[1:] if len(runs) % 10 == 1 else "", flush=True, end="")
+        return curve
+
+    every = dict.fromkeys(PARTS, True)
+    stock = run("stock")
+    run("stock again", stock)
+    result["closest_choices"] = closest_choice(stock, choices)
+    exact_loss, exact = step_in_fp64(base, batch)
+    result["loss"] = {"fp64": exact_loss, "stock": stock["losses"][0]}
+    errors = {"stock": gradient_errors(stock, exact)}
+
+    def compare(name: str, curve: dict) -> None:
+        errors[name] = gradient_errors(curve, exact)
+        result["gradients"][name] = by_pattern(errors[name], errors["stock"])
+
+    tigon_run = run("tigon", stock, parts=every)
+    result["loss"]["tigon"], result["report"] = tigon_run["losses"][0], tigon_run["report"]
+    compare("tigon", tigon_run)
+    del tigon_run
+    run("tigon again", stock, parts=every)
+    compare("stock in halves", run("stock in halves", stock, halves=True))
+    for seed in range(options.seeds):
+        moved = run(f"stock moved {seed}", stock, seed=seed)
+        # The distance of two runs that begin at the same moved parameters: another sample of what Tigon does.
+        run(f"tigon from moved {seed}", moved, parts=every, seed=seed)
+        run(f"stock in halves from moved {seed}", moved, halves=True, seed=seed)
+        del moved
+    run("stock moved at every step", stock, seed=100, always=True)
+    if not options.quick:
+        lines = result["report"].splitlines()
+        replaced_parts = [part for part in PARTS if any(line.startswith(f"{part} ") for line in lines)]
+        for part in replaced_parts:
+            compare(f"only {part}", run(f"only {part}", stock, parts=every | {p: p == part for p in PARTS}))
+            run(f"without {part}", stock, parts=every | {part: False})
+    result["seconds"] = time.time() - began
+    return result
+
+
+# --- report --------------------------------------------------------------------------------------
+
+
+def marks(values: list[float]) -> str:
+    """Show a curve's distance at a few steps."""
+    shown = sorted({0, 1, 2, 4, 8, 16, len(values) - 1} & set(range(len(values))))
+    return " ".join(f"{i}:{values[i]:.0e}" for i in shown)
+
+
+def table(model_type: str, result: dict) -> str:
+    """Return the table of a model type."""
+    lines: list[str] = []
+    add = lines.append
+    runs, loss = result["runs"], result["loss"]
+    add(
+        f"\n== {model_type}: {result['parameters'] / 1e6:.0f} M, loss {runs['stock']['losses'][0]:.4f} -> "
+        f"{runs['stock']['losses'][-1]:.4f}, first loss from fp64: stock {loss['stock'] / loss['fp64'] - 1:+.1e}, "
+        f"tigon {loss['tigon'] / loss['fp64'] - 1:+.1e}; {result['seconds']:.0f} s"
+    )
+
+    def add_run(name: str) -> None:
+        r = runs[name]
+        flip = r["flips"]
+        first = (flip or {}).get("first")
+        flip_text = "" if flip is None else f" | flips {flip['total']}"
+        if first:
+            flip_text += f", first step {first['step']} layer {first['layer']} gap {first['gap']:.0e}"
+            flip_text += f" logits apart {first['logits_apart']:.0e}"
+        add(
+            f"{name:30s} {r['max']:.1e} | params {r['parameters_first']:.1e} {r['parameters_last']:.1e} "
+            f"| {marks(r['apart'])}{flip_text}"
+        )
+
+    maxima = lambda prefix: [runs[n]["max"] for n in runs if n.startswith(prefix)]
+    numbers = lambda values: " ".join(f"{v:.1e}" for v in values)
+    for name in (
+        "stock again",
+        "tigon",
+        "tigon again",
+        "stock moved 0",
+        "stock moved at every step",
+        "stock in halves",
+    ):
+        if name in runs:
+            add_run(name)
+    add(f"  stock moved: {numbers(maxima('stock moved ')[:-1])}   tigon from moved: {numbers(maxima('tigon from'))}")
+    add(f"  stock in halves from moved: {numbers(maxima('stock in halves from'))}")
+    if result["closest_choices"]:
+        total = lambda prefix: [runs[n]["flips"]["total"] for n in runs if n.startswith(prefix)]
+        add(
+            f"  flips: moved {total('stock moved ')} tigon from moved {total('tigon from')} "
+            f"halves {total('stock in halves')}; closest choices {numbers(result['closest_choices'])}"
+        )
+    for word in ("only", "without"):
+        parts = {n.split()[1]: runs[n] for n in runs if n.startswith(f"{word} ")}
+        columns = [f"{n} {r['max']:.1e} ({r['parameters_first']:.0e})" for n, r in parts.items()]
+        if columns:
+            add(f"  {word}: " + ", ".join(columns))
+    rows = result["gradients"]["tigon"]
+    halves = result["gradients"]["stock in halves"]
+    add("  first gradient from fp64 (worst layer): stock, tigon, halves | wrong updates: stock, tigon | rms | part")
+    order = sorted(rows, key=lambda n: max(rows[n]["ratio"], rows[n]["tigon_opposite"] / 1e3), reverse=True)
+    for name in order[:7]:
+        r = rows[name]
+        worst = max(
+            (n for n in result["gradients"] if n.startswith("only")),
+            key=lambda n: result["gradients"][n][name]["tigon"],
+            default="",
+        )
+        add(
+            f"    {name:44s} {r['stock']:.1e} {r['tigon']:.1e} {halves[name]['tigon']:.1e} | "
+            f"{r['stock_opposite']:.0f} {r['tigon_opposite']:.0f} of {r['elements']:.0f} | {r['rms']:.0e} | {worst[5:]}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--types", nargs="+", default=["llama", "qwen3", "llama4_text", "gpt_oss", "granite"])
+    parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--steps", type=int, default=32)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--length", type=int, default=128)
+    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=4, help="moves by one unit in the last place")
+    parser.add_argument("--attention", default="eager")
+    parser.add_argument("--quick", action="store_true", help="skip the runs of single parts")
+    parser.add_argument("--out", type=Path, default=Path("curves_fp32.json"))
+    options = parser.parse_args()
+
+    warnings.filterwarnings("ignore", message=".*deterministic.*")
+    transformers.logging.set_verbosity_error()
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    name = torch.cuda.get_device_name() if options.device.startswith("cuda") else options.device
+    text = f"{name}, torch {torch.__version__}, fp32, lr {options.lr}, {options.steps} steps; max relative distance\n"
+    results = {}
+    for model_type in options.types:
+        try:
+            results[model_type] = measure(model_type, options)
+            text += table(model_type, results[model_type]) + "\n"
+        except Exception as error:  # Measure the other types all the same.
+            traceback.print_exc()
+            text += f"\n== {model_type} FAILED: {error!r}\n"
+        saved = {"options": {k: str(v) for k, v in vars(options).items()}, "results": results}
+        options.out.write_text(json.dumps(saved))
+        options.out.with_suffix(".txt").write_text(text)
+        print(flush=True)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
