@@ -43,9 +43,9 @@ def test_accuracy_either_way(n):
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("block_m", "programs", "keeps_y"), [(1, 2, True), (4, 2, True), (4, 0, False)])
-def test_accuracy_where_programs_share_the_rows(block_m, programs, keeps_y, monkeypatch):
-    config = Config(block_m, 128, lane=4, num_warps=1, keeps_y=keeps_y, programs=programs)
+@pytest.mark.parametrize(("block_m", "keeps_y"), [(1, True), (4, True), (4, False)])
+def test_accuracy_of_tiles_of_several_rows(block_m, keeps_y, monkeypatch):
+    config = Config(block_m, 128, lane=4, num_warps=1, keeps_y=keeps_y)
     monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
     assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(11, 100)])
 

@@ -50,8 +50,6 @@ class Config:
     num_warps: int
     fits: bool = True  # a row in one block, so that it is read once
     keeps_y: bool = True  # in registers, in backward; a wide row has none to spare and reads y again, from L1 or L2
-    num_stages: int = 1  # of the loop over tiles, where a row fits, or over blocks
-    programs: int = 0  # that share the tiles; 0: one for each
 
     @staticmethod
     def heuristic(n: int, itemsize: int, backward: bool, device: Device) -> "Config":
@@ -95,18 +93,17 @@ def _forward_kernel(
     stride_x, stride_y,
     M, N,
     FITS: tl.constexpr, EVEN: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     if FITS:
         cols = tl.arange(0, BLOCK_N)[None, :]
-        for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-            rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-            mask = (rows < M) & (cols < N)
-            x = _load(x_ptr + rows * stride_x + cols, mask, float("-inf"), EVEN, "")  # [BM, BN]
-            e = tl.exp2((x - tl.max(x, axis=1, keep_dims=True)) * LOG2E)
-            y = e * tl.div_rn(1.0, tl.sum(e, axis=1, keep_dims=True))
-            tl.store(y_ptr + rows * stride_y + cols, y, mask=None if EVEN else mask)
+        rows = (pid * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        mask = (rows < M) & (cols < N)
+        x = _load(x_ptr + rows * stride_x + cols, mask, float("-inf"), EVEN, "")  # [BM, BN]
+        e = tl.exp2((x - tl.max(x, axis=1, keep_dims=True)) * LOG2E)
+        y = e * tl.div_rn(1.0, tl.sum(e, axis=1, keep_dims=True))
+        tl.store(y_ptr + rows * stride_y + cols, y, mask=None if EVEN else mask)
     else:
         x_ptr += pid * stride_x
         y_ptr += pid * stride_y
@@ -114,14 +111,14 @@ def _forward_kernel(
         high = tl.full([BLOCK_N // LANE], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_N // LANE], tl.float32)
         blocks = N // BLOCK_N
-        for block in tl.range(0, blocks, num_stages=STAGES):  # the arithmetic has no time for masks
+        for block in tl.range(0, blocks, num_stages=1):  # the arithmetic has no time for masks
             high, total = _fold(x_ptr, block * BLOCK_N, N, high, total, True, BLOCK_N, LANE)
         if blocks * BLOCK_N < N:
             high, total = _fold(x_ptr, blocks * BLOCK_N, N, high, total, False, BLOCK_N, LANE)
         top = tl.max(high, axis=0)
         scale = tl.div_rn(1.0, tl.sum(total * tl.exp2((high - top) * LOG2E), axis=0))
         last = tl.cdiv(N, BLOCK_N) - 1
-        for block in tl.range(0, last + 1, num_stages=STAGES):
+        for block in tl.range(0, last + 1, num_stages=1):
             cols = (last - block) * BLOCK_N + tl.arange(0, BLOCK_N)
             x = tl.load(x_ptr + cols, mask=cols < N, eviction_policy="evict_first").to(tl.float32)
             tl.store(y_ptr + cols, tl.exp2((x - top) * LOG2E) * scale, mask=cols < N, eviction_policy="evict_first")
@@ -133,33 +130,32 @@ def _backward_kernel(
     stride_dy, stride_y, stride_dx,
     M, N,
     FITS: tl.constexpr, EVEN: tl.constexpr, KEEPS_Y: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
     if FITS:
         cols = tl.arange(0, BLOCK_N)[None, :]
-        for tile in tl.range(pid, tl.cdiv(M, BLOCK_M), tl.num_programs(0), num_stages=STAGES):
-            rows = (tile * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
-            mask = (rows < M) & (cols < N)
-            dy = _load(dy_ptr + rows * stride_dy + cols, mask, 0.0, EVEN, "")  # [BM, BN]
-            y = _load(y_ptr + rows * stride_y + cols, mask, 0.0, EVEN, "")
-            total = tl.sum(y * dy, axis=1, keep_dims=True)
-            if not KEEPS_Y:
-                y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
-            dx = y * (dy - total)
-            tl.store(dx_ptr + rows * stride_dx + cols, dx, mask=None if EVEN else mask)
+        rows = (pid * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
+        mask = (rows < M) & (cols < N)
+        dy = _load(dy_ptr + rows * stride_dy + cols, mask, 0.0, EVEN, "")  # [BM, BN]
+        y = _load(y_ptr + rows * stride_y + cols, mask, 0.0, EVEN, "")
+        total = tl.sum(y * dy, axis=1, keep_dims=True)
+        if not KEEPS_Y:
+            y = tl.load(y_ptr + rows * stride_y + cols, mask=mask, eviction_policy="evict_first").to(tl.float32)
+        dx = y * (dy - total)
+        tl.store(dx_ptr + rows * stride_dx + cols, dx, mask=None if EVEN else mask)
     else:
         dy_ptr += pid * stride_dy
         y_ptr += pid * stride_y
         dx_ptr += pid * stride_dx
         sums = tl.zeros([BLOCK_N], tl.float32)
         blocks = tl.cdiv(N, BLOCK_N)
-        for block in tl.range(0, blocks, num_stages=STAGES):
+        for block in tl.range(0, blocks, num_stages=1):
             cols = block * BLOCK_N + tl.arange(0, BLOCK_N)
             dy = _load(dy_ptr + cols, cols < N, 0.0, False, "evict_last")
             sums += dy * _load(y_ptr + cols, cols < N, 0.0, False, "evict_last")
         total = tl.sum(sums, axis=0)
-        for block in tl.range(0, blocks, num_stages=STAGES):
+        for block in tl.range(0, blocks, num_stages=1):
             cols = (blocks - 1 - block) * BLOCK_N + tl.arange(0, BLOCK_N)
             dy = tl.load(dy_ptr + cols, mask=cols < N, eviction_policy="evict_first").to(tl.float32)
             y = tl.load(y_ptr + cols, mask=cols < N, eviction_policy="evict_first").to(tl.float32)
@@ -175,11 +171,10 @@ def softmax_forward(x: Tensor) -> Tensor:
     y, n = x.new_empty(x.shape), x.shape[-1]
     x, stride_x = dense_rows(x)
     m, config = x.numel() // n, Config.heuristic(n, x.element_size(), False, device_of(x))
-    tiles = cdiv(m, config.block_m)
     launch(
-        _forward_kernel, min(config.programs or tiles, tiles), x, y, stride_x, n, m, n,
+        _forward_kernel, cdiv(m, config.block_m), x, y, stride_x, n, m, n,
         FITS=config.fits, EVEN=n == config.block_n and config.block_m == 1, BLOCK_M=config.block_m,
-        BLOCK_N=config.block_n, LANE=config.lane, STAGES=config.num_stages, num_warps=config.num_warps,
+        BLOCK_N=config.block_n, LANE=config.lane, num_warps=config.num_warps,
     )  # fmt: skip
     return y
 
@@ -190,11 +185,10 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     dx, n = y.new_empty(y.shape), y.shape[-1]
     (dy, stride_dy), (y, stride_y) = dense_rows(dy), dense_rows(y)
     m, config = y.numel() // n, Config.heuristic(n, y.element_size(), True, device_of(y))
-    tiles = cdiv(m, config.block_m)
     launch(
-        _backward_kernel, min(config.programs or tiles, tiles), dy, y, dx, stride_dy, stride_y, n, m, n,
+        _backward_kernel, cdiv(m, config.block_m), dy, y, dx, stride_dy, stride_y, n, m, n,
         FITS=config.fits, EVEN=n == config.block_n and config.block_m == 1, KEEPS_Y=config.keeps_y,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.num_warps,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return dx
 
