@@ -6,10 +6,12 @@ import dataclasses
 import functools
 import heapq
 import itertools
+import logging
 import os
 import pickle
 import random
 import types
+import warnings
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ import tigon
 from tigon.recognition.guard import Guard
 
 LOG: list[float] = []
+LOGGER = logging.getLogger(__name__)
 SCALE = 1.0
 COUNTS = {"calls": 0}
 
@@ -299,6 +302,32 @@ def test_a_forward_that_decides_by_its_input_stays(condition, scale):
         (entry,) = tigon.patch(nn.ModuleList([variant("Decides", act=act)()])).left_alone
     assert "its forward decides by its input (" in entry.detail
     assert "test_guard.py:" in entry.detail
+
+
+def logs(self, x):
+    LOGGER.info("called")
+    return F.silu(x)
+
+
+def logs_to_the_root(self, x):
+    if x.dtype == torch.float64:
+        logging.warning("called")
+    return F.silu(x)
+
+
+def warns(self, x):
+    if x.dtype == torch.float64:
+        warnings.warn("called", stacklevel=2)
+    return F.silu(x)
+
+
+@pytest.mark.parametrize("act", [logs, logs_to_the_root, warns])
+def test_a_forward_that_writes_a_message_stays(act, caplog):
+    caplog.set_level(logging.INFO)
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(nn.ModuleList([variant("Logs", act=act)()])).left_alone
+    assert "its forward uses " in entry.detail
+    assert not caplog.records, "a probe has written to the log"
 
 
 MODES = {

@@ -17,7 +17,8 @@ import torch
 from torch import nn
 
 from tigon.recognition.replacement import install, is_changed
-from tigon.runtime.reach import Place, explore, is_simple
+from tigon.runtime.places import Place, is_simple
+from tigon.runtime.reach import explore
 
 __all__ = ["Guard", "install_guarded"]
 

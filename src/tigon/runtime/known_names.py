@@ -47,14 +47,14 @@ PROBED_FUNCTIONS = _words("""
 # Packages whose functions depend on their arguments alone, so far as a forward can use them.
 TRUSTED = _words("""
     torch builtins math cmath operator _operator functools _functools typing types typing_extensions collections
-    _collections abc _abc enum contextlib dataclasses copy itertools inspect warnings _warnings packaging triton
-    tigon einops re importlib logging
+    _collections abc _abc enum contextlib dataclasses copy itertools inspect packaging triton
+    tigon einops re importlib
 """)
-# Packages whose functions give another result at every call, or act on the world outside.
+# Packages whose functions give another result at every call, or act on the world outside: a log is part of it.
 IMPURE = _words("""
     random _random secrets time datetime uuid os posix sys io _io pathlib socket subprocess threading _thread
     queue _queue multiprocessing asyncio ctypes pickle shutil tempfile gc weakref atexit signal contextvars
-    _contextvars wandb mlflow tensorboard
+    _contextvars logging warnings _warnings wandb mlflow tensorboard
 """)
 IMPURE_BUILTINS = _words("""
     print input open exec eval setattr delattr __import__ breakpoint

@@ -3,12 +3,7 @@
 A recipe may take the place of a forward only if that forward is a function of its inputs, its tensors and of settings
 that can be watched. `explore` starts at `type(module).forward` and follows the names in the bytecode: methods, helper
 functions, globals, closures, attributes of the module and of objects such as a config. Code of torch and of the parts
-of the standard library that only compute is trusted, and not entered. The result, a `Reach`, tells
-
-    places       every place that the code reads: where it is, and the value that was found there
-    writes       why a call may change something that outlives it: an assignment to an attribute, a counter, a log
-    unwatchable  which values change without any sign: generators of random numbers, iterators, files
-    fingerprint  the same state by value: equal for a copy of the module, in this process or in another one
+of the standard library that only compute is trusted, and not entered. The result is a `Reach` (tigon.runtime.places).
 
 The search is by name, so it finds more places than a call reads, and never fewer: if the code loads an attribute
 `scale` of anything, then `scale` is watched on every object that the code can reach.
@@ -19,17 +14,17 @@ import collections
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime.bytecode import UNDERSTANDS_BYTECODE, code_use, digest
+from tigon.runtime.bytecode import code_use, digest
 from tigon.runtime.known_names import (
     FACTS_OF_TENSORS,
     IMPURE,
@@ -40,22 +35,15 @@ from tigon.runtime.known_names import (
     NEVER_CALLED,
     TRUSTED,
 )
+from tigon.runtime.places import MOST_PLACES, Place, Reach, is_simple
 
-__all__ = ["Place", "Reach", "explore", "is_simple"]
+__all__ = ["explore"]
 
 CONTAINERS = (list, dict, set, collections.deque)
 VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice)
-SIMPLE += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 # Attributes that every module has, and those that hooks of accelerate and tigon itself leave.
 STATE = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
-MOST_PLACES = 128
 MOST_FUNCTIONS = 64
-
-
-def is_simple(value: object) -> bool:
-    """Whether a value is immutable and is told by its value alone."""
-    return type(value) in SIMPLE
 
 
 def _package(name: str | None) -> str:
@@ -68,165 +56,6 @@ def _is_trusted_function(function: types.FunctionType) -> bool:
 
 
 # --- the search ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    """A place that a call reads.
-
-    `owner` is the object that holds it; None stands for the module itself, so that a place holds no module. `how` tells
-    how it is read: "item" of a dict, "entry" of a subclass of dict, "attribute", "class" for an attribute of the
-    module's class, "static" for what a class itself defines, "child" of a module, "element" of a list, "absent" for a
-    name that must stay missing, "undefined" for one that no class may define, "type" of an object, "length", "members"
-    of a set, "version" of a tensor.
-    """
-
-    owner: Any
-    how: str
-    name: Any
-    value: Any
-    path: str
-
-
-@dataclass
-class Reach:
-    """The state that a call of one module can reach."""
-
-    places: list[Place] = field(default_factory=list)
-    writes: list[str] = field(default_factory=list)
-    unwatchable: list[str] = field(default_factory=list)
-    fingerprint: tuple = ()
-    containers: list[Any] = field(default_factory=list)
-    objects: list[Any] = field(default_factory=list)
-    # Attributes that the code loads, of any object.
-    names: frozenset[str] = frozenset()
-    # Conditions whose other outcome no probe may have shown.
-    decisions: list[str] = field(default_factory=list)
-    # What `preserved` had to put back: the paths of places.
-    disturbed: list[str] = field(default_factory=list)
-
-    @property
-    def reason(self) -> str | None:
-        """Why a recipe must not take the place of this forward; None if it may."""
-        if not UNDERSTANDS_BYTECODE:
-            return "the bytecode of this version of Python is not known, so it cannot be told what its forward reads"
-        if self.writes:
-            return f"its forward {self.writes[0]}"
-        if self.unwatchable:
-            return f"its forward {self.unwatchable[0]}"
-        if self.disturbed:
-            return f"its forward changes {self.disturbed[0]}"
-        if len(self.places) > MOST_PLACES:
-            return f"its forward reads {len(self.places)} settings, too many to check in every call"
-        return None
-
-    @property
-    def decision(self) -> str | None:
-        """Where the forward takes one of two ways, by its input, so that probes may have seen one of them alone."""
-        return f"its forward {self.decisions[0]}" if self.decisions else None
-
-    def checker(self) -> Callable[[], bool]:
-        """For a function: tells whether every place that it reads holds what it held."""
-        check = self.check()
-
-        def is_unchanged() -> bool:
-            try:
-                return check({}, type(None))
-            except (KeyError, IndexError, AttributeError):
-                return False
-
-        return is_unchanged
-
-    def check(self) -> Callable[[dict[str, Any], type], bool]:
-        """A function of the module's `__dict__` and class that tells whether every place holds what it held.
-
-        It compares by identity. It raises KeyError, IndexError or AttributeError where a place is gone.
-        """
-        return _checking(self.places)
-
-    @contextlib.contextmanager
-    def preserved(self) -> Iterator[None]:
-        """Undo every change that the block makes to containers, objects, classes and globals that are reachable."""
-        contents = [(container, _items(container)) for container in self.containers]
-        states = [(each, dict(vars(each))) for each in self.objects]
-        try:
-            yield
-        finally:
-            for container, before in contents:
-                if not _same_elements(container, before):
-                    self.disturbed.append(next(p.path for p in self.places if p.owner is container))
-                    container.clear()
-                    container.update(before) if isinstance(container, (dict, set)) else container.extend(before)
-            for each, before in states:
-                if not _same_items(vars(each), before):
-                    self.disturbed.append(next(p.path for p in self.places if p.owner is each))
-                    vars(each).clear()
-                    vars(each).update(before)
-            for place in self.places:
-                if type(place.owner) is dict and place.how == "item" and place.owner.get(place.name) is not place.value:
-                    self.disturbed.append(place.path)
-                    place.owner[place.name] = place.value
-                elif place.how == "static" and vars(place.owner).get(place.name) is not place.value:
-                    self.disturbed.append(place.path)
-                    setattr(place.owner, place.name, place.value)
-
-
-def _items(container: Any) -> list:
-    """The elements of a container by identity, and those of a dict with their keys."""
-    return list(container.items()) if isinstance(container, dict) else list(container)
-
-
-def _same_elements(container: Any, before: list) -> bool:
-    """Whether a container holds the same objects; elements may be tensors, which have no truth."""
-    now = _items(container)
-    pairs = zip(now, before, strict=False)
-    is_dict = isinstance(container, dict)
-    return len(now) == len(before) and all(a is b or (is_dict and a[0] is b[0] and a[1] is b[1]) for a, b in pairs)
-
-
-def _same_items(a: dict, b: dict) -> bool:
-    return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
-
-
-@functools.cache
-def _compiled(source: str) -> Callable:
-    return eval(source)
-
-
-def _condition(place: Place, number: int) -> str:
-    """An expression of `own` and `cls`, the module's attributes and class, of the owner o<n> and the value v<n>."""
-    holder = "own" if place.owner is None else f"o{number}"
-    value = f"v{number}"
-    if place.how in ("item", "entry"):
-        key = repr(place.name) if is_simple(place.name) else f"n{number}"
-        return f"{holder}[{key}] is {value}" if place.how == "item" else f"entry({holder}, {key}) is {value}"
-    if place.how == "element":
-        return f"{holder}[{place.name}] is {value}"
-    if place.how == "child":
-        return f"{'own[' + repr('_modules') + ']' if place.owner is None else holder}[{place.name!r}] is {value}"
-    return {
-        "class": f"{'cls' if place.owner is None else f'type({holder})'}.{place.name} is {value}",
-        "attribute": f"{holder}.{place.name} is {value}",
-        "static": f"{holder}.__dict__[{place.name!r}] is {value}",
-        "absent": f"{place.name!r} not in {holder}",
-        "undefined": f"not hasattr({'cls' if place.owner is None else f'type({holder})'}, {place.name!r})",
-        "type": f"type({holder}) is {value}",
-        "length": f"len({holder}) == {value}",
-        "members": f"{holder} == {value}",
-        "version": f"{holder}._version == {value}",
-    }[place.how]
-
-
-def _checking(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
-    """A function of a module's attributes and class that tells whether every place holds what it held."""
-    names, values, conditions = ["entry"], [dict.__getitem__], []
-    for number, place in enumerate(places):
-        conditions.append(_condition(place, number))
-        for letter, value in (("o", place.owner), ("v", place.value), ("n", place.name)):
-            names.append(f"{letter}{number}")
-            values.append(value)
-    condition = " and ".join(conditions) or "True"
-    return _compiled(f"lambda {', '.join(names)}: lambda own, cls: {condition}")(*values)
 
 
 class _Search:
@@ -376,7 +205,7 @@ class _Search:
         elif _is_wrapper(value):
             wrapped = value.__wrapped__
             self.entries.append((path, "holds", self.describe(wrapped, f"{path}.__wrapped__")))
-        elif package in ("torch", "logging") or (package in TRUSTED and not hasattr(value, "__dict__")):
+        elif package == "torch" or (package in TRUSTED and not hasattr(value, "__dict__")):
             self.entries.append((path, "opaque", repr(value)))
         elif package == "numpy":
             if hasattr(kind, "__setitem__"):
@@ -426,9 +255,11 @@ class _Search:
         is_constructor = function.__name__ in ("__init__", "__new__", "__post_init__")
         writes = [(what, line) for what, line in use.writes if not (is_constructor and what.startswith("."))]
         self.reach.writes += [f"writes {what} {where(line)}" for what, line in writes]
-        # Helpers of transformers choose between ways that compute the same; its models are read as the user's code is.
+        # Helpers of transformers choose between ways that compute the same, and warn of it. Its models are read as the
+        # user's code is.
         module = str(function.__globals__.get("__name__"))
-        if _package(module) != "transformers" or module.startswith("transformers.models."):
+        is_helper = _package(module) == "transformers" and not module.startswith("transformers.models.")
+        if not is_helper:
             asked = sorted(use.attributes & FACTS_OF_TENSORS)
             self.reach.unwatchable += [f"asks .{name}, on which its result may depend" for name in asked]
             self.reach.decisions += [f"decides by its input {where(line)}" for line in use.decisions]
@@ -455,6 +286,8 @@ class _Search:
                 self.place(cell, "attribute", "cell_contents", cell.cell_contents, f"{name} of {function.__qualname__}")
         # Names that are none are those of a tool that rewrites code, as pytest does.
         for name in sorted(filter(str.isidentifier, use.global_names)):
+            if is_helper and isinstance(function.__globals__.get(name), logging.Logger):
+                continue
             if name in function.__globals__:
                 self.place(function.__globals__, "item", name, function.__globals__[name], name)
                 for chain in sorted(chain for chain in use.chains if chain[0] == name):
@@ -520,7 +353,7 @@ class _Search:
 
     def visit_python_module(self, module: types.ModuleType, path: str) -> None:
         if _package(module.__name__) in IMPURE or module.__name__.startswith("numpy.random"):
-            self.reach.unwatchable.append(f"uses {module.__name__}, whose results depend on more than its inputs")
+            self.reach.unwatchable.append(f"uses {module.__name__}, which does more than compute from its inputs")
             return
         if _package(module.__name__) in TRUSTED:
             return
@@ -698,7 +531,7 @@ def holds_tensors(module: nn.Module) -> bool:
 
 
 def explore(module: nn.Module | types.FunctionType, live: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Reach:
-    """The state that a module's forward can reach, or a function, without the attributes `live`.
+    """Find the state that a module's forward, or a function, can reach, without the attributes `live`.
 
     These are the ones that the caller reads by itself in every call.
 
