@@ -4,7 +4,9 @@ import collections
 import copy
 import dataclasses
 import functools
+import heapq
 import itertools
+import os
 import pickle
 import random
 import types
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 import tigon
 from tigon.recognition.guard import Guard
@@ -60,7 +62,7 @@ def variant(name: str, **members) -> type[MLP]:
     return type(name, (MLP,), members)
 
 
-# --- forwards that write state -------------------------------------------------------------------
+# --- what a forward writes -----------------------------------------------------------------------
 
 
 def sets_attribute(self, x):
@@ -120,6 +122,39 @@ def writes_its_dict(self, x):
     return F.silu(x)
 
 
+def adds_to_an_alias(self, x):
+    log = self.log
+    log += [1.0]
+    return F.silu(x)
+
+
+def appends_through_the_class(self, x):
+    list.append(self.log, 1.0)
+    return F.silu(x)
+
+
+def pushes_to_a_heap(self, x):
+    if x.numel() > 10**6:
+        heapq.heappush(self.log, 1.0)
+    return F.silu(x)
+
+
+def appends_by_a_bound_method(self, x):
+    if x.numel() > 10**6:
+        self.push(1.0)
+    return F.silu(x)
+
+
+def saves_to_a_file(self, x):
+    torch.save(x, os.devnull)
+    return F.silu(x)
+
+
+def seeds_the_generator(self, x):
+    torch.manual_seed(0)
+    return F.silu(x)
+
+
 def prints(self, x):
     if x.numel() > 10**6:
         print(x.shape)
@@ -151,6 +186,12 @@ def uses_a_cell():
         writes_a_global,
         counts_in_the_class,
         writes_its_dict,
+        adds_to_an_alias,
+        appends_through_the_class,
+        pushes_to_a_heap,
+        appends_by_a_bound_method,
+        saves_to_a_file,
+        seeds_the_generator,
         prints,
         uses_a_cell(),
     ],
@@ -158,6 +199,7 @@ def uses_a_cell():
 )
 def test_a_forward_that_writes_state_stays_stock_with_a_reason(act):
     mlp = variant("Impure", act=act)()
+    mlp.push = mlp.log.append
     with pytest.warns(UserWarning, match="nothing was replaced"):
         report = tigon.patch(nn.ModuleList([mlp]))
     (entry,) = report.left_alone
@@ -193,7 +235,7 @@ def test_a_forward_that_writes_its_input_stays_stock():
     assert entry.detail == "its forward writes to its input or to a parameter"
 
 
-# --- state that changes without a sign -----------------------------------------------------------
+# --- what changes by itself ----------------------------------------------------------------------
 
 
 def own_generator(mlp):
@@ -230,7 +272,80 @@ def test_a_forward_whose_state_cannot_be_watched_stays_stock(source):
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-# --- settings that a forward reads ---------------------------------------------------------------
+# --- what no probe changes -----------------------------------------------------------------------
+
+
+def is_long(x: Tensor) -> bool:
+    return x.shape[-2] > 4096
+
+
+CONDITIONS = {
+    "length": lambda self, x: x.shape[-2] > 4096,
+    "length in a variable": lambda self, x: [n for n in (x.shape[-2],) if n > 4096],
+    "length in a function": lambda self, x: is_long(x),
+    "number of elements": lambda self, x: x.numel() > 10**6,
+    "batch": lambda self, x: len(x) == 7,
+    "device": lambda self, x: x.device.type == "cuda",
+    "values": lambda self, x: bool((x == 0.125).all()),
+    "two conditions": lambda self, x: self.training and x.dim() == 3 and x.size(0) > 64,
+}
+
+
+@pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_forward_that_decides_by_its_input_stays(condition, scale):
+    act = lambda self, x: F.silu(x) * (scale if condition(self, x) else 1.0)
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(nn.ModuleList([variant("Decides", act=act)()])).left_alone
+    assert "its forward decides by its input (" in entry.detail
+    assert "test_guard.py:" in entry.detail
+
+
+MODES = {
+    "gradients": lambda x: torch.is_grad_enabled(),
+    "autocast": lambda x: torch.is_autocast_enabled("cpu"),
+    "inference": lambda x: torch.is_inference_mode_enabled(),
+    "a name of its own": lambda x: is_grad_enabled(),
+    "default dtype": lambda x: torch.get_default_dtype() == torch.float16,
+    "number of GPUs": lambda x: torch.cuda.is_available() * 1,
+    "a flag of a tensor": lambda x: x.is_cuda * 1,
+    "a graph": lambda x: x.grad_fn is None,
+}
+
+
+@pytest.mark.parametrize("asks", MODES.values(), ids=MODES)
+def test_a_forward_that_asks_for_a_mode_stays(asks):
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(
+            nn.ModuleList([variant("Asks", act=lambda self, x: F.silu(x) * (1.0 + 0.0 * asks(x)))()])
+        ).left_alone
+    assert "its forward asks " in entry.detail
+
+
+SETTLED = {
+    "dtype": lambda self, x: F.silu(x) if x.dtype == torch.bfloat16 else F.silu(x) * 1.0,
+    "dimensions": lambda self, x: F.silu(x) if x.dim() == 4 else F.silu(x) * 1.0,
+    "type": lambda self, x: F.silu(x) if isinstance(x, Tensor) else x[0],
+    "a setting": lambda self, x: F.silu(x) * (2.0 if self.scale_of_class > 3 else 1.0),
+    "training": lambda self, x: F.silu(x) * (2.0 if self.training and self.scale_of_class == 7 else 1.0),
+    "nothing": lambda self, x: F.silu(x) if x is not None else x,
+}
+
+
+@pytest.mark.parametrize("act", SETTLED.values(), ids=SETTLED)
+def test_a_condition_that_probes_and_settings_settle_is_no_decision(act):
+    assert tigon.patch(nn.ModuleList([variant("Settled", act=act)()]))
+
+
+def test_a_with_block_is_no_decision():
+    def act(self, x):
+        with torch.autocast("cpu", enabled=False):
+            return F.silu(x)
+
+    assert tigon.patch(nn.ModuleList([variant("With", act=act)()]))
+
+
+# --- what a forward reads ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -383,6 +498,40 @@ def by_forward_of_the_childs_class(mlp):
     return lambda self, x: self.child(x), lambda m: setattr(type(m.child), "forward", lambda self, x: F.gelu(x))
 
 
+def by_computed_name(mlp):
+    mlp.scale_1 = 1.0
+    return lambda self, x: F.silu(x) * getattr(self, "scale_" + str(1)), lambda m: setattr(m, "scale_1", 2.0)
+
+
+def by_name_in_an_attribute(mlp):
+    mlp.chosen, mlp.scale_1 = "scale_1", 1.0
+    return lambda self, x: F.silu(x) * getattr(self, self.chosen), lambda m: setattr(m, "scale_1", 2.0)
+
+
+def by_user_dict(mlp):
+    mlp.table = collections.UserDict(scale=1.0)
+    return lambda self, x: F.silu(x) * self.table["scale"], lambda m: m.table.update(scale=2.0)
+
+
+def by_chain_map(mlp):
+    mlp.table = collections.ChainMap({}, {"scale": 1.0})
+    return lambda self, x: F.silu(x) * self.table["scale"], lambda m: m.table.maps[1].update(scale=2.0)
+
+
+class Equal:
+    limit = 1.0
+
+    def __eq__(self, other):
+        return other < self.limit
+
+    __hash__ = object.__hash__
+
+
+def by_comparison(mlp):
+    mlp.small = Equal()
+    return lambda self, x: F.silu(x) * (2.0 if self.small == 1.5 else 1.0), lambda m: setattr(m.small, "limit", 2.0)
+
+
 def by_class(mlp):
     return lambda self, x: F.silu(x), lambda m: setattr(m, "__class__", variant("Other", act=lambda self, x: F.gelu(x)))
 
@@ -392,7 +541,7 @@ CHANGES = [
     *(by_list, by_dict, by_nested_dict, by_set, by_class_attribute, by_attribute_of_the_class, by_property),
     *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
     *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
-    by_class,
+    *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),
 ]
 
 
@@ -494,7 +643,7 @@ def test_a_forward_that_reads_hundreds_of_settings_stays_stock():
     assert entry.detail == "its forward reads self.table, which holds 500 elements, too many to check"
 
 
-# --- differences that only unusual values show ---------------------------------------------------
+# --- values that normal ones do not show ---------------------------------------------------------
 
 
 class Norm(nn.Module):
@@ -558,3 +707,47 @@ def test_an_mlp_that_takes_only_three_dimensions_is_replaced_for_these():
     assert model[0](torch.randn(2, 3, 16)).shape == (2, 3, 16)
     with pytest.raises(ValueError, match="not enough values to unpack"):
         model[0](torch.randn(3, 16))
+
+
+def test_what_is_not_compared_runs_the_stock_forward():
+    """The norm rounds fp64 to fp32, which the op would not."""
+    norm, x = Norm(), torch.randn(4, 48, dtype=torch.float64)
+    assert tigon.patch(norm)
+    torch.testing.assert_close(norm(x), Norm.forward(norm, x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("eps", [torch.tensor(0.5), 2, 0.5], ids=str)
+def test_an_epsilon_of_another_type_is_used(eps):
+    norm, x = Norm(), torch.randn(4, 48)
+    assert tigon.patch(norm)
+    norm.eps = eps
+    torch.testing.assert_close(norm(x), Norm.forward(norm, x), rtol=1e-6, atol=1e-6)
+
+
+def test_a_weight_that_is_gone_is_an_error_as_in_the_stock_module():
+    norm = Norm()
+    assert tigon.patch(norm)
+    norm.weight = None
+    with pytest.raises(TypeError, match="NoneType"):
+        norm(torch.randn(4, 48))
+
+
+# --- under a compiler ----------------------------------------------------------------------------
+
+COMPILED = [by_function, by_config, by_getattr, by_class_attribute, by_global, by_global_function, by_child]
+
+
+@pytest.mark.parametrize("how", COMPILED, ids=lambda f: f.__name__)
+def test_a_compiled_module_is_compiled_again_after_a_change(how, unchanged):
+    mlp, x = MLP(), torch.randn(2, 8, 16)
+    mlp.__class__ = variant("Settings")
+    act, change = how(mlp)
+    type(mlp).act = act
+    assert tigon.patch(nn.ModuleList([mlp]))
+    torch.compiler.reset()
+    compiled = torch.compile(mlp, backend="eager", fullgraph=True)
+    before = compiled(x)
+    change(mlp)
+    expected = type(mlp).forward(mlp, x)
+    assert not torch.equal(expected, before), "the change changes nothing"
+    torch.testing.assert_close(compiled(x), expected)

@@ -38,11 +38,10 @@ def without_gradients(g, u, x):
         lambda g, u, x: F.silu(g).detach() * u,
         lambda g, u, x: F.silu(g) * u.detach(),
         without_gradients,
-        lambda g, u, x: F.silu(g) * u * (2.0 if x.shape[-2] > 64 else 1.0),
         lambda g, u, x: F.silu(g) * u * (2.0 if x.dtype == torch.float16 else 1.0),
         lambda g, u, x: F.silu(g) * u * 1.001,
     ],
-    ids=["clamped", "clamped late", "gate detached", "up detached", "no_grad", "long", "fp16", "nearly"],
+    ids=["clamped", "clamped late", "gate detached", "up detached", "no_grad", "fp16", "nearly"],
 )
 def test_mlps(gated):
     assert isinstance(recognise_glu(MLP(lambda g, u, x: F.silu(g) * u)).kind, str)

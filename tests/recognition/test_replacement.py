@@ -3,6 +3,7 @@
 import copy
 import functools
 import gc
+import importlib.metadata
 import pickle
 import types
 
@@ -67,8 +68,8 @@ def test_a_copy_of_a_model_in_mixed_precision_has_its_own_weights(layer):
 
 def test_compiled_regions_call_the_compiled_copy():
     other = pytest.importorskip("accelerate.utils.other")
-    if not hasattr(other, "compile_regions"):
-        pytest.skip("no compile_regions")
+    if tuple(map(int, importlib.metadata.version("accelerate").split(".")[:2])) < (1, 15):
+        pytest.skip("accelerate before 1.15 leaves every forward of an instance with the module that it copies")
     model = nn.Sequential(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]), nn.Linear(3, 3))
     install(model, lambda module, x: module)
     copied = other.compile_regions(model, backend="eager")

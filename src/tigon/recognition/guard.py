@@ -7,9 +7,11 @@ again, or a copy of the module, is the same; another activation, a raised dropou
 the module runs the forward of its class.
 """
 
+import sys
 import weakref
 from collections.abc import Callable
-from typing import Any
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,6 +20,8 @@ from tigon.recognition.replacement import install, is_changed
 from tigon.runtime.reach import Place, explore, is_simple
 
 __all__ = ["Guard", "install_guarded"]
+
+FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class Guard:
@@ -37,7 +41,7 @@ class Guard:
         reach = explore(module, self.live, self.choices)
         self.check = reach.check()
         self.module = weakref.ref(module)
-        self.settings = _settings(module, self.live, reach.places)
+        self.settings = _settings(module, reach.places)
         return None if reach.reason else reach.fingerprint
 
     def holds(self, module: nn.Module) -> bool:
@@ -58,11 +62,16 @@ class Guard:
 
     def _still_set(self, module: nn.Module) -> bool:
         """The part of the check that a compiler can follow, so that it compiles again after a change."""
-        for path, name, value in self.settings:
-            owner = module
-            for part in path.split(".") if path else ():
-                owner = owner._modules.get(part)
-            if getattr(owner, name, None) != value or (name == "__class__" and is_changed(owner)):
+        for setting in self.settings:
+            owner = module if setting.root is None else setting.root
+            for part in setting.path:
+                owner = getattr(owner, part, None)
+            if setting.name == "__class__":
+                if type(owner) is not setting.value or is_changed(owner):
+                    return False
+                continue
+            value = getattr(owner, setting.name, None)
+            if (value != setting.value) if setting.is_simple else (value is not setting.value):
                 return False
         return True
 
@@ -86,18 +95,48 @@ def install_guarded(module: nn.Module, recipe: Callable) -> Callable[[], None]:
     return install(module, recipe, Guard(module, recipe.live, recipe.choices))
 
 
-def _settings(module: nn.Module, live: tuple[str, ...], places: list[Place]) -> tuple[tuple[str, str, object], ...]:
-    """Path of a child without tensors ("" for the module itself), name of a setting, value."""
-    settings: list[tuple[str, str, object]] = []
+class Setting(NamedTuple):
+    """A place that a compiler can read: attribute `name` of what `path` leads to, from the module or from `root`."""
+
+    root: ModuleType | None
+    path: tuple[str, ...]
+    name: str
+    value: Any
+    is_simple: bool
+
+
+def _settings(module: nn.Module, places: list[Place]) -> tuple[Setting, ...]:
+    """Return what `Guard._still_set` compares: simple values and functions that attributes or globals hold."""
+    settings = {}
     for place in places:
-        path, _, name = place.path.removeprefix("self").removeprefix(".").rpartition(".")
-        if place.how == "item" and place.owner is None and is_simple(place.value):
-            settings.append(("", place.name, place.value))
-        elif place.how == "child" and place.value is not None:
-            settings.append((f"{path}.{name}" if path else name, "__class__", type(place.value)))
-        elif place.how == "item" and is_simple(place.value) and path in dict(module.named_modules()):
-            settings.append((path, place.name, place.value))
-    return tuple(settings)
+        *path, name = place.path.split(".")
+        if place.how == "child" and place.value is not None:
+            setting = Setting(None, (*path[1:], name), "__class__", type(place.value), False)
+        elif place.how in ("item", "class") and (is_simple(place.value) or isinstance(place.value, FUNCTIONS)):
+            root = None if path[:1] == ["self"] else _module_of(place)
+            if root is None and path[:1] != ["self"]:
+                continue
+            setting = Setting(root, tuple(path[1:]) if root is None else (), name, place.value, is_simple(place.value))
+        else:
+            continue
+        if _leads_there(module, setting):
+            settings[setting.root, setting.path, setting.name] = setting
+    return tuple(settings.values())
+
+
+def _module_of(place: Place) -> ModuleType | None:
+    """Return the Python module whose global a place is."""
+    root = sys.modules.get(place.owner.get("__name__")) if type(place.owner) is dict else None
+    return root if root is not None and vars(root) is place.owner else None
+
+
+def _leads_there(module: nn.Module, setting: Setting) -> bool:
+    """Return True if the attributes that a setting names hold its value; a path may name something else by chance."""
+    owner = module if setting.root is None else setting.root
+    for part in setting.path:
+        owner = getattr(owner, part, None)
+    value = type(owner) if setting.name == "__class__" else getattr(owner, setting.name, None)
+    return value is setting.value
 
 
 def _never(own: dict[str, Any], cls: type) -> bool:

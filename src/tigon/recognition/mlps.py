@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory import call, remade_mlp
-from tigon.ops.dispatch import any_global_hook
+from tigon.ops.dispatch import KERNEL_DTYPES, any_global_hook
 from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
 from tigon.ops.relu2 import relu2, relu2_reference
@@ -61,7 +61,7 @@ class GLURecipe:
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         x = args[0] if len(args) == 1 and not kwargs else None
-        fits = isinstance(x, Tensor) and x.dim() in self.dims and x.is_floating_point()
+        fits = isinstance(x, Tensor) and x.dim() in self.dims and x.dtype in KERNEL_DTYPES
         # A hook of every module also sees the activation, which is not called here.
         if not fits or any_global_hook():
             return type(module).forward(module, *args, **kwargs)
@@ -171,8 +171,9 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     if changed := [name for name, child in others.items() if is_changed(child)]:
         return f"has hooks on {', '.join(changed)}, or another forward there"
     sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
-    if (reach := explore(module)).reason:
-        return reach.reason if len(sizes) > 1 else None  # query, key and value of an attention, say
+    reach = explore(module)
+    if reason := reach.reason or reach.decision:
+        return reason if len(sizes) > 1 else None  # query, key and value of an attention, say
     if reach.names & {"weight", "bias"}:
         return "its forward reads the weights of its linear layers, beside calling them"
     other = "computes something else than silu, gelu or gelu-tanh gates"
@@ -208,7 +209,7 @@ class ReLU2Recipe:
     choices = ()
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or not args[0].is_floating_point():
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dtype not in KERNEL_DTYPES:
             return type(module).forward(module, *args, **kwargs)
         return relu2(*args)
 
@@ -232,5 +233,5 @@ def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
         x, twin = normal(3, 16, 24), stand_in(module)
         stock, ours = (gradients(run, [x]) for run in (lambda: type(module).forward(twin, x), lambda: relu2(x)))
         if same_gradients(ours, stock):
-            return reach.reason or ReLU2Recipe()
+            return reach.reason or reach.decision or ReLU2Recipe()
     return None

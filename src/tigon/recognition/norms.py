@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.dispatch import runs_kernels
+from tigon.ops.dispatch import KERNEL_DTYPES, runs_kernels
 from tigon.ops.glu import swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
@@ -57,7 +57,8 @@ class RMSNormRecipe:
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         weight, eps = _own(module, self.weight), _own(module, self.eps)
-        if kwargs or len(args) != 1 + self.gated or not _fits(args, weight, self.dims):
+        as_recognised = len(args) == 1 + self.gated and not kwargs and _is_set(self.weight, weight, eps)
+        if not (as_recognised and _fits(args, weight, self.dims)):
             return type(module).forward(module, *args, **kwargs)
         y = (rms_norm_reference if reference else rms_norm)(
             args[0], weight, eps, offset=self.offset, rounding=self.rounding
@@ -72,7 +73,7 @@ class RMSNormRecipe:
     def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
         """Weight, epsilon and form for the op, if that is all the module does with x."""
         weight, eps = _own(module, self.weight), _own(module, self.eps)
-        if self.gated or not _fits((x,), weight, self.dims):
+        if self.gated or not (_is_set(self.weight, weight, eps) and _fits((x,), weight, self.dims)):
             return None
         return weight, eps, {"offset": self.offset, "rounding": self.rounding}
 
@@ -119,7 +120,8 @@ class LayerNormRecipe:
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         own = [_own(module, name) for name in (self.weight, self.bias, self.eps)]
-        if kwargs or len(args) != 1 or not _fits(args, own[0], self.dims):
+        as_recognised = len(args) == 1 and not kwargs and _is_set(self.weight, own[0], own[2])
+        if not (as_recognised and (self.bias is None) == (own[1] is None) and _fits(args, own[0], self.dims)):
             return type(module).forward(module, *args, **kwargs)
         # Without kernels torch's own sums a bf16 weight's gradient in bf16; who wrote it in fp32 keeps that.
         exact = reference or (self.written is not layer_norm_reference and not runs_kernels(args[0], *own[:2]))
@@ -134,9 +136,14 @@ def _own(module: nn.Module, name: str | float | None) -> Tensor | float | None:
     return getattr(module, name) if isinstance(name, str) else name
 
 
+def _is_set(name: str | None, weight: Tensor | None, eps: Any) -> bool:
+    """Return True if there is a weight where there was one, and epsilon is a number."""
+    return (name is None) == (weight is None) and type(eps) in (float, int)
+
+
 def _fits(args: tuple, weight: Tensor | None, dims: frozenset[int]) -> bool:
-    """Whether the op takes these arguments."""
-    if not all(isinstance(x, Tensor) and x.dim() in dims and x.is_floating_point() for x in args):
+    """Return True if the module was compared with the op for arguments of these dtypes and dimensions."""
+    if not all(isinstance(x, Tensor) and x.dim() in dims and x.dtype in KERNEL_DTYPES for x in args):
         return False
     return weight is None or weight.shape == args[0].shape[-1:]
 
@@ -243,8 +250,9 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
     widths = list(*sizes) if sizes else [factor * size for size in named for factor in (1, 2)]
     gated, names, failure = takes(module, 2), list(tensors), ""
     candidates, ran = list(_norm_candidates(names, epsilons or [1e-5, 1e-6], gated)), False
-    if (reach := explore(module)).reason:
-        return reach.reason
+    reach = explore(module)
+    if reason := reach.reason or reach.decision:
+        return reason
     for width in widths:
         try:
             with reach.preserved(), probing():

@@ -23,7 +23,8 @@ from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
 from tigon.recognition.glue import glued
 from tigon.recognition.source import NotReadable, innermost, rebuilt
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
-from tigon.runtime.reach import code_use, explore
+from tigon.runtime.bytecode import code_use
+from tigon.runtime.reach import explore
 
 __all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]
 

@@ -17,9 +17,7 @@ The search is by name, so it finds more places than a call reads, and never fewe
 import builtins
 import collections
 import contextlib
-import dis
 import functools
-import hashlib
 import itertools
 import os
 import sys
@@ -31,55 +29,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tigon.runtime.bytecode import UNDERSTANDS_BYTECODE, code_use, digest
+from tigon.runtime.known_names import (
+    FACTS_OF_TENSORS,
+    IMPURE,
+    IMPURE_BUILTINS,
+    IMPURE_TORCH,
+    MODES,
+    MUTATORS,
+    NEVER_CALLED,
+    TRUSTED,
+)
+
 __all__ = ["Place", "Reach", "explore", "is_simple"]
 
-# Packages whose functions depend on their arguments alone, so far as a forward can use them.
-TRUSTED = frozenset(
-    (
-        *("torch", "builtins", "math", "cmath", "operator", "_operator", "functools", "_functools", "typing", "types"),
-        *(
-            "typing_extensions",
-            "collections",
-            "_collections",
-            "abc",
-            "_abc",
-            "enum",
-            "contextlib",
-            "dataclasses",
-            "copy",
-        ),
-        *("itertools", "inspect", "warnings", "_warnings", "packaging", "triton", "tigon", "einops", "re", "importlib"),
-        # A message that is not logged changes no result.
-        *("logging",),
-    )
-)
-# Packages whose functions give another result at every call, or act on the world outside.
-IMPURE = frozenset(
-    (
-        *("random", "_random", "secrets", "time", "datetime", "uuid", "os", "posix", "sys", "io", "_io", "pathlib"),
-        *("socket", "subprocess", "threading", "_thread", "queue", "_queue", "multiprocessing", "asyncio", "ctypes"),
-        *("pickle", "shutil", "tempfile", "gc", "weakref", "atexit", "signal", "wandb", "mlflow", "tensorboard"),
-    )
-)
-IMPURE_BUILTINS = frozenset(
-    ("print", "input", "open", "exec", "eval", "setattr", "delattr", "__import__", "breakpoint")
-)
-# Methods that write to the container that they belong to.
-MUTATORS = frozenset(
-    (
-        *("append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"),
-        *("appendleft", "extendleft", "popleft", "rotate", "sort", "reverse", "subtract", "__setitem__", "__delitem__"),
-    )
-)
-SETTERS = frozenset(
-    (
-        *("__setattr__", "__delattr__", "register_buffer", "register_parameter", "register_module", "add_module"),
-        *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook", "requires_grad_"),
-        *("register_hook", "register_post_accumulate_grad_hook", "retain_grad"),
-        *("train", "eval", "zero_grad", "load_state_dict", "backward"),
-    )
-)
 CONTAINERS = (list, dict, set, collections.deque)
+VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice)
 SIMPLE += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 # Attributes that every module has, and those that hooks of accelerate and tigon itself leave.
@@ -91,117 +56,6 @@ MOST_FUNCTIONS = 64
 def is_simple(value: object) -> bool:
     """Whether a value is immutable and is told by its value alone."""
     return type(value) in SIMPLE
-
-
-# --- code ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CodeUse:
-    """The names that one code object uses, and where it writes to what outlives a call."""
-
-    global_names: frozenset[str]
-    attributes: frozenset[str]
-    stored: frozenset[str]
-    # Of `torch.nn.functional.silu`: ("torch", "nn", "functional", "silu").
-    chains: frozenset[tuple[str, ...]]
-    strings: frozenset[str]
-    # Names that `getattr` and `hasattr` may ask for, which may be missing.
-    optional: frozenset[str]
-    imports: frozenset[str]
-    # Each is a description and a line.
-    writes: tuple[tuple[str, int], ...]
-    # Writes that matter only if the code can reach a container that has such a method: `x[i] = y`, `x.append(y)`.
-    item_writes: tuple[tuple[str, int], ...]
-    reads_all_attributes: bool
-
-
-@functools.cache
-def code_use(code: types.CodeType) -> CodeUse:
-    """Read the bytecode of a function and of the functions that it defines."""
-    global_names, attributes, chains, strings, stored, writes, item_writes = set(), set(), set(), set(), set(), [], []
-    optional, imports = set(), set()
-    pending = [code]
-    for each in pending:
-        line, chain = each.co_firstlineno, ()
-        for step in dis.get_instructions(each):
-            line = _line(step) or line
-            name, operation = step.argval, step.opname
-            if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
-                global_names.add(name)
-                chain = (name,)
-            elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-                attributes.add(name)
-                chain = (*chain, name) if chain else ()
-                chains |= {chain} if chain else set()
-                if name in MUTATORS:
-                    item_writes.append((name, line))
-                if name in SETTERS:
-                    writes.append((f"attributes, by {name}", line))
-            elif operation in ("STORE_ATTR", "DELETE_ATTR"):
-                writes.append((f".{name}", line))
-                stored.add(name)
-            elif operation == "IMPORT_NAME":
-                imports.add(name)
-            elif operation == "IMPORT_FROM":
-                attributes.add(name)
-            elif operation in ("STORE_GLOBAL", "DELETE_GLOBAL"):
-                writes.append((f"the global {name}", line))
-            elif operation in ("STORE_DEREF", "DELETE_DEREF") and name in code.co_freevars:
-                writes.append((f"{name} of the function around it", line))
-            elif operation in ("STORE_SUBSCR", "DELETE_SUBSCR", "STORE_SLICE"):
-                item_writes.append(("__setitem__", line))
-            chain = chain if operation.startswith("LOAD_") else ()
-        if "super" in global_names:
-            attributes.add("super")
-        constants = {c for c in each.co_consts if isinstance(c, str) and c.isidentifier()}
-        strings |= constants
-        if {"getattr", "hasattr", "attrgetter"} & {*each.co_names}:
-            attributes |= constants
-            optional |= constants
-        pending += [c for c in each.co_consts if isinstance(c, types.CodeType)]
-    return CodeUse(
-        frozenset(global_names),
-        frozenset(attributes),
-        frozenset(stored),
-        frozenset(chains),
-        frozenset(strings),
-        frozenset(optional),
-        frozenset(imports),
-        tuple(writes),
-        tuple(item_writes),
-        bool({"vars", "__dict__", "dir"} & (global_names | attributes)),
-    )
-
-
-def _line(step: dis.Instruction) -> int | None:
-    positions = getattr(step, "positions", None)
-    return positions.lineno if positions is not None else None
-
-
-def _write_probe(x):
-    x.attribute = probe_global  # noqa: F821
-    return x.method(x)
-
-
-def _understands_bytecode() -> bool:
-    """Whether this Python's bytecode has the instructions that `code_use` looks for."""
-    use = code_use(_write_probe.__code__)
-    return use.global_names == {"probe_global"} and use.attributes == {"method"} and len(use.writes) == 1
-
-
-UNDERSTANDS_BYTECODE = _understands_bytecode()
-
-
-@functools.cache
-def _digest(code: types.CodeType) -> str:
-    """A hash of what a code object does, the same in every process of one Python version."""
-    parts = [code.co_code, repr((code.co_names, code.co_varnames, code.co_freevars)).encode()]
-    for constant in code.co_consts:
-        # The representation of a set depends on the seed of the process's hashes.
-        stable = sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
-        parts.append((_digest(constant) if isinstance(constant, types.CodeType) else repr(stable)).encode())
-    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _package(name: str | None) -> str:
@@ -246,6 +100,8 @@ class Reach:
     objects: list[Any] = field(default_factory=list)
     # Attributes that the code loads, of any object.
     names: frozenset[str] = frozenset()
+    # Conditions whose other outcome no probe may have shown.
+    decisions: list[str] = field(default_factory=list)
     # What `preserved` had to put back: the paths of places.
     disturbed: list[str] = field(default_factory=list)
 
@@ -263,6 +119,11 @@ class Reach:
         if len(self.places) > MOST_PLACES:
             return f"its forward reads {len(self.places)} settings, too many to check in every call"
         return None
+
+    @property
+    def decision(self) -> str | None:
+        """Where the forward takes one of two ways, by its input, so that probes may have seen one of them alone."""
+        return f"its forward {self.decisions[0]}" if self.decisions else None
 
     def checker(self) -> Callable[[], bool]:
         """For a function: tells whether every place that it reads holds what it held."""
@@ -402,12 +263,12 @@ class _Search:
         else:
             self.entries.append(self.describe(self.module, getattr(self.module, "__name__", "it")))
         for method, where, names in self.item_writes:
-            # `x[i] = y` mostly writes to a tensor that is local: it counts where the function names a container.
+            # `x[i] = y` and `x += y` mostly write to a local tensor: they count where the function names a container.
             written = [
                 path
                 for path, container in self.container_paths
                 if hasattr(container, method)
-                and (method != "__setitem__" or path.rpartition(".")[2].partition("[")[0] in names)
+                and (not method.startswith("__") or path.rpartition(".")[2].partition("[")[0] in names)
             ]
             if path := next(iter(written), None):
                 self.reach.writes.append(f"may write to {path}, by {method} {where}")
@@ -469,8 +330,9 @@ class _Search:
             if not _is_trusted_function(function):
                 self.visit_function(function, path)
             else:
+                self.check_torch(function.__name__, path)
                 self.visit_trusted_function(function, path)
-        return number, function.__module__, function.__qualname__, _digest(function.__code__)
+        return number, function.__module__, function.__qualname__, digest(function.__code__)
 
     def visit_trusted_function(self, function: types.FunctionType, path: str) -> None:
         """A function of torch may wrap one of the user's, as `torch.no_grad()` does: it is held in the closure."""
@@ -489,6 +351,14 @@ class _Search:
         package = _package(kind.__module__)
         if isinstance(value, CONTAINERS):
             self.visit_container(value, path)
+        elif isinstance(value, (collections.UserDict, collections.UserList)):
+            self.visit_object(value, path)
+            self.place(vars(value), "item", "data", value.data, f"{path}.data")
+        elif isinstance(value, collections.ChainMap):
+            self.visit_object(value, path)
+            self.place(vars(value), "item", "maps", value.maps, f"{path}.maps")
+        elif isinstance(value, VIEWS):
+            self.reach.unwatchable.append(f"uses {path}, a {kind.__name__}, whose entries cannot be watched")
         elif isinstance(value, Tensor):
             self.visit_tensor(value, path)
         elif isinstance(value, nn.Module):
@@ -521,12 +391,25 @@ class _Search:
             self.reach.unwatchable.append(f"uses {path}, a {kind.__module__}.{kind.__name__}, which cannot be watched")
 
     def visit_builtin(self, function: Any, path: str) -> None:
-        owner = getattr(function, "__self__", None)
+        owner, name = getattr(function, "__self__", None), function.__name__
         package = _package(getattr(function, "__module__", None) or getattr(owner, "__name__", None))
-        if package in IMPURE or function.__name__ in IMPURE_BUILTINS:
-            self.reach.writes.append(f"calls {function.__name__}, which does more than to compute")
-        elif owner is not None and not isinstance(owner, (types.ModuleType, type)):
+        if owner is not None and not isinstance(owner, (types.ModuleType, type)) and package not in TRUSTED:
+            if name in MUTATORS:
+                self.reach.writes.append(f"may write to {path}.__self__, by {name}")
             self.describe(owner, f"{path}.__self__")
+        elif package in IMPURE or name in IMPURE_BUILTINS:
+            self.reach.writes.append(f"calls {name}, which does more than to compute")
+        elif package not in TRUSTED | {"numpy"}:
+            self.reach.writes.append(f"calls {path}, a function of {package} that may write")
+        else:
+            self.check_torch(name, path)
+
+    def check_torch(self, name: str, path: str) -> None:
+        """Refuse a function of a trusted package that depends on more than its arguments."""
+        if name in IMPURE_TORCH:
+            self.reach.writes.append(f"calls {path}, which does more than to compute")
+        if name in MODES:
+            self.reach.unwatchable.append(f"asks {path}, on which its result may depend")
 
     def visit_function(self, function: types.FunctionType, path: str) -> None:
         if len(self.functions) >= MOST_FUNCTIONS:
@@ -543,6 +426,12 @@ class _Search:
         is_constructor = function.__name__ in ("__init__", "__new__", "__post_init__")
         writes = [(what, line) for what, line in use.writes if not (is_constructor and what.startswith("."))]
         self.reach.writes += [f"writes {what} {where(line)}" for what, line in writes]
+        # Helpers of transformers choose between ways that compute the same; its models are read as the user's code is.
+        module = str(function.__globals__.get("__name__"))
+        if _package(module) != "transformers" or module.startswith("transformers.models."):
+            asked = sorted(use.attributes & FACTS_OF_TENSORS)
+            self.reach.unwatchable += [f"asks .{name}, on which its result may depend" for name in asked]
+            self.reach.decisions += [f"decides by its input {where(line)}" for line in use.decisions]
         for name in sorted(use.imports):
             if name in sys.modules:
                 self.describe(sys.modules[name], name)
@@ -763,49 +652,13 @@ def _is_table_of_functions(table: dict) -> bool:
     return all(isinstance(key, str) for key in table) and all(map(callable, values))
 
 
-# Special methods that an expression may call on an object.
-SPECIAL_METHODS = frozenset(
-    f"__{name}__"
-    for name in (
-        *(
-            "call",
-            "getattr",
-            "getattribute",
-            "getitem",
-            "get",
-            "enter",
-            "exit",
-            "iter",
-            "contains",
-            "len",
-            "bool",
-            "float",
-        ),
-        *(
-            "add",
-            "radd",
-            "sub",
-            "rsub",
-            "mul",
-            "rmul",
-            "truediv",
-            "rtruediv",
-            "pow",
-            "rpow",
-            "matmul",
-            "rmatmul",
-            "neg",
-        ),
-        *("lt", "le", "gt", "ge", "int", "index", "missing"),
-    )
-)
-
-
 def _special_methods(cls: type) -> set[str]:
-    """The special methods that a class of the user's defines: operators, contexts, calls, descriptors."""
+    """Return the special methods that a class of the user's defines: operators, contexts, calls, descriptors."""
     # Configs of transformers find their attributes by code of their own, which gives what is stored.
     bases = [base for base in cls.__mro__ if _package(base.__module__) not in TRUSTED | {"transformers"}]
-    return {name for base in bases for name in SPECIAL_METHODS & vars(base).keys()}
+    defined = ((name, value) for base in bases for name, value in vars(base).items())
+    is_special = lambda name: name.startswith("__") and name.endswith("__") and name not in NEVER_CALLED
+    return {name for name, value in defined if is_special(name) and isinstance(value, (types.FunctionType, property))}
 
 
 def _is_wrapper(value: Any) -> bool:
