@@ -1,6 +1,6 @@
-"""Every op with small inputs that reach its corners: one table for the tests of the contracts.
+"""One table of small cases for every op, which reach its corners. The tests of the contracts share the table.
 
-A case makes its tensors from a generator; `run` is the op, `reference` its definition in torch.
+A case creates its tensors from a generator. `run` is the op, and `reference` is its definition in torch.
 """
 
 import itertools
@@ -40,16 +40,21 @@ WITH_CPU_CODE = ("cross_entropy", "linear_cross_entropy", "moe_mlp")
 @dataclass(frozen=True)
 class Case:
     name: str
-    run: Callable  # of the tensors -> Tensor or tuple of them
+    # A function of the tensors that returns a tensor or a tuple of tensors.
+    run: Callable
     reference: Callable
-    shapes: tuple[tuple[int, ...], ...]  # of the differentiable inputs
-    targets: int | None = None  # the vocabulary, where the op takes class indices as its last input
-    tables: int = 0  # so many axes have cos and sin, of the shape that q and k want, as the last inputs
-    terms: float = 0.0  # of the size of these the gradient is a difference, and of some of them the loss
+    # The shapes of the differentiable inputs.
+    shapes: tuple[tuple[int, ...], ...]
+    # The size of the vocabulary, if the last input of the op holds class indices.
+    targets: int | None = None
+    # The number of axes of cos and sin, if they are the last inputs of the op.
+    tables: int = 0
+    # The gradient is a difference of terms of this size, and the loss a difference of a few of them.
+    terms: float = 0.0
 
     @property
     def is_reference_on_cpu(self) -> bool:
-        """Whether a CPU computes the case by the reference itself, so that the two cannot differ there."""
+        """True if the op runs its reference on a CPU, so that the two cannot differ there."""
         return not self.name.startswith(WITH_CPU_CODE)
 
     def inputs(self, dtype: torch.dtype = torch.float32, seed: int = 0, device: str = DEVICE) -> list[Tensor]:
@@ -88,9 +93,9 @@ def outputs_and_gradients(
 def assert_as_accurate_as_eager(
     run: Callable, reference: Callable, tensors: list[Tensor], loss: bool = False, terms: float = 0.0
 ) -> None:
-    """The oracle on every output and gradient: eager is the reference in the inputs' dtype, exact in fp64.
+    """Check every output and gradient by the oracle. Eager is the reference in the inputs' dtype, exact that in fp64.
 
-    A gradient that is a difference of `terms` is allowed their units, a loss of several of them those of 4.
+    A gradient that is a difference of `terms` may err by units of their size, and such a loss by units of 4.
     """
     widened = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in tensors]
     results = [outputs_and_gradients(f, x) for f, x in ((run, tensors), (reference, tensors), (reference, widened))]
@@ -257,7 +262,7 @@ CASES = [
 
 
 def every_case(test: Callable) -> Callable:
-    """Run a test on every case: where kernels run on all, elsewhere on those whose op is not its own reference."""
+    """Run a test on every case. On a CPU without kernels, cases that run the reference there are left out."""
     marks = {True: pytest.mark.kernels, False: ()}
     params = [pytest.param(case, marks=marks[case.is_reference_on_cpu], id=case.name) for case in CASES]
     return pytest.mark.parametrize("case", params)(test)

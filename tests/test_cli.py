@@ -50,7 +50,7 @@ def test_help_of_a_command_is_its_own(run, command, monkeypatch):
 @pytest.mark.parametrize("command", [c for c in cli._COMMANDS if c.needs], ids=lambda command: command.name)
 def test_missing_extra_is_named(run, command, monkeypatch):
     absent = command.needs[0]
-    monkeypatch.setitem(sys.modules, absent, None)  # the import fails, as if it were not installed
+    monkeypatch.setitem(sys.modules, absent, None)  # The import fails as if the package were not installed.
     result = run(command.name)
     assert result.exit_code == 1
     assert str(result.exception) == f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" or (
@@ -108,7 +108,7 @@ UNWRITABLE = {
 
 @pytest.mark.parametrize("place", UNWRITABLE.values(), ids=UNWRITABLE)
 def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, tmp_path):
-    """Also for root, to whom os.access grants every place."""
+    """Root is refused too, although `os.access` grants root every place."""
     import typer
 
     (tmp_path / "file").write_text("here")
@@ -124,13 +124,13 @@ def test_a_file_that_can_be_written_stays_as_it_was(tmp_path):
     new, old = tmp_path / "new.json", tmp_path / "old.json"
     old.write_text("before")
     os.mkfifo(tmp_path / "pipe")
-    for path in (new, old, Path(os.devnull), tmp_path / "pipe"):  # nobody reads the pipe yet
+    for path in (new, old, Path(os.devnull), tmp_path / "pipe"):  # Nothing reads the pipe yet.
         cli.check_file(path, "--json")
     assert not new.exists()
     assert old.read_text() == "before"
 
 
-def test_a_folder_is_no_file(tmp_path):
+def test_a_folder_is_refused_as_a_file(tmp_path):
     import typer
 
     with pytest.raises(typer.BadParameter, match=r"must be a file that can be written, got .*\(Is a directory\)"):
@@ -138,7 +138,7 @@ def test_a_folder_is_no_file(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["text", lambda path: path.write_bytes(b"plot")], ids=["text", "function"])
-def test_a_disk_that_became_full_is_one_line(content):
+def test_a_full_disk_gives_an_error_of_one_line(content):
     import typer
 
     if not os.path.exists("/dev/full"):
@@ -147,7 +147,7 @@ def test_a_disk_that_became_full_is_one_line(content):
         cli.write_file(Path("/dev/full"), content, "--plot")
 
 
-# The option and arguments of each command with which a place is refused before anything is built.
+# For each command: the arguments and the option whose path must be refused before anything is built.
 COMMANDS = {
     "plan --json": (["plan", "llama"], "--json", "x.json"),
     "plan --plot": (["plan", "llama"], "--plot", "x.png"),
@@ -171,7 +171,7 @@ def test_every_command_refuses_its_output_before_the_work(arguments, option, nam
     said = " ".join(result.output.split())
     assert f"Invalid value for {option}: must be a f" in said
     assert f"that can be written, got '{path}'" in said
-    assert "memory=" not in result.output  # no table of results before
+    assert "memory=" not in result.output  # No table of results was printed before.
 
 
 @pytest.mark.parametrize("name", ["tpu", "mps", "cpu:0", "cuda:-1", "cuda:99999", ""])

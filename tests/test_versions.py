@@ -17,7 +17,7 @@ from tigon.requirements import FLOORS, _release, require, unmet
 ROOT = Path(__file__).parent.parent
 CONSTRAINTS = (ROOT / "constraints.txt").read_text()
 PINS = dict(re.findall(r"^([\w-]+)==(\S+)$", CONSTRAINTS, re.MULTILINE))
-# What the wheel of a pinned package requires, where a build of it that requires less would hide it.
+# The requirements of the wheel of a pinned package. A build of the package that requires less would hide them.
 PUBLISHED = re.findall(r"^# ([\w-]+) (\S+) \(Linux wheel\) requires: (.+)$", CONSTRAINTS, re.MULTILINE)
 REQUIREMENTS = [
     Requirement(text)
@@ -46,7 +46,7 @@ def test_pins_agree_with_published_requirements(name, version, text):
 
 
 def test_the_installed_torch_requires_what_is_recorded():
-    """CPU builds of torch may not require triton at all, so this shows only what other builds do."""
+    """CPU builds of torch may not require triton at all, so only other builds test anything here."""
     declared = [Requirement(text) for text in metadata.requires("torch") or ()]
     tritons = [r for r in declared if r.name == "triton" and (r.marker is None or r.marker.evaluate())]
     if not tritons or metadata.version("torch").partition("+")[0] != PINS["torch"]:
@@ -130,8 +130,8 @@ OLD = "tigon needs torch 2.8 or later (2.7.1+cu126 is installed), triton 3.4 or 
         ({"triton": "3.2.0"}, "tigon needs triton 3.4 or later (3.2.0 is installed): pip install 'triton>=3.4'"),
         ({"triton": None}, "tigon needs triton: pip install 'triton>=3.4'"),
         ({"torch": None, "triton": None}, "tigon needs torch, triton: pip install 'torch>=2.8' 'triton>=3.4'"),
-        ({"torch": "2.8.0a0+git1234567", "triton": "3.4.0"}, ""),  # a build from source of what becomes 2.8.0
-        ({"torch": "2.10.0", "triton": "3.10"}, ""),  # numbers are not compared as text
+        ({"torch": "2.8.0a0+git1234567", "triton": "3.4.0"}, ""),  # A build from source counts as the release.
+        ({"torch": "2.10.0", "triton": "3.10"}, ""),  # Numbers are not compared as text.
     ],
     ids=["both old", "old torch", "old triton", "no triton", "neither", "built from source", "two digits"],
 )
@@ -169,12 +169,12 @@ def test_models_of_an_old_transformers_are_refused(old_transformers):
     import torch
 
     class Mine(old_transformers.PreTrainedModel):
-        """A model with code of its own: only its base class is that of transformers."""
+        """A user's model, of which only the base class comes from transformers."""
 
     config = old_transformers.AutoConfig.for_model("llama", vocab_size=8, hidden_size=32, num_hidden_layers=1)
     with pytest.raises(ImportError, match=r"tigon.patch\(Mine\)" + OLD_TRANSFORMERS):
         tigon.patch(Mine(config))
-    # This model has nothing of transformers.
+    # No class of this model comes from transformers.
     assert tigon.patch(torch.nn.Sequential(torch.nn.RMSNorm(4, eps=1e-6)))
 
 
@@ -206,7 +206,7 @@ assert "transformers" not in sys.modules
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_a_package_without_a_version_is_taken(monkeypatch):
+def test_a_package_without_a_version_is_accepted(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", type(sys)("rich"))
     monkeypatch.setattr(metadata, "version", lambda name: (_ for _ in ()).throw(metadata.PackageNotFoundError))
     assert unmet("rich") == ""
@@ -222,5 +222,5 @@ def test_only_what_is_too_old_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "release"), [("2.8.0a0+git12", (2, 8, 0)), ("3.8.4.post1", (3, 8, 4)), ("13", (13,)), ("odd", ())]
 )
-def test_release(version, release):
+def test_numbers_of_a_version(version, release):
     assert _release(version) == release

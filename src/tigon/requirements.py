@@ -1,8 +1,8 @@
 """The oldest version of each package that Tigon works with, and the refusal of older ones.
 
 `pyproject.toml` states the same versions (`tests/test_versions.py` compares the two), but pip can be told to ignore
-them, and another package can install an older version later. What happens then is far from its cause: an optimizer
-step that raises `TypeError`, a kernel that does not compile, experts of a mixture that silently stay stock.
+them, and another package can install an older version later. The errors then appear far from their cause: an optimizer
+step raises `TypeError`, a kernel does not compile, or experts of a mixture stay stock without a message.
 """
 
 import importlib
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 __all__ = ["FLOORS", "require", "require_for", "unmet"]
 
 FLOORS = {
-    # 2.7 has no `_top_saved_tensors_default_hooks`, which `tigon.lean` reads; 2.6 calls `AdamW._init_group` otherwise.
+    # 2.7 has no `_top_saved_tensors_default_hooks`, which `tigon.lean` reads. In 2.6 `AdamW._init_group` takes other
+    # arguments.
     "torch": "2.8",
     # torch 2.8 requires 3.4. Triton 3.3 has no `triton.knobs`, and its interpreter and compiler fail on the kernels.
     "triton": "3.4",
@@ -39,7 +40,7 @@ FLOORS = {
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (2, 8, 0) for "2.8.0a0+git1234", because a nightly build has what it leads to.
+    """Return the numbers of a version. A nightly build counts as its release: "2.8.0a0+git1234" gives (2, 8, 0).
 
     >>> _release("3.8.4.post1")
     (3, 8, 4)
@@ -63,9 +64,9 @@ def _installed_version(package: str) -> str | None:
 
 
 def unmet(*packages: str, extra: str | None = None) -> str:
-    """Return what is missing or too old and how to install it, or "" if nothing is.
+    """Return which packages are missing or too old and how to install them, or "" if none is.
 
-    The text continues a subject: "needs rich, typer 0.16 or later (0.12.5 is installed): pip install 'tigon[cli]'".
+    The text follows a subject: "needs rich, typer 0.16 or later (0.12.5 is installed): pip install 'tigon[cli]'".
 
     Args:
         packages: Names in `FLOORS`.
@@ -109,7 +110,7 @@ def require_for(model: "nn.Module") -> None:
     """Check the version of transformers if a class of `model` comes from there. Nothing is imported.
 
     Raises:
-        ImportError: That transformers is too old; the message is that of `require`.
+        ImportError: transformers is too old; the message is that of `require`.
     """
     if any(cls.__module__.partition(".")[0] == "transformers" for m in model.modules() for cls in type(m).__mro__):
         require(f"tigon.patch({type(model).__name__})", "transformers", extra="hf")

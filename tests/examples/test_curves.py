@@ -20,7 +20,7 @@ def _restored_settings():
     torch.use_deterministic_algorithms(False)
 
 
-def test_script(tmp_path, monkeypatch, one_thread):
+def test_the_script_writes_its_table_and_its_json(tmp_path, monkeypatch, one_thread):
     out = tmp_path / "curves.json"
     options = ["--types", "gpt_oss", "--size", "tiny", "--device", "cpu", "--quick", "--out", str(out)]
     options += ["--steps", "2", "--batch", "2", "--length", "16", "--seeds", "1"]

@@ -38,12 +38,12 @@ def relative_errors(given: Step, exact: Step) -> dict[str, float]:
 
 
 def largest_mean(stock_errors: list[float]) -> float:
-    """Return how large the mean error of an implementation as good as stock may come out over as many batches.
+    """Return the largest mean error, over as many batches, that an implementation as accurate as stock may have.
 
-    Means are geometric. The limit is half as large again as the mean of stock's errors, and three standard errors of
-    the difference of two such means more: how much stock scatters from batch to batch says how much a mean over the
-    batches is a matter of luck. It scatters most in models that choose experts or tokens, where a value near a
-    threshold falls either way, and in gradients of few values.
+    Means are geometric. The limit is 1.5 times the mean of stock's errors, and three standard errors of the difference
+    of two such means more: the scatter of stock's errors from batch to batch says how much of a mean over the batches
+    is chance. They scatter most in models that choose experts or tokens, where a value near a threshold may fall on
+    either side, and in gradients of few values.
     """
     logs = [log(error) for error in stock_errors]
     return exp(mean(logs) + log(1.5) + 3 * stdev(logs) * sqrt(2 / len(logs)))

@@ -23,7 +23,7 @@ LEAST_STEPS = 8  # A flip in the first steps would leave nothing to compare.
 
 @pytest.fixture(autouse=True)
 def _deterministic():
-    """Products without TF32, and sums in a fixed order where torch has one."""
+    """Compute products without TF32, and sums in a fixed order where torch has one."""
     tf32 = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)

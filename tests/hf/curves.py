@@ -88,7 +88,7 @@ class Flip:
 
 @dataclass
 class Comparison:
-    """How far a run lies from stock, and how far stock lies that is moved by one unit in the last place.
+    """The distance of a run from stock, and the distance of stock that is moved by one unit in the last place.
 
     A share is the distance divided by the limit, at the step where it is largest; the run passes up to 1.
     """

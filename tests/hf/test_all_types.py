@@ -1,4 +1,4 @@
-"""Every decoder type of transformers, tiny: patched, its loss and gradients are those of the stock model."""
+"""Tiny models of every decoder type of transformers: a patch keeps the loss and the gradients of the stock model."""
 
 from pathlib import Path
 
@@ -36,8 +36,8 @@ def test_loss_and_gradients_are_stock_and_restore_is_exact(model_type):
 
 
 @pytest.mark.parametrize("model_type", BUILT)
-def test_parts(model_type):
-    """A part that a type loses, or that is recognised in one more, shows; `make models` writes the record anew."""
+def test_replaced_parts_are_those_of_the_record(model_type):
+    """The test fails for a type that loses or gains a part. `make models` writes the record anew."""
     assert replaced_parts(model_type) == recorded_parts()[model_type]
 
 

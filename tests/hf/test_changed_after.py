@@ -1,4 +1,4 @@
-"""What is changed on a model after the patch counts as on a stock one: it is honoured, or the loss is NaN."""
+"""A change of a model after the patch works as on a stock model, or the loss is NaN, or an error is raised."""
 
 import functools
 import threading
@@ -66,7 +66,7 @@ def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
     compiled = torch.compile(model, backend="aot_eager")
     assert is_fused(compiled(**batch))
     HOOKS["slice"](model), HOOKS["slice"](stock)
-    torch._dynamo.reset()  # a graph is made with the hooks of its time
+    torch._dynamo.reset()  # A graph holds the hooks that were there when it was compiled.
     torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
 
 
@@ -264,7 +264,7 @@ def test_heads_that_train_or_evaluate_otherwise_stay_stock(make_model, kind):
 
 
 def with_logits_of(head):
-    """A change of a model: its logits are `head(lm_head, hidden states)`."""
+    """Return a function that changes a model so that its logits are `head(lm_head, hidden states)`."""
 
     def change(model):
         class Changed(type(model)):

@@ -1,4 +1,4 @@
-"""A patched model whose forward is replaced later says so once: its loss and its level of memory are not used then."""
+"""If the forward of a patched model is replaced later, one warning says that loss and memory level are not used."""
 
 import functools
 import types
@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def other_forward(self, input_ids, labels=None, **kwargs):
-    """As TRL's trainers do: the body, and a loss of their own."""
+    """Call the body and compute another loss, as the trainers of TRL do."""
     logits = self.lm_head(self.base_model(input_ids).last_hidden_state)
     return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
@@ -38,7 +38,7 @@ def warnings_of(calls) -> list[str]:
 
 
 @pytest.mark.parametrize("replace", [replace_on_the_instance, replace_by_a_partial, remove_ours])
-def test_it_warns_once(make_model, batch, replace):
+def test_a_forward_that_is_replaced_later_warns_once(make_model, batch, replace):
     model = make_model()
     tigon.patch(model, memory="lean")
     model(**batch)
@@ -57,7 +57,7 @@ def test_it_warns_once(make_model, batch, replace):
         ({}, "the loss in its head is"),
     ],
 )
-def test_it_names_what_is_lost(make_model, batch, options, lost):
+def test_the_warning_names_the_features_that_are_lost(make_model, batch, options, lost):
     model = make_model()
     tigon.patch(model, **options)
     replace_on_the_instance(model)
@@ -84,7 +84,7 @@ def test_a_wrapper_around_our_forward_is_silent(make_model, batch):
     assert warnings_of(lambda: model(**batch)) == []
 
 
-def test_restore_takes_it_away(make_model, batch):
+def test_restore_removes_the_check_of_the_forward(make_model, batch):
     model = make_model()
     report = tigon.patch(model)
     report.restore()

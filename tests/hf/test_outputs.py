@@ -1,4 +1,4 @@
-"""Outputs of fused training: what a model adds is kept, and logits that do not exist raise when they are used."""
+"""Fused training keeps what a model adds to its outputs, and logits that do not exist raise when they are used."""
 
 import copy
 import dataclasses
@@ -19,7 +19,7 @@ REFUSAL = r"tigon: .* needs the logits of this call.*skip_logits=False"
 
 
 def with_forward(change):
-    """A change of a model: its class's forward, whose outputs go through `change(model, outputs, labels)`."""
+    """Return a function that lets the outputs of a model's forward go through `change(model, outputs, labels)`."""
 
     def apply(model):
         class Changed(type(model)):
@@ -151,7 +151,7 @@ def test_logits_of_fused_training_raise_when_they_are_used(pair, batch, use):
 
 
 @pytest.mark.parametrize("use", USES.values(), ids=USES)
-def test_so_do_those_of_a_tuple(pair, batch, use):
+def test_logits_in_a_tuple_raise_when_they_are_used(pair, batch, use):
     model, _ = pair()
     with pytest.raises(RuntimeError, match=REFUSAL):
         use(model(**batch, return_dict=False)[1])
@@ -170,7 +170,7 @@ def test_so_do_those_of_a_tuple(pair, batch, use):
     ],
     ids=["copy", "pickle", "pytree", "fp32", "device", "dataclass", "repr"],
 )
-def test_engines_may_pass_them_on(pair, batch, handle):
+def test_engines_may_copy_and_move_skipped_logits(pair, batch, handle):
     model, _ = pair()
     outputs = handle(model(**batch))
     assert isinstance(outputs, str) or outputs.logits is SKIPPED_LOGITS

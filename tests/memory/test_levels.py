@@ -172,7 +172,7 @@ def test_hooks_of_every_module_see_one_call(calls):
 class Watched(nn.Linear):
     """A linear layer that knows which of its outputs are still there."""
 
-    # A layer of the user's that writes to a list is never called again; a layer of torch's is taken for pure.
+    # A user's layer that writes to a list would never be called again. A layer of torch is assumed to be pure.
     __module__ = "torch.nn.watched"
 
     def __init__(self, linear: nn.Linear) -> None:

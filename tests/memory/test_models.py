@@ -88,7 +88,7 @@ def test_autocast():
         pytest.param(weights, dtype, id=f"{name}-{weights}")
         for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
         for weights in ("full", "4 bit", "8 bit")
-        # bitsandbytes has 8 bits in fp16 alone.
+        # bitsandbytes computes 8-bit layers only in fp16.
         if (weights, name) != ("8 bit", "bf16")
     ],
 )
@@ -229,7 +229,7 @@ def test_a_model_of_the_ops_own_modules():
     assert torch.equal(y, z)
 
 
-def test_refusals():
+def test_a_model_with_another_forward_is_refused():
     model = build("llama")
     model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""What is no pure function of its input is not called a second time: each call happens once, at every level."""
+"""A module that is no pure function of its input and weights is called once, at every level of memory."""
 
 import itertools
 import random
@@ -17,7 +17,7 @@ COUNT = 0
 
 
 class Noisy(nn.Module):
-    """A projection with something added to its output that differs from call to call."""
+    """A projection that adds a value to its output, and the value differs from call to call."""
 
     def __init__(self, layer: nn.Linear, how: str) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def step(memory: str | None, how) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("memory", ["default", "lean", "lean+mlp", "offload", "checkpoint"])
 @pytest.mark.parametrize("how", HOW, ids=lambda f: f.__name__)
-def test_a_projection_that_differs_from_call_to_call(how, memory):
+def test_a_projection_that_differs_from_call_to_call_is_called_once(how, memory):
     loss, gradient = step(memory, how)
     expected, stock = step(None, how)
     torch.testing.assert_close(loss, expected)

@@ -323,7 +323,7 @@ def test_the_result_may_be_written():
 @pytest.mark.kernels
 @every_level
 def test_gradients_taken_under_autocast(level):
-    """They are computed in the dtype of the forward pass, which ran without autocast: the same bits as outside."""
+    """The forward pass ran without autocast. The gradients are computed in its dtype, with the same bits as outside."""
     inputs = _inputs(2, 5)
     loss = _mlp(level, *inputs).square().sum()
     expected = torch.autograd.grad(loss, inputs, retain_graph=True)

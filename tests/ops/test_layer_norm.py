@@ -34,7 +34,7 @@ def test_accuracy(shape, dtype, parameters):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
-def test_what_a_wide_row_does_not_keep_is_read_again(keeps_row, monkeypatch):
+def test_accuracy_of_wide_rows_that_are_read_again(keeps_row, monkeypatch):
     heuristic = Config.heuristic
     config = lambda *args: dataclasses.replace(heuristic(*args), keeps_w=False, keeps_row=keeps_row)
     monkeypatch.setattr(Config, "heuristic", config)

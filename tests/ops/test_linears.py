@@ -1,4 +1,4 @@
-"""Linear layers of one input as one node: as accurate as the layers one by one, and left to them where they do more."""
+"""Linear layers of one input run as one node of autograd, as accurate as one by one. Layers that do more are called."""
 
 import itertools
 
@@ -73,7 +73,7 @@ NEEDS = [needs for needs in itertools.product([False, True], repeat=len(LEAVES))
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("needs", NEEDS, ids=lambda needs: " ".join(itertools.compress(LEAVES, needs)))
-def test_just_the_gradients_that_are_needed(needs):
+def test_only_gradients_that_are_needed_are_computed(needs):
     x, layers = _x(2, 7), _layers((True, True))
     expected = _step(_one_by_one, x, layers)
     for leaf, need in zip([x, *layers.parameters()], needs, strict=True):
@@ -110,7 +110,7 @@ def test_the_input_is_saved_for_the_gradients_of_weights_alone(frozen):
 @pytest.mark.kernels
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)], ids=str)
 def test_outputs_that_nothing_is_computed_from(used):
-    """Their layers get no gradient at all, as the layers one by one would not."""
+    """The weights of their layers get no gradient at all, as if the layers were called one by one."""
     x, layers = _x(2, 7), _layers()
     results = []
     for run in (linears, _one_by_one):
@@ -134,7 +134,7 @@ VIEWS = {
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views(view):
+def test_views_of_the_input(view):
     base, layers = _x(4, 7), _layers()
     _assert_same(
         *(_step(lambda x, layers, run=run: run(view(x), layers), base, layers) for run in (linears, _one_by_one))
@@ -155,7 +155,7 @@ def test_upstream_gradients_may_be_expanded_or_transposed():
 
 @pytest.mark.kernels
 def test_outputs_may_be_written_in_place():
-    """Rotary embeddings do it. An output that was a view of another tensor would be refused by autograd."""
+    """Rotary embeddings write them. Autograd would refuse it if an output were a view of another tensor."""
     x, layers = _x(2, 7), _layers()
     results = []
     for run in (linears, _one_by_one):
@@ -191,7 +191,7 @@ def test_gradients_taken_under_autocast_are_not_rounded_by_it():
     assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
 
 
-# --- left to the layers --------------------------------------------------------------------------
+# --- cases in which the layers are called --------------------------------------------------------
 
 
 class _Doubled(nn.Linear):
@@ -219,7 +219,7 @@ CHANGES = {
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_layers_that_do_more_are_left_alone(change):
+def test_layers_that_do_more_than_a_product_are_called(change):
     x, layers = _x(5), _layers()
     assert linears(x, layers) is not None
     change(layers)
@@ -227,7 +227,7 @@ def test_layers_that_do_more_are_left_alone(change):
 
 
 @pytest.mark.kernels
-def test_a_hook_of_every_module_is_left_to_call():
+def test_with_a_global_module_hook_the_layers_are_called():
     x, layers = _x(5), _layers()
     handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
@@ -238,7 +238,7 @@ def test_a_hook_of_every_module_is_left_to_call():
 
 
 @pytest.mark.kernels
-def test_inputs_that_are_left_to_the_layers():
+def test_with_unsupported_inputs_the_layers_are_called():
     x, layers = _x(5), _layers()
     for other in (x[0], x[:0], x.double(), x.half(), x.as_subclass(type("Wrapped", (Tensor,), {}))):
         assert linears(other, layers) is None
@@ -248,5 +248,5 @@ def test_inputs_that_are_left_to_the_layers():
 
 
 @pytest.mark.no_interpreter("It is about CPU tensors without the interpreter.")
-def test_a_cpu_has_no_node():
+def test_on_a_cpu_the_layers_are_called():
     assert linears(_x(5).cpu(), _layers().cpu()) is None

@@ -321,8 +321,8 @@ def test_sums_over_groups(dtype):
     assert torch.equal(torch.autograd.grad(spread_bias, bias, rows)[0], expected)
 
 
-# Functions [S, 2 I] -> [S, I] of the user's own, whose backward gives the first product an upstream gradient with other
-# strides, other dtypes or another address than that product has.
+# A user's functions [S, 2 I] -> [S, I]. Their backward gives the first product an upstream gradient whose strides,
+# dtype or address differ from those of the product.
 OWN = {
     "interleaved": lambda h: torch.tanh(h[..., ::2]) * h[..., 1::2],
     "halves": lambda h: F.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
@@ -336,8 +336,8 @@ OWN = {
 
 @pytest.mark.parametrize("own", OWN.values(), ids=OWN)
 @pytest.mark.parametrize("sizes", [(16, 1), (16, 3), (16, 4), (5, 7), (1, 8), (8, 2)], ids=str)
-def test_odd_sizes_with_an_activation_of_ones_own(sizes, own):
-    """No width, stride or address of a factor is more than a reason for another kernel, forward and backward."""
+def test_odd_sizes_with_a_users_activation(sizes, own):
+    """Forward and backward take factors of any width, stride and address, if need be by another kernel."""
     h, inner = sizes
     tensors = [_normal(T, h), _normal(T, K), _normal(E, 2 * inner, h), _normal(E, h, inner)]
     got, expected = (

@@ -1,4 +1,4 @@
-"""Without a kernel an op is its reference, bit for bit, with every option handed on.
+"""On a CPU an op runs its reference, bit for bit, and passes every option on.
 
 The other tests of these ops compare the op with its reference too, but only where kernels run: on a CPU they would
 compare the reference with itself.
@@ -39,7 +39,7 @@ def test_a_cpu_runs_the_reference_bit_for_bit(case: Case):
 
 
 def test_every_op_with_a_reference_has_a_case():
-    """The other ops have code of their own on a CPU, and their accuracy is tested there."""
+    """The other ops have separate code for CPUs, and its accuracy is tested."""
     named = {case.name.split()[0] for case in REFERENCES}
     assert named == {
         "rms_norm", "add_rms_norm", "layer_norm", "rope", "qk_norm_rope", "swiglu", "geglu", "relu2", "softmax",
@@ -62,7 +62,7 @@ LABELS = torch.tensor([5, 1, 5])
 ROWS = {"labels": LABELS, "ignore_index": 5}
 LOG_PROBS = [x.log_softmax(-1) for x in _random((3, 8), (3, 8))]
 
-# Every option differs from its default, so that an option that is not handed on shows.
+# Every option differs from its default, so the test fails if an option is not passed on.
 OPTIONS = {
     "rms_norm": (tigon.rms_norm, rms_norm_reference, [X, W], {"eps": 0.5, "offset": 2.0, "rounding": "after_weight"}),
     "add_rms_norm": (
@@ -99,14 +99,14 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize(("run", "reference", "tensors", "options"), OPTIONS.values(), ids=OPTIONS)
-def test_every_option_is_handed_on(run: Callable, reference: Callable, tensors: list[Tensor], options: dict):
+def test_every_option_is_passed_on(run: Callable, reference: Callable, tensors: list[Tensor], options: dict):
     results, expected = as_list(run(*tensors, **options)), as_list(reference(*tensors, **options))
     assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
     for name in options:
         others = {key: value for key, value in options.items() if key != name}
         if name == "from_logits":
             others.pop("temperature")
-        if name == "sections":  # the tables have one axis more with them
+        if name == "sections":  # The tables have one more axis then.
             others["sections"] = (1, 1, 2)
         plain = as_list(run(*tensors, **others))
         pairs = zip(plain, results, strict=True)

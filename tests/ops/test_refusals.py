@@ -22,7 +22,7 @@ pytestmark = pytest.mark.no_interpreter("every check comes before a kernel is ch
 
 
 class _Object:
-    """A value of a type that no op has heard of."""
+    """A value of a type that no op knows."""
 
 
 VALUES: dict[str, object] = {
@@ -61,7 +61,7 @@ VALUES: dict[str, object] = {
     "empty tensor": torch.empty(0, device=DEVICE),
     "tensor of complex numbers": torch.ones(3, dtype=torch.complex64, device=DEVICE),
 }
-# Made of the tensor that the argument is.
+# These values are made from the tensor that the argument is.
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "meta": lambda x: x.to("meta"),
     "bool": lambda x: x.bool(),
@@ -121,7 +121,7 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "ValidRows": {"target": TARGET},
     "AdamW": {"params": [_parameter(3)]},
 }
-# Of a module: what its constructor takes, what its call takes, and the options that its constructor hides in **options.
+# For each module: the arguments of its constructor and of its call, and the options in its constructor's **options.
 MODULES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "RMSNorm": ({"normalized_shape": 8}, {"x": X}, "device dtype"),
     "LayerNorm": ({"normalized_shape": 8}, {"x": X}, "device dtype"),
@@ -149,7 +149,7 @@ COMPUTED_BY = {
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "Softmax": "softmax", "CrossEntropyLoss": "cross_entropy",
     "LinearCrossEntropyLoss": "linear_cross_entropy", "KLDivLoss": "kl_div", "JSDLoss": "jsd", "TVDLoss": "tvd",
 }  # fmt: skip
-# They are tested with what they are about: models, blocks of code, and results.
+# Other files test these, because they take models or blocks of code, or are results.
 ELSEWHERE = {"patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput"}
 
 FLAG = {"True", "False"}
@@ -205,13 +205,13 @@ OF_OP: dict[tuple[str, str], set[str]] = {
     ("rope", "k"): OPTIONAL | FLOAT,
     ("rope", "dtype"): OPTIONAL | {"torch.float32", "torch.float16"},
     ("qk_norm_rope", "k"): FLOAT,
-    # The number of rows that count needs a tensor with values, of any shape.
+    # Counting the valid rows needs a tensor with values, of any shape.
     ("ValidRows", "target"): {"scalar of int", "one dimension more", "one dimension less", "one element more"},
 }  # fmt: skip
 
 
 def _calls() -> dict[str, tuple[str, Callable, dict[str, object], list[str]]]:
-    """By the name of the test: the op, the call, the arguments of one that works, and the parameters to try."""
+    """Return, by test id: the op, the call, arguments that work, and the parameters that the signature hides."""
     calls = {}
     for name, arguments in FUNCTIONS.items():
         calls[name] = name, getattr(tigon, name), arguments, HIDDEN.get(name, "").split()
@@ -238,7 +238,7 @@ def _tensors(arguments: dict[str, object]) -> list[Tensor]:
 
 
 def _fresh(arguments: dict[str, object]) -> dict[str, object]:
-    """Copies of the tensors, because a call that works may write to them on request."""
+    """Return the arguments with copies of the tensors, because a call that works may write to them on request."""
 
     def copy(x: object) -> object:
         if not isinstance(x, Tensor):
@@ -251,7 +251,7 @@ def _fresh(arguments: dict[str, object]) -> dict[str, object]:
 
 
 def _attempts(run: Callable, arguments: dict[str, object], hidden: list[str]) -> list[tuple[str, str, object]]:
-    """Parameter, name of the value and value."""
+    """Return the attempts: each is a parameter, the name of a value, and the value."""
     parameters = inspect.signature(run).parameters.values()
     names = [p.name for p in parameters if p.kind is not p.VAR_KEYWORD] + hidden
     attempts = [(name, kind, value) for name in names for kind, value in VALUES.items()]
@@ -261,7 +261,8 @@ def _attempts(run: Callable, arguments: dict[str, object], hidden: list[str]) ->
     return attempts
 
 
-@pytest.mark.filterwarnings("ignore")  # torch's, of deprecated arguments; a loss that has no backward
+# Torch warns of deprecated arguments, and of a loss that has no backward.
+@pytest.mark.filterwarnings("ignore")
 @every_call
 def test_an_argument_is_documented_or_refused(op, run, arguments, hidden):
     beginnings = tuple(f"{name}: " for name in (op, COMPUTED_BY.get(op)) if name)

@@ -219,8 +219,8 @@ def test_sums_over_rows_in_blocks_of_columns_are_the_same(n, monkeypatch):
 @pytest.mark.kernels
 @pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_what_a_wide_row_does_not_keep_is_read_again(offset, keeps_row, monkeypatch):
-    """From 16384 features on the backward reads the weight again for every tile, and perhaps the row."""
+def test_accuracy_of_wide_rows_that_are_read_again(offset, keeps_row, monkeypatch):
+    """From 16384 features on, the backward reads the weight again for every tile, and with some configs the row."""
     heuristic = Config.heuristic
     config = lambda *args: dataclasses.replace(heuristic(*args), keeps_w=False, keeps_row=keeps_row)
     monkeypatch.setattr(Config, "heuristic", config)

@@ -144,7 +144,7 @@ def test_a_strided_weight_gets_a_dense_gradient():
     assert torch.equal(made, _sum(parts).to(BF16))
 
 
-# --- fp64, whose sums are finer than what `acc_dtype` asks for ---------------------------------------
+# --- fp64, whose sums are finer than the requested `acc_dtype` ---------------------------------------
 
 FP64 = {
     "one chunk": {},
@@ -156,7 +156,7 @@ FP64 = {
 
 
 def _of_fp64(vocabulary: int, **options) -> list[Tensor]:
-    """The loss and the gradients of hidden states, weight and bias."""
+    """Return the loss and the gradients of hidden states, weight and bias."""
     generator = torch.Generator().manual_seed(vocabulary)
     shapes = (600, 8), (vocabulary, 8), (vocabulary,)
     tensors = [torch.randn(s, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_() for s in shapes]
@@ -172,7 +172,7 @@ def _of_fp64(vocabulary: int, **options) -> list[Tensor]:
 @pytest.mark.parametrize("vocabulary", [100, 129, 257, 300])
 @pytest.mark.parametrize("options", FP64.values(), ids=FP64)
 def test_a_sum_in_fp32_changes_nothing_for_fp64(options, vocabulary):
-    """Summed in the half-precision layout of two fp32 halves, fp64 would lose digits, and has no room for them."""
+    """The layout for half precision splits an fp32 sum into two halves. fp64 does not fit, and would lose digits."""
     asked, plain = _of_fp64(vocabulary, acc_dtype=torch.float32, **options), _of_fp64(vocabulary, **options)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(asked, plain, strict=True))
     assert {g.dtype for g in asked[-3:]} == {torch.float64}
@@ -180,7 +180,7 @@ def test_a_sum_in_fp32_changes_nothing_for_fp64(options, vocabulary):
 
 @pytest.mark.parametrize("buffer_dtype", [torch.float64, torch.float32], ids=str)
 def test_a_sum_in_fp32_that_is_added_to_fp64(buffer_dtype):
-    """With accumulate_grad the buffer is in fp64, or an fp32 `main_grad`: each is as fine as was asked for."""
+    """With accumulate_grad the buffer is fp64, or an fp32 `main_grad`. Both are at least as fine as requested."""
     x, weight = (torch.ones(n, 8, dtype=torch.float64, device=DEVICE) for n in (4, 257))
     weight.requires_grad_()
     target = torch.arange(4, device=DEVICE)
@@ -197,7 +197,7 @@ def test_a_sum_in_fp32_that_is_added_to_fp64(buffer_dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("v", [7, 64, 128, 300])
-def test_only_half_precision_is_summed_elsewhere(v, dtype):
+def test_only_half_precision_splits_its_sum(v, dtype):
     weight = torch.zeros(v, 3, dtype=dtype, device=DEVICE)
     total = WeightGradient(weight, in_fp32=True)
     assert total.split == (dtype == torch.float16)

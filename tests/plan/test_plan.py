@@ -323,13 +323,13 @@ def test_a_sequence_beyond_the_positions_is_refused(config, positions, name):
 
 
 @pytest.mark.parametrize("config", UNBOUNDED.values(), ids=UNBOUNDED)
-def test_computed_positions_do_not_end(config):
+def test_computed_positions_have_no_limit(config):
     model, _ = build(config, attention=None)
     assert find_position_table(model, 256) is None
 
 
 def test_a_table_that_no_token_reads_is_no_limit():
-    """As many words of another kind as there are positions."""
+    """The model has an embedding of another kind, with as many rows as there are positions."""
     model = tiny(max_position_embeddings=64)
     model.model.other_words = torch.nn.Embedding(64, 8, device="meta")
     assert find_position_table(model, 128) is None
@@ -376,7 +376,8 @@ def test_command(run, tmp_path):
 
 
 def test_the_last_line_names_the_json_file(run, tmp_path):
-    file = tmp_path / ("long" * 40 + "[bold]" + ".json")  # longer than the terminal, and no markup
+    # The name is longer than the terminal, and must not be read as markup.
+    file = tmp_path / ("long" * 40 + "[bold]" + ".json")
     arguments = ["--seq", "128", "--batch", "1", "--gpu-memory", "1.1", "--json", str(file)]
     if importlib.util.find_spec("matplotlib"):
         arguments += ["--plot", str(tmp_path / "x.svg")]
@@ -388,7 +389,7 @@ def test_the_last_line_names_the_json_file(run, tmp_path):
 
 @pytest.mark.parametrize("arguments", [(), ("--batch", "64")], ids=["one sequence", "a batch"])
 def test_nothing_fits_is_another_exit_code(run, tmp_path, arguments):
-    """What was found is written all the same."""
+    """The results are written all the same."""
     file = tmp_path / "plan.json"
     memory = ("--gpu-memory", "0.02" if not arguments else "0.1", "--reserve", "0")
     result = run("--seq", "2048", *arguments, *memory, "--json", str(file))
@@ -397,9 +398,10 @@ def test_nothing_fits_is_another_exit_code(run, tmp_path, arguments):
     assert json.loads(file.read_text())["recommended"] is None
 
 
-def test_a_longer_sequence_than_the_config_names_is_said(run, tmp_path):
+def test_a_note_says_that_the_sequence_is_longer_than_the_config_names(run, tmp_path):
     file = tmp_path / "plan.json"
-    result = run("--seq", "4096", "--batch", "1", "--gpu-memory", "3", "--json", str(file))  # Llama's default: 2048
+    # Llama has 2048 positions by default.
+    result = run("--seq", "4096", "--batch", "1", "--gpu-memory", "3", "--json", str(file))
     assert result.exit_code == 0, result.output
     assert "The config names 2,048 positions." in result.output
     assert json.loads(file.read_text())["notes"][0].startswith("The config names 2,048 positions.")
@@ -423,8 +425,8 @@ def _rows(fits):
 
 @pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not"])
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 100, 140])
-def test_no_terminal_cuts_a_name(width, fits):
-    """They are what `memory=` takes. From 60 columns on, headings and numbers are whole too."""
+def test_names_of_levels_are_whole_at_every_width(width, fits):
+    """A user copies them into `memory=`. From 60 columns on, headings and numbers are whole too."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
     settings = Settings(131072, gpus=8, batch=1)
     print_plan(console, "Llama-3-8B", _rows(fits), settings, batch_given=False)

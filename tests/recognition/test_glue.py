@@ -254,7 +254,7 @@ def test_every_form_means_the_same(form):
     assert made.__defaults__ == stock.__defaults__
 
 
-def test_what_cannot_be_read_says_so():
+def test_source_that_cannot_be_read_is_reported():
     scope = {}
     exec(textwrap.dedent("""
         def forward(self, a, b):

@@ -1,4 +1,4 @@
-"""A forward that is no function of its inputs and settings stays; a setting that changes is seen in the next call."""
+"""A forward that is no function of its inputs and settings stays stock. A changed setting is used in the next call."""
 
 import collections
 import copy
@@ -200,7 +200,7 @@ def uses_a_cell():
     ],
     ids=lambda f: f.__name__,
 )
-def test_a_forward_that_writes_stays_and_says_where(act):
+def test_a_forward_that_writes_state_stays_stock_with_a_reason(act):
     mlp = variant("Impure", act=act)()
     mlp.push = mlp.log.append
     with pytest.warns(UserWarning, match="nothing was replaced"):
@@ -208,7 +208,7 @@ def test_a_forward_that_writes_stays_and_says_where(act):
     (entry,) = report.left_alone
     assert entry.part == "glu"
     assert "its forward" in entry.detail
-    # No probe has reached the user's objects.
+    # No probe has changed the user's objects.
     assert mlp.log == []
     assert not mlp.statistics
     assert COUNTS == {"calls": 0}
@@ -222,7 +222,7 @@ def test_the_reason_names_the_attribute_and_the_line():
     assert entry.detail == f"its forward writes .last (sets_attribute, test_guard.py:{line})"
 
 
-def test_a_forward_that_writes_its_input_stays():
+def test_a_forward_that_writes_its_input_stays_stock():
     class Clamps(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -265,7 +265,7 @@ def iterator(mlp):
 
 
 @pytest.mark.parametrize("source", [own_generator, numpy_generator, numpy_module, python_random, iterator])
-def test_a_forward_with_a_state_that_cannot_be_watched_stays(source):
+def test_a_forward_whose_state_cannot_be_watched_stays_stock(source):
     mlp = MLP()
     mlp.__class__ = variant("Random", act=source(mlp))
     before = random.getstate(), np.random.get_state()[1].tolist()
@@ -576,7 +576,7 @@ CHANGES = [
 
 @pytest.fixture
 def unchanged(monkeypatch):
-    """What a test changes of this file, of torch and of the class is put back."""
+    """Undo the changes that a test makes to this file, to torch and to the class."""
     monkeypatch.setitem(globals(), "SCALE", 1.0)
     monkeypatch.setitem(globals(), "activation", activation)
     monkeypatch.setattr(F, "silu", F.silu)
@@ -624,7 +624,7 @@ def test_a_pickled_module_sees_changes(change, unchanged):
     assert torch.equal(model[0](x), Pickled.forward(model[0], x))
 
 
-def test_a_change_between_pickling_and_loading_is_seen(unchanged):
+def test_a_change_between_pickling_and_loading_is_used(unchanged):
     model = nn.ModuleList([Pickled()])
     tigon.patch(model)
     data = pickle.dumps(model)
@@ -637,7 +637,7 @@ def guard_of(module: nn.Module) -> Guard:
     return vars(module)["forward"].guard
 
 
-def test_a_setting_that_is_put_back_is_the_same_again():
+def test_the_op_runs_again_after_a_setting_is_put_back():
     model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
     tigon.patch(model)
     model[0].table[0] = 2.0
@@ -663,7 +663,7 @@ def test_what_the_forward_does_not_read_is_no_change():
     assert guard_of(model[0]).check is check, "the state was read anew"
 
 
-def test_hundreds_of_settings_are_too_many_to_check():
+def test_a_forward_that_reads_hundreds_of_settings_stays_stock():
     mlp = MLP()
     mlp.table = [1.0] * 500
     mlp.__class__ = variant("Table", act=lambda self, x: F.silu(x) * self.table[7])
@@ -702,7 +702,7 @@ UNUSUAL = {
 
 
 @pytest.mark.parametrize("compute", UNUSUAL.values(), ids=UNUSUAL)
-def test_norms_that_differ_at_unusual_values_stay(compute):
+def test_norms_that_differ_at_unusual_values_stay_stock(compute):
     norm = type("Unusual", (Norm,), {"compute": compute})()
     with pytest.warns(UserWarning, match="nothing was replaced"):
         report = tigon.patch(norm)
@@ -720,13 +720,13 @@ UNUSUAL_MLPS = {
 
 
 @pytest.mark.parametrize("finish", UNUSUAL_MLPS.values(), ids=UNUSUAL_MLPS)
-def test_mlps_that_differ_at_unusual_values_stay(finish):
+def test_mlps_that_differ_at_unusual_values_stay_stock(finish):
     with pytest.warns(UserWarning, match="nothing was replaced"):
         report = tigon.patch(nn.ModuleList([variant("Unusual", finish=finish)()]))
     assert report.left_alone[0].detail == "computes something else than silu, gelu or gelu-tanh gates"
 
 
-def test_an_mlp_that_takes_three_dimensions_only_is_asked_for_those():
+def test_an_mlp_that_takes_only_three_dimensions_is_replaced_for_these():
     def finish(self, y):
         batch, length, width = y.shape
         return y.view(batch, length, width)

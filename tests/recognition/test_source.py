@@ -1,4 +1,4 @@
-"""Forwards are rewritten only from the source of the loaded code, and only where nobody can tell the difference."""
+"""Forwards are rewritten only from the source of the loaded code, and only where the results cannot differ."""
 
 import copy
 import functools
@@ -50,7 +50,7 @@ NUMBERS = itertools.count()
 
 @pytest.fixture
 def write(tmp_path, monkeypatch):
-    """A function that writes a module's file and imports it under a name of its own."""
+    """Return a function that writes the file of a Python module and imports it under a new name."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -182,14 +182,14 @@ class Hidden(Decorated):
 
 
 def seen_norms(monkeypatch) -> list[int]:
-    """How often the rewritten statements of a norm and its residual run."""
+    """Return a list that grows whenever the rewritten statements of a norm and its residual run."""
     calls, stock = [], tigon.recognition.glue.norm_pass
     monkeypatch.setattr(tigon.recognition.glue, "norm_pass", lambda *args: calls.append(1) or stock(*args))
     return calls
 
 
 @pytest.mark.parametrize(("cls", "times"), [(Wrapped, 1), (Decorated, 2)])
-def test_what_a_wrapper_holds_is_rewritten_and_the_wrapper_runs(monkeypatch, cls, times):
+def test_a_wrapped_forward_is_rewritten_and_the_wrapper_runs(monkeypatch, cls, times):
     calls, ours, x = seen_norms(monkeypatch), cls(), torch.randn(3, 16)
     stock = copy.deepcopy(ours)
     report = tigon.patch(ours)
@@ -222,12 +222,12 @@ def test_another_forward_that_is_set_later_runs(monkeypatch):
     assert not calls
 
 
-def test_a_wrapper_that_does_not_tell_what_it_wraps_is_reported():
+def test_a_decorator_without_functools_wraps_is_reported():
     (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "glue")
     assert entry.detail == "its forward is behind a decorator that does not tell what it wraps"
 
 
-# --- residuals that are used otherwise -------------------------------------------------------------
+# --- residuals with other uses ---------------------------------------------------------------------
 
 
 class Layer(nn.Module):
@@ -324,7 +324,7 @@ OTHERS.remove("double")
 
 @pytest.mark.parametrize("name", OTHERS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_residual_that_is_used_otherwise_is_what_it_was(name, dtype):
+def test_a_residual_with_other_uses_has_the_stock_results(name, dtype):
     torch.manual_seed(0)
     stock = type("Used", (Layer,), {"forward": vars(Layer)[name]})().to(dtype)
     ours, upstream = copy.deepcopy(stock), torch.randn(6, 16, dtype=dtype)
@@ -339,7 +339,7 @@ def test_a_residual_that_is_used_otherwise_is_what_it_was(name, dtype):
             y = layer(1 * x)
             sum((part * upstream).sum() for part in (y if isinstance(y, tuple) else (y,))).backward()
             results.append(x.grad)
-        except RuntimeError as error:  # fp32: stock's norm saves the residual itself
+        except RuntimeError as error:  # In fp32 the stock norm saves the residual itself.
             assert dtype == torch.float32
             results.append(str(error).split(":")[0])
     if isinstance(results[0], str):
@@ -361,7 +361,7 @@ def test_a_norm_whose_input_is_overwritten_keeps_its_forward(name):
     assert entry.detail.startswith("its input is changed in place afterwards (Used, line ")
 
 
-def test_what_is_overwritten_before_the_norm_is_no_matter():
+def test_a_write_before_the_norm_does_not_matter():
     def forward(self, x):
         y = self.a(x)
         y += x

@@ -1,5 +1,7 @@
-"""`tigon.patch("llama")`: every model of a type is patched at the end of its constructor, or of `from_pretrained` or
-`from_config` around it: weights are loaded, tied, quantised and placed by then, as if its user had patched it.
+"""`tigon.patch("llama")`: patch every model of a type when it is built.
+
+The patch runs at the end of the outermost of the constructor, `from_pretrained` and `from_config`. Weights are loaded,
+tied, quantised and placed by then, as they are when a user patches the model.
 """
 
 import difflib
@@ -38,26 +40,28 @@ def config_class(model_type: str, rule: str) -> type:
 
 
 def _classes(config: type) -> list[type]:
-    """The model classes that are built from a config of this class."""
+    """Return the model classes that are built from a config of this class."""
     from transformers import PreTrainedModel
     from transformers.models.auto import modeling_auto
 
     mappings = [m for m in vars(modeling_auto).values() if isinstance(m, type(modeling_auto.MODEL_MAPPING))]
-    found: list[type] = [PreTrainedModel] if any(m[config] for m in mappings if config in m) else []  # imports its file
+    # Reading `m[config]` imports the file of the model.
+    found: list[type] = [PreTrainedModel] if any(m[config] for m in mappings if config in m) else []
     for cls in found:
         found += [sub for sub in cls.__subclasses__() if sub not in found]
     return [cls for cls in found if getattr(cls, "config_class", None) is config]
 
 
 class Builds:
-    """Builds of models of a type: the outermost constructor of each ends with `patch`, as long as this is active."""
+    """Wrap the constructors of a model type: while `active`, the outermost constructor of each model calls `patch`."""
 
     def __init__(self, config: type, patch: Callable[[nn.Module], Report], report: Report) -> None:
         self.config, self.patch, self.report, self.active = config, patch, report, True
-        self.thread = threading.local()  # its `building`: whether a constructor runs
+        # `thread.building` is True while a constructor runs in this thread.
+        self.thread = threading.local()
 
     def wrap(self, cls: type, name: str) -> Callable[[], None]:
-        """Wrap a constructor of `cls`; returns what unwraps it, unless somebody has wrapped it since."""
+        """Wrap a constructor of `cls`; return a function that unwraps it, unless somebody has wrapped it since."""
         own, stock = vars(cls).get(name), inspect.getattr_static(cls, name)
 
         @functools.wraps(function := getattr(stock, "__func__", stock))
@@ -69,7 +73,8 @@ class Builds:
                 self.thread.building = not outermost
             model = subject if result is None else result[0] if isinstance(result, tuple) else result
             if self.active and outermost and model.config.model_type == self.config.model_type:
-                made, report = self.patch(model), self.report  # the undo of what was made would keep the model
+                # Only the entries are copied: the new report's `undo` would keep the model alive.
+                made, report = self.patch(model), self.report
                 report.model, report.empty = f"every new {self.config.model_type}, the last a {made.model}", made.empty
                 report.entries, report.notes = made.entries, [NOTE, *made.notes]
             return result
@@ -85,7 +90,7 @@ class Builds:
 
 
 def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
-    """Let `patch` run on every new model of the type. The report is that of the last one; `restore()` ends it."""
+    """Let `patch` run on every new model of the type. The report describes the last one; its `restore()` ends this."""
     config, report = config_class(model_type, "patch: model must be a model type"), Report(f"every new {model_type}")
     if model_type in ACTIVE:
         report.notes.append("models of this type are patched when they are built already: nothing was changed")

@@ -1,9 +1,9 @@
-"""Say it once if the forward that `tigon.patch` gave a model is no longer the one that runs.
+"""Warn once if a model no longer runs the forward that `tigon.patch` gave it.
 
 A trainer may give a causal language model another forward after the patch: TRL's puts a function there that calls the
-model's body and computes the loss by itself. Norms, MLPs and attentions stay patched, but neither the loss in the head
-nor a block of `tigon.lean` around the model is entered then, and no number would show it. So the body of such a model
-looks, at each call, whether the model still has its forward.
+model's body and computes the loss by itself. Norms, MLPs and attentions stay patched. But the loss in the head and the
+block of `tigon.lean` around the model are not used then, and no result would show that. Therefore the body of a patched
+model checks at each call that the model still has the forward that it was given.
 """
 
 import functools
@@ -21,7 +21,7 @@ __all__ = ["watch_entry"]
 
 
 def _leads_to_replacement(function: Any) -> bool:
-    """Whether a forward is a replacement, or a wrapper of one: accelerate wraps forwards, and binds them."""
+    """Return True if a forward is a replacement or wraps one. accelerate wraps forwards, and binds them."""
     for _ in range(8):
         if isinstance(function, Replacement) or hasattr(function, "is_replacement"):
             return True
@@ -33,10 +33,10 @@ def _leads_to_replacement(function: Any) -> bool:
 
 
 class WatchedBody:
-    """Recipe for the body of a model: the forward that it has, and a look at the forward of the model around it."""
+    """Recipe for the body of a model: it checks the forward of the model, then runs the forward that the body had."""
 
     def __init__(self, model: nn.Module | None, lost: str, inner: Callable | None) -> None:
-        # A copy of the body does not know which model it is in, and looks at nothing.
+        # A copy of the body does not know which model it belongs to, and checks nothing.
         self.model = None if model is None else weakref.ref(model)
         self.lost, self.inner = lost, inner
 
@@ -68,9 +68,9 @@ class WatchedBody:
 
 
 def watch_entry(model: nn.Module, lost: str) -> Callable[[], None]:
-    """Let the body of a patched model look whether the model keeps its forward; returns the function that undoes it.
+    """Let the body of a patched model check that the model keeps its forward; return the function that undoes this.
 
-    `lost` says what is not used without it, as the beginning of a clause: "the loss in its head is".
+    `lost` names the features that only this forward has, as the beginning of a clause: "the loss in its head is".
     """
     body = getattr(model, "base_model", None)
     if not isinstance(body, nn.Module) or body is model or find_replacement(model) is None:

@@ -1,4 +1,4 @@
-"""`tigon.patch(model, memory=...)`: how much a model keeps for backward, one word a level."""
+"""`tigon.patch(model, memory=...)`: levels of how much a model saves for backward, each named by one word."""
 
 import functools
 import inspect
@@ -18,9 +18,10 @@ __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
 
 @dataclass(frozen=True)
 class Level:
-    """What a level does to a model: its forward in a block of `lean` with these options, or its own checkpointing."""
+    """A level of memory: the model's forward in a block of `lean` with these options, or the model's checkpointing."""
 
-    note: str = ""  # in the report
+    # The report shows it.
+    note: str = ""
     lean: bool = False
     mlp: bool = False
     offload: bool = False
@@ -47,7 +48,7 @@ LEVELS = {
 
 @dataclass(frozen=True, eq=False)
 class LeanForward:
-    """Recipe for a model's forward: that of its class, or of another recipe, in a block of `lean`."""
+    """Recipe that runs the forward of the model's class, or another recipe, in a block of `lean`."""
 
     inner: Callable | None = None
     mlp: bool = False
@@ -65,14 +66,14 @@ def _reason(model: nn.Module, level: str) -> str | None:
 
 
 def refusal(model: nn.Module, level: str) -> str | None:
-    """Why a level cannot be had of a model, and which can; or None."""
+    """Return why a model cannot have a level, and which levels it can have; None if it can have this one."""
     if (reason := _reason(model, level)) is None:
         return None
     return f"{reason}; {', '.join(repr(name) for name in LEVELS if _reason(model, name) is None)} can"
 
 
 def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
-    """Give a model a level that is not refused; returns the function that undoes it, and a note of what was done."""
+    """Apply a level that `refusal` allows; return the function that undoes it, and a note for the report."""
     if not LEVELS[level].checkpoint:
         return _make_lean(model, LEVELS[level]), LEVELS[level].note
     undo, left_out, kept = _switch_on(model)
@@ -98,7 +99,7 @@ def _no_lean(model: nn.Module) -> str | None:
 
 
 def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
-    """Let the model's forward, which may be replaced already, run in `lean`."""
+    """Let the model's forward, which may be replaced already, run in a block of `lean`."""
     replaced = find_replacement(model)
     if replaced is None:
         return install(model, LeanForward(None, level.mlp, level.offload))
@@ -113,13 +114,14 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
 
 SWITCHES = "gradient_checkpointing", "_gradient_checkpointing_func"
 HOOKS = "_require_grads_hooks", "_require_grads_hook"
-# Of more than so many layers' parameters. By `tigon plan`, the last layer left out changes the peak of a step at this
-# level by -2 % to +2 % up to there (Llama-3-8B, Llama-3.2-1B, Qwen3-4B), and by +2 % to +14 % from 8 on.
+# A head is large if it has more than this many times the parameters of a layer. By `tigon plan`, running the last layer
+# once changes the peak of a step by -2 % to +2 % at ratios up to 5 (Llama-3-8B, Llama-3.2-1B, Qwen3-4B), and by +2 % to
+# +14 % at ratios from 8 on.
 LARGE_HEAD = 5
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost models of transformers in a module, which may wrap them."""
+    """Yield the outermost models of transformers in a module. The module may be one of them, or wrap them."""
     if hasattr(type(module), "gradient_checkpointing_enable"):
         yield module
     else:
@@ -145,10 +147,11 @@ def _no_checkpoint(model: nn.Module) -> str | None:
 
 
 def _last_layer(owner: nn.Module) -> nn.Module | None:
-    """The last of a model's only stack of layers, or of its decoder's, if it may keep what it needs for backward.
+    """Return the last layer if it should run once and save what it needs for backward; None otherwise.
 
-    Its backward comes first, so running it again would take the same memory a moment later: after the head and its
-    loss. These take less than a layer does in backward, unless the vocabulary is large and the layers are small.
+    The model, or its decoder, must have exactly one stack of layers. The backward of the last layer comes first, so
+    recomputing it would take the same memory a moment later, after the head and its loss. These take less than a layer
+    does in backward, unless the vocabulary is large and the layers are small.
     """
     if _lean_refused():
         return None
@@ -166,18 +169,21 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def once(function: Callable, *args: Any) -> Any:
-    """In place of a layer's checkpointing: a call in a block of `lean`."""
+    """Call a layer once, in a block of `lean`. This takes the place of the function that checkpoints it."""
     with lean():
         return function(*args)
 
 
 def _is_innermost(module: nn.Module) -> bool:
-    """Whether a module has the switch, and nothing in it has."""
+    """Return True if a module has the switch `gradient_checkpointing`, and no module in it has."""
     return hasattr(module, SWITCHES[0]) and sum(hasattr(m, SWITCHES[0]) for m in module.modules()) == 1
 
 
 def _not_repeatable(layer: nn.Module) -> str | None:
-    """Why a layer must not run twice: a module in it, of neither torch nor a known library, is no pure function."""
+    """Return why a layer must not run twice: a module in it writes or reads state that a second run would change.
+
+    Modules of the packages in `REPEATING` are not checked. None means that the layer may run twice.
+    """
     for name, module in layer.named_modules():
         if type(module).__module__.partition(".")[0] not in REPEATING:
             reach = explore(module)
@@ -187,10 +193,13 @@ def _not_repeatable(layer: nn.Module) -> str | None:
 
 
 def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
-    """Let the layers be checkpointed, not reentrant, by the model's own switch.
+    """Let the layers be checkpointed by the model's own switch, without reentrant backward.
 
-    Returns the function that undoes it, whether the last layer was left out, and the reasons why other layers were.
-    Where checkpointing is on already it stays as it is.
+    A model that is checkpointed already stays as it is.
+
+    Returns:
+        The function that undoes it; True if the last layer is not checkpointed; for every other layer that is not
+        checkpointed, the reason.
     """
     undo, kept = [], []
     for owner in _owners(model):
@@ -201,7 +210,7 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
         ]
         hooks = {key: vars(owner).pop(key) for key in HOOKS if key in vars(owner)}
         owner.gradient_checkpointing_enable({"use_reentrant": False})
-        # Inputs of layers need no gradients for that; the hooks that see to it would stay.
+        # Without reentrant backward, inputs of layers need no gradients. The hooks that give them some are removed.
         for hook in vars(owner).get(HOOKS[0], ()):
             hook.remove()
         for key in HOOKS:
@@ -219,7 +228,7 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
 
 
 def _give_back(module: nn.Module, before: dict[str, Any], ours: Callable) -> None:
-    """Undo the switch of a module, unless somebody has switched since."""
+    """Restore the switch of a module, unless somebody has changed it since."""
     if vars(module).get(SWITCHES[1]) is ours:
         for key in SWITCHES:
             vars(module).pop(key, None)

@@ -1,4 +1,4 @@
-"""`tigon.patch`: find what a model computes that Tigon computes better, and let it."""
+"""`tigon.patch`: recognise the modules of a model that compute what an op computes, and replace them."""
 
 import contextlib
 import functools
@@ -25,7 +25,8 @@ from tigon.requirements import require_for
 
 __all__ = ["patch", "patched"]
 
-# How a module is recognised (a recipe, a reason why not, or None) and how what was found is installed.
+# For each part: the function that recognises a module (it returns a recipe, a reason why not, or None), and the
+# function that installs the recipe.
 PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
     "rms_norm": (recognise_norm, install_guarded),
     "layer_norm": (recognise_norm, install_guarded),
@@ -41,7 +42,7 @@ MEMORY = tuple(LEVELS)
 
 
 def _choose(options: dict[str, Any]) -> list[str]:
-    """The parts asked for, in the order of the report; refuses what is no option."""
+    """Return the requested parts in the order of the report; refuse unknown options and wrong values."""
     for name, value in options.items():
         if name not in OPTIONS:
             raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
@@ -53,59 +54,66 @@ def _choose(options: dict[str, Any]) -> list[str]:
     return [name for name in PARTS if options.get(name, True)]
 
 
-JOINED = RopeRecipe, GlueRecipe  # recipes that run the code of a module's class, and may both do so
+# These recipes run the code of a module's class, and one module may have both.
+JOINED = RopeRecipe, GlueRecipe
 
 
 def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
-    """Two recipes for one module as one, if they can be."""
+    """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
     ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.glue]
     both = len(ropes) == 1 and any(isinstance(r, GlueRecipe) for r in (before, recipe))
     return ropes[0].with_glue() if both else None
 
 
 def _lost(level: str, is_fused: bool) -> str:
-    """What a model with another forward does without."""
+    """Name the features that a model loses with another forward, as the beginning of a clause."""
     words = ["the loss in its head"] * is_fused + [f"memory={level!r}"] * LEVELS[level].lean
     return f"{' and '.join(words)} {'are' if len(words) > 1 else 'is'}"
 
 
 def patch(model: nn.Module | str, **options: Any) -> Report:
-    """Replace, in this instance only, what computes what an op of Tigon computes, to the bit.
+    """Replace the modules of this instance that compute, bit for bit, what an op of Tigon computes.
 
-    Modules are recognised by running small twins of them, so the model may be of any class, on any device or on meta,
-    and moved, trained, compiled, copied and saved afterwards as before. Whatever differs keeps its own code.
+    Modules are recognised by running small copies of them, so the model may be of any class, and on any device or on
+    meta. It can be moved, trained, compiled, copied and saved afterwards as before. A module that computes anything
+    else keeps its own code. A replaced module checks at every call that nothing that its forward reads has changed, and
+    runs its own code otherwise.
 
     Args:
-        model: Any module; a causal language model of transformers profits most. Or a model type, "llama": every model
-            of that type is patched when it is built from now on, until the report's `restore()`; what was built before
-            stays stock, what was built in between stays patched.
+        model: Any module; a causal language model of transformers profits most. Or a model type such as "llama": from
+            now on, until the report's `restore()`, every model of that type is patched when it is built. Models that
+            were built before stay stock, and models that were built in between stay patched.
         rms_norm: RMS norms, also gated ones.
         layer_norm: Layer norms.
         glu: Gated MLPs.
         relu2: Squared ReLUs.
         experts: Experts of a mixture whose weights are one tensor.
         rope: Rotary embeddings of attentions.
-        glue: What stands between: the sum of a residual and the norm after it, linear layers of one input. The source
-            of a layer's forward is rewritten for it, and runs the stock statements wherever they do more.
-        loss: The head and the loss of a causal language model: in training mode with labels, the loss is computed in
-            the head without holding the logits, and `logits` of the output raises when it is used. So it is in any mode
-            where `skip_logits=True` is given to the model's call (then also with `shift_labels` alone), and in none
-            with `skip_logits=False`. Evaluation, generation, calls without labels or with `logits_to_keep` stay stock,
-            and so does the loss while an adapter or a hook on the head takes part, with a warning. If the logits are
-            treated otherwise after the patch (another soft cap in the config), the loss is NaN instead of wrong; if
-            something else is computed from them, that raises at once.
-        memory: How little is kept for backward, bit for bit the same: "default"; "lean", no output of a norm or a
-            gate; "lean+mlp", nor of a gate or up projection; "checkpoint", of each layer but the last its input alone,
-            by the switch of transformers' models; "offload", as "lean+mlp", and what is left in pinned host memory.
+        glue: Statements between modules: the sum of a residual and the norm after it, and linear layers that have the
+            same input. The source of a layer's forward is rewritten for this. The stock statements run wherever the
+            norm or the linear layers do more than the op.
+        loss: The head and the loss of a causal language model. In training mode with labels, the loss is computed in
+            the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when it is used.
+            `skip_logits=True` in a call of the model asks for this in any mode (then also with `shift_labels` alone);
+            `skip_logits=False` gives logits in any mode. Evaluation, generation, and calls without labels or with
+            `logits_to_keep` stay stock. While an adapter or a hook on the head takes part, the loss is stock too, with
+            a warning. If the model scales or caps its logits in another way after the patch (another soft cap in the
+            config), the loss is NaN instead of wrong. If it computes anything else from them, it raises at once.
+        memory: The level that says how little is saved for backward. Results have the same bits at every level.
+            "default": what each part saves. "lean": also no output of a norm or a gate. "lean+mlp": also no output of
+            a gate or up projection. "checkpoint": only the input of each layer but the last, by the switch of
+            transformers' models. "offload": as "lean+mlp", with the saved tensors in pinned host memory. Modules that
+            must not be called twice run once at every level.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.restore()` undoes it.
-        A model in which nothing is recognised is not touched, and a warning says so. What is patched already is kept.
+        A model in which nothing is recognised is not touched, and a warning says so. Modules that are patched already
+        stay as they are.
 
     Raises:
         TypeError: `model` is no `torch.nn.Module`, or an option is unknown or of the wrong type.
         ImportError: The model comes from a transformers that is too old.
-        ValueError: `memory` is none of its choices or cannot be had here, or `model` is a string that is no model type.
+        ValueError: `memory` is none of its choices or is not possible here, or `model` is a string but no model type.
 
     Example:
         >>> report = tigon.patch(model, rope=False)
@@ -130,7 +138,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             if (key := (recognise, kinds[module])) not in found:
                 found[key] = recognise(module)
             recipe = found[key]
-            # What one function recognises may be one of several parts; why it did not is said once.
+            # One function may recognise several parts, and the reason why it recognises nothing is reported once.
             other = recognise in asked if isinstance(recipe, str) else getattr(recipe, "part", part) != part
             before = plan[module][1] if module in plan else installed[module]
             if recipe is None or other or (before is not None and _joined(before, recipe) is None):
@@ -145,12 +153,12 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         asked.add(recognise)
     already = sum(recipe is not None and module not in plan for module, recipe in installed.items())
     level = options.get("memory", "default")
-    # What only makes results of Tigon's ops again has nothing to do without them.
+    # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
     ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
     level = level if ours or level in ("checkpoint", "offload") else "default"
     if reason := refusal(model, level):
         raise ValueError(f"patch: memory={level!r} cannot be had of this {report.model}: {reason}")
-    # Everything is known and nothing was refused: only now is the model touched.
+    # The model is changed only now, when everything is known and nothing was refused.
     report.undo = [apply(module, recipe) for module, (apply, recipe) in plan.items()]
     if level != "default":
         undo, note = apply_level(model, level)
@@ -171,12 +179,12 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
 
 @contextlib.contextmanager
 def patched(model: nn.Module | str, **options: Any) -> Iterator[Report]:
-    """`patch` for the length of a `with` block; takes the same options and yields the report.
+    """Patch a model for the length of a `with` block. Takes the options of `patch` and yields the report.
 
     Example:
         >>> with tigon.patched(model):
         ...     train(model)
-        >>> with tigon.patched("llama"):  # what is built in the block is patched, and stays so
+        >>> with tigon.patched("llama"):  # models that are built in the block stay patched
         ...     model = AutoModelForCausalLM.from_pretrained(path)
     """
     report = patch(model, **options)

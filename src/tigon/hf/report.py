@@ -1,4 +1,4 @@
-"""What `patch` replaced in a model, what it left alone, and why."""
+"""The report of `tigon.patch`: which modules it replaced, which it left alone, and why."""
 
 import dataclasses
 from collections.abc import Callable
@@ -13,12 +13,15 @@ __all__ = ["Entry", "Report"]
 
 @dataclass
 class Entry:
-    """Modules of one class that had the same fate."""
+    """Modules of one class that were replaced by the same recipe, or left alone for the same reason."""
 
-    part: str  # one of tigon.hf.patch.PARTS
-    module: str  # class name
+    # A key of `tigon.hf.patch.PARTS`.
+    part: str
+    # The name of the class.
+    module: str
     replaced: bool
-    detail: str  # by what, or why not
+    # The recipe, or the reason why there is none.
+    detail: str
     names: list[str] = field(default_factory=list)
 
     @property
@@ -28,7 +31,7 @@ class Entry:
 
 @dataclass
 class Report:
-    """Outcome of `tigon.patch`: true if anything was replaced, as long as the modules that were.
+    """The outcome of `tigon.patch`. It is true if a module was replaced, and its length is the number of these modules.
 
     Example:
         >>> report = tigon.patch(model)
@@ -40,16 +43,17 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    empty: str = field(default="nothing patched", repr=False)  # what the title says then
+    # The title says this if nothing was replaced.
+    empty: str = field(default="nothing patched", repr=False)
 
     @property
     def replaced(self) -> list[Entry]:
-        """What now runs on Tigon."""
+        """The entries of modules that were replaced."""
         return [entry for entry in self.entries if entry.replaced]
 
     @property
     def left_alone(self) -> list[Entry]:
-        """What looked like something Tigon has, and keeps its own code."""
+        """The entries of modules that resemble what an op computes, but keep their own code."""
         return [entry for entry in self.entries if not entry.replaced]
 
     def restore(self) -> None:
@@ -58,7 +62,7 @@ class Report:
             self.undo.pop()()
 
     def add(self, part: str, module: str, replaced: bool, detail: str, name: str) -> None:
-        """Count the module `name` in."""
+        """Add the module `name` to the entry that it belongs to."""
         new = Entry(part, module, replaced, detail)
         entry = next((e for e in self.entries if dataclasses.replace(e, names=[]) == new), new)
         if entry is new:
@@ -86,7 +90,7 @@ class Report:
         return "\n".join([self._title(), *(lines if self.entries else []), *(f"note: {note}" for note in self.notes)])
 
     def table(self) -> "Table":
-        """The entries as a table of rich."""
+        """Return the entries as a table of rich."""
         from rich.table import Table
         from rich.text import Text
 

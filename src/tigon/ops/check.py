@@ -1,4 +1,4 @@
-"""Refusals that every op shares: each names the op, the rule and the value, before anything is written."""
+"""Checks of arguments for all ops. Each error names the op, the rule and the value, before anything is written."""
 
 import math
 from collections.abc import Sequence
@@ -28,11 +28,12 @@ __all__ = [
 
 _FLOATING = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-_LONGEST = 80  # characters of a value in a message
+# The number of characters that a message shows of a value.
+_LONGEST = 80
 
 
 def shown(value: object) -> str:
-    """`value` for a message, in one short line. A tensor's elements are not read, which would wait for the GPU."""
+    """Return `value` as one short line for a message. Reading the elements of a tensor would wait for the GPU."""
     if isinstance(value, Tensor):
         return f"a Tensor of shape {tuple(value.shape)}"
     # Python refuses to print an int of more than 4300 digits.
@@ -43,14 +44,14 @@ def shown(value: object) -> str:
 
 
 def tensor(op: str, **tensors: object) -> None:
-    """Each value must be a tensor."""
+    """Check that each value is a tensor."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(value).__name__}")
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
-    """Each tensor, where given, must be fp32, bf16, fp16 or (computed by the reference) fp64."""
+    """Check that each value is None or an fp32, bf16, fp16 or fp64 tensor. The reference computes fp64."""
     for name, value in tensors.items():
         if value is None:
             continue
@@ -61,13 +62,13 @@ def floating(op: str, **tensors: Tensor | None) -> None:
 
 
 def shape(op: str, name: str, value: Tensor, expected: Sequence[int]) -> None:
-    """`value` must have exactly the shape `expected`."""
+    """Check that `value` has exactly the shape `expected`."""
     if tuple(value.shape) != tuple(expected):
         raise ValueError(f"{op}: {name} must have shape {tuple(expected)}, got {tuple(value.shape)}")
 
 
 def same(op: str, attribute: str, **tensors: Tensor | None) -> None:
-    """All tensors that are given must agree in `attribute`: dtype or device."""
+    """Check that all tensors that are not None agree in `attribute`: dtype or device."""
     given = {name: getattr(value, attribute) for name, value in tensors.items() if value is not None}
     if len(set(given.values())) > 1:
         found = ", ".join(f"{name} {value}" for name, value in given.items())
@@ -75,7 +76,7 @@ def same(op: str, attribute: str, **tensors: Tensor | None) -> None:
 
 
 def integer(op: str, **tensors: Tensor) -> None:
-    """Each tensor must hold int64 (torch's dtype of class indices) or int32."""
+    """Check that each value is a tensor of int64 (torch's dtype of class indices) or int32."""
     for name, value in tensors.items():
         tensor(op, **{name: value})
         if value.dtype not in (torch.int64, torch.int32):
@@ -83,7 +84,7 @@ def integer(op: str, **tensors: Tensor) -> None:
 
 
 def flag(op: str, **flags: object) -> None:
-    """Each value must be True or False: the string "no" is true, and so is an array that holds False."""
+    """Check that each value is True or False. Truth is no criterion, because the string "no" is true."""
     for name, value in flags.items():
         if value is not True and value is not False:
             raise TypeError(f"{op}: {name} must be a bool, got {shown(value)}")
@@ -92,10 +93,10 @@ def flag(op: str, **flags: object) -> None:
 def number(
     op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, above: bool = False
 ) -> float:
-    """`value` as a float; it must be a finite number in [low, high], or in (low, high] with `above`.
+    """Return `value` as a float; check that it is a finite number in [low, high], or in (low, high] with `above`.
 
-    It must be so in fp32 too, in which kernels take numbers. A tensor is refused: its gradient would be lost, and
-    reading it would wait for the GPU.
+    Kernels take numbers in fp32, so this must hold after rounding to fp32 too. A tensor is refused: its gradient would
+    be lost, and reading it would wait for the GPU.
     """
     if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
@@ -114,7 +115,7 @@ def number(
 
 
 def size(op: str, name: str, value: object) -> int:
-    """`value` as a number of features: an int from 1 on that fits into 64 bits."""
+    """Return `value`, a number of features; check that it is a positive int of 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{op}: {name} must be an int, got {shown(value)}")
     if not 0 < value < 2**63:
@@ -123,7 +124,7 @@ def size(op: str, name: str, value: object) -> int:
 
 
 def _factory(op: str, options: dict[str, object]) -> None:
-    """`device` and `dtype` of a module's parameters."""
+    """Check the options `device` and `dtype` of a module's parameters."""
     for name in options:
         choice(op, "an option", name, ("device", "dtype"))
     floating_dtype(op, "dtype", options.get("dtype"))
@@ -134,7 +135,7 @@ def _factory(op: str, options: dict[str, object]) -> None:
 
 
 def norm_module(op: str, normalized_shape: object, factory: dict[str, object], **flags: object) -> None:
-    """What the constructor of a norm takes: N or a shape of one dimension, flags, `device` and `dtype`."""
+    """Check the arguments of a norm's constructor: N or a shape of one dimension, flags, `device` and `dtype`."""
     if isinstance(normalized_shape, (tuple, list)):
         if len(normalized_shape) != 1:
             raise ValueError(f"{op}: normalized_shape must have one dimension, got {shown(normalized_shape)}")
@@ -145,7 +146,7 @@ def norm_module(op: str, normalized_shape: object, factory: dict[str, object], *
 
 
 def mlp_module(op: str, hidden_size: object, intermediate_size: object, bias: object, factory: dict) -> None:
-    """What the constructor of an MLP takes."""
+    """Check the arguments of an MLP's constructor."""
     size(op, "hidden_size", hidden_size)
     size(op, "intermediate_size", intermediate_size)
     flag(op, bias=bias)
@@ -153,27 +154,27 @@ def mlp_module(op: str, hidden_size: object, intermediate_size: object, bias: ob
 
 
 def products(op: str, x: Tensor, **weights: Tensor) -> None:
-    """`x` and the weights that it is multiplied by must share their device and, where autocast casts nothing, dtype."""
+    """Check that `x` and its weights are on one device and, without autocast, of one dtype."""
     same(op, "device", x=x, **weights)
     if x.is_meta or not torch.is_autocast_enabled(x.device.type):
         same(op, "dtype", x=x, **weights)
 
 
 def features(op: str, x: object, count: int) -> None:
-    """`x` must be a floating-point tensor [..., count]."""
+    """Check that `x` is a tensor [..., count]."""
     tensor(op, x=x)
     if x.shape[-1:] != (count,):
         raise ValueError(f"{op}: x must end in {(count,)}, got shape {tuple(x.shape)}")
 
 
 def floating_dtype(op: str, name: str, value: object) -> None:
-    """`value`, where given, must be a dtype that the ops compute."""
+    """Check that `value` is None or a dtype that the ops compute."""
     if value is not None and not (isinstance(value, torch.dtype) and value in _FLOATING):
         raise TypeError(f"{op}: {name} must be of floating point (float32, bfloat16 or float16), got {shown(value)}")
 
 
 def ignore_index(op: str, value: object) -> int:
-    """`value` as the index of targets that do not count: an int of 64 bits."""
+    """Return `value`, the index of ignored targets; check that it is an int of 64 bits."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
@@ -182,8 +183,9 @@ def ignore_index(op: str, value: object) -> int:
 
 
 def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """`value` must be one of `choices`, and of the type of one: True and 1.0 are equal to 1, but no number of a
-    dimension. A tensor cannot be compared with a choice.
+    """Check that `value` is one of `choices` and has the type of one.
+
+    True and 1.0 equal 1, but neither is the number of a dimension. A tensor cannot be compared with a choice.
     """
     if type(value) is str and value in choices:
         return

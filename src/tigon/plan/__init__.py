@@ -1,1 +1,1 @@
-"""`tigon plan`: what a training step needs of a GPU at each level of memory, from the model's config alone."""
+"""`tigon plan`: the memory of a training step at each level, computed from the model's config alone."""

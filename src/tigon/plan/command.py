@@ -1,4 +1,4 @@
-"""`tigon plan`: its options and what is said. What it needs is loaded when it is called."""
+"""`tigon plan`: its options and its output. The modules that it needs are imported when it is called."""
 
 import json
 from pathlib import Path
@@ -12,11 +12,12 @@ from tigon.requirements import unmet
 __all__ = ["plan"]
 
 H200_GIB = 139.8
-NOTHING_FITS = 1  # exit code
+# An exit code.
+NOTHING_FITS = 1
 
 
 def _gpu_memory() -> float:
-    """GiB of the GPU here, or of an H200."""
+    """Return the GiB of the GPU of this machine, or of an H200 if there is none."""
     import torch
 
     return torch.cuda.get_device_properties(0).total_memory / 2**30 if torch.cuda.is_available() else H200_GIB
@@ -115,7 +116,7 @@ def plan(
 
 
 def _notes(config: Any, settings: Any) -> list[str]:
-    """What else to know about these settings, as sentences."""
+    """Return sentences that warn about these settings."""
     from tigon.plan.positions import configured_positions
 
     positions = configured_positions(config)

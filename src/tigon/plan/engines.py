@@ -1,4 +1,4 @@
-"""How a model is spread over GPUs, and what its optimizer takes: what an engine adds to the bytes of a step."""
+"""Count the bytes that an engine and an optimizer add to a step: shards, gathered units, buckets and states."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "none")
 
 @dataclass(frozen=True)
 class Optimizer:
-    """Of a parameter's share on one GPU: bytes kept between steps, bytes in the step alone, and bytes moved by it."""
+    """Bytes of an optimizer on one GPU: kept between steps, allocated only in its step, and moved by its step."""
 
     state: int
     temporary: int
@@ -23,7 +23,7 @@ class Optimizer:
 
 
 def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> Optimizer:
-    """Of an optimizer over parameters of these sizes (elements on one GPU) and dtype, with gradients of the same."""
+    """Return the costs of an optimizer for parameters and gradients of these sizes (elements on one GPU) and dtype."""
     n, itemsize = sum(sizes), dtype.itemsize
     if name == "none":
         return Optimizer(0, 0, 0)
@@ -51,23 +51,23 @@ def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> Optimize
 
 
 class Whole:
-    """Every GPU holds all parameters and gradients; with DDP also the buckets that gradients are exchanged in."""
+    """Every GPU holds all parameters and gradients. With DDP it also holds buckets in which gradients are reduced."""
 
     def __init__(self, model: nn.Module, gpus: int) -> None:
         self.parameters = list(model.parameters())
         trained = sum(p.nbytes for p in self.parameters if p.requires_grad)
         self.buckets = trained if gpus > 1 else 0
-        # Forward, backward; summed over all GPUs in a ring, each byte goes out and comes in about twice.
+        # Bytes in forward and in backward. A ring all-reduce sends and receives each byte about twice.
         self.exchanged = 0, 2 * trained * (gpus - 1) // gpus
 
     def start(self, ledger: Ledger) -> None:
-        """Count what is there before a step."""
+        """Count the bytes that are there before a step."""
         for p in self.parameters:
             ledger.own(p)
         ledger.add(self.buckets)
 
     def finish(self, ledger: Ledger) -> None:
-        """Count what is there when backward is over."""
+        """End the count of a step, after backward."""
 
 
 class _Unit:
@@ -83,12 +83,12 @@ class _Unit:
 class Sharded:
     """FSDP2 as accelerate sets it up: each layer is a unit, the embedding one, the last norm and the head one.
 
-    A unit is gathered when an operation takes one of its parameters, and let go when another unit is gathered, except
-    that of the head. Gradients are whole until all of a unit are there; then they are scattered.
+    A unit is gathered when an operation reads one of its parameters, and freed when another unit is gathered, except
+    the unit of the head. The gradients of a unit are whole until all are computed; then they are reduced and scattered.
     """
 
     def __init__(self, model: nn.Module, gpus: int, dtype: torch.dtype) -> None:
-        """`dtype`: of the shards of parameters and gradients; the model has that of its arithmetic."""
+        """`dtype` is that of the shards of parameters and gradients. The model has the dtype of its arithmetic."""
         self.gpus, self.itemsize = gpus, dtype.itemsize
         taken: set[int] = set()
 
@@ -110,7 +110,7 @@ class Sharded:
         self.unit_of: dict[int, _Unit] = {}
         self.gathered: dict[_Unit, int] = {}
         self.scattering = 0
-        # Forward and backward gather the parameters, backward scatters gradients.
+        # Forward and backward gather the parameters, and backward scatters the gradients.
         every = [p for u in self.units for p in u.parameters]
         total, trained = sum(p.nbytes for p in every), sum(p.nbytes for p in every if p.requires_grad)
         self.exchanged = total * (gpus - 1) // gpus, (total + trained) * (gpus - 1) // gpus
@@ -119,7 +119,7 @@ class Sharded:
         return sum(-(-p.numel() // self.gpus) for p in parameters) * self.itemsize
 
     def start(self, ledger: Ledger) -> None:
-        """Count shards, and watch what is gathered."""
+        """Count the shards, and begin to watch which units are gathered."""
         self.ledger, self.hooks = ledger, []
         for unit in self.units:
             ledger.add(self._shard(unit.parameters))
@@ -136,7 +136,7 @@ class Sharded:
         unit = self.unit_of.get(x.untyped_storage()._cdata) if x.is_meta else None
         if unit is None or unit in self.gathered:
             return
-        # The buffer that arrives and the parameters that are copied out of it, while the last unit is still there.
+        # This counts the gathered buffer and the parameters copied out of it, while the last unit is still there.
         self.ledger.add(2 * unit.nbytes)
         self.gathered[unit] = 2 * unit.nbytes
         for other in [u for u in self.gathered if u is not unit]:
@@ -150,7 +150,7 @@ class Sharded:
         unit.waiting -= 1
         if unit.waiting:
             return
-        # Into the buffer that is sent, while that of the last unit is on its way.
+        # The gradients are copied into a buffer that is sent, while the buffer of the last unit is still in use.
         sent = sum(p.nbytes for p in unit.trained)
         self.ledger.add(sent + self._shard(unit.trained))
         for p in unit.trained:
@@ -159,7 +159,7 @@ class Sharded:
         self.scattering = sent
 
     def finish(self, ledger: Ledger) -> None:
-        """Let go of what is gathered and on its way."""
+        """Free the gathered units and the buffers in use."""
         ledger.add(-self.scattering - sum(self.gathered.values()))
         self.gathered, self.scattering, ledger.watch = {}, 0, None
         for hook in self.hooks:

@@ -1,8 +1,8 @@
-"""What a step on meta tensors would take of a GPU: bytes alive at each moment, arithmetic and traffic.
+"""Count what a step on meta tensors would need on a GPU: bytes alive at each moment, arithmetic and memory traffic.
 
-Every operation of torch passes by here; each makes the storages of its results and lets others go, in the order that
-the allocator of a GPU would see: the peak is a maximum over all moments, not a formula. Arithmetic is counted by the
-formulas of torch. Tigon's kernels are not run, their buffers are made.
+The ledger sees every operation of torch. Each operation allocates the storages of its results and frees others, in the
+order that the allocator of a GPU would see. The peak is the maximum over all moments, and not a formula. Arithmetic is
+counted by the formulas of torch. The buffers of Tigon's kernels are allocated, but the kernels do not run.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Of rows by the matrices of their groups; or, for gradients of these, of columns by rows of the same group."""
+    """Count rows times the matrix of their group or, for gradients, columns times rows of one group."""
     return 2 * a.numel() * b.shape[-1]
 
 
@@ -43,7 +43,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
-    """Those in what an operation takes or gives: tuples, lists and dicts."""
+    """Yield the tensors in the arguments or the result of an operation: in tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (tuple, list)):
@@ -54,19 +54,19 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _extent(x: Tensor) -> int:
-    """Bytes that reading or writing all of a tensor moves; what it repeats is read once."""
+    """Return the bytes that reading or writing a whole tensor moves. Expanded dimensions are read once."""
     return min(x.numel() * x.element_size(), x.untyped_storage().nbytes())
 
 
 @dataclass
 class Work:
-    """Of a part of a step on one GPU.
+    """The work of a part of a step on one GPU.
 
     Attributes:
-        products, attention: Multiplications and additions of each.
-        traffic: Bytes read and written by everything else.
-        exchanged: Bytes that it sends to other GPUs, and as many that it gets.
-        to_host: Bytes that go to the host or come from it.
+        products, attention: Multiplications and additions in matrix products, and in attention.
+        traffic: Bytes that all other operations read and write.
+        exchanged: Bytes that are sent to other GPUs. As many are received.
+        to_host: Bytes that are copied to the host or from it.
     """
 
     products: int = 0
@@ -76,7 +76,7 @@ class Work:
     to_host: int = 0
 
     def minus(self, other: "Work") -> "Work":
-        """What was done since."""
+        """Return the work that was done since `other`."""
         return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
@@ -84,9 +84,9 @@ class Ledger(TorchDispatchMode):
     """A block in which meta tensors are counted as if they were on a GPU.
 
     Attributes:
-        live, peak: Bytes now, and the most there were.
-        host: Bytes of pinned memory that was asked for.
-        work: What was done so far.
+        live, peak: Bytes that are alive now, and the most that were alive.
+        host: Bytes of pinned memory that were allocated.
+        work: The work so far.
     """
 
     def __init__(self) -> None:
@@ -95,9 +95,12 @@ class Ledger(TorchDispatchMode):
         self.live = self.peak = 0
         self.host = 0
         self.work = Work()
-        self.watch: Callable[[Tensor], None] | None = None  # told of each tensor that an operation takes
-        self._known: dict[int, int] = {}  # bytes by storage
-        self._any: set[int] = set()  # storages of results of `any`
+        # It is called with each tensor that an operation reads.
+        self.watch: Callable[[Tensor], None] | None = None
+        # Bytes by storage.
+        self._known: dict[int, int] = {}
+        # The storages of results of `any`.
+        self._any: set[int] = set()
         self._blocks = contextlib.ExitStack()
 
     def __enter__(self) -> "Ledger":
@@ -112,12 +115,12 @@ class Ledger(TorchDispatchMode):
     # --- memory ----------------------------------------------------------------------------------
 
     def add(self, nbytes: int) -> None:
-        """Bytes that are taken (or, if negative, given back) by something that is no tensor here."""
+        """Add bytes that something other than a tensor allocates; a negative number frees them."""
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
     def own(self, x: Tensor) -> bool:
-        """Count a tensor's storage as long as it lives; whether it is new."""
+        """Count a tensor's storage as long as it is alive. Return True if it was not counted before."""
         storage = x.untyped_storage()
         key = storage._cdata
         if key in self._known:
@@ -132,7 +135,7 @@ class Ledger(TorchDispatchMode):
         self._any.discard(key)
 
     def leave_out(self, x: Tensor) -> None:
-        """Count nothing for a tensor's storage from now on: it is elsewhere, or counted otherwise."""
+        """Count nothing for a tensor's storage from now on, because it is not on the GPU or is counted elsewhere."""
         self.own(x)
         key = x.untyped_storage()._cdata
         self.live -= self._known[key]
@@ -141,7 +144,7 @@ class Ledger(TorchDispatchMode):
     # --- operations ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # What is inside of an operation needs no look at whether it is attention: that takes as long as all the rest.
+        # Operations inside of this one are not attention. Checking that would take as long as everything else.
         with torch._C.DisableTorchFunction():
             return self._count(func, args, kwargs or {})
 
@@ -151,7 +154,8 @@ class Ledger(TorchDispatchMode):
             for x in given:
                 self.watch(x)
         if func is torch.ops.aten._local_scalar_dense.default and given[0].is_meta and given[0].dtype == torch.bool:
-            # Models ask whether all tokens are of one sequence, or any is padding: here they are, and none is.
+            # Models read such a value to learn if all tokens belong to one sequence, or if any is padding. Here all
+            # tokens belong to one sequence, and none is padding.
             return given[0].untyped_storage()._cdata not in self._any
         result = func(*args, **kwargs)
         if func._overloadpacket is torch.ops.aten.any and result.is_meta:
@@ -165,25 +169,26 @@ class Ledger(TorchDispatchMode):
             self.work.traffic += sum(_extent(x) for x in touched.values() if x.is_meta)
         return result
 
-    # --- what Tigon's ops say ---------------------------------------------------------------------
+    # --- events of Tigon's ops -------------------------------------------------------------------
 
     def launched(self, arguments: tuple) -> None:
-        """A kernel would run."""
+        """Count the traffic of a kernel that would run."""
         self.work.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
 
     def copied(self, made: Tensor, out: bool) -> None:
-        """A tensor would go to the host, where it takes nothing of the GPU, or come back."""
+        """Count a copy to the host, where the result takes no memory of the GPU, or back."""
         self.work.to_host += made.nbytes
         if out:
             self.leave_out(made)
-            self.host += 1 << (made.nbytes - 1).bit_length()  # as torch's allocator of pinned memory rounds up
+            # Torch's allocator of pinned memory rounds up to powers of two.
+            self.host += 1 << (made.nbytes - 1).bit_length()
 
 
 # --- attention -----------------------------------------------------------------------------------
 
 
 class _Attention(TorchFunctionMode):
-    """`scaled_dot_product_attention` as a GPU's fused kernels keep it; on meta it would hold all scores."""
+    """Let `scaled_dot_product_attention` save what a GPU's fused kernels save; on meta it would save all scores."""
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger

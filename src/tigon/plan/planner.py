@@ -33,7 +33,7 @@ DTYPES = {
 
 
 class NotPlanned(ValueError):
-    """Why there is no plan."""
+    """The model cannot be planned; the message says why."""
 
 
 class TooLong(NotPlanned):
@@ -42,7 +42,7 @@ class TooLong(NotPlanned):
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does in a second, in long steps: the default is what an H200 of 700 W was seen to do in bf16."""
+    """Rates of a GPU in a second of a long step. The defaults were measured on an H200 of 700 W in bf16."""
 
     products: float = 660e12  # multiplications and additions
     products_fp32: float = 50e12  # torch's default: not in TF32
@@ -52,7 +52,7 @@ class Rates:
     host: float = 50e9  # bytes to the host
 
     def seconds(self, work: Work, dtype: torch.dtype) -> float:
-        """Of one stage of a step, in which the GPU computes while bytes travel."""
+        """Return the seconds of one stage of a step, in which the GPU computes while bytes are transferred."""
         products = self.products_fp32 if dtype == torch.float32 else self.products
         computes = work.products / products + work.attention / self.attention + work.traffic / self.traffic
         return max(computes, work.exchanged / self.link, work.to_host / self.host)
@@ -60,7 +60,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Settings:
-    """What is asked. `batch`, `seq` and the memories, in GiB, are of one GPU.
+    """The settings of a plan. `batch`, `seq` and the memories, in GiB, are those of one GPU.
 
     Raises:
         ValueError: A setting is out of range, or two do not go together.
@@ -101,7 +101,7 @@ class Settings:
 
     @property
     def engine(self) -> str:
-        """The strategy, chosen by the number of GPUs if none was."""
+        """The strategy. If none was given, the number of GPUs decides."""
         return self.strategy or ("single" if self.gpus == 1 else "fsdp")
 
     @property
@@ -122,29 +122,33 @@ class Settings:
         return int(self.host_memory * GIB)
 
     def load(self, step: Step) -> float:
-        """What a step takes of what there is, on the GPU or on the host; more than 1 does not fit."""
+        """Return the share of the memory that a step needs, on the GPU or the host; above 1 it does not fit."""
         return max(step.peak / self.budget, step.host / self.host_budget)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A level: a step of the batch that was asked for, and of the largest one that fits."""
+    """The plan of a level: a step at the given batch, and a step at the largest batch that fits."""
 
     level: str
     step: Step | None = None
-    largest: Step | None = None  # None: not even one sequence fits
-    reason: str = ""  # why the model has no such level
-    speed: float = 0.0  # tokens a second beside those of the default level, at the batch asked for
-    largest_speed: float = 0.0  # at the largest batch, beside the same
-    by_length: tuple[Step, ...] = ()  # of the batch that was asked for, at other lengths
+    # None if not even one sequence fits.
+    largest: Step | None = None
+    # The reason why the model cannot have this level.
+    reason: str = ""
+    # Tokens a second at the given batch and at the largest one, relative to the default level at the given batch.
+    speed: float = 0.0
+    largest_speed: float = 0.0
+    # Steps at the given batch and other lengths.
+    by_length: tuple[Step, ...] = ()
 
     def fits(self, settings: Settings) -> bool:
-        """Whether the batch that was asked for fits."""
+        """Return True if the given batch fits."""
         return self.step is not None and settings.load(self.step) <= 1.0
 
 
 def seconds(step: Step, settings: Settings) -> float:
-    """What a step should take."""
+    """Return the estimated seconds of a step."""
     return sum(settings.rates.seconds(work, DTYPES[settings.dtype][0]) for work in step.work)
 
 
@@ -153,8 +157,9 @@ def _tokens_a_second(step: Step, settings: Settings) -> float:
 
 
 def _largest(count: Callable[[int], Step], first: int, settings: Settings) -> Step | None:
-    """The step of the largest batch that fits; memory is taken to grow with the batch. The search begins at `first`."""
-    low, high = 0, MOST + 1  # the one fits, the other does not
+    """Return the step of the largest batch that fits. The search begins at `first`; memory must grow with the batch."""
+    # `low` fits, and `high` does not.
+    low, high = 0, MOST + 1
     known: dict[int, Step] = {}
     guess = min(first, MOST)
     while high - low > 1:
@@ -165,15 +170,17 @@ def _largest(count: Callable[[int], Step], first: int, settings: Settings) -> St
             guess = 2 * low if low else high // 2
         elif high > MOST or (len(known) % 6 and known[high].host <= settings.host_budget):
             guess = _crossing(*near, settings)
-        else:  # memory is no line: a buffer may grow in steps, and those of the host grow to twice their size
+        else:  # Memory is not linear: some buffers grow in steps, and buffers of the host double.
             guess = (low + high) // 2
         guess = min(max(guess, low + 1), high - 1, max(MOST_GROWTH * low, 1) if high > MOST else high)
     return known.get(low)
 
 
 def _crossing(a: Step, b: Step, settings: Settings) -> int:
-    """The largest batch that should fit if each stage grows by a line through two steps: small batches have their peak
-    in the optimizer's step, and do not tell by it."""
+    """Return the largest batch that fits if the memory of each stage is a line through two steps.
+
+    Each stage has its own line, because the peak of a small batch is in the optimizer's step, which does not grow.
+    """
     fits = float(MOST)
     lines = [(*peaks, settings.budget) for peaks in zip(a.peaks, b.peaks, strict=True)]
     for at_a, at_b, most in (*lines, (a.host, b.host, settings.host_budget)):
@@ -198,10 +205,12 @@ def plan(
     lengths: tuple[int, ...] = (),
     search: bool = True,
 ) -> Iterator[Row]:
-    """A row for each level, as they are ready. The model is built on meta: no weights, no GPU.
+    """Yield a row for each level. The model is built on meta, without weights and without a GPU.
 
-    `lengths`: of sequences that a step is counted at too, for `Row.by_length`, as far as the model has positions;
-    `search=False` leaves the largest batch out.
+    Args:
+        lengths: Further lengths of sequences at which a step is counted, for `Row.by_length`. Lengths beyond the
+            positions of the model are left out.
+        search: False does not search for the largest batch.
 
     Raises:
         TooLong: The model has a table of positions that ends before the sequence does.
@@ -247,14 +256,16 @@ def plan(
         try:
             step = count(settings.batch)
             by_length = tuple(count(settings.batch, seq) for seq in lengths)
-        except Exception as error:  # of the model's code, on tensors without values
+        # The code of the model may raise anything on tensors without values.
+        except Exception as error:
             name = type(model).__name__
             raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {_one_line(error)}") from error
         largest = _largest(count, settings.batch, settings) if search else None
         return Row(level, step, largest, by_length=by_length)
 
     base = patched = None
-    # What the others are compared with comes first; stock last: recognised once, parts stay patched for all levels.
+    # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
+    # are recognised once and stay patched for all levels.
     for level in sorted(levels, key=("default", *MEMORY, STOCK).index):
         if level == STOCK:
             if patched is not None:
@@ -278,7 +289,7 @@ def plan(
 
 
 def recommended(rows: list[Row], settings: Settings, batch_given: bool) -> Row | None:
-    """The fastest level that fits: at the batch that was asked for, or each at its largest. None if none fits."""
+    """Return the fastest level that fits, at the given batch or each at its largest one; None if none fits."""
     if batch_given:
         fitting = [row for row in rows if row.level != STOCK and row.fits(settings)]
         return max(fitting, key=lambda row: row.speed, default=None)

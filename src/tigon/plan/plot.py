@@ -1,4 +1,4 @@
-"""Memory of a step by the length of its sequences, a line for each level."""
+"""Plot the memory of a step against the length of its sequences, with a line for each level."""
 
 from itertools import cycle
 from pathlib import Path
@@ -11,7 +11,7 @@ SHORTEST = 128
 
 
 def lengths(seq: int) -> tuple[int, ...]:
-    """Up to four times `seq`, each twice the one before."""
+    """Return lengths up to four times `seq`, each twice the one before."""
     return tuple(seq * 2**k // 8 for k in range(6) if seq * 2**k // 8 >= SHORTEST) or (seq,)
 
 

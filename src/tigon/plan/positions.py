@@ -1,7 +1,8 @@
-"""How many positions a model has: a table of positions ends, and indices beyond it have no meaning on meta.
+"""Find how many positions a model has.
 
-A step on the meta device reads no values, so it does not fail where the same step on a GPU raises an IndexError. A
-rotary embedding has no table: it is computed for every position, also for those beyond the ones it was trained for.
+A table of positions has a last row. A step on the meta device reads no values, so it does not fail for positions beyond
+that row, where the same step on a GPU raises an IndexError. A rotary embedding has no table: it is computed for every
+position, also for positions beyond those that the model was trained for.
 """
 
 from typing import Any, NamedTuple
@@ -15,29 +16,31 @@ from tigon.plan.ledger import Ledger
 __all__ = ["PositionTable", "configured_positions", "find_position_table"]
 
 NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
-OFFSETS = 16  # rows that a table may have beside those of the positions, as OPT's has two
+# A table may have up to this many rows more than positions. The table of OPT has two more.
+OFFSETS = 16
 
 
 class PositionTable(NamedTuple):
-    """A table of positions: its name in the model, and how many tokens it is good for."""
+    """A table of positions: its name in the model, and the number of tokens of the longest sequence that it allows."""
 
     name: str
     positions: int
 
 
 def configured_positions(config: Any) -> int | None:
-    """The number of positions that the config of the text model names; None if it names none."""
+    """Return the number of positions that the config of the text model names; None if it names none."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     values = [getattr(text, name, None) for name in NAMES]
     return next((x for x in values if isinstance(x, int) and x > 0), None)
 
 
 def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
-    """The table that ends before `seq` tokens do, in a model on meta; None if there is none.
+    """Return the table of a model on meta that is too short for `seq` tokens; None if there is none.
 
-    A table has as many rows as the config has positions. It counts only if a forward pass of `seq` tokens reads it as
-    an embedding, or leaves it, a buffer, as short as it was: some models make sinusoids longer as they need them. If
-    the pass fails with more tokens than the config has positions, and not with as many, the config is the limit.
+    A table has as many rows as the config has positions, and up to `OFFSETS` more. An embedding counts only if a
+    forward pass of `seq` tokens reads it. A buffer counts only if the pass leaves it too short, because some models
+    lengthen their sinusoids when they need to. If the pass fails with `seq` tokens, but not with as many tokens as the
+    config has positions, the config is the limit.
     """
     positions = configured_positions(model.config)
     if positions is None or seq <= positions - OFFSETS:
@@ -52,13 +55,13 @@ def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
     buffers = [name for name, buffer in model.named_buffers() if is_table(buffer)]
     reads = _reads(model, embeddings, seq)
     if reads is None:
-        # A mask, or a sum with all rows of a table, fails on meta too, but its error speaks of shapes.
+        # A mask, or a sum with all rows of a table, fails on meta too. Its error is about shapes, so it is not shown.
         works = seq > positions and _reads(model, {}, positions) is not None
         return PositionTable("the config", positions) if works else None
     tables = []
     for name in reads:
         table = embeddings[name]
-        # Positions of tokens begin behind the padding's, as in RoBERTa.
+        # The positions of tokens begin after the position of the padding, as in RoBERTa.
         first = 0 if table.padding_idx is None else table.padding_idx + 1
         tables.append(PositionTable(name, min(positions, table.num_embeddings - first)))
     now = dict(model.named_buffers())
@@ -67,7 +70,7 @@ def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
 
 
 def _reads(model: nn.Module, embeddings: dict[str, nn.Embedding], seq: int) -> list[str] | None:
-    """The embeddings that a forward pass of `seq` tokens reads at as many places; None if the pass fails."""
+    """Return the embeddings that a forward pass of `seq` tokens reads at `seq` positions; None if the pass fails."""
     reads, hooks = [], []
     for name, module in embeddings.items():
 
@@ -77,7 +80,7 @@ def _reads(model: nn.Module, embeddings: dict[str, nn.Embedding], seq: int) -> l
 
         hooks.append(module.register_forward_hook(note))
     try:
-        # The ledger answers the questions for values that meta tensors do not have.
+        # The ledger supplies values where the code asks for one that a meta tensor does not have.
         with quietly(), Ledger(), torch.no_grad():
             model(input_ids=torch.empty(1, seq, dtype=torch.int64, device="meta"))
     except Exception:

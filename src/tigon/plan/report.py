@@ -16,7 +16,7 @@ __all__ = ["as_json", "assumptions", "print_plan"]
 
 
 def assumptions(settings: Settings) -> list[str]:
-    """What the numbers rest on, as sentences."""
+    """Return the assumptions behind the numbers, as sentences."""
     rates = settings.rates
     products = rates.products_fp32 if settings.dtype == "fp32" else rates.products
     said = [
@@ -38,12 +38,12 @@ def _size(step: Step | None) -> str:
     return "-" if step is None else f"{step.peak / GIB:.1f}"
 
 
-# A column of the table: its heading, and a level's cell in it.
+# A column of the table: its heading, and a function that returns the cell of a level.
 _Column = tuple[str, Callable[[Row], str]]
 
 
 def _columns(settings: Settings) -> tuple[list[_Column], list[_Column]]:
-    """What is said of a level at the batch that was asked for, and at its largest batch."""
+    """Return the columns about the given batch, and the columns about the largest batch of each level."""
     of_largest = lambda text: lambda row: text(row.largest) if row.largest else "-"
     at_batch = [
         (f"GiB at batch {settings.batch}", lambda row: _size(row.step)),
@@ -66,7 +66,7 @@ def _table(rows: list[Row], columns: list[_Column], best: Row | None) -> "Table"
 
     cells = {row.level: [cell(row) for _, cell in columns] for row in rows if row.step is not None}
     table = Table()
-    # The name of a level is what memory= takes, so it is whole in the narrowest terminal.
+    # A user copies the name of a level into `memory=`, so it is not cut in the narrowest terminal.
     table.add_column("memory=", no_wrap=True, min_width=max(len(row.level) for row in rows))
     for i, (heading, _) in enumerate(columns):
         words = [*heading.split(), *(Text.from_markup(row[i]).plain for row in cells.values())]
@@ -88,7 +88,7 @@ def print_plan(
     batch_given: bool,
     notes: list[str] | None = None,
 ) -> None:
-    """The table, the level to take, and what it rests on. A narrow terminal gets two tables, one below the other."""
+    """Print the table, the recommended level and the assumptions. A narrow terminal gets the table in two parts."""
     from rich.markup import escape
 
     engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
@@ -97,7 +97,7 @@ def print_plan(
     best = recommended(rows, settings, batch_given)
     at_batch, at_largest = _columns(settings)
     table = _table(rows, at_batch + at_largest, best)
-    # The console's own limit would be the answer otherwise.
+    # Without this, the measured width is never more than that of the console.
     unlimited = console.options.update(max_width=10**4)
     if console.measure(table, options=unlimited).minimum <= console.width:
         console.print(table)
@@ -147,7 +147,7 @@ def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
 def as_json(
     name: str, rows: list[Row], settings: Settings, batch_given: bool, notes: list[str] | None = None
 ) -> dict[str, Any]:
-    """Everything, for programs."""
+    """Return the whole plan as values that `json` can write."""
     import torch
     import transformers
 

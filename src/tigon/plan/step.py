@@ -1,4 +1,4 @@
-"""One training step of a model on meta, counted: bytes at each stage, and what there is to do."""
+"""Count one training step of a model on meta: bytes at each stage, arithmetic and memory traffic."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ __all__ = ["Step", "count_step"]
 
 @dataclass(frozen=True)
 class Step:
-    """What one step takes of one GPU.
+    """The memory and the work of one step on one GPU.
 
     Attributes:
-        batch, seq: Sequences, and tokens of each.
-        fixed: Bytes between steps: parameters, state of the optimizer, buffers.
-        kept: Bytes that the forward pass leaves for backward.
-        host: Bytes of pinned memory that it fills.
-        peaks: Bytes at most in the forward pass, in backward and in the optimizer's step, everything in them.
-        work: What there is to do in each.
+        batch, seq: Number of sequences, and of tokens in each.
+        fixed: Bytes that are alive between steps: parameters, state of the optimizer, buffers.
+        kept: Bytes that the forward pass saves for backward.
+        host: Bytes of pinned host memory that the forward pass fills.
+        peaks: The most bytes alive in the forward pass, in backward and in the optimizer's step, `fixed` included.
+        work: Arithmetic and traffic of the forward pass, of backward and of the optimizer's step.
     """
 
     batch: int
@@ -36,20 +36,20 @@ class Step:
 
     @property
     def peak(self) -> int:
-        """Bytes: the most at any moment, as `torch.cuda.max_memory_allocated` has it."""
+        """The most bytes alive at any moment, as `torch.cuda.max_memory_allocated` counts them."""
         return max(self.peaks)
 
 
 def _backward(loss: Tensor) -> None:
-    """`loss.backward()`, which by itself would leave the ledger's modes; layers that run again in it need them."""
+    """Run backward within the ledger's modes, which recomputed layers need and `loss.backward()` would leave."""
     one = torch.ones_like(loss)
     _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, batch: int, seq: int) -> Step:
-    """A step of `batch` sequences of `seq` tokens on each GPU, after the first, which makes the optimizer's state.
+    """Count a step of `batch` sequences of `seq` tokens on each GPU. The optimizer's state exists already.
 
-    Gradients are set to None before it. The model is on meta, in training mode, and left without gradients.
+    Gradients are None before the step and after it. The model is on meta and in training mode.
     """
     with Ledger() as ledger:
         engine.start(ledger)

@@ -1,8 +1,8 @@
-"""Experts of a mixture: modules that hold the weights of all experts as one tensor and are given the router's choice.
+"""Recognise experts of a mixture: modules that hold the weights of all experts as one tensor.
 
-transformers marks them with what their layout is (`has_gate`, `has_bias`, `is_transposed`) and lets the config choose
-who computes them. Where that is "grouped_mm" (the default) or "eager", `moe_mlp` does if it computes the same; another
-choice, made later or for the length of a generation, is respected at every call.
+transformers marks such modules with their layout (`has_gate`, `has_bias`, `is_transposed`), and the config names the
+implementation that computes them. If that is "grouped_mm" (the default) or "eager", and `moe_mlp` computes the same,
+`moe_mlp` replaces it. Another choice, made later or for the length of a generation, is respected at every call.
 """
 
 from dataclasses import dataclass, replace
@@ -20,27 +20,29 @@ from tigon.runtime.reach import explore
 __all__ = ["ExpertsRecipe", "recognise_experts"]
 
 CHOICES = ("grouped_mm", "eager")
-EXPERTS, HIDDEN, INNER = 5, 24, 40  # of a twin
+# The sizes of a twin.
+EXPERTS, HIDDEN, INNER = 5, 24, 40
 
 
 def _names(module: nn.Module) -> list[str]:
-    """Of the parameters, in the order of `moe_mlp`: up, down, and their biases."""
+    """Return the names of the parameters in the order of `moe_mlp`: up, down, and their biases."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     return [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if module.has_bias else [])]
 
 
 @dataclass(frozen=True)
 class ExpertsRecipe:
-    """`moe_mlp` of the module's own parameters, with an activation of the op or, for None, the module's own."""
+    """Recipe that runs `moe_mlp` on the module's parameters, with an activation of the op or, for None, its own."""
 
     activation: str | None
-    choices: tuple[str, ...]  # of the config, under which the module computes the same
+    # The implementations that the config may name and that compute the same.
+    choices: tuple[str, ...]
     live = ("_experts_implementation", "_experts_implementation_internal")
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
         chosen, weights = module.config._experts_implementation, [getattr(module, name) for name in _names(module)]
         plain = all(type(w) in PLAIN and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
-        # The products of "eager" are in the dtype of autocast, grouped ones in that of the weights.
+        # "eager" computes its products in the dtype of autocast, "grouped_mm" in the dtype of the weights.
         cast = chosen == "eager" and torch.is_autocast_enabled(weights[0].device.type)
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
         if chosen not in self.choices or cast or not (fits and plain):
@@ -54,7 +56,7 @@ class ExpertsRecipe:
 
 
 def _twin(module: nn.Module, seed: int, chosen: str) -> nn.Module:
-    """The module with a few small experts, in bf16."""
+    """Return a copy of the module with a few small experts, in bf16."""
     names, sizes = _names(module), ((HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN))
     shapes = [s if module.is_transposed else s[::-1] for s in sizes] + [(s[1],) for s in sizes]
     own = {n: normal(seed + len(n), EXPERTS, *s).mul(0.4).bfloat16() for n, s in zip(names, shapes, strict=False)}
@@ -63,7 +65,7 @@ def _twin(module: nn.Module, seed: int, chosen: str) -> nn.Module:
 
 
 def _activations(module: nn.Module, dtype: torch.dtype) -> set[str]:
-    """Those of the op that agree bit for bit with the module's own, at values of every size."""
+    """Return the op's activations that agree bit for bit with the module's own, at values of every size."""
     x = (normal(7, 64, 2 * INNER) * torch.logspace(-4, 15, 64)[:, None]).to(dtype)
     y = (module._apply_gate if module.has_gate else module.act_fn)(x.clone())
     made = {kind: f(x) for kind, (_, f, width) in ACTIVATIONS.items() if width == 1 + module.has_gate}
@@ -71,8 +73,12 @@ def _activations(module: nn.Module, dtype: torch.dtype) -> set[str]:
 
 
 def _reproduces(recipe: ExpertsRecipe, module: nn.Module, chosen: str) -> bool:
-    """Whether the recipe is the module: in fp32 but for the order of sums, in bf16 as near to fp32 as the module is."""
-    for seed, dtype in ((10, torch.float32), (20, torch.bfloat16)):  # of the router's weights
+    """Return True if the recipe computes what the module computes.
+
+    In fp32 only the order of sums may differ. In bf16 the recipe must be as near to fp32 as the module is.
+    """
+    # The router's weights have this dtype.
+    for seed, dtype in ((10, torch.float32), (20, torch.bfloat16)):
         twin, x = _twin(module, seed, chosen), (normal(seed, 17, HIDDEN) * 3).bfloat16()
         weights, index = normal(seed + 1, 17, EXPERTS).sigmoid().bfloat16().topk(3)
         wide = stand_in(twin, {name: p.float() for name, p in twin._parameters.items()})
@@ -85,7 +91,7 @@ def _reproduces(recipe: ExpertsRecipe, module: nn.Module, chosen: str) -> bool:
 
 
 def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
-    """Experts in the layout that transformers marks, whose forward the config chooses."""
+    """Recognise experts in the layout that transformers marks; return a recipe, a reason why not, or None."""
     marks = "has_gate", "has_bias", "is_transposed", "num_experts", "config"
     if not all(hasattr(module, mark) for mark in marks) or not hasattr(module.config, "_experts_implementation"):
         return None

@@ -1,4 +1,4 @@
-"""What tells modules apart that may compute different things: layers of one kind are probed once."""
+"""Group modules into kinds: modules of one kind compute the same, so recognition runs once for each kind."""
 
 from torch import nn
 
@@ -7,14 +7,14 @@ from tigon.recognition.standin import own_tensors
 
 __all__ = ["kind_of"]
 
-# Attributes of every module, and what accelerate's hooks leave: nothing that tells what a module computes.
+# Attributes that every module has, and those that hooks of accelerate leave. They do not show what a module computes.
 STATE = {*vars(nn.Module()), "training", "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
 
 
 def kind_of(module: nn.Module) -> tuple:
-    """What recognition depends on; modules that agree in it are probed once, whatever a model's number of layers."""
+    """Return everything that recognition depends on. A model with many layers has few kinds."""
     state = [(name, value) for name, value in vars(module).items() if name not in STATE]
-    # With its type: 1 and True are equal.
+    # The type is included, because 1 and True are equal.
     own = tuple((k, type(v), v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in state)
     tensors = own_tensors(module).items()
     shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)

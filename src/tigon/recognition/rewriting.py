@@ -1,4 +1,4 @@
-"""Rewrite the source of a forward where consecutive statements are what one op does at once.
+"""Rewrite the source of a forward where one op computes what consecutive statements compute.
 
     hidden = residual + hidden             |
     residual = hidden                      |   hidden, residual = add_norm(self.norm, residual, hidden)
@@ -11,8 +11,9 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
-Everything else of the forward stays as its author wrote it. What `self.norm` is shows when it runs: the three functions
-do what the statements did wherever they cannot do better. Names do not matter; a statement in between does.
+All other statements of the forward stay as their author wrote them. The kind of `self.norm` is known only when the
+forward runs, so the three functions do what the statements did wherever no op applies. The names of variables do not
+matter. A statement in between prevents the rewriting.
 """
 
 import ast
@@ -26,16 +27,16 @@ from tigon.recognition.source import NotReadable, compiled, definition_of, inner
 
 __all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "overwritten_inputs", "rewrite"]
 
-# How the rewritten source calls them; no name of anybody's.
+# The names by which the rewritten source calls the three functions. No forward uses such names.
 ADD_NORM, NORM_PASS, PRODUCTS = NAMES = ("_tigon_add_norm_", "_tigon_norm_pass_", "_tigon_products_")
 
 
-# --- what statements are ---------------------------------------------------------------------------
+# --- statements ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class _Assignment:
-    """`target = value`, of a plain name."""
+    """The statement `target = value`, where the target is a plain name."""
 
     target: str
     value: ast.expr
@@ -48,24 +49,24 @@ class _Assignment:
 
     @property
     def added(self) -> tuple[str, str] | None:
-        """Of `a + b`."""
+        """The names `(a, b)` if the value is `a + b`."""
         value = self.value
         names = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and (value.left, value.right)
         return (names[0].id, names[1].id) if names and all(isinstance(x, ast.Name) for x in names) else None
 
     @property
     def alias(self) -> str | None:
-        """Of `a`."""
+        """The name `a` if the value is `a`."""
         return self.value.id if isinstance(self.value, ast.Name) else None
 
     @property
     def child(self) -> tuple[str, str] | None:
-        """Of `self.child(a)`."""
+        """The names `(child, a)` if the value is `self.child(a)`."""
         return _child_call(self.value)
 
 
 def _child_call(node: ast.AST) -> tuple[str, str] | None:
-    """child and argument of `self.child(argument)`."""
+    """Return the names of the child and the argument of a call `self.child(argument)`; None for any other node."""
     if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
         return None
     function, argument = node.func, node.args[0]
@@ -90,7 +91,11 @@ def _assign(targets: list[str], value: ast.expr) -> ast.Assign:
 
 
 def _norm(statements: list[ast.stmt], variables: frozenset[str]) -> tuple[int, list[ast.stmt]] | None:
-    """A sum or a residual, and the norm of it: how many statements they are, and what takes their place."""
+    """Match a sum or a residual, followed by its norm.
+
+    Returns:
+        The number of statements that match, and the statements that replace them; None if the first ones do not match.
+    """
     first, *others = [_Assignment.of(s) for s in statements[:3]]
     if first is None:
         return None
@@ -100,7 +105,7 @@ def _norm(statements: list[ast.stmt], variables: frozenset[str]) -> tuple[int, l
         h, kept, last = first.target, others[0].target, others[1] if len(others) > 1 else None
     elif added:  # h = a + b; y = norm(h)
         h, kept, last = first.target, first.target, others[0] if others else None
-    elif first.alias in variables:  # r = h; y = norm(h), of no global
+    elif first.alias in variables:  # r = h; y = norm(h), where h is no global
         h, kept, last = first.alias, first.target, others[0] if others else None
     else:
         return None
@@ -113,11 +118,12 @@ def _norm(statements: list[ast.stmt], variables: frozenset[str]) -> tuple[int, l
     if h not in (y, kept):
         made.append(_assign([h], _name(kept)))
     count = 2 + bool(added and aliases)
-    return count, [ast.copy_location(new, statements[count - 1]) for new in made]  # errors show the norm's line
+    # Tracebacks show the line of the norm.
+    return count, [ast.copy_location(new, statements[count - 1]) for new in made]
 
 
 class _Taken(ast.NodeTransformer):
-    """`self.child(argument)` becomes the product that was made before, if it was."""
+    """Replace `self.child(argument)` by `made[i] if made else self.child(argument)`; `made` names the products."""
 
     def __init__(self, argument: str, made: str) -> None:
         self.argument, self.made, self.children = argument, made, []
@@ -131,16 +137,20 @@ class _Taken(ast.NodeTransformer):
         return ast.IfExp(_name(self.made), product, node)
 
 
-# What is in these may be computed never, often, or with other values of a name; and a name may get another value.
+# An expression inside one of these may be evaluated never, several times, or with another value of a name.
 UNCERTAIN = (
     *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
-DESCRIBES = "shape", "size", "dim", "ndim", "dtype", "device"  # a tensor, and leaves it as it is
+# Attributes that describe a tensor and do not change it.
+DESCRIBES = "shape", "size", "dim", "ndim", "dtype", "device"
 
 
 def _call(statement: ast.stmt) -> tuple[str, str] | None:
-    """The one call of a child, of what else the statement only describes; None if that is not sure."""
+    """Return the names of the child and its argument if a statement calls one child, and certainly calls it once.
+
+    Apart from that call, the statement may only read attributes in `DESCRIBES` of the argument. None otherwise.
+    """
     nodes = list(ast.walk(statement))
     calls = list(filter(None, map(_child_call, nodes)))
     if len(calls) != 1 or any(isinstance(node, UNCERTAIN) for node in nodes):
@@ -154,7 +164,7 @@ def _call(statement: ast.stmt) -> tuple[str, str] | None:
 
 
 def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.stmt]] | None:
-    """Consecutive assignments, each of one call of a child for the same input."""
+    """Match consecutive assignments that each call one child with the same input; the result is that of `_norm`."""
     argument, count, children = None, 0, set()
     for statement in statements:
         assignment, call = _Assignment.of(statement), _call(statement)
@@ -162,7 +172,8 @@ def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.st
             break
         argument, count = call[1], count + 1
         children.add(call[0])
-        if assignment.target == argument:  # the others would see another
+        # Later calls would take another input.
+        if assignment.target == argument:
             break
     if count < 2:
         return None
@@ -174,7 +185,7 @@ def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.st
 
 
 class _Rewriter:
-    """Goes through a function's blocks of statements."""
+    """Rewrites the blocks of statements of a function. `found` counts the matches."""
 
     def __init__(self, variables: frozenset[str], definition: ast.FunctionDef) -> None:
         self.found, self.variables = 0, variables
@@ -182,7 +193,7 @@ class _Rewriter:
         self.refusal: str | None = None
 
     def norm(self, statements: list[ast.stmt]) -> tuple[int, list[ast.stmt]] | None:
-        """As `_norm`, if the residual is used for nothing but arithmetic."""
+        """Match as `_norm` does, but refuse a residual that the function uses for more than arithmetic."""
         match = _norm(statements, self.variables)
         if match is None:
             return None
@@ -222,7 +233,7 @@ class _Rewriter:
 
 # --- other uses of a residual ----------------------------------------------------------------------
 
-# Methods that give another tensor of the same values, and attributes that only describe a tensor.
+# Methods that return a tensor with the same values, and attributes that only describe a tensor.
 HARMLESS = frozenset(
     (
         *DESCRIBES,
@@ -245,10 +256,10 @@ def _parents(definition: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
 
 
 def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozenset[str] = frozenset()) -> str | None:
-    """A use of a variable that could tell its tensor from another one of the same values; None if there is none.
+    """Describe a use of a variable that may depend on more than the values of its tensor; None if there is none.
 
-    The rewritten statements give a residual that is another tensor than the input of the norm. Its value is the same,
-    but a hook on it, or an assignment in place, would meet the gradient of the residual alone.
+    After rewriting, the residual and the input of the norm are two tensors with the same values. A hook on the
+    residual, or a write in place, would then affect only the gradient of the residual.
     """
     parents = _parents(definition)
     for node in ast.walk(definition):
@@ -277,7 +288,7 @@ def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozense
 
 
 def _is_function_of_torch(function: ast.expr) -> bool:
-    """Whether a call is one of `torch.f`, `nn.functional.f` or `F.f` that does not write to its argument."""
+    """Return True if a function is `torch.f`, `nn.functional.f` or `F.f` and does not write to its argument."""
     words = ast.unparse(function).split(".")
     return len(words) > 1 and words[0] in ("torch", "nn", "F") and not words[-1].endswith("_")
 
@@ -286,12 +297,13 @@ def _is_function_of_torch(function: ast.expr) -> bool:
 
 
 class _Values:
-    """Follows which variables hold the same tensor, and which tensors are written in place after a child took them."""
+    """Tracks which variables hold the same tensor, and which tensors are written in place after a child read them."""
 
     def __init__(self) -> None:
         self.ids: dict[str, frozenset[int]] = {}
         self.takers: dict[int, set[str]] = {}
-        self.overwritten: dict[str, int] = {}  # child, and the line of the assignment
+        # The line of the write, by the name of the child.
+        self.overwritten: dict[str, int] = {}
         self.count = 0
 
     def of(self, name: str) -> frozenset[int]:
@@ -316,7 +328,7 @@ class _Values:
         blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
         blocks = [block for block in blocks if isinstance(block, list)]
         if blocks and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            # Twice, for what a loop writes meets what it took in the round before.
+            # The body of a loop is visited twice: a write may meet a tensor that a child read in the iteration before.
             repeats = 2 if isinstance(statement, (ast.For, ast.While)) else 1
             before, after = self.ids, [self.ids]
             for block in blocks:
@@ -351,7 +363,7 @@ class _Values:
 
 @functools.cache
 def overwritten_inputs(function: FunctionType) -> dict[str, int]:
-    """Children of a module whose input its forward changes in place afterwards, with the line where it does."""
+    """Return the children whose input a forward writes in place after they have run, with the line of the write."""
     try:
         definition = definition_of(function)
     except NotReadable:
@@ -363,16 +375,18 @@ def overwritten_inputs(function: FunctionType) -> dict[str, int]:
 
 # --- functions -------------------------------------------------------------------------------------
 
-FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))  # who asks sees more names
+# These functions show the names of local variables, of which the rewritten function has more.
+FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 
 
 @functools.cache
 def rewrite(
     function: FunctionType, add_norm: Callable, norm_pass: Callable, products: Callable
 ) -> FunctionType | str | None:
-    """The function with its statements rewritten, over the same globals; None if there is nothing to rewrite.
+    """Return the function with its statements rewritten, with the same globals; None if there is nothing to rewrite.
 
-    A string says why it cannot be rewritten, or why statements that look like it are left as they are.
+    A string is the reason why the function cannot be rewritten, or why statements that resemble a match stay as they
+    are.
     """
     try:
         definition = definition_of(function)

@@ -1,8 +1,8 @@
-"""Read the source of a function that is loaded, and build a function of other source in its place.
+"""Read the source of a loaded function, and build a function of changed source in its place.
 
 The file of a function may have changed since it was imported. So the whole file is compiled again, and its source is
-used only if the code object that this gives is equal to the one that is loaded: constants, names, instructions, jumps
-and lines. Nothing here knows an instruction of the bytecode, and another version of Python makes no difference.
+used only if the resulting code object equals the loaded one: constants, names, instructions, jumps and lines. This
+module does not depend on particular instructions of the bytecode, so it works with every version of Python.
 
 A function may stand behind wrappers (`functools.wraps`), as transformers wraps the forward of decoder layers. Then the
 innermost function is read and replaced, and each wrapper is built again around it, with its own code and closure.
@@ -19,14 +19,14 @@ __all__ = ["NotReadable", "compiled", "definition_of", "innermost", "rebuilt"]
 
 
 class NotReadable(Exception):
-    """Why the source of a function cannot be used, as a clause that follows "its forward"."""
+    """The source of a function cannot be used. The message is a clause that follows "its forward"."""
 
 
 # --- wrappers --------------------------------------------------------------------------------------
 
 
 def _chain(function: FunctionType) -> list[FunctionType]:
-    """A function, what it wraps, and so on to the innermost."""
+    """Return a function, the function that it wraps, and so on to the innermost."""
     chain = [function]
     while isinstance(inner := getattr(chain[-1], "__wrapped__", None), FunctionType) and inner not in chain:
         chain.append(inner)
@@ -34,7 +34,7 @@ def _chain(function: FunctionType) -> list[FunctionType]:
 
 
 def innermost(function: FunctionType) -> FunctionType:
-    """The function behind all wrappers of `functools.wraps`."""
+    """Return the function behind all wrappers of `functools.wraps`."""
     return _chain(function)[-1]
 
 
@@ -47,10 +47,10 @@ def _copy(function: FunctionType, code: CodeType, scope: dict, closure: tuple[Ce
 
 
 def rebuilt(function: FunctionType, inner: FunctionType) -> FunctionType:
-    """The wrappers of `function` around `inner`, in place of the innermost function.
+    """Return copies of the wrappers of `function` around `inner`, which takes the place of the innermost function.
 
     Raises:
-        NotReadable: A wrapper does not hold what it wraps in its closure, so nothing else can be put there.
+        NotReadable: A wrapper does not hold the function that it wraps in its closure, so it cannot be replaced there.
     """
     result = inner
     for wrapped, wrapper in _pairs(function):
@@ -64,7 +64,7 @@ def rebuilt(function: FunctionType, inner: FunctionType) -> FunctionType:
 
 
 def _pairs(function: FunctionType) -> Iterator[tuple[FunctionType, FunctionType]]:
-    """Each wrapped function with its wrapper, from the inside out."""
+    """Yield each wrapped function with its wrapper, from the inside out."""
     chain = _chain(function)[::-1]
     return itertools.pairwise(chain)
 
@@ -72,7 +72,7 @@ def _pairs(function: FunctionType) -> Iterator[tuple[FunctionType, FunctionType]
 def _holds(cell: CellType, function: FunctionType) -> bool:
     try:
         return cell.cell_contents is function
-    except ValueError:  # an empty cell
+    except ValueError:  # The cell is empty.
         return False
 
 
@@ -92,17 +92,17 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
 
 
 def _is_loaded(text: str, code: CodeType) -> ast.Module | None:
-    """The syntax tree of a file, if one of its functions compiles to this code."""
+    """Return the syntax tree of a file if one of its functions compiles to this code object; None otherwise."""
     tree, module = _parsed(text, code.co_filename)
     candidates = (each for each in _codes(module) if each.co_firstlineno == code.co_firstlineno)
     return tree if any(each == code for each in candidates) else None
 
 
 def definition_of(function: FunctionType) -> ast.FunctionDef:
-    """A fresh copy of the definition of the innermost function.
+    """Return a fresh copy of the definition of the innermost function.
 
     Raises:
-        NotReadable: There is no source, or it is not that of the code that is loaded.
+        NotReadable: There is no source, or the loaded code was not compiled from it.
     """
     inner = innermost(function)
     code = inner.__code__
@@ -134,7 +134,7 @@ def _contents(cell: CellType) -> object:
 
 
 def _cloned(node: ast.AST) -> ast.AST:
-    """A deep copy of a syntax tree, with its positions."""
+    """Return a deep copy of a syntax tree, with its positions."""
     if isinstance(node, list):
         return [_cloned(each) for each in node]
     if not isinstance(node, ast.AST):
@@ -144,18 +144,19 @@ def _cloned(node: ast.AST) -> ast.AST:
 
 
 def compiled(definition: ast.FunctionDef, function: FunctionType, given: dict[str, Callable]) -> FunctionType:
-    """A function of this definition in place of the innermost of `function`, with its globals and its closure.
+    """Return `function` with its innermost function replaced by this definition; globals and closure stay the same.
 
-    `given` are functions that the definition calls by names of their own, and finds in its closure.
+    `given` holds the additional functions that the definition calls, by name. They become part of its closure.
     """
     inner = innermost(function)
     stripped = ast.FunctionDef(**{name: getattr(definition, name, None) for name in definition._fields})
     stripped.returns, stripped.decorator_list = None, []
-    for argument in ast.walk(stripped.args):  # their values are those of the stock function
+    # Annotations are not evaluated again. Default values are copied from the stock function.
+    for argument in ast.walk(stripped.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
     stripped = ast.copy_location(stripped, definition)
-    # The class around it, by whose name Python changes names that begin with two underscores.
+    # Python mangles names that begin with two underscores by the name of the class, so the classes are built around it.
     body: ast.stmt = stripped
     for name in reversed(inner.__qualname__.rpartition("<locals>.")[2].split(".")[:-1]):
         body = ast.ClassDef(name=name, bases=[], keywords=[], body=[body], decorator_list=[], type_params=[])
