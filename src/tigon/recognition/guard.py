@@ -1,10 +1,10 @@
-"""Check in every call that a replaced module is still what it was when it was recognised.
+"""Check in every call that the state of a replaced module is the same as when the module was recognised.
 
 A guard knows the state that a module's forward reads (`tigon.runtime.reach`): the forward of its class, attributes,
 functions, objects such as a config, globals. One expression compares all of it by identity, so that a call costs less
-than a microsecond. Where something differs, the state is read anew and compared by value: the same setting assigned
-again, or a copy of the module, is the same; another activation, a raised dropout or another forward is not, and then
-the module runs the forward of its class.
+than a microsecond. If anything differs, the guard reads the state again and compares it by value. A setting that was
+assigned again with the same value passes, and so does a copy of the module. Another activation, a raised dropout or
+another forward does not pass, and then the module runs the forward of its class.
 """
 
 import sys
@@ -26,19 +26,22 @@ FUNCTIONS = (FunctionType, BuiltinFunctionType)
 
 
 class Guard:
-    """Tells whether a module's forward still reads what it read when the guard was made.
+    """Checks that everything that a module's forward reads is as it was when the guard was made.
 
-    `live` are attributes that the recipe reads by itself in every call, and `choices` the names by which it chooses
-    from a table of functions. A copied or unpickled guard compares by value at its first call.
+    `live` names the attributes that the recipe itself reads in every call, and `choices` the keys by which the forward
+    selects from a table of functions. A copied or unpickled guard compares by value at its first call.
     """
 
     def __init__(self, module: nn.Module, live: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> None:
         self.live, self.choices = live, choices
-        self.fingerprint = self._look(module)
+        self.fingerprint = self._read_state(module)
         self.is_unchanged = True
 
-    def _look(self, module: nn.Module) -> tuple | None:
-        """Read the state anew, and compare with it from now on; None if it cannot be watched."""
+    def _read_state(self, module: nn.Module) -> tuple | None:
+        """Read the current state and use it for later comparisons by identity.
+
+        Return its fingerprint, or None if it cannot be watched.
+        """
         reach = explore(module, self.live, self.choices)
         self.check = reach.check()
         self.module = weakref.ref(module)
@@ -46,9 +49,9 @@ class Guard:
         return None if reach.reason else reach.fingerprint
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether all is as it was."""
+        """Return True if everything that the forward reads is unchanged, by value."""
         if torch.compiler.is_compiling():
-            return self._still_set(module) and self._holds_for_graph()
+            return self._settings_hold(module) and self._holds_for_graph()
         try:
             if self.check(module.__dict__, type(module)):
                 return self.is_unchanged
@@ -57,12 +60,12 @@ class Guard:
         return self._compare(module)
 
     def _compare(self, module: nn.Module) -> bool:
-        fingerprint = self._look(module)
+        fingerprint = self._read_state(module)
         self.is_unchanged = fingerprint is not None and fingerprint == self.fingerprint
         return self.is_unchanged
 
-    def _still_set(self, module: nn.Module) -> bool:
-        """The part of the check that a compiler can follow, so that it compiles again after a change."""
+    def _settings_hold(self, module: nn.Module) -> bool:
+        """Compare what torch.compile can trace, so that a change becomes a guard of the graph and recompiles it."""
         for setting in self.settings:
             owner = module if setting.root is None else setting.root
             for part in setting.path:
@@ -78,7 +81,7 @@ class Guard:
 
     @torch._dynamo.assume_constant_result
     def _holds_for_graph(self) -> bool:
-        """The whole check, once for each graph."""
+        """Compare everything. torch.compile calls this once per graph and treats the result as a constant."""
         module = self.module()
         try:
             if module is not None and self.check(module.__dict__, type(module)):
@@ -88,16 +91,16 @@ class Guard:
         return module is not None and self._compare(module)
 
     def __reduce__(self):
-        return _restored, (self.fingerprint, self.live, self.choices)
+        return _restore_guard, (self.fingerprint, self.live, self.choices)
 
 
 def install_guarded(module: nn.Module, recipe: Callable) -> Callable[[], None]:
-    """Install a recipe that takes the place of a forward, as long as the module is what it was."""
+    """Install a recipe that replaces the forward as long as the guard holds."""
     return install(module, recipe, Guard(module, recipe.live, recipe.choices))
 
 
 class Setting(NamedTuple):
-    """A place that a compiler can read: attribute `name` of what `path` leads to, from the module or from `root`."""
+    """An attribute that a compiler can read: `name` of the object that `path` reaches from the module or `root`."""
 
     root: ModuleType | None
     path: tuple[str, ...]
@@ -107,7 +110,7 @@ class Setting(NamedTuple):
 
 
 def _settings(module: nn.Module, places: list[Place]) -> tuple[Setting, ...]:
-    """Return what `Guard._still_set` compares: simple values and functions that attributes or globals hold."""
+    """Return the settings that `_settings_hold` compares: simple values and functions in attributes or globals."""
     settings = {}
     for place in places:
         *path, name = place.path.split(".")
@@ -120,19 +123,19 @@ def _settings(module: nn.Module, places: list[Place]) -> tuple[Setting, ...]:
             setting = Setting(root, tuple(path[1:]) if root is None else (), name, place.value, is_simple(place.value))
         else:
             continue
-        if _leads_there(module, setting):
+        if _leads_to_value(module, setting):
             settings[setting.root, setting.path, setting.name] = setting
     return tuple(settings.values())
 
 
 def _module_of(place: Place) -> ModuleType | None:
-    """Return the Python module whose global a place is."""
+    """Return the Python module if a place is one of its globals, otherwise None."""
     root = sys.modules.get(place.owner.get("__name__")) if type(place.owner) is dict else None
     return root if root is not None and vars(root) is place.owner else None
 
 
-def _leads_there(module: nn.Module, setting: Setting) -> bool:
-    """Return True if the attributes that a setting names hold its value; a path may name something else by chance."""
+def _leads_to_value(module: nn.Module, setting: Setting) -> bool:
+    """Return True if the attributes that a setting names lead to its value; a path may lead elsewhere by chance."""
     owner = module if setting.root is None else setting.root
     for part in setting.path:
         owner = getattr(owner, part, None)
@@ -140,13 +143,13 @@ def _leads_there(module: nn.Module, setting: Setting) -> bool:
     return value is setting.value
 
 
-def _never(own: dict[str, Any], cls: type) -> bool:
+def _never_holds(own: dict[str, Any], cls: type) -> bool:
     return False
 
 
-def _restored(fingerprint: tuple | None, live: tuple[str, ...], choices: tuple[str, ...]) -> Guard:
-    """A guard for the copy of a module, which is compared by value at its first call."""
+def _restore_guard(fingerprint: tuple | None, live: tuple[str, ...], choices: tuple[str, ...]) -> Guard:
+    """Return a guard for a copied module. It compares by value at its first call."""
     guard = object.__new__(Guard)
     guard.fingerprint, guard.live, guard.choices = fingerprint, live, choices
-    guard.check, guard.module, guard.settings, guard.is_unchanged = _never, lambda: None, (), True
+    guard.check, guard.module, guard.settings, guard.is_unchanged = _never_holds, lambda: None, (), True
     return guard

@@ -1,4 +1,4 @@
-"""Recognise gated MLPs, whatever their parts are called, and squared ReLUs."""
+"""Recognise gated MLPs, whatever the names of their children are, and squared ReLUs."""
 
 import contextlib
 import functools
@@ -39,7 +39,8 @@ from tigon.runtime.reach import explore
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 
-KINDS: dict[str, tuple[Callable, Callable, str]] = {  # the op, its reference, and what `glu_mlp` calls it
+# Each entry is the op, its reference, and its name in `glu_mlp`.
+KINDS: dict[str, tuple[Callable, Callable, str]] = {
     "swiglu": (swiglu, swiglu_reference, "silu"),
     "geglu": (geglu, geglu_reference, "gelu"),
     "geglu (tanh)": (*(functools.partial(f, approximate="tanh") for f in (geglu, geglu_reference)), "gelu_tanh"),
@@ -48,7 +49,10 @@ KINDS: dict[str, tuple[Callable, Callable, str]] = {  # the op, its reference, a
 
 @dataclass(frozen=True)
 class GLURecipe:
-    """`down(act(gate(x)) * up(x))` through the module's own children; without `up`, `gate` gives both, packed."""
+    """Recipe: `down(act(gate(x)) * up(x))` through the module's children.
+
+    Without `up`, the output of `gate` contains both factors, packed.
+    """
 
     kind: str
     gate: str
@@ -62,7 +66,7 @@ class GLURecipe:
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         x = args[0] if len(args) == 1 and not kwargs else None
         fits = isinstance(x, Tensor) and x.dim() in self.dims and x.dtype in KERNEL_DTYPES
-        # A hook of every module also sees the activation, which is not called here.
+        # A global module hook would see a call of the activation, and the op makes no such call.
         if not fits or any_global_hook():
             return type(module).forward(module, *args, **kwargs)
         if self.up is not None and not reference:
@@ -72,10 +76,10 @@ class GLURecipe:
         return getattr(module, self.down)(remade_mlp(self._product, module, *args, reference))
 
     def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
-        """act(gate) * up, through the module's children."""
+        """Return act(gate) * up, computed through the module's children."""
         gate = call(getattr(module, self.gate), x)
         up = None if self.up is None else call(getattr(module, self.up), x)
-        # Children of different dtypes: the reference promotes as torch does.
+        # If gate and up have different dtypes, the reference promotes as torch does.
         op, eager, _ = KINDS[self.kind]
         return (eager if reference or (up is not None and up.dtype != gate.dtype) else op)(gate, up)
 
@@ -84,7 +88,7 @@ class GLURecipe:
 
 
 def _wirings(linears: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, str]]:
-    """Every (gate, up, down) that the sizes of the children allow."""
+    """Yield every (gate, up, down) that the sizes of the children allow."""
     for gate, *ups, down in itertools.permutations(linears):
         width, inner = linears[gate].in_features, linears[gate].out_features
         fits = all((linears[up].in_features, linears[up].out_features) == (width, inner) for up in ups)
@@ -93,10 +97,14 @@ def _wirings(linears: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, s
 
 
 def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The module with small children of the same wiring, and its attributes that name sizes made small likewise."""
+    """Return a copy of the module with small children of the same wiring.
+
+    Attributes that hold a size of the original hold the small size.
+    """
     gate, up, down = wiring
     real = linears[gate].in_features, linears[down].in_features, linears[down].out_features
-    hidden, inner, out = 24, 40, 24 if real[2] == real[0] else 56  # all different, so that a wrong wiring fails
+    # Sizes differ, so that a wrong wiring fails. Only `out` equals `hidden` if the original has them equal.
+    hidden, inner, out = 24, 40, 24 if real[2] == real[0] else 56
     training = seed % 2 == 1
     children: dict[str, nn.Module] = {}
     for i, (name, child) in enumerate(module._modules.items()):
@@ -111,20 +119,20 @@ def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtyp
     return stand_in(module, {}, children, training=training, **sizes)
 
 
-# Dtypes and leading shapes: sequences long and short.
+# Each case is (dtype, leading shape), with long and short sequences.
 CASES = [(FP32, (2, 16)), (BF16, (1, 300)), (BF16, (2, 16)), (FP32, (1, 32)), (FP16, (4, 8))]
-# The other numbers of dimensions, which some modules do not take.
+# Leading shapes that give other numbers of dimensions, which some modules do not accept.
 SHAPES = [(), (16,), (2, 3, 4)]
 
 
 def _run_glu(module: nn.Module, linears: dict, wiring: tuple, candidates: list, seed: int, case: tuple) -> list:
-    """The candidates that reproduce the module, and in fp32 its gradients too."""
+    """Return the candidates that reproduce the outputs of the module, and in fp32 its gradients too."""
     dtype, shape = case
     twin = _glu_twin(module, linears, wiring, dtype, seed)
     plain = normal(1000 + seed, *shape, 24)
     sizes = torch.logspace(-4, 1 if dtype == FP16 else 10, plain[..., 0].numel()).view(*shape, 1)
     for x in ((plain * sizes).to(dtype), unusual(seed, *shape, 24, dtype=dtype)):
-        candidates = _agreeing(twin, candidates, x)
+        candidates = _select_equal(twin, candidates, x)
     if dtype != FP32 or not candidates:
         return candidates
     parameters = [p for name in linears for p in twin._modules[name]._parameters.values() if p is not None]
@@ -135,17 +143,19 @@ def _run_glu(module: nn.Module, linears: dict, wiring: tuple, candidates: list, 
         ]
         plain = plain.detach()
     for p in parameters:
-        p.requires_grad_(False).mul_(100.0)  # a module may clamp its weights, or what they make
-    return _agreeing(twin, candidates, plain)
+        # A module may clamp its weights or its intermediate values.
+        p.requires_grad_(False).mul_(100.0)
+    return _select_equal(twin, candidates, plain)
 
 
-def _agreeing(twin: nn.Module, candidates: list, x: Tensor) -> list:
+def _select_equal(twin: nn.Module, candidates: list, x: Tensor) -> list:
+    """Return the candidates whose output for x has the bits of the module's output."""
     y = run_forward(twin, x)
     return [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
 
 
 def _run_shapes(module: nn.Module, linears: dict, wiring: tuple, candidates: list) -> tuple[list, frozenset[int]]:
-    """The candidates that reproduce the module at every number of dimensions that it takes, and these numbers."""
+    """Return the candidates that reproduce the module with every number of dimensions, and the accepted numbers."""
     twin, dims = _glu_twin(module, linears, wiring, FP32, 7), {3}
     for shape in SHAPES:
         x = normal(7, *shape, 24)
@@ -153,12 +163,16 @@ def _run_shapes(module: nn.Module, linears: dict, wiring: tuple, candidates: lis
             run_forward(twin, x)
             dims.add(x.dim())
         if x.dim() in dims:
-            candidates = _agreeing(twin, candidates, x)
+            candidates = _select_equal(twin, candidates, x)
     return candidates, frozenset(dims)
 
 
 def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
-    """A gated MLP: two (packed) or three linear children that fit each other, and nothing else with parameters."""
+    """Recognise a gated MLP.
+
+    It is a module with two (packed) or three linear children of fitting sizes, and no other parameters. Return a
+    recipe, the reason why such a module is left as it is, or None for another module.
+    """
     has_sizes = lambda m: all(type(getattr(m, name, None)) is int for name in ("in_features", "out_features"))
     linears = {name: child for name, child in module._modules.items() if has_sizes(child)}
     if len(linears) not in (2, 3) or not takes(module, 1) or not (wirings := list(_wirings(linears))):
@@ -168,16 +182,17 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     extra += [name for name, tensor in own_tensors(module).items() if tensor is not None]
     if extra:
         return f"has more state than a gated MLP ({', '.join(extra)})"
-    if changed := [name for name, child in others.items() if is_changed(child)]:
-        return f"has hooks on {', '.join(changed)}, or another forward there"
+    if changed_children := [name for name, child in others.items() if is_changed(child)]:
+        return f"has hooks on {', '.join(changed_children)}, or another forward there"
     sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
     reach = explore(module)
     if reason := reach.reason or reach.decision:
-        return reason if len(sizes) > 1 else None  # query, key and value of an attention, say
+        # Children of one size may be the projections of an attention, which need no reason in the report.
+        return reason if len(sizes) > 1 else None
     if reach.names & {"weight", "bias"}:
-        return "its forward reads the weights of its linear layers, beside calling them"
-    other = "computes something else than silu, gelu or gelu-tanh gates"
-    failure, ran = other, False
+        return "its forward reads the weights of its linear layers, besides calling them"
+    mismatch = "computes something else than silu, gelu or gelu-tanh gates"
+    failure, has_run = mismatch, False
     for wiring in wirings:
         candidates = [GLURecipe(kind, *wiring) for kind in KINDS]
         try:
@@ -188,14 +203,15 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
         except WritesTensor as error:
             return str(error)
         except Exception as error:
-            failure = failure if ran else f"cannot be run by itself ({describe(error)})"
+            failure = failure if has_run else f"cannot be run by itself ({describe(error)})"
             continue
-        failure, ran = other, True
+        failure, has_run = mismatch, True
         if reach.reason:
             return reach.reason
         if candidates:
             return replace(candidates[0], dims=dims)
-    return failure if ran or len(sizes) > 1 else None  # query, key and value of an attention, say
+    # Children of one size that cannot be run may be the projections of an attention.
+    return failure if has_run or len(sizes) > 1 else None
 
 
 # --- squared ReLU --------------------------------------------------------------------------------
@@ -203,7 +219,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
 
 @dataclass(frozen=True)
 class ReLU2Recipe:
-    """`relu2`, for an activation that is a module of its own."""
+    """Recipe: `relu2`, for an activation that is a module."""
 
     live = ()
     choices = ()
@@ -218,7 +234,7 @@ class ReLU2Recipe:
 
 
 def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
-    """A squared ReLU: no children, no parameters."""
+    """Recognise a squared ReLU: a module without children and without parameters."""
     if module._modules or not without_parameters(module) or not takes(module, 1):
         return None
     reach = explore(module)

@@ -38,7 +38,10 @@ __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
 
 @dataclass(frozen=True)
 class RMSNormRecipe:
-    """`rms_norm` of the module's own weight and epsilon, read by name at every call; gated: times silu of a gate."""
+    """Recipe: `rms_norm` with the module's weight and epsilon, read at every call.
+
+    A gated norm multiplies the result by silu(gate).
+    """
 
     eps: str | float
     weight: str | None
@@ -52,11 +55,11 @@ class RMSNormRecipe:
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The attributes that the recipe reads in every call."""
+        """Return the names of the attributes that the recipe reads in every call."""
         return tuple(name for name in (self.weight, self.eps) if isinstance(name, str))
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        weight, eps = _own(module, self.weight), _own(module, self.eps)
+        weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
         as_recognised = len(args) == 1 + self.gated and not kwargs and _is_set(self.weight, weight, eps)
         if not (as_recognised and _fits(args, weight, self.dims)):
             return type(module).forward(module, *args, **kwargs)
@@ -67,12 +70,13 @@ class RMSNormRecipe:
             return y
         dtype, gate = args[0].dtype, args[1]
         if not reference and dtype == y.dtype == gate.dtype and runs_kernels(y, gate):
-            return swiglu(gate, y)  # in fp32 as below
+            # `swiglu` computes in fp32, as the last line does.
+            return swiglu(gate, y)
         return (y * F.silu(gate.float())).to(dtype)
 
     def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
-        """Weight, epsilon and form for the op, if that is all the module does with x."""
-        weight, eps = _own(module, self.weight), _own(module, self.eps)
+        """Return weight, epsilon and options for the op; None if the module does anything else with x."""
+        weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
         if self.gated or not (_is_set(self.weight, weight, eps) and _fits((x,), weight, self.dims)):
             return None
         return weight, eps, {"offset": self.offset, "rounding": self.rounding}
@@ -82,7 +86,7 @@ class RMSNormRecipe:
         return f"rms_norm{' without weight' if self.weight is None else offset}{', then swiglu' if self.gated else ''}"
 
 
-# Other ways to write `layer_norm_reference`, rounded once as well.
+# Other ways to compute a layer norm that also round once.
 
 
 def _layer_norm_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -91,7 +95,8 @@ def _layer_norm_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None, e
 
 
 def _layer_norm_mixed(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)  # on a CPU also of bf16 by fp32 weights
+    # On a CPU this also takes a bf16 input and fp32 weights.
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def _layer_norm_in_steps(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -103,46 +108,49 @@ def _layer_norm_in_steps(x: Tensor, weight: Tensor | None, bias: Tensor | None, 
 
 @dataclass(frozen=True)
 class LayerNormRecipe:
-    """`layer_norm` of the module's own weight, bias and epsilon, read by name at every call."""
+    """Recipe: `layer_norm` with the module's weight, bias and epsilon, read at every call."""
 
     eps: str | float
     weight: str | None
     bias: str | None
-    written: Callable  # a reference with the module's bits
+    # The reference that gives the bits of the module.
+    formula: Callable
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     part = "layer_norm"
     choices = ()
 
     @property
     def live(self) -> tuple[str, ...]:
-        """The attributes that the recipe reads in every call."""
+        """Return the names of the attributes that the recipe reads in every call."""
         return tuple(name for name in (self.weight, self.bias, self.eps) if isinstance(name, str))
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        own = [_own(module, name) for name in (self.weight, self.bias, self.eps)]
-        as_recognised = len(args) == 1 and not kwargs and _is_set(self.weight, own[0], own[2])
-        if not (as_recognised and (self.bias is None) == (own[1] is None) and _fits(args, own[0], self.dims)):
+        weight, bias, eps = [_resolve(module, name) for name in (self.weight, self.bias, self.eps)]
+        as_recognised = len(args) == 1 and not kwargs and _is_set(self.weight, weight, eps)
+        if not (as_recognised and (self.bias is None) == (bias is None) and _fits(args, weight, self.dims)):
             return type(module).forward(module, *args, **kwargs)
-        # Without kernels torch's own sums a bf16 weight's gradient in bf16; who wrote it in fp32 keeps that.
-        exact = reference or (self.written is not layer_norm_reference and not runs_kernels(args[0], *own[:2]))
-        return (self.written if exact else layer_norm)(args[0], *own)
+        # Without kernels, torch's layer norm sums a bf16 weight's gradient in bf16. A module that computes in fp32
+        # keeps its own formula.
+        exact = reference or (self.formula is not layer_norm_reference and not runs_kernels(args[0], weight, bias))
+        return (self.formula if exact else layer_norm)(args[0], weight, bias, eps)
 
     def __str__(self) -> str:
         without = [name for name in ("weight", "bias") if getattr(self, name) is None]
         return f"layer_norm without {' and '.join(without)}" if without else "layer_norm"
 
 
-def _own(module: nn.Module, name: str | float | None) -> Tensor | float | None:
+def _resolve(module: nn.Module, name: str | float | None) -> Tensor | float | None:
+    """Return the attribute with this name; a number or None stands for itself."""
     return getattr(module, name) if isinstance(name, str) else name
 
 
 def _is_set(name: str | None, weight: Tensor | None, eps: Any) -> bool:
-    """Return True if there is a weight where there was one, and epsilon is a number."""
+    """Return True if the module has a weight exactly if the recipe names one, and epsilon is a number."""
     return (name is None) == (weight is None) and type(eps) in (float, int)
 
 
 def _fits(args: tuple, weight: Tensor | None, dims: frozenset[int]) -> bool:
-    """Return True if the module was compared with the op for arguments of these dtypes and dimensions."""
+    """Return True if recognition compared the module with the op for arguments of these dtypes and dimensions."""
     if not all(isinstance(x, Tensor) and x.dim() in dims and x.dtype in KERNEL_DTYPES for x in args):
         return False
     return weight is None or weight.shape == args[0].shape[-1:]
@@ -157,11 +165,11 @@ def _norm_candidates(
         yield from (RMSNormRecipe(eps, weight, *form, gated) for eps, form in itertools.product(epsilons, forms))
     if not gated:
         pairs = itertools.permutations([*names, None][:2], 2) if names else [(None, None)]
-        written = (layer_norm_reference, _layer_norm_mixed, _layer_norm_in_fp32, _layer_norm_in_steps)
-        yield from (LayerNormRecipe(eps, *pair, how) for eps, pair, how in itertools.product(epsilons, pairs, written))
+        formulas = (layer_norm_reference, _layer_norm_mixed, _layer_norm_in_fp32, _layer_norm_in_steps)
+        yield from (LayerNormRecipe(eps, *pair, f) for eps, pair, f in itertools.product(epsilons, pairs, formulas))
 
 
-# Training and dtypes of the input and of the weights.
+# Each case is (training, dtype of the input, dtype of the weights).
 CASES = [
     *itertools.product((True, False), (FP32, BF16), (FP32, BF16)),
     (True, FP16, FP16),
@@ -169,9 +177,9 @@ CASES = [
 
 
 def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int, gated: bool) -> list:
-    """The candidates that reproduce the module, in every combination of dtypes it can run, and its gradients."""
+    """Return the candidates that reproduce the module's outputs in every dtype that it accepts, and its gradients."""
     rows = max(16, 4096 // width) // 4 * 4
-    # The smallest have a mean square below any epsilon, the largest are beyond any clamp.
+    # The smallest rows have a mean square below any epsilon. The largest exceed any clamp.
     sizes = torch.logspace(-4, 12, rows)
     shapes = (rows,), (2, rows // 2), (2, 2, rows // 4)
     for seed, (training, dtype, weight_dtype) in enumerate(CASES):
@@ -180,8 +188,8 @@ def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int,
             (normal(seed, *shape) * sizes.clamp(max=1e3 if dtype == FP16 else 1e12).view(*shape[:-1], 1)).to(dtype)
         ]
         inputs += [normal(50 + seed, *shape, dtype=dtype)] if gated else []
-        own = {name: normal(100 + seed + 10 * i, width, dtype=weight_dtype) for i, name in enumerate(names)}
-        twin = stand_in(module, own, training=training)
+        weights = {name: normal(100 + seed + 10 * i, width, dtype=weight_dtype) for i, name in enumerate(names)}
+        twin = stand_in(module, weights, training=training)
         try:
             y = run_forward(twin, *inputs)
         except WritesTensor:
@@ -189,13 +197,14 @@ def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int,
         except Exception:
             if dtype == weight_dtype:
                 raise
-            continue  # it refuses mixed dtypes, so there is nothing to reproduce
+            # The module refuses mixed dtypes, so there is nothing to reproduce.
+            continue
         candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
     return _run_unusual(module, names, candidates, width, gated)
 
 
 def _run_unusual(module: nn.Module, names: list[str], candidates: list, width: int, gated: bool) -> list:
-    """The candidates with the module's gradients, which also reproduce it at values and weights of any size."""
+    """Return the candidates that reproduce the gradients, and the outputs for values and weights of any size."""
     twin = stand_in(module, {name: normal(i, width) for i, name in enumerate(names)}, training=True)
     inputs = [normal(20 + i, 8, width) for i in range(1 + gated)]
     parameters = [twin._parameters[name] for name in names]
@@ -206,20 +215,23 @@ def _run_unusual(module: nn.Module, names: list[str], candidates: list, width: i
         inputs = [x.detach() for x in inputs]
     for i, (dtype, shape) in enumerate(itertools.product((FP32, BF16), ((16,), (2, 8), (2, 2, 4)))):
         inputs = [unusual(i, *shape, width, dtype=dtype), *([normal(i, *shape, width, dtype=dtype)] * gated)]
-        own = {
+        weights = {
             name: unusual(3 + n + i, 1, width)[0].to(dtype) if i % 2 else (normal(i + n, width) * 1e3).to(dtype)
             for n, name in enumerate(names)
         }
-        twin = stand_in(module, own, training=True)
+        twin = stand_in(module, weights, training=True)
         y = run_forward(twin, *inputs)
         candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
     return candidates
 
 
-def _taken_dims(
+def _compare_dims(
     module: nn.Module, names: list[str], candidates: list, width: int, gated: bool
 ) -> tuple[list, frozenset[int]]:
-    """One row without a batch: the candidates that reproduce it, and whether the module takes it at all."""
+    """Try a 1-D input.
+
+    Return the candidates that reproduce its output, and the numbers of dimensions that the module accepts.
+    """
     twin = stand_in(module, {name: normal(i, width) for i, name in enumerate(names)}, training=True)
     inputs = [normal(i, width) for i in range(1 + gated)]
     try:
@@ -231,38 +243,42 @@ def _taken_dims(
 
 
 def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str | None:
-    """A norm: no children, at most two parameters (1-D, of one size), and an epsilon or "norm" in the class's name."""
+    """Recognise a norm.
+
+    It is a module without children, with at most two parameters (1-D, of one size), and with an epsilon or "norm" in
+    the name of its class. Return a recipe, the reason why such a module is left as it is, or None for another module.
+    """
     tensors = {name: t for name, t in own_tensors(module).items() if t is not None}
     epsilons = [name for name, value in vars(module).items() if type(value) is float and 0.0 < value <= 0.1]
-    # Without both it may be a dropout or an activation as well.
-    likely = (tensors and epsilons) or "norm" in type(module).__name__.lower()
-    if module._modules or not likely or not takes(module, 1, 2) or any(t.dim() > 1 for t in tensors.values()):
+    # Without an epsilon or such a name, the module may be a dropout or an activation.
+    is_likely = (tensors and epsilons) or "norm" in type(module).__name__.lower()
+    if module._modules or not is_likely or not takes(module, 1, 2) or any(t.dim() > 1 for t in tensors.values()):
         return None
-    # ZeRO-3 keeps the shape of what it took; FSDP1 may leave nothing on this rank.
+    # ZeRO-3 keeps the full shape in `ds_shape`. FSDP1 may leave an empty shard on this rank.
     sizes = {tuple(getattr(t, "ds_shape", t.shape)) for t in tensors.values()} - {(0,)}
     if len(tensors) > 2 or len(sizes) > 1 or any(b is not None for b in module._buffers.values()):
         return "has more state than a norm"
     if (1,) in sizes:
         return "has a weight of one element"
-    # Without a weight it may still check its input's width against an attribute, or take parts of that width each.
-    own = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
-    named = [size for size in own if type(size) is int and 1 < size <= 65536] + [96]
-    widths = list(*sizes) if sizes else [factor * size for size in named for factor in (1, 2)]
+    # A norm without a weight may check its input's width against an attribute, or normalise parts of that width.
+    values = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
+    likely_widths = [size for size in values if type(size) is int and 1 < size <= 65536] + [96]
+    widths = list(*sizes) if sizes else [factor * size for size in likely_widths for factor in (1, 2)]
     gated, names, failure = takes(module, 2), list(tensors), ""
-    candidates, ran = list(_norm_candidates(names, epsilons or [1e-5, 1e-6], gated)), False
+    candidates, has_run = list(_norm_candidates(names, epsilons or [1e-5, 1e-6], gated)), False
     reach = explore(module)
     if reason := reach.reason or reach.decision:
         return reason
     for width in widths:
         try:
             with reach.preserved(), probing():
-                candidates, ran = _run_norm(module, names, candidates, width, gated), True
-                candidates, dims = _taken_dims(module, names, candidates, width, gated)
+                candidates, has_run = _run_norm(module, names, candidates, width, gated), True
+                candidates, dims = _compare_dims(module, names, candidates, width, gated)
         except WritesTensor as error:
             return str(error)
         except Exception as error:
             failure = f"cannot be run by itself ({describe(error)})"
-    if not ran:
+    if not has_run:
         return failure
     if not candidates or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"

@@ -1,4 +1,7 @@
-"""Small twins of modules, to be run in place of the originals: on the CPU, in any dtype, without touching anything."""
+"""Small copies of modules that run in place of the originals.
+
+They run on the CPU and in any dtype, and change nothing of the originals.
+"""
 
 import contextlib
 import inspect
@@ -39,11 +42,11 @@ M = TypeVar("M", bound=nn.Module)
 
 @contextlib.contextmanager
 def probing() -> Iterator[None]:
-    """Plain eager CPU arithmetic, whatever modes the caller is in; the global random state is as before after it."""
+    """Compute eagerly on the CPU, independent of the caller's modes. Restore the global random state afterwards."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     random_state, numpy_random = random.getstate(), sys.modules.get("numpy.random")
     numpy_state = None if numpy_random is None else numpy_random.get_state()
-    # On tensors this small, more would wait for each other: sixfold the time on a busy machine.
+    # More than one thread makes tensors this small six times slower on a busy machine.
     torch.set_num_threads(1)
     with (
         contextlib.ExitStack() as stack,
@@ -58,15 +61,16 @@ def probing() -> Iterator[None]:
         stack.callback(random.setstate, random_state)
         if numpy_random is not None:
             stack.callback(numpy_random.set_state, numpy_state)
-        # Loaders set another default while they build a model.
+        # Loaders set another default dtype while they build a model.
         stack.callback(torch.set_default_dtype, dtype)
         torch.set_default_dtype(torch.float32)
-        warnings.simplefilter("ignore")  # what a probe does wrong is no news to the user
+        # Warnings of a probe do not concern the user.
+        warnings.simplefilter("ignore")
         yield
 
 
 def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal values from a private generator."""
+    """Return standard normal values from a private generator."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(dtype)
 
@@ -74,9 +78,10 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 def stand_in(
     module: M, parameters: dict[str, Tensor] | None = None, children: dict[str, nn.Module] | None = None, **attributes
 ) -> M:
-    """A shallow copy with these parameters, children and attributes in place of its own, and without hooks.
+    """Return a shallow copy with these parameters, children and attributes, and without hooks.
 
-    Nothing goes through constructors or `register_parameter`, which loaders replace to build on meta.
+    Parameters that are not given are None. Children and attributes that are not given are those of the module.
+    Constructors and `register_parameter` are not called, because loaders replace them to build on meta.
     """
     twin = object.__new__(type(module))
     state = twin.__dict__
@@ -86,8 +91,8 @@ def stand_in(
     for name, value in state.items():
         if "_hooks" in name and isinstance(value, dict):
             state[name] = type(value)()
-    wrapped = {name: nn.Parameter(value, requires_grad=False) for name, value in (parameters or {}).items()}
-    state["_parameters"] = {name: wrapped.get(name) for name in module._parameters} | wrapped
+    new_parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in (parameters or {}).items()}
+    state["_parameters"] = {name: new_parameters.get(name) for name in module._parameters} | new_parameters
     state["_buffers"] = dict(module._buffers)
     state["_modules"] = dict(module._modules if children is None else children)
     state.update(attributes)
@@ -95,7 +100,7 @@ def stand_in(
 
 
 def linear(seed: int, features_in: int, features_out: int, dtype: torch.dtype, bias: bool = True) -> nn.Linear:
-    """A linear layer with random weights of a size that keeps its outputs near those of its inputs."""
+    """Return a linear layer with random weights, scaled so that outputs are about as large as inputs."""
     layer = object.__new__(nn.Linear)
     nn.Module.__init__(layer)
     weight = normal(seed, features_out, features_in) * features_in**-0.5
@@ -106,31 +111,34 @@ def linear(seed: int, features_in: int, features_out: int, dtype: torch.dtype, b
 
 
 def in_mode(module: M, training: bool) -> M:
-    """A stand-in of a module and all below it, training or evaluating."""
+    """Return a stand-in of a module and all its descendants, in training or evaluation mode."""
     children = {name: child and in_mode(child, training) for name, child in module._modules.items()}
     return stand_in(module, {}, children, training=training)
 
 
 def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
-    """A module's parameters and buffers, and tensors that are mere attributes, as FSDP1 leaves of its flat ones."""
-    # Not by `|`: ZeRO-3 puts a dict in place that is no copy of itself.
-    loose = ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
-    return dict([*module._parameters.items(), *module._buffers.items(), *loose])
+    """Return a module's parameters and buffers, and its tensors that are plain attributes.
+
+    FSDP1 leaves views of its flat parameters as plain attributes.
+    """
+    # `|` is not used: ZeRO-3's dict of parameters does not support copying.
+    plain_tensors = ((name, value) for name, value in vars(module).items() if isinstance(value, Tensor))
+    return dict([*module._parameters.items(), *module._buffers.items(), *plain_tensors])
 
 
 def without_parameters(module: nn.Module) -> bool:
-    """Whether a module holds no tensor at all: an activation, a dropout."""
+    """Return True if a module and its descendants hold no tensor, as an activation or a dropout."""
     return all(tensor is None for each in module.modules() for tensor in own_tensors(each).values())
 
 
 def describe(error: Exception) -> str:
-    """One line of an exception for a report."""
+    """Return the type and the first line of an exception, for a report."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:100]}{'...' if len(first) > 100 else ''}"
 
 
 def takes(module: nn.Module, *counts: int) -> bool:
-    """Whether the class has a forward of its own that can be called with one of these numbers of arguments."""
+    """Return True if the class defines a forward that accepts one of these numbers of arguments."""
     if type(module).forward is nn.Module.forward:
         return False
     for count in counts:
@@ -141,36 +149,39 @@ def takes(module: nn.Module, *counts: int) -> bool:
 
 
 class WritesTensor(Exception):
-    """A forward has written to its input or to a parameter, or has drawn random numbers."""
+    """A forward wrote to its input or to a parameter, or drew random numbers."""
 
 
 def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
-    """The forward of a twin's class on copies of the inputs; raises `WritesTensor` if it does more than to compute."""
+    """Run the forward of the copy's class on copies of the inputs.
+
+    Raises `WritesTensor` if it writes to an input or to a tensor of the module, or draws random numbers.
+    """
     copies = [x.clone() for x in inputs]
     tensors = [*copies, *(t for m in twin.modules() for t in own_tensors(m).values() if t is not None)]
     before = [(t, t._version, t.detach().clone()) for t in tensors]
-    drawn = torch.get_rng_state()
+    random_state = torch.get_rng_state()
     y = type(twin).forward(twin, *copies)
-    if not torch.equal(drawn, torch.get_rng_state()):
+    if not torch.equal(random_state, torch.get_rng_state()):
         raise WritesTensor("its forward draws random numbers")
-    # The values too: what is written through `.data` has no version.
+    # Values are compared too, because a write through `.data` does not change the version.
     if any(t._version != version or not same_values(t, values) for t, version, values in before):
         raise WritesTensor("its forward writes to its input or to a parameter")
     return y
 
 
 def same_values(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one dtype have the same values; NaN is the same as NaN."""
+    """Return True if two tensors of one dtype have the same values. NaN equals NaN."""
     return torch.equal(a, b) or (a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True))
 
 
 def same_bits(a: object, b: Tensor) -> bool:
-    """Whether `a` is a tensor with the dtype and the values of `b`."""
+    """Return True if `a` is a tensor with the dtype and the values of `b`."""
     return isinstance(a, Tensor) and a.dtype == b.dtype and same_values(a, b)
 
 
 def unusual(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal values in rows of very different sizes, with rows that hold zeros, infinities or NaN."""
+    """Return normal values in rows of very different sizes. Some rows hold zeros, an infinity or a NaN."""
     x = normal(seed, *shape)
     rows = x.view(-1, shape[-1])  # [rows, features]
     largest = 3e4 if dtype == torch.float16 else 1e30
@@ -183,21 +194,21 @@ def unusual(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 
 
 def gradients(run: Callable[[], Any], leaves: Sequence[Tensor]) -> list[Tensor | None]:
-    """Of the leaves that `run` computes with, for one upstream gradient; None where none arrives."""
+    """Return the gradients of the leaves for one random upstream gradient; None for a leaf without one."""
     with torch.enable_grad():
         for leaf in leaves:
             leaf.requires_grad_()
         results = run()
         outputs = [y for y in (results if isinstance(results, tuple) else (results,)) if y is not None]
         upstream = [normal(9 + i, *y.shape, dtype=y.dtype) for i, y in enumerate(outputs)]
-        wanted = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad]
-        if not wanted:
+        differentiable = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad]
+        if not differentiable:
             return [None] * len(leaves)
-        outputs, upstream = zip(*wanted, strict=True)
+        outputs, upstream = zip(*differentiable, strict=True)
         return list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True))
 
 
 def same_gradients(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
-    """Whether the same leaves get a gradient, and but for the order of sums the same."""
+    """Return True if the same leaves have a gradient, with values that differ at most by the order of sums."""
     close = lambda x, y: (x - y).abs().max() <= 1e-4 * y.abs().max()
     return all(x is y is None or (x is not None and y is not None and close(x, y)) for x, y in zip(a, b, strict=True))

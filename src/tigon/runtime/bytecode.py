@@ -1,7 +1,7 @@
 """Read from the bytecode of a function which names it uses, what it writes, and on which values it decides.
 
-Nothing is run. `code_use` follows the instructions of one function and of the functions that are defined in it. What
-cannot be told from them, such as the name in `getattr(x, prefix + "scale")`, is reported as the widest that it can be.
+Nothing is run. `code_use` follows the instructions of one function and of the functions that are defined in it. If the
+instructions do not show which attribute is read, as in `getattr(x, prefix + "scale")`, every attribute counts as read.
 """
 
 import dis
@@ -21,24 +21,24 @@ IN_PLACE = {"+=": "__iadd__", "*=": "__imul__", "|=": "__ior__", "&=": "__iand__
 
 @dataclass(frozen=True)
 class CodeUse:
-    """The names that one code object uses, where it writes to what outlives a call, and where it decides."""
+    """The names that one code object uses, its writes to what outlives a call, and its conditions on arguments."""
 
     global_names: frozenset[str]
     attributes: frozenset[str]
     stored: frozenset[str]
-    # Of `torch.nn.functional.silu`: ("torch", "nn", "functional", "silu").
+    # Chains of attributes: `torch.nn.functional.silu` gives ("torch", "nn", "functional", "silu").
     chains: frozenset[tuple[str, ...]]
     strings: frozenset[str]
-    # Names that `getattr` and `hasattr` may ask for, which may be missing.
+    # Names that may be missing from an object, because the code may look them up with `getattr` or `hasattr`.
     optional: frozenset[str]
     imports: frozenset[str]
-    # Each is a description and a line.
+    # Each write is a description and a line.
     writes: tuple[tuple[str, int], ...]
     # Writes that matter only if the code can reach a container that has such a method: `x[i] = y`, `x.append(y)`.
     item_writes: tuple[tuple[str, int], ...]
-    # Lines of conditions that depend on an argument in another way than by its type or its number of dimensions.
+    # Lines of conditions that depend on more of an argument than its type or its number of dimensions.
     decisions: tuple[int, ...]
-    # True for `vars`, `__dict__`, and `getattr` of a name that is computed.
+    # This is True if the code uses `vars`, `dir`, `__dict__`, or `getattr` with a computed name.
     reads_all_attributes: bool
 
 
@@ -57,7 +57,7 @@ def code_use(code: types.CodeType) -> CodeUse:
             if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
                 global_names.add(name)
                 chain = (name,)
-                reads_all |= name in GETTERS and not _asks_constant(steps, number)
+                reads_all |= name in GETTERS and not _is_called_with_constant(steps, number)
             elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 attributes.add(name)
                 chain = (*chain, name) if chain else ()
@@ -114,11 +114,12 @@ def _line(step: dis.Instruction) -> int | None:
 
 # --- the stack -------------------------------------------------------------------------------------
 
-CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"  # the first instruction that takes arguments off the stack
+# A call begins with this instruction, which is the first that removes the arguments from the stack.
+CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"
 
 
-def _effect(step: dis.Instruction) -> int:
-    """Return by how many values an instruction makes the stack grow, where it does not jump."""
+def _stack_effect(step: dis.Instruction) -> int:
+    """Return the number of values that an instruction adds to the stack if it does not jump."""
     return dis.stack_effect(step.opcode, step.arg, jump=False)
 
 
@@ -126,10 +127,10 @@ def _is_jump(step: dis.Instruction) -> bool:
     return step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
 
 
-def _asks_constant(steps: list[dis.Instruction], number: int) -> bool:
-    """Return True if the function loaded by this instruction is called at once, with a constant as its second argument.
+def _is_called_with_constant(steps: list[dis.Instruction], number: int) -> bool:
+    """Return True if the function that this instruction loads is called with a constant as its second argument.
 
-    The depth of the stack above the function tells which call is the one of this function.
+    The depth of the stack above the function shows which call belongs to it. After a jump the result is False.
     """
     depth = 0
     for i in range(number + 1, len(steps)):
@@ -139,25 +140,25 @@ def _asks_constant(steps: list[dis.Instruction], number: int) -> bool:
         if step.opname == CALL and depth == step.arg:
             end = i
             for _ in range(depth - 2):
-                end -= len(_tested(steps, end))
-            second = _tested(steps, end)
+                end -= len(_find_operand(steps, end))
+            second = _find_operand(steps, end)
             return depth >= 2 and len(second) == 1 and second[0].opname == "LOAD_CONST"
-        depth += _effect(step)
+        depth += _stack_effect(step)
         if _is_jump(step) or depth < 0:
             return False
     return False
 
 
-def _tested(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
+def _find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
     """Return the instructions that compute the value on top of the stack before instruction `end`.
 
-    The list is empty if the value comes from several ways, as that of a loop or of `a if b else c`.
+    The list is empty if several paths lead to the value, as in a loop or in `a if b else c`.
     """
     total = 0
     for start in range(end - 1, -1, -1):
         if _is_jump(steps[start]):
             break
-        total += _effect(steps[start])
+        total += _stack_effect(steps[start])
         if total == 1 and steps[start].opname.startswith("LOAD_"):
             return steps[start:end]
     return []
@@ -169,7 +170,7 @@ def _tested(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
 def _depends(part: list[dis.Instruction], local: set[str]) -> bool:
     """Return True if an expression depends on one of these variables in a way that the probes do not cover.
 
-    So may an expression of no instructions, which is not known.
+    An expression whose instructions were not found counts as dependent.
     """
     if any(step.opname == "LOAD_GLOBAL" and step.argval in PROBED_FUNCTIONS for step in part):
         return False
@@ -183,26 +184,26 @@ def _depends(part: list[dis.Instruction], local: set[str]) -> bool:
 
 
 def _decisions(code: types.CodeType, steps: list[dis.Instruction]) -> list[int]:
-    """Return the lines of conditions that depend on an argument, beside `self`, or on what is computed from one."""
+    """Return the lines of conditions that depend on an argument other than `self`, or on a value computed from one."""
     count = code.co_argcount + code.co_kwonlyargcount
     arguments = code.co_varnames[: count + bool(code.co_flags & 4) + bool(code.co_flags & 8)]
     dependent = {*arguments} - ({"self"} if arguments[:1] == ("self",) else set())
     stores = [i for i, step in enumerate(steps) if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
     while True:
-        found = set(dependent)
+        with_stores = set(dependent)
         for i in stores:
-            if _depends(_tested(steps, i), dependent):
+            if _depends(_find_operand(steps, i), dependent):
                 argval = steps[i].argval
-                found |= {*argval} if isinstance(argval, tuple) else {argval}
-        if found == dependent:
+                with_stores |= {*argval} if isinstance(argval, tuple) else {argval}
+        if with_stores == dependent:
             break
-        dependent = found
+        dependent = with_stores
     lines, line = [], code.co_firstlineno
     for i, step in enumerate(steps):
         line = _line(step) or line
         ends_with_block = any(s.opname == "WITH_EXCEPT_START" for s in steps[max(i - 2, 0) : i])
         if "JUMP" in step.opname and "IF" in step.opname and "NONE" not in step.opname and not ends_with_block:
-            part = _tested(steps, i)
+            part = _find_operand(steps, i)
             is_none = bool(part) and part[-1].opname == "IS_OP"
             if not is_none and _depends(part, dependent):
                 lines.append(line)
@@ -247,7 +248,7 @@ def digest(code: types.CodeType) -> str:
     """Return a hash of what a code object does, the same in every process of one Python version."""
     parts = [code.co_code, repr((code.co_names, code.co_varnames, code.co_freevars)).encode()]
     for constant in code.co_consts:
-        # The representation of a set depends on the seed of the process's hashes.
+        # The `repr` of a set depends on the hash seed of the process.
         stable = sorted(map(repr, constant)) if isinstance(constant, frozenset) else constant
         parts.append((digest(constant) if isinstance(constant, types.CodeType) else repr(stable)).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]

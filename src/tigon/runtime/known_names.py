@@ -1,6 +1,6 @@
-"""Names of functions, methods, attributes and packages, by what a call of them may do beside computing its result.
+"""Names of functions, methods, attributes and packages whose use may have side effects or depend on hidden state.
 
-`tigon.runtime.bytecode` and `tigon.runtime.reach` look them up when they read what a forward does.
+`tigon.runtime.bytecode` and `tigon.runtime.reach` look these names up when they read the code of a forward.
 """
 
 __all__ = [
@@ -22,50 +22,51 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Methods that write to the container that they belong to.
+# These methods write to the container on which they are called.
 MUTATORS = _words("""
     append extend insert remove pop popitem clear update setdefault add discard appendleft extendleft popleft
     rotate sort reverse subtract difference_update intersection_update symmetric_difference_update move_to_end
     __setitem__ __delitem__ __iadd__ __imul__ __ior__ __iand__ __isub__ __ixor__
 """)
-# Methods that write to a module, to its parameters, or to the graph.
+# These methods write to a module, to its parameters, or to the graph.
 SETTERS = _words("""
     __setattr__ __delattr__ register_buffer register_parameter register_module add_module register_forward_hook
     register_forward_pre_hook register_full_backward_hook requires_grad_ register_hook
     register_post_accumulate_grad_hook retain_grad train eval zero_grad load_state_dict backward
 """)
-# What a condition may ask of an input: the probes of recognition take every answer.
+# A condition may read these attributes of an input, because the probes of recognition cover their values.
 PROBED = _words("""
     dtype ndim dim requires_grad is_floating_point itemsize is_complex is_sparse is_quantized is_nested
     __class__
 """)
-# Functions of an object of which a condition may make use, for the same reason.
+# A condition may call these functions on an input, for the same reason.
 PROBED_FUNCTIONS = _words("""
     isinstance type callable hasattr issubclass
 """)
 
-# Packages whose functions depend on their arguments alone, so far as a forward can use them.
+# The functions of these packages depend on their arguments alone, as far as a forward can use them.
 TRUSTED = _words("""
     torch builtins math cmath operator _operator functools _functools typing types typing_extensions collections
     _collections abc _abc enum contextlib dataclasses copy itertools inspect packaging triton
     tigon einops re importlib
 """)
-# Packages whose functions give another result at every call, or act on the world outside: a log is part of it.
+# The functions of these packages give another result at every call, or have an effect outside, such as a log entry.
 IMPURE = _words("""
     random _random secrets time datetime uuid os posix sys io _io pathlib socket subprocess threading _thread
     queue _queue multiprocessing asyncio ctypes pickle shutil tempfile gc weakref atexit signal contextvars
     _contextvars logging warnings _warnings wandb mlflow tensorboard
 """)
+# These builtin functions have effects outside the call, or run code that is not known.
 IMPURE_BUILTINS = _words("""
     print input open exec eval setattr delattr __import__ breakpoint
 """)
-# Functions of torch that write to a file or change how torch computes from then on.
+# These functions of torch write to a file, wait for the device, or change how torch computes from then on.
 IMPURE_TORCH = _words("""
     save manual_seed seed set_default_dtype set_default_device set_default_tensor_type set_num_threads
     set_rng_state use_deterministic_algorithms set_float32_matmul_precision set_flush_denormal synchronize
     empty_cache
 """)
-# Functions of torch whose result depends on the mode, the process or the machine, which no probe changes.
+# The result of these functions of torch depends on the mode, the process or the machine, which no probe changes.
 MODES = _words("""
     is_grad_enabled is_autocast_enabled is_autocast_cpu_enabled get_autocast_dtype get_autocast_gpu_dtype
     get_autocast_cpu_dtype is_inference_mode_enabled get_default_dtype get_default_device is_available
@@ -73,13 +74,13 @@ MODES = _words("""
     initial_seed get_rng_state are_deterministic_algorithms_enabled get_num_threads get_float32_matmul_precision
     is_anomaly_enabled memory_allocated max_memory_allocated current_stream
 """)
-# The same of a tensor, in which a copy on the CPU differs from what the forward will be given.
+# These attributes of a tensor may differ between the probe's tensors on the CPU and the tensors of a real call.
 FACTS_OF_TENSORS = _words("""
     is_cuda is_cpu is_mps is_xpu is_meta get_device is_leaf grad_fn grad is_inference data_ptr _version
     retains_grad output_nr
 """)
 
-# Special methods that no expression calls.
+# No expression calls these special methods.
 NEVER_CALLED = _words("""
     __init_subclass__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__ __del__
     __sizeof__ __class_getitem__ __subclasshook__ __getnewargs__ __getnewargs_ex__ __dir__

@@ -1,11 +1,11 @@
 """The places that a forward reads, and one expression that compares them all.
 
-`tigon.runtime.reach` finds them. A `Reach` holds what it has found, and tells
+`tigon.runtime.reach` searches for the places and returns a `Reach`, which holds
 
-    places       every place that the code reads: where it is, and the value that was found there
-    writes       why a call may change something that outlives it: an assignment to an attribute, a counter, a log
-    unwatchable  which values change without any sign: generators of random numbers, iterators, files
-    decisions    where the code takes one of two ways, by its input
+    places       every place that the code reads: its owner, its name, and its value at the time of the search
+    writes       reasons why a call may change something that outlives it: an assignment to an attribute, a log
+    unwatchable  reasons why a change may leave no sign: generators of random numbers, iterators, files
+    decisions    conditions that depend on an input
     fingerprint  the same state by value: equal for a copy of the module, in this process or in another one
 """
 
@@ -27,7 +27,7 @@ MOST_PLACES = 128
 
 
 def is_simple(value: object) -> bool:
-    """Return True if a value is immutable and is told by its value alone."""
+    """Return True if a value is immutable, so that comparing it by value is enough."""
     return type(value) in SIMPLE
 
 
@@ -35,11 +35,11 @@ def is_simple(value: object) -> bool:
 class Place:
     """A place that a call reads.
 
-    `owner` is the object that holds it; None stands for the module itself, so that a place holds no module. `how` tells
-    how it is read: "item" of a dict, "entry" of a subclass of dict, "attribute", "class" for an attribute of the
-    module's class, "static" for what a class itself defines, "child" of a module, "element" of a list, "absent" for a
-    name that must stay missing, "undefined" for one that no class may define, "type" of an object, "length", "members"
-    of a set, "version" of a tensor.
+    `owner` is the object that holds the value. None stands for the module itself, so that a place does not refer to the
+    module. `how` says how the code reads the value: "item" of a dict, "entry" of a subclass of dict, "attribute",
+    "class" for an attribute of the owner's class, "static" for an attribute in the `__dict__` of a class, "child" of a
+    module, "element" of a list, "absent" for a name that must not appear in a dict, "undefined" for a name that the
+    owner's class must not define, "type" of an object, "length", "members" of a set, "version" of a tensor.
     """
 
     owner: Any
@@ -59,16 +59,16 @@ class Reach:
     fingerprint: tuple = ()
     containers: list[Any] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
-    # Attributes that the code loads, of any object.
+    # Names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
-    # Conditions whose other outcome no probe may have shown.
+    # Conditions on an input. The probes may have seen only one of their outcomes.
     decisions: list[str] = field(default_factory=list)
-    # What `preserved` had to put back: the paths of places.
+    # Paths of the places that `preserved` had to restore.
     disturbed: list[str] = field(default_factory=list)
 
     @property
     def reason(self) -> str | None:
-        """Why a recipe must not take the place of this forward; None if it may."""
+        """Return the reason why a recipe must not replace this forward; None if it may."""
         if not UNDERSTANDS_BYTECODE:
             return "the bytecode of this version of Python is not known, so it cannot be told what its forward reads"
         if self.writes:
@@ -83,11 +83,17 @@ class Reach:
 
     @property
     def decision(self) -> str | None:
-        """Where the forward takes one of two ways, by its input, so that probes may have seen one of them alone."""
+        """Return the first condition on an input, or None.
+
+        The probes of recognition may have seen only one of its outcomes.
+        """
         return f"its forward {self.decisions[0]}" if self.decisions else None
 
     def checker(self) -> Callable[[], bool]:
-        """For a function: tells whether every place that it reads holds what it held."""
+        """Return a function that returns True as long as every place holds its recorded value.
+
+        This is for the reach of a Python function. A module needs `check`, which takes the module's attributes.
+        """
         check = self.check()
 
         def is_unchanged() -> bool:
@@ -99,15 +105,15 @@ class Reach:
         return is_unchanged
 
     def check(self) -> Callable[[dict[str, Any], type], bool]:
-        """A function of the module's `__dict__` and class that tells whether every place holds what it held.
+        """Return a function (module's `__dict__`, class) -> bool: True if every place holds its recorded value.
 
-        It compares by identity. It raises KeyError, IndexError or AttributeError where a place is gone.
+        It compares by identity. It raises KeyError, IndexError or AttributeError if a place no longer exists.
         """
-        return _checking(self.places)
+        return _build_check(self.places)
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Undo every change that the block makes to containers, objects, classes and globals that are reachable."""
+        """Undo every change that the block makes to reachable containers, objects, classes and globals."""
         contents = [(container, _items(container)) for container in self.containers]
         states = [(each, dict(vars(each))) for each in self.objects]
         try:
@@ -133,12 +139,15 @@ class Reach:
 
 
 def _items(container: Any) -> list:
-    """The elements of a container by identity, and those of a dict with their keys."""
+    """Return the elements of a container, or the (key, value) pairs of a dict."""
     return list(container.items()) if isinstance(container, dict) else list(container)
 
 
 def _same_elements(container: Any, before: list) -> bool:
-    """Return True if a container holds the same objects; elements may be tensors, which cannot be compared by `==`."""
+    """Return True if a container holds the same objects as before.
+
+    Identity is compared, because `==` of tensors gives a tensor.
+    """
     now = _items(container)
     pairs = zip(now, before, strict=False)
     is_dict = isinstance(container, dict)
@@ -150,12 +159,15 @@ def _same_items(a: dict, b: dict) -> bool:
 
 
 @functools.cache
-def _compiled(source: str) -> Callable:
+def _compile(source: str) -> Callable:
     return eval(source)
 
 
-def _condition(place: Place, number: int) -> str:
-    """An expression of `own` and `cls`, the module's attributes and class, of the owner o<n> and the value v<n>."""
+def _condition_source(place: Place, number: int) -> str:
+    """Return the source of a condition that is True as long as a place holds its recorded value.
+
+    `own` and `cls` are the module's attributes and class, o<n> is the owner, v<n> the recorded value, n<n> the name.
+    """
     holder = "own" if place.owner is None else f"o{number}"
     value = f"v{number}"
     if place.how in ("item", "entry"):
@@ -178,13 +190,13 @@ def _condition(place: Place, number: int) -> str:
     }[place.how]
 
 
-def _checking(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
-    """A function of a module's attributes and class that tells whether every place holds what it held."""
+def _build_check(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
+    """Build a function (attributes, class) -> bool that returns True if every place holds its recorded value."""
     names, values, conditions = ["entry"], [dict.__getitem__], []
     for number, place in enumerate(places):
-        conditions.append(_condition(place, number))
+        conditions.append(_condition_source(place, number))
         for letter, value in (("o", place.owner), ("v", place.value), ("n", place.name)):
             names.append(f"{letter}{number}")
             values.append(value)
     condition = " and ".join(conditions) or "True"
-    return _compiled(f"lambda {', '.join(names)}: lambda own, cls: {condition}")(*values)
+    return _compile(f"lambda {', '.join(names)}: lambda own, cls: {condition}")(*values)

@@ -1,9 +1,9 @@
-"""Find the Python state that a call of a module can reach, beside its inputs and its tensors.
+"""Find the Python state that a call of a module can reach, besides its inputs and its tensors.
 
-A recipe may take the place of a forward only if that forward is a function of its inputs, its tensors and of settings
-that can be watched. `explore` starts at `type(module).forward` and follows the names in the bytecode: methods, helper
-functions, globals, closures, attributes of the module and of objects such as a config. Code of torch and of the parts
-of the standard library that only compute is trusted, and not entered. The result is a `Reach` (tigon.runtime.places).
+A recipe may replace a forward only if that forward is a function of its inputs, of its tensors and of settings that can
+be watched. `explore` starts at `type(module).forward` and follows the names in the bytecode: methods, helper functions,
+globals, closures, attributes of the module and of objects such as a config. It trusts torch and those parts of the
+standard library that only compute, and does not read their code. The result is a `Reach` (tigon.runtime.places).
 
 The search is by name, so it finds more places than a call reads, and never fewer: if the code loads an attribute
 `scale` of anything, then `scale` is watched on every object that the code can reach.
@@ -41,7 +41,7 @@ __all__ = ["explore"]
 
 CONTAINERS = (list, dict, set, collections.deque)
 VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items()))
-# Attributes that every module has, and those that hooks of accelerate and tigon itself leave.
+# Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
 STATE = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
 MOST_FUNCTIONS = 64
 
@@ -51,7 +51,7 @@ def _package(name: str | None) -> str:
 
 
 def _is_trusted_function(function: types.FunctionType) -> bool:
-    # Not `__module__`: functools.wraps gives a wrapper the module of the function that it wraps.
+    # `__module__` would mislead: functools.wraps gives a wrapper the module of the function that it wraps.
     return _package(function.__globals__.get("__name__")) in TRUSTED
 
 
@@ -78,13 +78,18 @@ class _Search:
         self.reach = Reach()
         self.entries: list[tuple] = []
         self.numbers: dict[int, int] = {}
-        self.alive: list[Any] = []  # objects whose ids are in use
+        # References to the numbered objects, so that no id is used a second time.
+        self.references: list[Any] = []
         self.item_writes: list[tuple[str, str, frozenset[str]]] = []
         self.container_paths: list[tuple[str, Any]] = []
-        self.functions: list[types.FunctionType] = []  # those that were entered
-        self.optional: set[str] = set()  # attributes that may be missing
-        self.stored: set[str] = set()  # attributes that the code assigns
-        self.links: set[tuple[int, str]] = set()  # attributes of trusted Python modules that have a place already
+        # Functions whose code the search has read.
+        self.functions: list[types.FunctionType] = []
+        # Names of attributes that may be missing.
+        self.optional: set[str] = set()
+        # Names of attributes that the code assigns.
+        self.stored: set[str] = set()
+        # Attributes of trusted Python modules that have a place already, as (id of the Python module, name).
+        self.links: set[tuple[int, str]] = set()
 
     def run(self) -> None:
         if isinstance(self.module, nn.Module):
@@ -92,18 +97,19 @@ class _Search:
         else:
             self.entries.append(self.describe(self.module, getattr(self.module, "__name__", "it")))
         for method, where, names in self.item_writes:
-            # `x[i] = y` and `x += y` mostly write to a local tensor: they count where the function names a container.
-            written = [
+            # `x[i] = y` and `x += y` usually write to a local tensor. They count as writes only if the function names a
+            # reachable container.
+            container_paths = [
                 path
                 for path, container in self.container_paths
                 if hasattr(container, method)
                 and (not method.startswith("__") or path.rpartition(".")[2].partition("[")[0] in names)
             ]
-            if path := next(iter(written), None):
+            if path := next(iter(container_paths), None):
                 self.reach.writes.append(f"may write to {path}, by {method} {where}")
         self.reach.fingerprint, self.reach.names = tuple(self.entries), self.names
 
-    # Each `describe` returns what stands for a value in the fingerprint, and visits what can be reached from it.
+    # `describe` returns the part of the fingerprint for a value, and visits everything reachable from it.
 
     def place(self, owner: Any, how: str, name: Any, value: Any, path: str) -> None:
         described = self.describe(value, path)
@@ -111,12 +117,12 @@ class _Search:
         self.reach.places.append(Place(owner, how, name, value, path))
 
     def number(self, value: Any) -> tuple[int, bool]:
-        """The number of an object, and whether it is met for the first time."""
-        known = id(value) in self.numbers
-        if not known:
+        """Return the number of an object, and True if the search meets it for the first time."""
+        is_new = id(value) not in self.numbers
+        if is_new:
             self.numbers[id(value)] = len(self.numbers)
-            self.alive.append(value)
-        return self.numbers[id(value)], not known
+            self.references.append(value)
+        return self.numbers[id(value)], is_new
 
     def describe(self, value: Any, path: str) -> Any:
         if is_simple(value):
@@ -146,11 +152,11 @@ class _Search:
         return number, type(value).__qualname__, self.identify(value)
 
     def identify(self, value: Any) -> str:
-        """A name for what is not entered: the same in every process."""
+        """Return a name, equal in every process, for a value whose code is not read."""
         if isinstance(value, types.ModuleType):
             return value.__name__
-        named = isinstance(value, type) or callable(value)
-        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) if named else None
+        has_name = isinstance(value, type) or callable(value)
+        name = getattr(value, "__qualname__", None) or getattr(value, "__name__", None) if has_name else None
         return f"{getattr(value, '__module__', None)}.{name}" if isinstance(name, str) else ""
 
     def describe_function(self, function: types.FunctionType, path: str) -> Any:
@@ -164,13 +170,17 @@ class _Search:
         return number, function.__module__, function.__qualname__, digest(function.__code__)
 
     def visit_trusted_function(self, function: types.FunctionType, path: str) -> None:
-        """A function of torch may wrap one of the user's, as `torch.no_grad()` does: it is held in the closure."""
-        held = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
-        held += [*(function.__defaults__ or ()), *vars(function).values()]
-        for value in held:
+        """Visit the user's functions that a function of torch wraps, as a `torch.no_grad()` decorator does.
+
+        They are in its closure, its defaults or its attributes.
+        """
+        values = [cell.cell_contents for cell in function.__closure__ or () if _is_filled(cell)]
+        values += [*(function.__defaults__ or ()), *vars(function).values()]
+        for value in values:
             if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
                 self.entries.append((path, "holds", self.describe(value, f"{path}.__wrapped__")))
-        if function.__name__ == "forward":  # of a module of torch: the functions that it calls
+        # For the forward of a torch module, watch the torch functions that it calls.
+        if function.__name__ == "forward":
             for chain in sorted(code_use(function.__code__).chains):
                 if chain[0] in function.__globals__:
                     self.visit_chain(function.__globals__[chain[0]], chain)
@@ -214,7 +224,8 @@ class _Search:
                 self.entries.append((path, "numpy", repr(value)))
         elif hasattr(value, "__dict__") or hasattr(kind, "__slots__"):
             self.visit_object(value, path)
-        elif callable(value):  # a function of another language
+        # What remains is a callable of compiled code.
+        elif callable(value):
             self.entries.append((path, "opaque", repr(value)))
         else:
             self.reach.unwatchable.append(f"uses {path}, a {kind.__module__}.{kind.__name__}, which cannot be watched")
@@ -227,7 +238,7 @@ class _Search:
                 self.reach.writes.append(f"may write to {path}.__self__, by {name}")
             self.describe(owner, f"{path}.__self__")
         elif package in IMPURE or name in IMPURE_BUILTINS:
-            self.reach.writes.append(f"calls {name}, which does more than to compute")
+            self.reach.writes.append(f"calls {name}, which does more than compute")
         elif package not in TRUSTED | {"numpy"}:
             self.reach.writes.append(f"calls {path}, a function of {package} that may write")
         else:
@@ -236,7 +247,7 @@ class _Search:
     def check_torch(self, name: str, path: str) -> None:
         """Refuse a function of a trusted package that depends on more than its arguments."""
         if name in IMPURE_TORCH:
-            self.reach.writes.append(f"calls {path}, which does more than to compute")
+            self.reach.writes.append(f"calls {path}, which does more than compute")
         if name in MODES:
             self.reach.unwatchable.append(f"asks {path}, on which its result may depend")
 
@@ -251,40 +262,43 @@ class _Search:
         self.new_strings |= use.strings
         self.wants_all = self.wants_all or use.reads_all_attributes
         where = lambda line: f"({function.__qualname__}, {os.path.basename(function.__code__.co_filename)}:{line})"
-        # What a constructor assigns belongs to the object that the forward makes.
+        # An attribute that a constructor assigns belongs to a new object, so it is no lasting write.
         is_constructor = function.__name__ in ("__init__", "__new__", "__post_init__")
         writes = [(what, line) for what, line in use.writes if not (is_constructor and what.startswith("."))]
         self.reach.writes += [f"writes {what} {where(line)}" for what, line in writes]
-        # Helpers of transformers choose between ways that compute the same, and warn of it. Its models are read as the
-        # user's code is.
+        # Helpers of transformers choose between code paths that compute the same, and log warnings. The models of
+        # transformers are read like user code.
         module = str(function.__globals__.get("__name__"))
         is_helper = _package(module) == "transformers" and not module.startswith("transformers.models.")
         if not is_helper:
-            asked = sorted(use.attributes & FACTS_OF_TENSORS)
-            self.reach.unwatchable += [f"asks .{name}, on which its result may depend" for name in asked]
+            facts = sorted(use.attributes & FACTS_OF_TENSORS)
+            self.reach.unwatchable += [f"asks .{name}, on which its result may depend" for name in facts]
             self.reach.decisions += [f"decides by its input {where(line)}" for line in use.decisions]
         for name in sorted(use.imports):
             if name in sys.modules:
                 self.describe(sys.modules[name], name)
             else:
                 self.reach.writes.append(f"imports {name} {where(function.__code__.co_firstlineno)}")
-        # transformers asks its configs for many names, which nobody adds to a module.
+        # The code of transformers looks up many names in configs. Nobody adds these to a module later, so they need no
+        # watch.
         if _package(function.__globals__.get("__name__")) != "transformers":
             self.optional |= use.optional
         if {"vars", "__dict__"} & (use.global_names | use.attributes) and use.item_writes:
             self.reach.writes.append(f"may write attributes by their dict {where(use.item_writes[0][1])}")
-        used = use.attributes | use.global_names | frozenset(function.__code__.co_freevars)
-        self.item_writes += [(method, where(line), used) for method, line in use.item_writes]
+        names = use.attributes | use.global_names | frozenset(function.__code__.co_freevars)
+        self.item_writes += [(method, where(line), names) for method, line in use.item_writes]
         self.place(function, "attribute", "__code__", function.__code__, f"{path}.__code__")
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name) is not None:
                 self.place(function, "attribute", name, getattr(function, name), f"{path}.{name}")
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            if name == "__class__":  # for `super`: the bases of a class are visited with the class
+            # `super` needs this cell. The bases of a class are visited with the class.
+            if name == "__class__":
                 continue
-            with contextlib.suppress(ValueError):  # an empty cell
+            # An empty cell raises ValueError.
+            with contextlib.suppress(ValueError):
                 self.place(cell, "attribute", "cell_contents", cell.cell_contents, f"{name} of {function.__qualname__}")
-        # Names that are none are those of a tool that rewrites code, as pytest does.
+        # Names that are no identifiers come from tools that rewrite code, such as pytest.
         for name in sorted(filter(str.isidentifier, use.global_names)):
             if is_helper and isinstance(function.__globals__.get(name), logging.Logger):
                 continue
@@ -296,7 +310,10 @@ class _Search:
                 self.reach.writes.append(f"calls {name} {where(function.__code__.co_firstlineno)}")
 
     def visit_chain(self, value: Any, chain: tuple[str, ...]) -> None:
-        """Watch what `torch.nn.functional.silu` names; other Python modules are watched by every name."""
+        """Watch each attribute in a chain such as `torch.nn.functional.silu`.
+
+        In Python modules that are not trusted, every loaded name is watched (`visit_python_module`).
+        """
         for i, name in enumerate(chain[1:], 1):
             is_module = isinstance(value, types.ModuleType) and _package(value.__name__) in TRUSTED
             if not is_module or name not in vars(value):
@@ -311,15 +328,16 @@ class _Search:
             names = sorted(self.names | {"__getitem__", "__missing__", "__iter__", "__contains__", "__call__"})
             self.visit_class_attributes(type(container), names, path, container)
         if isinstance(container, dict) and _is_table_of_functions(container):
-            # A forward takes one of these by a name: by an attribute or a constant of its own.
-            if chosen := sorted(self.choices & dict.keys(container)):
-                for key in chosen:  # each is taken as a whole: whoever passes `choices` knows what these compute
+            # A forward selects an entry by a key, which comes from an attribute or a constant.
+            if keys := sorted(self.choices & dict.keys(container)):
+                # These entries are not searched: the caller that passes `choices` knows what they compute.
+                for key in keys:
                     value = dict.__getitem__(container, key)
                     self.reach.places.append(Place(container, "entry", key, value, f"{path}[{key!r}]"))
                     self.entries.append((path, key, self.identify(value)))
                 return
-            if chosen := sorted(self.strings & dict.keys(container)):
-                for key in chosen:
+            if keys := sorted(self.strings & dict.keys(container)):
+                for key in keys:
                     self.place_entry(container, key, path)
                 return
         self.reach.containers.append(container)
@@ -339,7 +357,7 @@ class _Search:
                 self.place(container, "element", i, value, f"{path}[{i}]")
 
     def place_entry(self, table: dict, key: Any, path: str) -> None:
-        """An entry as it is stored: a subclass of dict may make something else of it, by its code."""
+        """Watch an entry as it is stored, because a subclass of dict may return something else from `[]`."""
         how = "item" if type(table) is dict else "entry"
         self.place(table, how, key, dict.__getitem__(table, key), f"{path}[{key!r}]")
 
@@ -374,109 +392,118 @@ class _Search:
         self.visit_class_attributes(cls, sorted(names), path, cls)
 
     def visit_class_attributes(self, cls: type, names: list[str], path: str, owner: Any) -> None:
-        """Names that a class or one of its bases defines; `owner` is None for the class of the module itself."""
+        """Watch those of the names that a class or one of its bases defines.
+
+        `owner` is None for the class of the module itself.
+        """
         bases = [base for base in cls.__mro__ if _package(base.__module__) not in TRUSTED]
         if issubclass(cls, nn.Module):
             bases = [base for base in cls.__mro__ if base not in nn.Module.__mro__]
         for name in names:
-            defining = [base for base in bases if name in vars(base)]
-            if not defining:
+            definers = [base for base in bases if name in vars(base)]
+            if not definers:
                 continue
-            value = vars(defining[0])[name]
-            # As it is looked up, through every class in between; a classmethod is another object at each look.
-            found = getattr(cls, name, None)
-            if found is getattr(cls, name, None) and name.isidentifier():
+            value = vars(definers[0])[name]
+            # Read the attribute by normal lookup. A classmethod gives a new object at each lookup, so its stored
+            # value is watched.
+            attribute = getattr(cls, name, None)
+            if attribute is getattr(cls, name, None) and name.isidentifier():
                 how = "attribute" if owner is cls else "class"
-                self.reach.places.append(Place(owner, how, name, found, f"{path}.{name}"))
-                self.entries.append((path, name, self.describe(value, f"{defining[0].__qualname__}.{name}")))
+                self.reach.places.append(Place(owner, how, name, attribute, f"{path}.{name}"))
+                self.entries.append((path, name, self.describe(value, f"{definers[0].__qualname__}.{name}")))
             else:
-                self.place(defining[0], "static", name, value, f"{defining[0].__qualname__}.{name}")
-            if "super" in self.names:  # the code may call what a base defines under the same name
-                for base in defining[1:]:
+                self.place(definers[0], "static", name, value, f"{definers[0].__qualname__}.{name}")
+            # With `super`, the code may call the function that a base defines under the same name.
+            if "super" in self.names:
+                for base in definers[1:]:
                     self.place(base, "static", name, vars(base)[name], f"{base.__qualname__}.{name}")
 
-    def attribute_names(self, own: dict[str, Any], skipped: frozenset[str]) -> list[str]:
-        names = own.keys() if self.all_names else self.names & own.keys()
+    def attribute_names(self, attributes: dict[str, Any], skipped: frozenset[str]) -> list[str]:
+        names = attributes.keys() if self.all_names else self.names & attributes.keys()
         return sorted(name for name in names if isinstance(name, str) and name not in skipped)
 
     def visit_object(self, value: Any, path: str) -> None:
         kind = type(value)
-        own = vars(value) if hasattr(value, "__dict__") else {}
+        attributes = vars(value) if hasattr(value, "__dict__") else {}
         self.reach.places.append(Place(value, "type", None, kind, path))
         self.entries.append((path, "class", f"{kind.__module__}.{kind.__qualname__}"))
-        if own:
+        if attributes:
             self.reach.objects.append(value)
-        names = self.attribute_names(own, self.live)
-        aliases = own.get("attribute_map") or getattr(kind, "attribute_map", None)
-        if isinstance(aliases, dict):  # a config that calls an attribute by another name
-            names = sorted({*names, *(aliases[n] for n in self.names & aliases.keys() if aliases[n] in own)})
+        names = self.attribute_names(attributes, self.live)
+        aliases = attributes.get("attribute_map") or getattr(kind, "attribute_map", None)
+        # A config of transformers may store an attribute under another name.
+        if isinstance(aliases, dict):
+            names = sorted({*names, *(aliases[n] for n in self.names & aliases.keys() if aliases[n] in attributes)})
         for name in names:
-            self.place(own, "item", name, own[name], f"{path}.{name}")
-        missing = sorted(self.names - own.keys() - self.live)
+            self.place(attributes, "item", name, attributes[name], f"{path}.{name}")
+        missing = sorted(self.names - attributes.keys() - self.live)
         slots = {s for base in kind.__mro__ for s in _slots(base)}
         for name in slots & self.names:
             with contextlib.suppress(AttributeError):
                 self.place(value, "attribute", name, getattr(value, name), f"{path}.{name}")
         self.visit_class_attributes(kind, sorted({*missing, *_special_methods(kind)} - slots), path, value)
         if hasattr(value, "__dict__"):
-            self.forbid(own, [n for n in missing if _defines(kind, n) or n in self.optional], path)
+            self.forbid(attributes, [n for n in missing if _defines(kind, n) or n in self.optional], path)
             self.reach.places += [
                 Place(value, "undefined", n, None, f"{path}.{n}")
                 for n in missing
                 if n in self.optional and not hasattr(kind, n)
             ]
 
-    def forbid(self, own: dict[str, Any], names: list[str], path: str, owner: Any = "dict") -> None:
-        """Names that come from a class, and must not appear on the instance."""
-        holder = own if owner == "dict" else owner
+    def forbid(self, attributes: dict[str, Any], names: list[str], path: str, owner: Any = "dict") -> None:
+        """Watch that names which a class defines do not appear on the instance."""
+        holder = attributes if owner == "dict" else owner
         self.reach.places += [Place(holder, "absent", name, None, f"{path}.{name}") for name in names]
 
     def visit_module(self, module: nn.Module, path: str, owner: nn.Module | None) -> None:
-        """The module itself, where `owner` is None, or a child of it that holds no tensor."""
-        own, kind = vars(module), type(module)
-        holder = None if owner is None else own
+        """Visit the module itself if `owner` is None, otherwise a child that holds no tensor."""
+        attributes, kind = vars(module), type(module)
+        holder = None if owner is None else attributes
         skipped = frozenset((*STATE, *(self.live if owner is None else ())))
-        # The code of torch's own modules is not read, so all of their settings count.
+        # The code of torch's modules is not read, so all of their settings count.
         by_torch = owner is not None and _package(kind.__module__) in TRUSTED
-        for name in sorted(own.keys() - skipped) if by_torch else self.attribute_names(own, skipped):
-            # Engines exchange the tensors of parameters; what the code itself assigns is its own.
-            if not isinstance(own[name], Tensor):
-                self.place(holder, "item", name, own[name], f"{path}.{name}")
+        for name in sorted(attributes.keys() - skipped) if by_torch else self.attribute_names(attributes, skipped):
+            # Engines exchange the tensors of parameters, so tensors are not watched, except those that the code itself
+            # assigns.
+            if not isinstance(attributes[name], Tensor):
+                self.place(holder, "item", name, attributes[name], f"{path}.{name}")
             elif name in self.stored:
-                self.reach.places.append(Place(holder, "item", name, own[name], f"{path}.{name}"))
-        names = self.names - own.keys() - own["_parameters"].keys() - own["_buffers"].keys() - own["_modules"].keys()
+                self.reach.places.append(Place(holder, "item", name, attributes[name], f"{path}.{name}"))
+        names = self.names.difference(attributes, *(attributes[t] for t in ("_parameters", "_buffers", "_modules")))
         special = {"forward", "__call__", "__getattr__", "__getattribute__", "_call_impl"}
         self.visit_class_attributes(kind, sorted(names | special), path, owner)
-        # Also what the code assigns and nobody has assigned yet.
+        # Names that the code assigns, but that are not set yet, are watched as absent too.
         inherited = [n for n in sorted(names - skipped) if n in self.stored or _defines(kind, n, nn.Module.__mro__)]
-        self.forbid(own, inherited, path, owner=None if owner is None else "dict")
+        self.forbid(attributes, inherited, path, owner=None if owner is None else "dict")
         if owner is not None:
-            if "forward" in own:
-                self.place(own, "item", "forward", own["forward"], f"{path}.forward")
+            if "forward" in attributes:
+                self.place(attributes, "item", "forward", attributes["forward"], f"{path}.forward")
             else:
-                self.forbid(own, ["forward"], path)
+                self.forbid(attributes, ["forward"], path)
             hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-            self.reach.places += [Place(own[hook], "length", None, len(own[hook]), f"{path}.{hook}") for hook in hooks]
-            # Hooks that an engine puts on every module move tensors, and this module has none.
-            self.entries += [(path, hook, len(_foreign(own[hook]))) for hook in hooks]
+            self.reach.places += [
+                Place(attributes[hook], "length", None, len(attributes[hook]), f"{path}.{hook}") for hook in hooks
+            ]
+            # Engines put hooks that move tensors on every module. They are ignored, because this module has no tensor.
+            self.entries += [(path, hook, len(_without_engine_hooks(attributes[hook]))) for hook in hooks]
             self.entries.append((path, "class", f"{kind.__module__}.{kind.__qualname__}"))
-        for name in sorted(self.optional - own.keys() - skipped):
+        for name in sorted(self.optional - attributes.keys() - skipped):
             if name.isidentifier() and not hasattr(module, name):
                 self.reach.places += [
                     Place(holder, "absent", name, None, f"{path}.{name}"),
                     Place(owner, "undefined", name, None, f"{path}.{name}"),
                 ]
-        for name, child in own["_modules"].items():
+        for name, child in attributes["_modules"].items():
             if child is None or not holds_tensors(child):
                 child_path = f"{path}.{name}"
                 self.entries.append((child_path, "child", child is None))
-                modules = None if owner is None else own["_modules"]
+                modules = None if owner is None else attributes["_modules"]
                 self.reach.places.append(Place(modules, "child", name, child, child_path))
                 if child is not None:
                     self.describe(child, child_path)
 
 
-def _foreign(hooks: dict[int, Callable]) -> list[Callable]:
+def _without_engine_hooks(hooks: dict[int, Callable]) -> list[Callable]:
     return [hook for hook in hooks.values() if not str(getattr(hook, "__module__", "")).startswith("deepspeed.")]
 
 
@@ -486,8 +513,8 @@ def _is_table_of_functions(table: dict) -> bool:
 
 
 def _special_methods(cls: type) -> set[str]:
-    """Return the special methods that a class of the user's defines: operators, contexts, calls, descriptors."""
-    # Configs of transformers find their attributes by code of their own, which gives what is stored.
+    """Return the special methods that a user's class defines: operators, contexts, calls, descriptors."""
+    # Configs of transformers look attributes up with special methods, which return the stored values.
     bases = [base for base in cls.__mro__ if _package(base.__module__) not in TRUSTED | {"transformers"}]
     defined = ((name, value) for base in bases for name, value in vars(base).items())
     is_special = lambda name: name.startswith("__") and name.endswith("__") and name not in NEVER_CALLED
@@ -495,9 +522,9 @@ def _special_methods(cls: type) -> set[str]:
 
 
 def _is_wrapper(value: Any) -> bool:
-    """Whether a value is no Python function and wraps one of the user's, as `functools.lru_cache` does.
+    """Return True if a value is not a Python function but wraps a user's function, as `functools.lru_cache` does.
 
-    Those of transformers ask for versions of packages.
+    Wrappers of transformers do not count, because they only check the versions of packages.
     """
     wrapped = getattr(value, "__wrapped__", None)
     return isinstance(wrapped, types.FunctionType) and _package(wrapped.__module__) not in TRUSTED | {"transformers"}
@@ -516,27 +543,27 @@ def _slots(cls: type) -> tuple[str, ...]:
     return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
-def _defines(cls: type, name: str, beside: tuple[type, ...] = (object,)) -> bool:
-    return any(name in vars(base) for base in cls.__mro__ if base not in beside)
+def _defines(cls: type, name: str, ignored_bases: tuple[type, ...] = (object,)) -> bool:
+    return any(name in vars(base) for base in cls.__mro__ if base not in ignored_bases)
 
 
 def holds_tensors(module: nn.Module) -> bool:
-    """Whether a module or one of its children has a parameter, a buffer or a tensor as an attribute."""
+    """Return True if a module or one of its descendants has a parameter, a buffer or a tensor as an attribute."""
     for each in module.modules():
-        own = vars(each)
-        tensors = itertools.chain(own["_parameters"].values(), own["_buffers"].values())
-        if any(t is not None for t in tensors) or any(isinstance(v, Tensor) for v in own.values()):
+        attributes = vars(each)
+        tensors = itertools.chain(attributes["_parameters"].values(), attributes["_buffers"].values())
+        if any(t is not None for t in tensors) or any(isinstance(v, Tensor) for v in attributes.values()):
             return True
     return False
 
 
 def explore(module: nn.Module | types.FunctionType, live: tuple[str, ...] = (), choices: tuple[str, ...] = ()) -> Reach:
-    """Find the state that a module's forward, or a function, can reach, without the attributes `live`.
+    """Return the state that the forward of a module, or a function, can reach.
 
-    These are the ones that the caller reads by itself in every call.
+    `live` names attributes that the caller reads at every call; they are not watched. `choices` are the keys by which
+    the forward selects from a table of functions. The search does not read the code of that table's entries.
 
-    Children that hold tensors are not entered: whoever replaces the forward calls them as the forward does. `choices`
-    are the names by which the forward chooses from a table of functions; other entries of that table are not entered.
+    Children that hold tensors are not searched: the recipe that replaces the forward calls them as the forward does.
     """
     skipped, names, strings, all_names = frozenset(("training", *live)), frozenset(), frozenset(), False
     while True:
