@@ -36,11 +36,11 @@ from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, a
 from tigon.ops.dispatch import PLAIN
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.linears import calls_are_stock
 from tigon.ops.valid_rows import ValidRows
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
 from tigon.runtime.reach import explore
+from tigon.runtime.stock import calls_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 
