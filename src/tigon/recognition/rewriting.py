@@ -17,12 +17,11 @@ do what the statements did wherever they cannot do better. Names do not matter; 
 
 import ast
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 
-from tigon.recognition.source import NotReadable, compiled, definition_of, innermost
+from tigon.recognition.source import NotReadable, cached_by_code, compiled, definition_of, innermost
 
 __all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "overwritten_inputs", "rewrite"]
 
@@ -349,7 +348,7 @@ class _Values:
                     self.ids[name] = self.of(value.id) if isinstance(value, ast.Name) else self.new()
 
 
-@functools.cache
+@cached_by_code
 def overwritten_inputs(function: FunctionType) -> dict[str, int]:
     """Children of a module whose input its forward changes in place afterwards, with the line where it does."""
     try:
@@ -366,7 +365,7 @@ def overwritten_inputs(function: FunctionType) -> dict[str, int]:
 FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))  # who asks sees more names
 
 
-@functools.cache
+@cached_by_code
 def rewrite(
     function: FunctionType, add_norm: Callable, norm_pass: Callable, products: Callable
 ) -> FunctionType | str | None:
