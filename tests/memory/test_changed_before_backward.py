@@ -248,3 +248,23 @@ def test_fast_weights_of_a_functional_call():
     outputs = torch.func.functional_call(model, fast, (), {"input_ids": ids, "labels": ids})
     with pytest.raises(RuntimeError, match=r"its weight is another tensor since the forward pass"):
         outputs.loss.backward()
+
+
+@pytest.mark.parametrize("is_same", [True, False], ids=["a view of the same", "a view of another"])
+def test_views_of_a_flat_parameter(is_same):
+    """FSDP with a flat parameter gives its layers new views of it for backward."""
+    model = make_model()
+    tigon.patch(model, memory=LEVEL)
+    layer = gate(model)
+    flat = nn.Parameter(layer.weight.detach().flatten().clone())
+    del layer._parameters["weight"]
+    vars(layer)["weight"] = flat.view(48, 32)
+    loss = loss_of(model)
+    base = flat if is_same else nn.Parameter(flat.detach() * 2)
+    vars(layer)["weight"] = base.view(48, 32)
+    if is_same:
+        loss.backward()
+        assert flat.grad is not None
+    else:
+        with pytest.raises(RuntimeError, match="its weight is another tensor"):
+            loss.backward()

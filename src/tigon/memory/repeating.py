@@ -157,28 +157,39 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-class _TensorState:
-    """A tensor that a call reads, and its version. It is not kept alive."""
+def _place(x: Tensor) -> tuple:
+    return x.shape, x.stride(), x.storage_offset()
 
-    __slots__ = ("ref", "version")
+
+class _TensorState:
+    """A tensor that a call reads, and its version. It is not kept alive.
+
+    A view is told by its base and its place in that: FSDP makes the views of its flat parameter anew for backward.
+    """
+
+    __slots__ = ("base", "place", "ref", "version")
 
     def __init__(self, x: Tensor) -> None:
         self.ref, self.version = weakref.ref(x), _version(x)
+        base = None if x.is_inference() else x._base
+        self.base, self.place = (None, None) if base is None else (weakref.ref(base), _place(x))
 
     def change(self, x: Any) -> str | None:
         """What happened to the tensor since, which now is `x`; None if it has the same values."""
         if x is not None and self.ref() is x:
             return None if _version(x) == self.version else "was written in place"
         # Engines exchange a shard for the whole, and what is on the host for an empty tensor.
-        is_engine = any(t is not None and (hasattr(t, "placements") or t.is_meta) for t in (self.ref(), x))
-        return None if is_engine else "is another tensor"
+        if any(t is not None and (hasattr(t, "placements") or t.is_meta) for t in (self.ref(), x)):
+            return None
+        base = None if self.base is None else self.base()
+        is_same = base is not None and isinstance(x, Tensor) and x._base is base and _place(x) == self.place
+        return None if is_same else "is another tensor"
 
 
 def _frozen(value: Any) -> Any:
     """A setting as it is now: containers by what they hold."""
     if isinstance(value, Tensor):
-        # FSDP's views of its flat parameter are made anew for backward.
-        return _TensorState(value) if value.is_leaf else None
+        return _TensorState(value)
     if isinstance(value, dict):
         return dict, tuple(value.items())
     return (type(value), tuple(value)) if isinstance(value, (list, tuple, set, frozenset)) else value
@@ -192,43 +203,53 @@ def _is_same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and is_simple(a) and a == b
 
 
-def _settings(module: nn.Module, path: str) -> dict[str, Any]:
-    """What a call reads of a module itself, by name: its class's forward, its settings, its tensors."""
+_State = dict[tuple[str, str], Any]  # by the path of a child and the name of what is read of it
+
+
+def _add_reads(state: _State, module: nn.Module, path: str) -> None:
+    """Note what a call reads of a module itself: its class's forward, its settings, its tensors."""
     own, kind = vars(module), type(module)
-    state: dict[str, Any] = {f"{path}class": kind, f"{path}forward": (kind.forward, own.get("forward"))}
     names, defaults = _setting_names(kind)
+    state[path, "class"] = kind
+    state[path, "forward"] = kind.forward, own.get("forward")
     for name in defaults:
-        state[path + name] = getattr(kind, name)
-    for name in names & own.keys():
-        state[path + name] = _frozen(own[name])
+        state[path, name] = getattr(kind, name)
+    for name, value in own.items():
+        if name in names:
+            state[path, name] = value if is_simple(value) else _frozen(value)
     for tensors in (own["_parameters"], own["_buffers"]):
         for name, x in tensors.items():
-            state[path + name] = None if x is None else _TensorState(x)
-    return state
+            state[path, name] = None if x is None else _TensorState(x)
+    state[path, "children"] = tuple(own["_modules"].values())
 
 
-def _reads(module: nn.Module) -> dict[str, Any]:
+def _reads(module: nn.Module) -> _State:
     """What a call reads of a module and its children."""
+    state: _State = {}
     if type(module) is nn.Linear and not module._modules:
-        state: dict[str, Any] = {"class": nn.Linear, "forward": (nn.Linear.forward, vars(module).get("forward"))}
-        for name, x in module._parameters.items():
-            state[name] = None if x is None else _TensorState(x)
+        own = vars(module)
+        state["", "class"], state["", "forward"] = nn.Linear, (nn.Linear.forward, own.get("forward"))
+        for name in ("weight", "bias"):  # FSDP assigns views of its flat parameter as plain attributes
+            x = own[name] if name in own else module._parameters.get(name)
+            state["", name] = None if x is None else _TensorState(x)
         return state
-    state = {}
-    for name, child in module.named_modules():
-        state |= _settings(child, f"{name}." if name else "")
-        state[f"{name}.children"] = tuple(child._modules.values())
+    for path, child in module.named_modules():
+        _add_reads(state, child, path)
     return state
 
 
-def _changes(before: dict[str, Any], module: nn.Module) -> Iterator[str]:
+def _changes(before: _State, module: nn.Module) -> Iterator[str]:
     """What of a module's state differs now, as clauses."""
     now = _reads(module)
-    for name in {**before, **now}:
-        a, b = before.get(name), now.get(name)
+    names = before if before.keys() == now.keys() else {**before, **now}
+    for key in names:
+        a, b = before.get(key), now.get(key)
+        if a is b:
+            continue
+        name = ".".join(filter(None, key))
         if isinstance(a, _TensorState) or isinstance(b, _TensorState):
-            known, x = (a, b.ref() if isinstance(b, _TensorState) else None) if isinstance(a, _TensorState) else (b, a)
-            if (change := known.change(x)) is not None:
+            known, other = (a, b) if isinstance(a, _TensorState) else (b, a)
+            if (change := known.change(other.ref() if isinstance(other, _TensorState) else None)) is not None:
                 yield f"its {name} {change}"
         elif not _is_same(a, b):
             yield f"its {name} was changed"
