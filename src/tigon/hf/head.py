@@ -21,9 +21,12 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
 import copy
+import functools
+import inspect
 import math
 import threading
 import warnings
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -32,22 +35,26 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_placeholder
+from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
 from tigon.ops.dispatch import PLAIN
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.linears import calls_are_stock
 from tigon.ops.valid_rows import ValidRows
+from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
-from tigon.runtime.reach import explore
+from tigon.runtime.stock import calls_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 
 # What the standard loss reads; everything else that reaches it is ignored there, so it is here.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 IGNORE_INDEX = -100  # its default
+NUMBERS = (int, float)
 MODULE_STATE = vars(nn.Module()).keys()
+# How far the token may be from where the learnt scale and soft cap take it. A few operations in fp32 make 1e-6, a cast
+# to bf16 on the way makes 0.004.
+EXACT, ROUNDED = 2e-5, 0.01
 
 
 def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -65,7 +72,8 @@ class Spec:
     logit_scale: float
     positional: tuple[str, ...]  # arguments of the model's forward that may come by position
     forwarded: frozenset[str]  # which of LOSS_ARGUMENTS the model hands on to its loss
-    loss_type: str | None  # of the model: by it `loss_function` was chosen
+    loss_type: str | None  # of the model: a compiled graph is made again where it changes
+    settings: "Settings"  # numbers that the model's forward reads
     unknown: frozenset[str]  # arguments of the loss that the standard one does not have: a call that gives one is stock
 
     @property
@@ -115,6 +123,46 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
     return result.head if type(result) is _Called and result.given is given else None
 
 
+Settings = tuple[tuple[tuple[str, ...], Any], ...]  # paths of attributes from the model, and their values
+
+
+def read_setting(model: nn.Module, path: tuple[str, ...]) -> Any:
+    """The attribute of a model that a path names: ("config", "vocab_size")."""
+    return functools.reduce(getattr, path, model)
+
+
+def changed_setting(model: nn.Module, settings: Settings) -> str | None:
+    """The first setting of a model that has another value than was learnt, as it is written in its forward."""
+    for path, value in settings:
+        try:
+            now = read_setting(model, path)
+        except AttributeError:
+            return ".".join(path)
+        if now is not value and not (type(now) in NUMBERS and now == value):
+            return ".".join(path)
+    return None
+
+
+@functools.cache
+def _compiled(source: str) -> Callable:
+    return eval(source)
+
+
+def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
+    """A function that tells in a fraction of a microsecond whether all settings are the objects that were learnt.
+
+    It reads the dicts of objects, because a config looks its attributes up by slow code of its own. Where it says False
+    or raises KeyError or AttributeError, `changed_setting` is to decide.
+    """
+    conditions = []
+    for i, (path, _) in enumerate(settings):
+        value = functools.reduce(lambda owner, name: f"look({owner}, '__dict__')[{name!r}]", path, "model")
+        conditions.append(f"{value} is v{i}")
+    names = ", ".join(["look", *(f"v{i}" for i in range(len(settings)))])
+    source = f"lambda {names}: lambda model: {' and '.join(conditions) or 'True'}"
+    return _compiled(source)(object.__getattribute__, *(value for _, value in settings))
+
+
 def cut_by_rows(x: Any, *head: Tensor | None) -> bool:
     """Whether tensor parallelism has cut a head by rows over the ranks of one mesh, which all have the same `x`."""
     if any(not hasattr(t, "placements") or t.device_mesh != x.device_mesh for t in (x, *head) if t is not None):
@@ -144,6 +192,9 @@ class FusedLoss(threading.local):
     spec: Spec
     call: Call | None = None  # of this thread
 
+    def __post_init__(self) -> None:
+        self._has_settings = settings_check(self.spec.settings)
+
     def __reduce__(self):
         return FusedLoss, (self.spec,)
 
@@ -158,6 +209,16 @@ class FusedLoss(threading.local):
         found = find_replacement(module)
         return found is not None and self.is_place(found.recipe) and calls_are_stock() and found.holds()
 
+    def changed_setting(self, model: nn.Module) -> str | None:
+        """The first setting that is not as it was learnt."""
+        if not torch.compiler.is_compiling():
+            try:
+                if self._has_settings(model):
+                    return None
+            except (KeyError, AttributeError):
+                pass
+        return changed_setting(model, self.spec.settings)
+
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
         """The call to compute in the head, or None where the stock code is to run."""
         spec, asked = self.spec, kwargs.pop("skip_logits", None)
@@ -165,9 +226,6 @@ class FusedLoss(threading.local):
         if asked and kwargs.get("labels") is None and "labels" not in by_position and "shift_labels" in spec.forwarded:
             kwargs["labels"] = kwargs.get("shift_labels")  # without labels it would not go to its loss
         given = {**by_position, **kwargs}
-        loss_function = model.loss_function
-        if self.is_place(loss_function) and getattr(model, "loss_type", None) != spec.loss_type:
-            loss_function.leave(model)  # it may be another now
         labels, kept = given.get("labels"), given.get("logits_to_keep", 0)
         wanted = model.training if asked is None else asked
         if not wanted or not isinstance(labels, Tensor) or not (isinstance(kept, int) and kept == 0):
@@ -175,10 +233,12 @@ class FusedLoss(threading.local):
         # The head or the loss was exchanged since (resized embeddings, an adapter): it is theirs now.
         # torch computes forward derivatives of its own operators alone.
         derives = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-        if not self.is_place(model.loss_function) or derives:
+        loss_function = model.loss_function
+        if not self.is_place(loss_function) or derives:
             return None
-        # So was a function that the loss calls.
-        if not torch.compiler.is_compiling() and not model.loss_function.is_unchanged():
+        if (change := loss_function.change(model) or self.changed_setting(model)) is not None:
+            if not torch.compiler.is_compiling():
+                warnings.warn(f"tigon: {change} of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
         called = getattr(model, spec.head)
         if (head := called_head(called, self.is_head)) is None or foreign_hook(called):
@@ -272,36 +332,103 @@ class HeadForward:
         return type(weight).from_local(placeholder, hidden.device_mesh, hidden.placements, run_check=False)
 
 
-@dataclass(eq=False)
+class _WithoutSlot:
+    """A model as its class's own property sees it where nothing was assigned to `slot`."""
+
+    __slots__ = ("_model", "_slot")
+
+    def __init__(self, model: nn.Module, slot: str) -> None:
+        self._model = model
+        self._slot = slot
+
+    @property
+    def __class__(self) -> type:  # `super()` accepts an object by it
+        return type(self._model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._slot:
+            raise AttributeError(name)
+        return getattr(self._model, name)
+
+
 class LossFunction:
-    """`model.loss_function`: the loss that the head computed in this call, or the stock function."""
+    """`model.loss_function`: the loss that the head computed in this call, or the stock function.
 
-    fused: FusedLoss
-    stock: Callable
-    slot: str  # where it is in the model
-    assigned: bool  # whether `stock` was there, or the model chose it
+    The stock function is the one that was assigned to the model before the patch. Where none was, it is the one that
+    the model's class chooses at the moment: by its property, its `loss_type` and transformers' table of losses.
+    """
 
-    def __post_init__(self) -> None:
-        self.is_unchanged = explore(self.stock).checker()
+    def __init__(
+        self,
+        fused: FusedLoss,
+        model: nn.Module,
+        slot: str,
+        assigned: Callable | None,
+        guard: FunctionGuard | None = None,
+    ) -> None:
+        self.fused, self.model, self.slot, self.assigned = fused, weakref.ref(model), slot, assigned
+        self.guard = guard or FunctionGuard(self.choose(model))
+
+    @staticmethod
+    def of(fused: FusedLoss, model: nn.Module) -> "LossFunction":
+        """The function to assign to a model. Its property, if it has one, reads it from the instance."""
+        slot = (
+            "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
+        )
+        return LossFunction(fused, model, slot, vars(model).get(slot))
 
     def __reduce__(self):
-        return LossFunction, (self.fused, self.stock, self.slot, self.assigned)
+        return LossFunction, (self.fused, self.model(), self.slot, self.assigned, self.guard)
 
-    def __deepcopy__(self, memo: dict) -> "LossFunction":
-        return LossFunction(copy.deepcopy(self.fused, memo), self.stock, self.slot, self.assigned)
+    def choose(self, model: nn.Module) -> Callable:
+        """The loss function that the model would use without this one."""
+        if self.assigned is not None:
+            return self.assigned
+        chosen = type(model).loss_function
+        if isinstance(chosen, property):
+            return chosen.fget(_WithoutSlot(model, self.slot))
+        static = inspect.getattr_static(type(model), "loss_function")
+        return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
+
+    def stock(self) -> Callable:
+        """The loss function that the model would use without this one, or the last one if the model is gone."""
+        model = self.model()
+        if model is not None and not torch.compiler.is_compiling():
+            return self.choose(model)
+        if model is not None:
+            # A compiler cannot follow the choice: the guard looks at it, and remembers it.
+            self.change(model)
+        return self.guard.function
+
+    def change(self, model: nn.Module) -> str | None:
+        """What makes the model's own loss another one than was recognised; None if nothing does."""
+        if torch.compiler.is_compiling():
+            # The comparison is for the compiler, which makes another graph where the type changes.
+            is_same_type = getattr(model, "loss_type", None) == self.fused.spec.loss_type
+            is_same = self._is_same_for_graph() and (is_same_type or self.assigned is not None)
+        else:
+            is_same = self.guard.holds(self.choose(model))
+        return None if is_same else "the loss function"
+
+    @torch._dynamo.assume_constant_result
+    def _is_same_for_graph(self) -> bool:
+        """The whole check, once for each graph."""
+        model = self.model()
+        return model is not None and self.guard.holds(self.choose(model))
 
     def leave(self, model: nn.Module) -> None:
         """Give the model its own loss back, if this is still in its place."""
         if vars(model).get(self.slot) is self:
             del vars(model)[self.slot]
-            vars(model).update({self.slot: self.stock} if self.assigned else {})
+            vars(model).update({} if self.assigned is None else {self.slot: self.assigned})
 
     def __call__(self, *args, **kwargs) -> Tensor:
         call = self.fused.call
         if call is None or call.loss is None:
-            return self.stock(*args, **kwargs)
+            return self.stock()(*args, **kwargs)
         given = loss_arguments(args, kwargs)
         logits, labels = given["logits"], given["labels"]
+        tolerance = EXACT if is_exact(logits) else ROUNDED
         logits = logits.full_tensor() if hasattr(logits, "placements") else as_tensor(logits)
         if (
             logits.shape != PLACEHOLDER_SHAPE
@@ -315,8 +442,8 @@ class LossFunction:
                 "and the head has computed the loss already; use tigon.patch(model, loss=False) for this model"
             )
         token = logits[..., 1]
-        change = token.detach().float() / self.fused.spec.token_at_loss - 1.0  # a cast to bf16 makes 0.004
-        factor = torch.ones_like(change).masked_fill(change.abs() > 0.01, torch.nan).sum()
+        change = token.detach().float() / self.fused.spec.token_at_loss - 1.0
+        factor = torch.ones_like(change).masked_fill(change.abs() > tolerance, torch.nan).sum()
         # Nothing is added: the sum keeps the head's output in the graph, whose hooks gather sharded weights.
         return call.loss * factor + 0.0 * token.sum()
 

@@ -5,6 +5,7 @@ few features: no weight of the model is read, so it may be on meta, sharded or q
 vocabulary, so that code which addresses single entries shows.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from tigon.hf.head import (
     LOSS_ARGUMENTS,
+    NUMBERS,
     CausalLMForward,
     FusedLoss,
     HeadForward,
@@ -23,6 +25,7 @@ from tigon.hf.head import (
     Spec,
     called_head,
     loss_arguments,
+    read_setting,
 )
 from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
 from tigon.ops.dispatch import PLAIN
@@ -36,6 +39,7 @@ from tigon.recognition.replacement import (
     wrapped_forward,
     written_in,
 )
+from tigon.recognition.source import innermost
 from tigon.recognition.standin import (
     BF16,
     FP32,
@@ -49,7 +53,7 @@ from tigon.recognition.standin import (
     stand_in,
     without_parameters,
 )
-from tigon.runtime.reach import explore
+from tigon.runtime.reach import Place, code_use, explore
 
 __all__ = ["attach", "learn_loss"]
 
@@ -186,9 +190,7 @@ def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
     fused = FusedLoss(spec)
     undo = [install(model, CausalLMForward(fused))]
     undo += [install_guarded(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
-    # Hugging Face keeps an assigned loss in the instance; the property reads it from there.
-    slot = "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
-    loss_function = LossFunction(fused, model.loss_function, slot, slot in vars(model))
+    loss_function = LossFunction.of(fused, model)
     model.loss_function = loss_function
 
     def restore() -> None:
@@ -275,6 +277,40 @@ def _argument_names(function: Callable) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
+def _own_names(cls: type[nn.Module]) -> set[str]:
+    """Attributes that a model's forward loads, and those that the methods load that its author wrote beside it."""
+    names: set[str] = set()
+    pending, seen = ["forward"], set()
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
+    bases = [base for base in bases if base.__module__ != "transformers.modeling_utils"]
+    while pending:
+        name = pending.pop()
+        seen.add(name)
+        for value in (vars(base)[name] for base in bases if name in vars(base)):
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if inspect.isfunction(function):
+                found = code_use(innermost(function).__code__).attributes
+                names |= found
+                pending += sorted(found - seen)
+    return names
+
+
+def _settings(model: nn.Module, places: list[Place]) -> tuple[tuple[tuple[str, ...], Any], ...]:
+    """The numbers that a model's own forward reads from it and from its config, and what may become one: None.
+
+    A scale or a soft cap that is changed later is found by them, on the host and exactly.
+    """
+    names, settings = _own_names(type(model)), {}
+    for place in places:
+        first, *path = place.path.split(".")
+        is_number = type(place.value) in NUMBERS or place.value is None
+        if first == "self" and is_number and place.how in ("item", "class", "attribute") and path[-1] in names:
+            with contextlib.suppress(AttributeError):
+                if read_setting(model, tuple(path)) is place.value:
+                    settings[tuple(path)] = place.value
+    return tuple(settings.items())
+
+
 def learn_loss(model: nn.Module) -> Spec | str | None:
     """How to compute the loss of a model in its head; a reason if that must stay stock; None without a head."""
     if not callable(getattr(model, "get_output_embeddings", None)) or not hasattr(type(model), "loss_function"):
@@ -299,7 +335,8 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
         return f"its loss function was replaced (by {written_in(loss_function)})"
     head = called
     try:
-        with explore(model).preserved(), probing():
+        reach = explore(model)
+        with reach.preserved(), probing():
             if odd := [each for each in heads if not _is_linear(each)]:
                 return f"its head ({type(odd[0]).__name__}) is not a plain linear layer"
             if not (type(head.weight) in PLAIN or hasattr(head.weight, "placements")):
@@ -313,6 +350,7 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
                 positional=tuple(_argument_names(type(model).forward)[1:]),
                 forwarded=forwarded,
                 loss_type=getattr(model, "loss_type", None),
+                settings=_settings(model, reach.places),
                 unknown=frozenset(_argument_names(loss_function)) - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
             )
             _verify(model, head, spec)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from tigon.memory import lean
-from tigon.memory.block import REPEATING
+from tigon.memory.repeating import REPEATING
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 from tigon.runtime.reach import explore
 

@@ -18,6 +18,7 @@ __all__ = [
     "SkippedLogits",
     "as_placeholder",
     "as_tensor",
+    "is_exact",
     "is_placeholder",
 ]
 
@@ -119,8 +120,17 @@ ALLOWED = frozenset(
 REFUSED = frozenset(("nbytes", "T", "mT", "H", "mH", "data", "real"))
 
 
+# What may give less than fp32.
+CASTS = frozenset(("to", "type", "type_as", "bfloat16", "half"))
+
+
 class Placeholder(Tensor):
-    """A tensor of three elements that the head returns in place of its logits."""
+    """A tensor of three elements that the head returns in place of its logits.
+
+    `is_exact` tells that it was in fp32 at every step so far, so that its value has no other error than that of fp32.
+    """
+
+    is_exact = False
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
@@ -129,7 +139,23 @@ class Placeholder(Tensor):
         attribute = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
         if name not in ALLOWED or attribute in REFUSED:
             refuse(f"`logits.{attribute}`" if attribute else f"torch's `{name or function}`")
-        return super().__torch_function__(function, types, args, kwargs or {})
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        if type(result) is Placeholder and not torch.compiler.is_compiling():
+            source = next((x for x in args if isinstance(x, Placeholder)), None)
+            if source is not None and source.is_exact:
+                result.is_exact = name not in CASTS or _is_fp32(result)
+        return result
+
+
+def _is_fp32(x: Tensor) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.dtype is torch.float32
+
+
+def is_exact(x: Any) -> bool:
+    """Whether a value is a placeholder that was never rounded to less than fp32, as far as can be told."""
+    # A compiler knows no attributes of tensors.
+    return not torch.compiler.is_compiling() and isinstance(x, Placeholder) and x.is_exact
 
 
 def is_placeholder(x: Any) -> bool:
@@ -139,7 +165,10 @@ def is_placeholder(x: Any) -> bool:
 
 def as_placeholder(x: Tensor) -> Tensor:
     """`x` as a tensor that refuses every use but those of logits on their way to the loss."""
-    return x.as_subclass(Placeholder)
+    placeholder = x.as_subclass(Placeholder)
+    if not torch.compiler.is_compiling():
+        placeholder.is_exact = x.dtype is torch.float32
+    return placeholder
 
 
 def as_tensor(x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """The saved-tensor hooks of a block of `lean`, and what they know of the tensors that they may be given."""
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -10,13 +9,9 @@ from torch import Tensor, nn
 
 from tigon.memory.offload import Away
 from tigon.memory.recipe import Elsewhere, Recipe, Result, cast
-from tigon.ops.dispatch import any_global_hook
-from tigon.runtime.reach import explore
+from tigon.memory.repeating import CallWatch, RepeatedCall
 
 __all__ = ["Block"]
-
-# Whose hooks on a module only gather and shard what is in it, or convert what goes in and out.
-_ENGINES = "torch.distributed.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations."
 
 
 class _Known:
@@ -68,15 +63,12 @@ class Block:
 
     def call(self, module: nn.Module, x: Tensor) -> Any:
         """`module(x)`, which the same call makes again; kept if that would give other values or do more than that."""
-        before = None if type(x) is not Tensor or _does_more(module) else _state(module, x)
-        around = None if before is None or _is_plain(module) else _surroundings(module)
+        watch = CallWatch.of(module, x)
         y = module(x)
-        if before is None or not _same_state(before, _state(module, x)) or type(y) is not Tensor:
-            return y
-        if around is not None and not (around.is_watchable and around.is_unchanged()):
+        if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
             return y
         if y.untyped_storage()._cdata != x.untyped_storage()._cdata and self.find(y) is None:
-            self.remember(y, module, (x,))
+            self.remember(y, RepeatedCall(module, watch), (x,))
         return y
 
     def find(self, t: Tensor) -> tuple[_Known, Tensor] | None:
@@ -133,87 +125,3 @@ class Block:
 def _is_whole(y: Tensor) -> bool:
     """Whether a tensor has a storage of its own, without gaps: every view of that is one of a tensor like it."""
     return 0 < y.numel() * y.element_size() == y.untyped_storage().nbytes() and y.layout is torch.strided
-
-
-# --- modules that may be called again --------------------------------------------------------------
-
-
-_LINEAR_FORWARD = nn.Linear.forward
-
-
-def _is_plain(module: nn.Module) -> bool:
-    hooks = module._forward_hooks or module._forward_pre_hooks
-    stock = nn.Linear.forward is _LINEAR_FORWARD
-    return type(module) is nn.Linear and stock and not hooks and "forward" not in vars(module)
-
-
-def _origin(hook: Callable) -> str:
-    while isinstance(hook, functools.partial):
-        hook = hook.func
-    return getattr(hook, "__module__", None) or type(hook).__module__
-
-
-def _does_more(module: nn.Module) -> bool:
-    """Whether a call has hooks that may do more than to gather parameters: they are to see one call."""
-    if any_global_hook():
-        return True
-    hooks = (h for m in module.modules() for g in (m._forward_pre_hooks, m._forward_hooks) for h in g.values())
-    return any(not _origin(hook).startswith(_ENGINES) for hook in hooks)
-
-
-def _state(module: nn.Module, x: Tensor) -> tuple | None:
-    """What a call changes if it draws random numbers, as dropout does, or writes to its input or to a buffer.
-
-    None where that cannot be told: then the call is not made again.
-    """
-    if _is_plain(module):
-        return x._version, (), None
-    if x.device.type == "cuda":
-        if torch.cuda.is_current_stream_capturing():
-            return None
-        drawn = torch.cuda.default_generators[x.device.index].get_offset()
-    elif x.device.type == "cpu":
-        drawn = torch.default_generator.get_state()
-    else:
-        return None
-    return x._version, tuple(buffer._version for buffer in module.buffers()), drawn
-
-
-# Packages whose layers, quantised ones and adapters, give the same at every call but for torch's random numbers and
-# buffers, which are compared.
-REPEATING = frozenset(("torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "deepspeed", "tigon"))
-
-
-class _Surroundings:
-    """The Python state that a call of a module and of its children can reach, as it was at one moment."""
-
-    def __init__(self, module: nn.Module) -> None:
-        parts = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in REPEATING]
-        reaches = [explore(part) for part in parts]
-        # Generators of random numbers and iterators change without any sign.
-        self.is_watchable = not any(reach.unwatchable for reach in reaches)
-        self.checks = [(weakref.ref(p), r.check()) for p, r in zip(parts, reaches, strict=True)]
-
-    def is_unchanged(self) -> bool:
-        try:
-            return all(check(part().__dict__, type(part())) for part, check in self.checks)
-        except (KeyError, IndexError, AttributeError):
-            return False
-
-
-_known_surroundings: "weakref.WeakKeyDictionary[nn.Module, _Surroundings]" = weakref.WeakKeyDictionary()
-
-
-def _surroundings(module: nn.Module) -> _Surroundings:
-    """What a call of the module can reach, as it is now."""
-    known = _known_surroundings.get(module)
-    if known is None or not known.is_unchanged():
-        known = _known_surroundings[module] = _Surroundings(module)
-    return known
-
-
-def _same_state(before: tuple, after: tuple | None) -> bool:
-    if after is None or before[:2] != after[:2]:
-        return False
-    one, two = before[2], after[2]
-    return torch.equal(one, two) if isinstance(one, Tensor) else one == two

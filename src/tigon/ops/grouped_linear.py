@@ -97,11 +97,16 @@ def group_sums(rows: Tensor, ends: Tensor, factors: Tensor | None = None) -> Ten
 # of the same two functions, so that it can be differentiated again.
 
 
+def _save_factors(ctx, a: Tensor, b: Tensor, ends: Tensor) -> None:
+    """Save each factor of a product only if the gradient of the other one is needed."""
+    needs_da, needs_db = ctx.needs_input_grad[:2]
+    ctx.save_for_backward(a if needs_db else None, b if needs_da else None, ends)
+
+
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, ends):
-        needs_dx, needs_dweight = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if needs_dweight else None, weight if needs_dx else None, ends)
+        _save_factors(ctx, x, weight, ends)
         return grouped_product(x, weight, ends)
 
     @staticmethod
@@ -114,8 +119,7 @@ class _GroupedLinear(torch.autograd.Function):
 class _GroupedWeightGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dy, ends):
-        needs_x, needs_dy = ctx.needs_input_grad[:2]
-        ctx.save_for_backward(x if needs_dy else None, dy if needs_x else None, ends)
+        _save_factors(ctx, x, dy, ends)
         return grouped_weight_gradient(x, dy, ends)
 
     @staticmethod

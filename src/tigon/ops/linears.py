@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tigon.ops import check
 from tigon.ops.dispatch import PLAIN, any_global_hook, first_order, leave_absent, runs_kernels, without_autocast
 from tigon.ops.products import multiply
+from tigon.runtime.stock import calls_are_stock
 
 __all__ = ["check_layer", "input_gradient", "is_hooked", "is_plain", "linear", "linears", "takes_products"]
 
@@ -59,23 +60,6 @@ class _Linears(torch.autograd.Function):
             gradients[2 * i] = torch.mm(dy.t(), x) if needs[2 * i] else None  # too few tiles for another kernel
             gradients[2 * i + 1] = dy.sum(0) if needs[2 * i + 1] else None
         return None if dx is None else dx.view(ctx.shape), *gradients
-
-
-def _stock(function: object, file: str) -> object:
-    """A function of torch, if it is the one that torch's own file defines; None if somebody has replaced it already."""
-    code = getattr(function, "__code__", None)
-    return function if code is not None and code.co_filename.replace("\\", "/").endswith(file) else None
-
-
-# Quantisation and adapter libraries replace these for all layers; then a layer's call is more than its product.
-_FORWARD = _stock(nn.Linear.forward, "torch/nn/modules/linear.py")
-_CALL = _stock(nn.Module.__call__, "torch/nn/modules/module.py")
-_LINEAR = torch._C._nn.linear
-
-
-def calls_are_stock() -> bool:
-    """Whether `nn.Linear.forward`, `nn.Module.__call__` and `F.linear` are those of torch."""
-    return nn.Linear.forward is _FORWARD and nn.Module.__call__ is _CALL and torch.nn.functional.linear is _LINEAR
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -20,7 +20,7 @@ from tigon.recognition.kind import kind_of
 from tigon.recognition.norms import RMSNormRecipe, recognise_norm
 from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, overwritten_inputs, rewrite
-from tigon.recognition.source import innermost
+from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.runtime.reach import explore
 
 __all__ = ["GlueRecipe", "glued", "overwritten_norms", "recognise_glue"]
@@ -79,6 +79,7 @@ class GlueRecipe:
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
         self.forwards: dict[Any, FunctionType | None] = {}
+        self.states: dict[Any, CodeState] = {}
 
     @property
     def forward(self) -> FunctionType | None:
@@ -96,7 +97,9 @@ class GlueRecipe:
             same = functions and innermost(forward) is innermost(self.stock)
             result = glued(forward) if same else None
             self.forwards[forward] = result if isinstance(result, FunctionType) else None
-        return self.forwards[forward]
+            self.states[forward] = code_state(forward) if same else ()
+        # A debugger may give a function other code: the rewritten form is that of the code before.
+        return self.forwards[forward] if is_unchanged(self.states[forward]) else None
 
     def __call__(self, module: nn.Module, *args, **kwargs) -> Any:
         stock = type(module).forward

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from tigon.runtime.stock import origin_of
+
 __all__ = [
     "Replacement",
     "exchange",
@@ -141,21 +143,14 @@ def is_changed(module: nn.Module) -> bool:
     return change or _assigned_forward(module) is not None
 
 
-def _origin(function: Callable) -> str:
-    """The Python module that a function says it is of."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    return getattr(function, "__module__", None) or type(function).__module__
-
-
 def written_in(function: Callable) -> str:
     """The Python module that a function's own code is in; `functools.wraps` gives it the name of what it wraps."""
-    return getattr(function, "__globals__", {}).get("__name__") or _origin(function)
+    return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 
 def _foreign_hook(module: nn.Module) -> str | None:
     groups = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    origins = [_origin(hook) for group in groups for hook in group.values()]
+    origins = [origin_of(hook) for group in groups for hook in group.values()]
     return next((origin for origin in origins if not origin.startswith(SHARDING)), None)
 
 

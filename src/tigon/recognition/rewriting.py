@@ -18,12 +18,11 @@ matter. A statement in between prevents the rewriting.
 
 import ast
 import copy
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
 
-from tigon.recognition.source import NotReadable, compiled, definition_of, innermost
+from tigon.recognition.source import NotReadable, cached_by_code, compiled, definition_of, innermost
 
 __all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "overwritten_inputs", "rewrite"]
 
@@ -361,7 +360,7 @@ class _Values:
                     self.ids[name] = self.of(value.id) if isinstance(value, ast.Name) else self.new()
 
 
-@functools.cache
+@cached_by_code
 def overwritten_inputs(function: FunctionType) -> dict[str, int]:
     """Return the children whose input a forward writes in place after they have run, with the line of the write."""
     try:
@@ -379,7 +378,7 @@ def overwritten_inputs(function: FunctionType) -> dict[str, int]:
 FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 
 
-@functools.cache
+@cached_by_code
 def rewrite(
     function: FunctionType, add_norm: Callable, norm_pass: Callable, products: Callable
 ) -> FunctionType | str | None:

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from tigon.ops.dispatch import runs_kernels
 from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
+from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.glue import glued
-from tigon.recognition.source import NotReadable, innermost, rebuilt
+from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuilt
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.runtime.bytecode import code_use
 from tigon.runtime.reach import explore
@@ -87,9 +88,8 @@ class Call:
 class _Turn:
     """Stands for the stock function: the op where it takes the arguments, the stock function where not."""
 
-    def __init__(self, stock: Callable, form: Form) -> None:
-        self.stock, self.form, self.call = stock, form, Call.of(stock)
-        self.is_unchanged = explore(stock).checker()
+    def __init__(self, stock: Callable, form: Form, guard: FunctionGuard) -> None:
+        self.stock, self.form, self.call, self.guard = stock, form, Call.of(stock), guard
 
     def __call__(self, *args, **kwargs) -> Any:
         call, given = self.call, {**dict(zip(self.call.names, args, strict=False)), **kwargs}
@@ -98,7 +98,7 @@ class _Turn:
         if not all(isinstance(x, Tensor) for x in tensors) or given.get("position_ids") is not None:
             return self.stock(*args, **kwargs)
         # Somebody may give the file another helper of this function.
-        if not torch.compiler.is_compiling() and not self.is_unchanged():
+        if not (self._holds_for_graph() if torch.compiler.is_compiling() else self.guard.holds(self.stock)):
             return self.stock(*args, **kwargs)
         *turned, cos, sin = tensors
         batched = cos.dim() == 3
@@ -109,6 +109,11 @@ class _Turn:
         results = self.form(turned[0], turned[1] if len(turned) == 2 else None, cos, sin, heads)
         q, k = (x if x is None or batched else x[0] for x in results)
         return q if len(turned) == 1 else (q, k)
+
+    @torch._dynamo.assume_constant_result
+    def _holds_for_graph(self) -> bool:
+        """The check, once for each graph."""
+        return self.guard.holds(self.stock)
 
     def _fits(self, turned: list[Tensor], cos: Tensor, sin: Tensor, heads: int) -> bool:
         """Whether the op takes these shapes; the stock function takes whatever broadcasts."""
@@ -125,14 +130,27 @@ class _Turn:
 class RopeRecipe:
     """The stock forward of an attention class, with its rope functions (globals, by name) replaced, and its glue."""
 
-    def __init__(self, cls: type[nn.Module], forms: tuple[tuple[str, Form], ...], glue: bool = False) -> None:
+    def __init__(
+        self,
+        cls: type[nn.Module],
+        forms: tuple[tuple[str, Form], ...],
+        glue: bool = False,
+        guards: tuple[FunctionGuard, ...] | None = None,
+    ) -> None:
         self.cls, self.forms, self.glue = cls, forms, glue
         self.stock = inspect.getattr_static(cls, "forward")
         rewritten = glued(self.stock) if glue else None
         function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
         stock = innermost(function)
         self.live, self.names = stock.__globals__, code_use(stock.__code__).global_names
-        self.turns = {name: _Turn(self.live[name], form) for name, form in forms}
+        # A copy has the guards of the recipe that it is a copy of: the file may have another function since.
+        self.guards = guards or tuple(FunctionGuard(self.live[name]) for name, _ in forms)
+        self.turns = {}
+        for (name, form), guard in zip(forms, self.guards, strict=True):
+            function_now = self.live.get(name)
+            if isinstance(function_now, types.FunctionType) and guard.holds(function_now):
+                self.turns[name] = _Turn(function_now, form, guard)
+        self.state = code_state(self.stock)
         scope = {**self.live, **self.turns}
         # torch.compile knows globals by their module's name: with it, a graph of a stock and a patched model would take
         # the same function for both.
@@ -143,22 +161,61 @@ class RopeRecipe:
         self.forward = rebuilt(function, inner)
 
     def __call__(self, module: nn.Module, *args, **kwargs):
-        if not torch.compiler.is_compiling():  # somebody may give the file another attention function, or rope
-            if type(module).forward is not self.stock:  # or the class another forward
-                return type(module).forward(module, *args, **kwargs)
-            now = {name: self.live[name] for name in self.names if name in self.live}
-            kept = {name: turn for name, turn in self.turns.items() if now.get(name) is turn.stock}
-            self.scope.update(now | kept)
+        # Somebody may give the class another forward, or its forward other code.
+        is_stock = type(module).forward is self.stock
+        if not (is_stock and (self._look_for_graph() if torch.compiler.is_compiling() else self._look())):
+            return type(module).forward(module, *args, **kwargs)
         return self.forward(module, *args, **kwargs)
 
+    def _look(self) -> bool:
+        """Take over what the file has now, another attention function or rope; whether the code is as it was."""
+        now = {name: self.live[name] for name in self.names if name in self.live}
+        kept = {name: turn for name, turn in self.turns.items() if now.get(name) is turn.stock}
+        self.scope.update(now | kept)
+        return is_unchanged(self.state)
+
+    @torch._dynamo.assume_constant_result
+    def _look_for_graph(self) -> bool:
+        """The same, once for each graph."""
+        return self._look()
+
     def __reduce__(self):
-        return RopeRecipe, (self.cls, self.forms, self.glue)
+        return _restored, (self.cls, self.forms, self.glue, self.guards)
 
     def with_glue(self) -> "RopeRecipe":
-        return RopeRecipe(self.cls, self.forms, glue=True)
+        return RopeRecipe(self.cls, self.forms, True, self.guards)
 
     def __str__(self) -> str:
         return "; ".join(dict.fromkeys(str(form) for _, form in self.forms))
+
+
+class StockForward:
+    """The forward of a module's class, in place of a recipe that cannot be made in this process."""
+
+    def __init__(self, arguments: tuple) -> None:
+        self.arguments = arguments
+
+    def __call__(self, module: nn.Module, *args, **kwargs) -> Any:
+        return type(module).forward(module, *args, **kwargs)
+
+    def __reduce__(self):
+        return _restored, self.arguments
+
+
+def _restored(*arguments: Any) -> RopeRecipe | StockForward:
+    """The recipe of a copy, if the forward of the class still is one that a copy can be made for."""
+    forward = inspect.getattr_static(arguments[0], "forward", None)
+    if not isinstance(forward, types.FunctionType) or _written_globals(innermost(forward)):
+        return StockForward(arguments)
+    try:
+        return RopeRecipe(*arguments)
+    except NotReadable:
+        return StockForward(arguments)
+
+
+def _written_globals(function: types.FunctionType) -> list[str]:
+    """Globals that a function writes: it would write them to the copy that holds the op."""
+    return [what for what, _ in code_use(function.__code__).writes if what.startswith("the global")]
 
 
 def recognise_function(function: Callable) -> Form | str | None:
@@ -250,8 +307,7 @@ def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
             reasons.append(f"{name}: {found}")
     if not forms:
         return "; ".join(reasons) or None
-    # It would write to the copy of the globals that holds the op.
-    if written := [what for what, _ in code_use(forward.__code__).writes if what.startswith("the global")]:
+    if written := _written_globals(forward):
         return f"its forward writes {written[0]}"
     try:
         rebuilt(stock, forward)

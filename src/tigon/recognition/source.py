@@ -15,7 +15,17 @@ import linecache
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
 
-__all__ = ["NotReadable", "compiled", "definition_of", "innermost", "rebuilt"]
+__all__ = [
+    "CodeState",
+    "NotReadable",
+    "cached_by_code",
+    "code_state",
+    "compiled",
+    "definition_of",
+    "innermost",
+    "is_unchanged",
+    "rebuilt",
+]
 
 
 class NotReadable(Exception):
@@ -36,6 +46,42 @@ def _chain(function: FunctionType) -> list[FunctionType]:
 def innermost(function: FunctionType) -> FunctionType:
     """Return the function behind all wrappers of `functools.wraps`."""
     return _chain(function)[-1]
+
+
+CodeState = tuple[tuple[FunctionType, CodeType, tuple | None, dict | None], ...]
+
+
+def code_state(function: FunctionType) -> CodeState:
+    """What a function and the functions that it wraps run: their code, and the defaults of their arguments."""
+    return tuple((each, each.__code__, each.__defaults__, each.__kwdefaults__) for each in _chain(function))
+
+
+def is_unchanged(state: CodeState) -> bool:
+    """Whether nobody has given the functions other code or other defaults since."""
+    for function, code, defaults, by_name in state:
+        if (
+            function.__code__ is not code
+            or function.__defaults__ is not defaults
+            or function.__kwdefaults__ is not by_name
+        ):
+            return False
+    return True
+
+
+def cached_by_code(compute: Callable) -> Callable:
+    """Decorate a function whose first argument is one: its result is cached until that argument has other code."""
+    results: dict[tuple, tuple[CodeState, object]] = {}
+
+    @functools.wraps(compute)
+    def look_up(function: FunctionType, *args: object) -> object:
+        key = function, *args
+        known = results.get(key)
+        if known is None or not is_unchanged(known[0]):
+            known = results[key] = code_state(function), compute(function, *args)
+        return known[1]
+
+    look_up.cache_clear = results.clear
+    return look_up
 
 
 def _copy(function: FunctionType, code: CodeType, scope: dict, closure: tuple[CellType, ...]) -> FunctionType:

@@ -1,0 +1,176 @@
+"""Another loss function, chosen after the patch in any of the ways that transformers has, is the one that runs."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
+
+transformers = pytest.importorskip("transformers")
+loss_utils = pytest.importorskip("transformers.loss.loss_utils")
+
+MAPPING = loss_utils.LOSS_MAPPING
+stock_loss = loss_utils.ForCausalLMLoss
+stock_cross_entropy = loss_utils.fixed_cross_entropy
+
+
+def doubled(logits, labels, vocab_size, **options):
+    return 2.0 * stock_loss(logits, labels, vocab_size, **options)
+
+
+def doubled_cross_entropy(*args, **options):
+    return 2.0 * stock_cross_entropy(*args, **options)
+
+
+def is_fused(outputs) -> bool:
+    return outputs.logits is SKIPPED_LOGITS
+
+
+class Chosen:
+    """A property that a class may have in place of transformers' own."""
+
+    @property
+    def loss_function(self):
+        return doubled
+
+    @loss_function.setter
+    def loss_function(self, value):
+        self._loss_function = value
+
+
+class Wrapping:
+    """A property that asks the one of its base class."""
+
+    @property
+    def loss_function(self):
+        inner = super().loss_function
+        return lambda *args, **options: 2.0 * inner(*args, **options)
+
+
+def exchange_the_entry(models, monkeypatch):
+    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
+
+
+def exchange_the_table(models, monkeypatch):
+    table = {**MAPPING, "ForCausalLM": doubled}
+    monkeypatch.setattr(transformers.modeling_utils, "LOSS_MAPPING", table)
+
+
+def new_loss_type(models, monkeypatch):
+    monkeypatch.setitem(MAPPING, "Doubled", doubled)
+    for model in models:
+        model.loss_type = "Doubled"
+
+
+def no_loss_type(models, monkeypatch):
+    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
+    for model in models:
+        model.loss_type = None
+
+
+def property_of_transformers(models, monkeypatch):
+    monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", Chosen.loss_function)
+
+
+def property_of_the_class(models, monkeypatch):
+    monkeypatch.setattr(type(models[0]), "loss_function", Chosen.loss_function, raising=False)
+
+
+def code_of_the_loss(models, monkeypatch):
+    monkeypatch.setattr(loss_utils, "fixed_cross_entropy", doubled_cross_entropy)
+
+
+def assign_it(models, monkeypatch):
+    for model in models:
+        model.loss_function = doubled
+
+
+def assign_the_slot(models, monkeypatch):
+    for model in models:
+        model._loss_function = doubled
+
+
+CHANGES = [
+    *(exchange_the_entry, exchange_the_table, new_loss_type, no_loss_type, property_of_transformers),
+    *(property_of_the_class, code_of_the_loss, assign_it, assign_the_slot),
+]
+
+
+def same(model):
+    return model
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.filterwarnings("ignore:tigon. the loss function")
+@pytest.mark.parametrize("when", ["copied before", "copied after"])
+@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change, duplicate, when):
+    model, stock = pair()
+    expected = stock(**batch).loss
+    model = duplicate(model) if when == "copied before" else model
+    change([model, stock], monkeypatch)
+    model = duplicate(model) if when == "copied after" else model
+    torch.testing.assert_close(model(**batch).loss, 2 * expected)
+    assert_same_step(model, stock, batch)
+    model.eval(), stock.eval()
+    assert torch.equal(model(**batch).loss, stock(**batch).loss)
+
+
+def test_a_class_that_wraps_the_choice_of_its_base(make_model, batch, clone, monkeypatch):
+    model = make_model()
+    model.__class__ = type("Wrapped", (Wrapping, type(model)), {})
+    stock = clone(model)
+    tigon.patch(model)
+    assert not is_fused(outputs := model(**batch))
+    assert torch.equal(outputs.loss, stock(**batch).loss)
+
+
+@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
+def test_what_chooses_the_same_loss_stays_fused(pair, batch, duplicate):
+    model, _ = pair()
+    model.loss_type = "ForConditionalGeneration"  # It stands for the same function.
+    model.config.loss_type = "ForMaskedLM"  # transformers reads it nowhere after the model was made.
+    assert is_fused(duplicate(model)(**batch))
+
+
+def test_it_is_said_and_the_old_loss_brings_the_fused_one_back(pair, batch, monkeypatch):
+    model, _ = pair()
+    with monkeypatch.context() as patch:
+        patch.setitem(MAPPING, "ForCausalLM", doubled)
+        with pytest.warns(UserWarning, match="the loss function of LlamaForCausalLM was changed: its loss is stock"):
+            assert not is_fused(model(**batch))
+    assert is_fused(model(**batch))
+
+
+def test_the_function_by_itself_is_the_one_of_the_moment(pair, monkeypatch):
+    """A trainer may call `model.loss_function` on logits that it has computed itself."""
+    model, _ = pair()
+    arguments = torch.randn(2, 5, 7), torch.arange(10).view(2, 5) % 7, 7
+    expected = model.loss_function(*arguments)
+    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
+    torch.testing.assert_close(model.loss_function(*arguments), 2 * expected)
+
+
+def test_restoring_leaves_the_choice_to_the_model(make_model, batch, monkeypatch):
+    model = make_model()
+    report = tigon.patch(model)
+    monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)
+    report.restore()
+    assert model.loss_function is doubled
+    assert "_loss_function" not in vars(model)
+
+
+def test_a_compiled_model_uses_another_loss_type(pair, batch, monkeypatch):
+    torch._dynamo.reset()
+    model, stock = pair(num_hidden_layers=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert is_fused(compiled(**batch))
+    new_loss_type([model, stock], monkeypatch)
+    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)

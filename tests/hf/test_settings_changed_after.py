@@ -1,0 +1,155 @@
+"""What a model does to its logits, changed after the patch by however little: the loss is stock, or it is NaN."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+import tigon
+from tigon.hf.logits import SKIPPED_LOGITS
+
+transformers = pytest.importorskip("transformers")
+
+
+def is_fused(outputs) -> bool:
+    return outputs.logits is SKIPPED_LOGITS
+
+
+def set_config(name, value):
+    return lambda model: setattr(model.config, name, value)
+
+
+def set_attribute(name, value):
+    return lambda model: setattr(model, name, value)
+
+
+def exchange_the_config(model):
+    model.config = copy.deepcopy(model.config)
+    model.config.final_logit_softcapping = 7.001
+
+
+CASES = {
+    "soft cap": ("gemma2", {}, set_config("final_logit_softcapping", 7.0007)),
+    "soft cap, 1 %": ("gemma2", {}, set_config("final_logit_softcapping", 7.05)),
+    "soft cap removed": ("gemma2", {}, set_config("final_logit_softcapping", None)),
+    "soft cap added": ("gemma2", {"final_logit_softcapping": None}, set_config("final_logit_softcapping", 500.0)),
+    "another config": ("gemma2", {}, exchange_the_config),
+    "scale": ("cohere", {"logit_scale": 0.3}, set_attribute("logit_scale", 0.30003)),
+    "divisor": ("granite", {"logits_scaling": 7.0}, set_config("logits_scaling", 7.0007)),
+    "divisor by one": ("granite", {"logits_scaling": 1.0}, set_config("logits_scaling", 1.0001)),
+}
+
+
+def same(model):
+    return model
+
+
+def pickled(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+@pytest.mark.filterwarnings("ignore:tigon. .* was changed")
+@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
+@pytest.mark.parametrize(("model_type", "config", "change"), CASES.values(), ids=CASES)
+def test_a_setting_changed_after_the_patch_is_used(
+    pair, batch, assert_same_step, model_type, config, change, duplicate
+):
+    model, stock = pair(model_type, **config)
+    assert is_fused(model(**batch))
+    change(model), change(stock)
+    model = duplicate(model)
+    assert not is_fused(model(**batch))
+    assert_same_step(model, stock, batch)
+
+
+@pytest.mark.filterwarnings("ignore:tigon. .* was changed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_copy_made_before_is_changed_by_itself(make_model, batch, dtype):
+    model = make_model("gemma2", dtype)
+    tigon.patch(model)
+    duplicate = copy.deepcopy(model)
+    set_config("final_logit_softcapping", 7.001)(duplicate)
+    assert is_fused(model(**batch))
+    assert not is_fused(duplicate(**batch))
+
+
+def test_it_is_said_and_the_old_value_brings_the_fused_loss_back(pair, batch):
+    model, _ = pair("gemma2")
+    set_config("final_logit_softcapping", 7.1)(model)
+    with pytest.warns(UserWarning, match=r"config.final_logit_softcapping of Gemma2ForCausalLM was changed: its loss"):
+        model(**batch)
+    set_config("final_logit_softcapping", float("7"))(model)
+    assert is_fused(model(**batch))
+
+
+def test_settings_that_the_forward_does_not_read_do_not_count(pair, batch):
+    model, _ = pair("gemma2")
+    for name, value in (("use_cache", False), ("pad_token_id", 5), ("attention_dropout", 0.0), ("new", 3)):
+        setattr(model.config, name, value)
+    assert is_fused(model(**batch))
+
+
+def test_a_compiled_model_reads_settings_too(pair, batch, assert_same_step):
+    torch._dynamo.reset()
+    model, stock = pair("gemma2", num_hidden_layers=1)
+    compiled = torch.compile(model, backend="aot_eager")
+    assert is_fused(compiled(**batch))
+    set_config("final_logit_softcapping", 7.01)(model), set_config("final_logit_softcapping", 7.01)(stock)
+    torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
+
+
+# --- what is out of sight ------------------------------------------------------------------------
+
+FACTORS = {"scale": 1.0}
+
+
+def scale_of(key):
+    return FACTORS[key]
+
+
+HIDDEN = {
+    "a table": lambda logits: logits * FACTORS["scale"],
+    "a function": lambda logits: logits / scale_of("scale"),
+    "cap and scale": lambda logits: 9.0 * torch.tanh(logits * FACTORS["scale"] / 9.0),
+}
+
+
+@pytest.mark.parametrize("scale", [1.0001, 0.9999, 1.004, 2.0])
+@pytest.mark.parametrize("process", HIDDEN.values(), ids=HIDDEN)
+def test_what_the_host_does_not_see_gives_nan(make_model, batch, step, monkeypatch, process, scale):
+    model = make_model()
+
+    class Processed(type(model)):
+        def forward(self, input_ids, labels=None, **kwargs):
+            logits = process(self.lm_head(self.model(input_ids).last_hidden_state))
+            loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size, **kwargs)
+            return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+    model.__class__ = Processed
+    tigon.patch(model)
+    batch.pop("attention_mask")
+    assert not model(**batch).loss.isnan()
+    monkeypatch.setitem(FACTORS, "scale", scale)
+    outputs = model(**batch)
+    assert not is_fused(outputs) or outputs.loss.isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [0.3, 7.0, 30.0, 50.0, 333.0])
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [("gemma2", "final_logit_softcapping"), ("cohere", "logit_scale"), ("granite", "logits_scaling")],
+)
+def test_roundings_on_the_way_are_no_change(make_model, batch, monkeypatch, model_type, name, value, dtype):
+    """No error of fp32 is taken for a change, and neither is a cast to less, which an engine may add to the head."""
+    model = make_model(model_type, **{name: value})
+    model.lm_head.weight.data /= 1000.0
+    tigon.patch(model)
+    call = tigon.hf.head.HeadForward.__call__
+    monkeypatch.setattr(tigon.hf.head.HeadForward, "__call__", lambda *args: call(*args).to(dtype))
+    outputs = model(**batch)
+    assert is_fused(outputs)
+    # A divisor makes the token large, and fp16 has no numbers above 65504.
+    fits = dtype is not torch.float16 or model_type != "granite"
+    assert torch.isfinite(outputs.loss) or not fits

@@ -1,0 +1,218 @@
+"""Code, defaults and globals that are exchanged after the patch, as debuggers do, count as in a stock module."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+transformers = pytest.importorskip("transformers")
+modeling_llama = pytest.importorskip("transformers.models.llama.modeling_llama")
+
+WIDTH = 32
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(WIDTH) + 0.5), 1e-6
+
+    def forward(self, x):
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * y.to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up = Norm(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, hidden, scale=1.0, *, shift=0.0):
+        residual = hidden
+        hidden = self.norm(hidden)
+        return residual + self.up(hidden) * scale + shift
+
+
+def other_forward(self, hidden, scale=1.0, *, shift=0.0):
+    return 3.0 * self.up(hidden) * scale + shift
+
+
+def wrapper_of(function):
+    @functools.wraps(function)
+    def wrapper(self, *args, **kwargs):
+        return function(self, *args, **kwargs)
+
+    return wrapper
+
+
+def other_wrapper_of(function):
+    def wrapper(self, *args, **kwargs):
+        return 5.0 * function(self, *args, **kwargs)
+
+    return wrapper
+
+
+class Wrapped(Layer):
+    @wrapper_of
+    def forward(self, hidden, scale=1.0, *, shift=0.0):
+        residual = hidden
+        hidden = self.norm(hidden)
+        return residual + self.up(hidden) * scale + shift
+
+
+INNER = Wrapped.forward.__wrapped__
+CHANGES = {
+    "code": (Layer, Layer.forward, "__code__", other_forward.__code__),
+    "defaults": (Layer, Layer.forward, "__defaults__", (2.0,)),
+    "defaults by name": (Layer, Layer.forward, "__kwdefaults__", {"shift": 4.0}),
+    "code behind a wrapper": (Wrapped, INNER, "__code__", other_forward.__code__),
+    "defaults behind a wrapper": (Wrapped, INNER, "__defaults__", (2.0,)),
+    "code of a wrapper": (Wrapped, Wrapped.forward, "__code__", other_wrapper_of(INNER).__code__),
+}
+
+
+def same(module):
+    return module
+
+
+def pickled(module):
+    return pickle.loads(pickle.dumps(module))
+
+
+@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
+@pytest.mark.parametrize(("cls", "function", "name", "value"), CHANGES.values(), ids=CHANGES)
+def test_glue(monkeypatch, cls, function, name, value, duplicate):
+    torch.manual_seed(0)
+    layer, x = cls(), torch.randn(3, WIDTH)
+    assert "glue" in {entry.part for entry in tigon.patch(layer).replaced}
+    before = layer(x)
+    monkeypatch.setattr(function, name, value)
+    layer = duplicate(layer)
+    assert torch.equal(layer(x), cls.forward(layer, x))
+    assert not torch.allclose(layer(x), before)
+    monkeypatch.undo()
+    torch.testing.assert_close(layer(x), before)
+
+
+def test_glue_of_a_class_whose_code_was_exchanged_before_the_next_patch(monkeypatch):
+    torch.manual_seed(0)
+    layer, x = Layer(), torch.randn(3, WIDTH)
+    tigon.patch(layer)
+    with monkeypatch.context() as patch:
+        patch.setattr(Layer.forward, "__code__", other_forward.__code__)
+        second = Layer()
+        tigon.patch(second)
+        assert torch.equal(second(x), Layer.forward(second, x))
+    torch.testing.assert_close(second(x), Layer.forward(second, x))
+
+
+# --- rope --------------------------------------------------------------------------------------------
+
+
+def make_attention() -> tuple[nn.Module, dict]:
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.LlamaModel(config).train()
+    x, positions = torch.randn(2, 6, 32), torch.arange(6)[None]
+    tables = model.rotary_emb(x, positions)
+    return model.layers[0].self_attn, {
+        "hidden_states": x,
+        "position_embeddings": tables,
+        "attention_mask": None,
+    }
+
+
+def other_rope(q, k, cos, sin, unsqueeze_dim=1):
+    return 2.0 * q, k
+
+
+def other_attention(module, query, key, value, attention_mask, **kwargs):
+    return 2.0 * query.transpose(1, 2), None
+
+
+def other_rotate(x):
+    return x
+
+
+def swap_rope(patch):
+    patch.setattr(modeling_llama, "apply_rotary_pos_emb", other_rope)
+
+
+def swap_helper(patch):
+    patch.setattr(modeling_llama, "rotate_half", other_rotate)
+
+
+def swap_code_of_rope(patch):
+    patch.setattr(modeling_llama.apply_rotary_pos_emb, "__code__", other_rope.__code__)
+
+
+def swap_attention(patch):
+    patch.setattr(modeling_llama, "eager_attention_forward", other_attention)
+
+
+def swap_entry(patch):
+    patch.setitem(modeling_llama.ALL_ATTENTION_FUNCTIONS._global_mapping, "eager", other_attention)
+
+
+class Table(dict):
+    def get_interface(self, name, default):
+        return other_attention
+
+
+def swap_table(patch):
+    patch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Table())
+
+
+def doubling(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    return 2.0 * hidden_states, None
+
+
+def swap_code(patch):
+    function = modeling_llama.LlamaAttention.forward
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    if function.__code__.co_freevars:
+        pytest.skip("code of another closure")
+    patch.setattr(function, "__code__", doubling.__code__)
+
+
+def swap_forward(patch):
+    patch.setattr(modeling_llama.LlamaAttention, "forward", doubling)
+
+
+SWAPS = [swap_rope, swap_helper, swap_code_of_rope, swap_attention, swap_entry, swap_table, swap_code, swap_forward]
+
+
+@pytest.mark.parametrize("when", ["copied before", "copied after"])
+@pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
+@pytest.mark.parametrize("swap", SWAPS, ids=lambda f: f.__name__)
+def test_rope(monkeypatch, swap, duplicate, when):
+    attention, inputs = make_attention()
+    assert "rope" in {entry.part for entry in tigon.patch(attention).replaced}
+    before = attention(**inputs)[0]
+    attention = duplicate(attention) if when == "copied before" else attention
+    swap(monkeypatch)
+    attention = duplicate(attention) if when == "copied after" else attention
+    given, expected = attention(**inputs)[0], type(attention).forward(attention, **inputs)[0]
+    torch.testing.assert_close(given, expected)
+    assert not torch.allclose(given, before)
+    monkeypatch.undo()
+    torch.testing.assert_close(attention(**inputs)[0], before)
+
+
+@pytest.mark.parametrize("swap", [swap_rope, swap_helper, swap_attention, swap_code])
+def test_rope_that_was_swapped_before_it_is_compiled(monkeypatch, swap):
+    torch._dynamo.reset()
+    attention, inputs = make_attention()
+    tigon.patch(attention)
+    swap(monkeypatch)
+    compiled = torch.compile(attention, backend="eager")
+    torch.testing.assert_close(compiled(**inputs)[0], type(attention).forward(attention, **inputs)[0])
