@@ -7,9 +7,12 @@ Three places of the instance change, and no model's forward is copied:
   placeholder of shape [1, 1, 3] where logits would be, after computing the loss of the call;
 - `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph, and what the
   middle of the placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if
-  something did (another soft cap since the patch), for a check would wait for the GPU. Whatever else a model computes
-  from its logits raises at once (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines
-  that turn it into a plain tensor.
+  something did, for a check would wait for the GPU. Whatever else a model computes from its logits raises at once
+  (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines that turn it into a plain tensor.
+
+Before each fused call the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
+that were learnt, and the loss function that the model would choose with the one that was recognised. Where one of them
+differs, the call is stock.
 
 Only in training mode with labels, or where `skip_logits=True` asks for it. Any other call, and any that this cannot
 honour, runs the stock code as it was.
