@@ -53,7 +53,9 @@ from tigon.recognition.standin import (
     stand_in,
     without_parameters,
 )
-from tigon.runtime.reach import Place, code_use, explore
+from tigon.runtime.bytecode import code_use
+from tigon.runtime.places import Place
+from tigon.runtime.reach import explore
 
 __all__ = ["attach", "learn_loss"]
 
