@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from tigon.recognition.graph_guard import add_guard_of_object, traces_a_graph
 from tigon.runtime.reach import explore
 
 __all__ = ["FunctionGuard"]
@@ -26,10 +27,19 @@ class FunctionGuard:
         return reach.fingerprint
 
     def holds(self, function: Any) -> bool:
-        """Whether `function` computes what the recognised function did."""
+        """Return True if `function` computes what the recognised function did.
+
+        A graph that torch.compile traces now then compares the function before every run.
+        """
         if function is not self.function or not self.check():
             self.is_unchanged = self._look(function) == self.fingerprint
-        return self.is_unchanged
+        return self.is_unchanged and (not traces_a_graph() or add_guard_of_object(self))
+
+    def holds_for_graph(self, _: Any, fingerprint: tuple) -> bool:
+        """Return True if a graph that was traced for `fingerprint` may run."""
+        if not self.check():
+            self.is_unchanged = self._look(self.function) == self.fingerprint
+        return self.is_unchanged and (self.fingerprint is fingerprint or self.fingerprint == fingerprint)
 
     def __reduce__(self):
         return _restored, (self.fingerprint,)

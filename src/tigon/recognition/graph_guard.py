@@ -8,13 +8,15 @@ reads.
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._dynamo.comptime import ComptimeContext, comptime
+from torch._guards import TracingContext
 
-__all__ = ["add_guard_of_frame", "add_guard_of_object", "guard_holds"]
+__all__ = ["add_guard_of_object", "guard_holds", "traces_a_graph"]
 
 _decision = threading.local()
 # Dynamo raises these if a name that this file uses is missing or takes other arguments.
@@ -23,7 +25,7 @@ MISSING = (AttributeError, ImportError, KeyError, TypeError)
 
 def guard_holds() -> bool:
     """Decide, inside a traced `holds(self, module)`, whether the graph may contain the recipe."""
-    comptime(add_guard_of_frame)
+    comptime(_add_guard_of_frame)
     return _last_decision()
 
 
@@ -32,7 +34,7 @@ def _last_decision() -> bool:
     return _decision.holds
 
 
-def add_guard_of_frame(context: ComptimeContext) -> None:
+def _add_guard_of_frame(context: ComptimeContext) -> None:
     """Compare the state while Dynamo traces, and add the guard to the graph if the state is unchanged.
 
     The traced frame calls `guard_holds`, whose caller has the guard as `self` and the module as `module`.
@@ -49,6 +51,11 @@ def add_guard_of_frame(context: ComptimeContext) -> None:
         pass
 
 
+def traces_a_graph() -> bool:
+    """Return True in Python code that Dynamo runs, instead of tracing it, while it traces a graph."""
+    return TracingContext.try_get() is not None and torch.compiler.is_compiling()
+
+
 def add_guard_of_object(guard: Any) -> bool:
     """Add a guard that no module holds to the graph that Dynamo traces now; return False if that is impossible."""
     try:
@@ -56,7 +63,9 @@ def add_guard_of_object(guard: Any) -> bool:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
         tx = InstructionTranslator.current_tx()
-        _install(GlobalSource(tx.output.install_global_by_id("__tigon_guard", guard)), guard.fingerprint)
+        # The graph lives as long as the code that was compiled, so it must not keep a model alive.
+        name = tx.output.install_global_by_id("__tigon_guard", weakref.ref(guard))
+        _install(GlobalSource(name), guard.fingerprint)
     except MISSING:
         return False
     return True
@@ -79,7 +88,11 @@ def _tigon_guard(builder: Any, guard: Any, fingerprint: tuple) -> None:
     # The guard belongs to the Guard object, not to the module, because Dynamo skips guards below a module whose
     # `__dict__` is unchanged, and a setting may be somewhere else.
     manager, name = builder.get_guard_manager(guard), guard.name
-    is_unchanged = lambda found: found.holds_for_graph(None, fingerprint)
+
+    def is_unchanged(found: Any) -> bool:
+        found = found() if isinstance(found, weakref.ref) else found
+        return found is not None and found.holds_for_graph(None, fingerprint)
+
     text = [f"tigon: what the replaced forward reads is unchanged ({name})"]
     try:
         manager.add_lambda_guard(is_unchanged, text, guard.user_stack)

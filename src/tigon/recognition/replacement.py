@@ -84,6 +84,14 @@ class Replacement:
         """That of the stock forward: `torch.export` says where it is from."""
         return inspect.unwrap(type(self.__self__).forward).__code__
 
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Say why `torch.jit.script` fails: it reads the globals and then the source text of a Python function."""
+        raise AttributeError(
+            "tigon: torch.jit.script cannot read a forward that Tigon replaced: call report.restore() first, where "
+            "report is the result of tigon.patch"
+        )
+
     def replicate(self) -> nn.Module:
         """In place of the module's `_replicate_for_data_parallel`: `nn.DataParallel` copies what the module holds."""
         replica = type(self.__self__)._replicate_for_data_parallel(self.__self__)
@@ -123,8 +131,15 @@ def wrapped_forward(module: nn.Module) -> CellType | None:
 
 def find_replacement(module: nn.Module) -> Replacement | None:
     """The replacement installed on `module`, also one that accelerate or tensor parallelism has wrapped since."""
+    own = vars(module)
+    if isinstance(shared := own.get("forward"), Replacement) and shared.module() is not module:
+        # A shallow copy has the replacement of the module that it was copied from, so a call of the copy would run
+        # that module. The copy gets the forward of its class back.
+        del own["forward"]
+        if getattr(own.get(REPLICATE), "__self__", None) is shared:
+            del own[REPLICATE]
     for slot in ("forward", "_old_forward"):
-        if isinstance(forward := vars(module).get(slot), Replacement):
+        if isinstance(forward := own.get(slot), Replacement):
             return forward
     cell = wrapped_forward(module)
     return cell.cell_contents if cell and isinstance(cell.cell_contents, Replacement) else None
