@@ -78,3 +78,19 @@ def test_under_autocast(make_model, batch, step):
         own = given[name if name == "loss" else f"_orig_mod.{name}"]
         allowed = 2 * (expected[name] - value).abs().max() + 0.01 * value.abs().max()
         assert (own - value).abs().max() <= allowed, name
+
+
+def test_a_helper_of_the_rope_that_is_replaced_after_compilation_is_used(make_model, batch, monkeypatch):
+    """Dynamo does not trace the function that the op replaces, so a guard of Tigon compares it."""
+    from transformers.models.llama import modeling_llama
+
+    model, stock = (make_model("llama", **ONE_LAYER).eval() for _ in range(2))
+    assert "rope" in {entry.part for entry in tigon.patch(model).replaced}
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    tokens = batch["input_ids"]
+    before = compiled(tokens).logits
+    rotate_half = modeling_llama.rotate_half
+    monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: -rotate_half(x))
+    expected = stock(tokens).logits
+    assert not torch.allclose(before, expected)
+    torch.testing.assert_close(compiled(tokens).logits, expected)
