@@ -5,10 +5,36 @@ import functools
 import types
 from collections.abc import Iterator
 
+from torch import nn
+
 from tigon.runtime.places import Reach
 
-__all__ = ["has_conditions", "largest_number"]
+__all__ = ["has_conditions", "largest_number", "may_see_sizes"]
 
+# Code that uses only these names, and no subscripts and loops, cannot learn the size of a tensor.
+WITHOUT_SIZES = frozenset(
+    (
+        *("torch", "nn", "functional", "F", "Tensor", "self", "super", "forward", "dtype", "float32", "contiguous"),
+        *(
+            "float",
+            "to",
+            "type_as",
+            "pow",
+            "square",
+            "mean",
+            "var",
+            "sqrt",
+            "rsqrt",
+            "mul",
+            "add",
+            "div",
+            "mul_",
+            "add_",
+        ),
+        *("relu", "silu", "gelu", "sigmoid", "tanh"),
+    )
+)
+SIZE_STEPS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
 CHOICES = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
 MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_enabled", "is_inference"))
 
@@ -24,6 +50,23 @@ def _codes(reach: Reach) -> list[types.CodeType]:
 def has_conditions(reach: Reach) -> bool:
     """Return True if the code may compute one thing for one kind of input and another thing for another kind."""
     return bool(MODES & reach.names) or any(map(_has_condition, _codes(reach)))
+
+
+def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
+    """Return True unless the code evidently cannot learn the size of a tensor. Code that cannot needs no symbolic run.
+
+    Names of own attributes are harmless: whatever code they lead to is among the code that the search has read.
+    """
+    known = WITHOUT_SIZES.union(vars(module), module._parameters, module._buffers, module._modules)
+    return not all(_names(code) <= known for code in _codes(reach))
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a code object loads, and its instructions that may reveal the size of a tensor."""
+    steps = {s.opname for s in dis.get_instructions(code) if any(part in s.opname for part in SIZE_STEPS)}
+    nested = {"<nested>"} if any(isinstance(constant, types.CodeType) for constant in code.co_consts) else set()
+    return frozenset(code.co_names) | steps | nested
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from tigon.ops.dispatch import PLAIN, runs_kernels
 from tigon.ops.glu import swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
-from tigon.recognition.code_facts import has_conditions, largest_number
+from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
 from tigon.recognition.probes import DTYPES, agrees, agrees_by_circumstances, agrees_in_product, runs_without_contiguity
 from tigon.recognition.standin import (
     BF16,
@@ -320,7 +320,8 @@ def _confirm(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject, dims: f
     strided = runs_without_contiguity(recipe, subject, subject.inputs)
     if strided is False:
         return None
-    if reason := _size_use(recipe, subject, pairs if choices else [(FP32, FP32)], dims, choices):
+    cases = pairs if choices else [(FP32, FP32)]
+    if may_see_sizes(reach, module) and (reason := _size_use(recipe, subject, cases, dims, choices)):
         return reason
     weight_dtypes = {x: tuple(w for dtype, w in pairs if dtype == x) for x in DTYPES}
     if not recipe.weight:
@@ -396,10 +397,13 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
     widths = [*sizes.pop()] if sizes else _likely_widths(module, reach)
     # A second argument may be a gate, or a residual that is None by default.
     forms = [gated for gated in (True, False) if takes(module, 1 + gated)]
-    results = [_find(module, reach, list(tensors), epsilons or [1e-5, 1e-6], widths, gated) for gated in forms[:1]]
-    if isinstance(results[0], str) and len(forms) > 1:
-        results.append(_find(module, reach, list(tensors), epsilons or [1e-5, 1e-6], widths, False))
-    return next((result for result in results if not isinstance(result, str)), results[0])
+    reasons = []
+    for gated in forms:
+        result = _find(module, reach, list(tensors), epsilons or [1e-5, 1e-6], widths, gated)
+        if not isinstance(result, str):
+            return result
+        reasons.append(result)
+    return reasons[0]
 
 
 def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
@@ -429,9 +433,12 @@ def _find(module: nn.Module, reach: Reach, names: list, epsilons: list, widths: 
             failure = f"cannot be run by itself ({describe(error)})"
     if not has_run:
         return failure
-    with reach.preserved(), probing():
-        recipes = (_confirm(candidate, subject, dims, reach) for candidate in candidates)
-        recipe = next((recipe for recipe in recipes if recipe is not None), None)
+    try:
+        with reach.preserved(), probing():
+            recipes = (_confirm(candidate, subject, dims, reach) for candidate in candidates)
+            recipe = next((recipe for recipe in recipes if recipe is not None), None)
+    except Exception as error:
+        return f"cannot be run by itself ({describe(error)})"
     if recipe is None or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"
     return recipe

@@ -19,8 +19,10 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Sizes that no code compares with: an equality with them is a specialization to the size of this run.
 SIZES = (37, 41, 43)
 # The results of these operators depend on positions, although their schemas take sizes.
-BY_POSITION = ("arange", "linspace", "logspace", "range", "eye", "tril", "triu", "tril_indices", "triu_indices", "randperm")
-SCANS = ("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp")
+BY_POSITION = frozenset(
+    ("arange", "linspace", "logspace", "range", "eye", "tril", "triu", "tril_indices", "triu_indices", "randperm")
+)
+SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
 
 
 class _WatchArguments(TorchDispatchMode):
@@ -39,6 +41,8 @@ class _WatchArguments(TorchDispatchMode):
 
 def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return a size that an operator takes as a value, or None."""
+    if not hasattr(func, "_schema"):
+        return None
     name = func._schema.name.partition("::")[2]
     for position, argument in enumerate(func._schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
