@@ -10,10 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory import call, remade_mlp
-from tigon.ops.dispatch import KERNEL_DTYPES, any_global_hook
+from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN, any_global_hook
 from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
 from tigon.ops.relu2 import relu2, relu2_reference
+from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
+from tigon.recognition.probes import DTYPES, agrees, agrees_by_circumstances, agrees_in_product, runs_without_contiguity
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (
     BF16,
@@ -35,7 +37,9 @@ from tigon.recognition.standin import (
     unusual,
     without_parameters,
 )
-from tigon.runtime.reach import explore
+from tigon.recognition.symbolic import find_size_use
+from tigon.runtime.places import is_simple
+from tigon.runtime.reach import Reach, explore
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 
@@ -60,12 +64,15 @@ class GLURecipe:
     down: str
     # Dimensions of inputs for which the module was compared with the op.
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
+    # The module calls `up` before `gate`. The order shows in hooks, and in random numbers of the children.
+    up_first: bool = field(default=False, compare=False)
+    # The forward refuses inputs that are not contiguous.
+    contiguous: bool = field(default=False, compare=False)
     live = ()
     choices = ()
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
-        x = args[0] if len(args) == 1 and not kwargs else None
-        fits = isinstance(x, Tensor) and x.dim() in self.dims and x.dtype in KERNEL_DTYPES
+        fits = len(args) == 1 and not kwargs and (reference or self._fits(args[0]))
         # A global module hook would see a call of the activation, and the op makes no such call.
         if not fits or any_global_hook():
             return type(module).forward(module, *args, **kwargs)
@@ -75,10 +82,18 @@ class GLURecipe:
                 return glu_mlp_by_kernels(*args, *weights, KINDS[self.kind][2])
         return getattr(module, self.down)(remade_mlp(self._product, module, *args, reference))
 
+    def _fits(self, x: object) -> bool:
+        """Return True if recognition compared the module with the op for an input of this kind."""
+        if type(x) not in PLAIN or x.dim() not in self.dims or x.dtype not in KERNEL_DTYPES:
+            return False
+        return x.layout is torch.strided and not x.is_nested and (not self.contiguous or x.is_contiguous())
+
     def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
         """Return act(gate) * up, computed through the module's children."""
+        up = call(getattr(module, self.up), x) if self.up_first else None
         gate = call(getattr(module, self.gate), x)
-        up = None if self.up is None else call(getattr(module, self.up), x)
+        if self.up is not None and not self.up_first:
+            up = call(getattr(module, self.up), x)
         # If gate and up have different dtypes, the reference promotes as torch does.
         op, eager, _ = KINDS[self.kind]
         return (eager if reference or (up is not None and up.dtype != gate.dtype) else op)(gate, up)
@@ -96,7 +111,34 @@ def _wirings(linears: dict[str, nn.Module]) -> Iterator[tuple[str, str | None, s
             yield gate, (ups[0] if ups else None), down
 
 
-def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtype, seed: int) -> nn.Module:
+class _Projection(nn.Linear):
+    """A projection of a stand-in: it passes for the class of the real projection, and it logs its calls."""
+
+    __class__ = property(lambda self: self.__dict__["_real_class"])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self._calls.append(self._name)
+        return nn.Linear.__call__(self, x)
+
+
+def _projection(child: nn.Module, layer: nn.Linear, name: str, calls: list[str]) -> nn.Module:
+    """Return a linear layer with the settings of a real projection, which the forward may read."""
+    projection = object.__new__(_Projection)
+    settings = {key: value for key, value in vars(child).items() if is_simple(value)}
+    state = {"_real_class": type(child), "_name": name, "_calls": calls}
+    projection.__dict__.update(settings | vars(layer) | state)
+    return projection
+
+
+def _glu_twin(
+    module: nn.Module,
+    linears: dict,
+    wiring: tuple,
+    dtype: torch.dtype,
+    seed: int,
+    training: bool | None = None,
+    widths: tuple[int, int, int] = (24, 40, 56),
+) -> nn.Module:
     """Return a copy of the module with small children of the same wiring.
 
     Attributes that hold a size of the original hold the small size.
@@ -104,14 +146,16 @@ def _glu_twin(module: nn.Module, linears: dict, wiring: tuple, dtype: torch.dtyp
     gate, up, down = wiring
     real = linears[gate].in_features, linears[down].in_features, linears[down].out_features
     # Sizes differ, so that a wrong wiring fails. Only `out` equals `hidden` if the original has them equal.
-    hidden, inner, out = 24, 40, 24 if real[2] == real[0] else 56
-    training = seed % 2 == 1
+    hidden, inner, other = widths
+    out = hidden if real[2] == real[0] else other
+    training = seed % 2 == 1 if training is None else training
+    calls: list[str] = []
     children: dict[str, nn.Module] = {}
     for i, (name, child) in enumerate(module._modules.items()):
         if name in linears:
             sizes = (inner, out) if name == down else (hidden, inner if up else 2 * inner)
             bias = getattr(child, "bias", None) is not None
-            children[name] = linear(seed + 10 * i, *sizes, dtype, bias)
+            children[name] = _projection(child, linear(seed + 10 * i, *sizes, dtype, bias), name, calls)
         else:
             children[name] = child and in_mode(child, training)
     small = {real[2]: out, 2 * real[1]: 2 * inner, real[1]: inner, real[0]: hidden}
@@ -167,6 +211,110 @@ def _run_shapes(module: nn.Module, linears: dict, wiring: tuple, candidates: lis
     return candidates, frozenset(dims)
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """Makes stand-ins of a gated MLP and inputs for them."""
+
+    module: nn.Module
+    linears: dict[str, nn.Module]
+    wiring: tuple[str, str | None, str]
+    widths: tuple[int, int, int] = (24, 40, 56)
+
+    def __call__(self, dtype: torch.dtype = FP32, training: bool = True) -> nn.Module:
+        return _glu_twin(self.module, self.linears, self.wiring, dtype, 77, training, self.widths)
+
+    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        return [normal(60, *shape, self.widths[0], dtype=dtype)]
+
+    def of_weights(self, dtype: torch.dtype, change: Callable[[str, Tensor], None]) -> nn.Module:
+        """Return a stand-in whose weights `change` has changed in place."""
+        twin = self(dtype)
+        for name in self.linears:
+            change(name, twin._modules[name].weight.data)
+        return twin
+
+    def call_order(self) -> list[str]:
+        """Return the names of the projections in the order in which the forward calls them."""
+        twin = self()
+        type(twin).forward(twin, *self.inputs(FP32, 2, 4))
+        return list(twin._modules[self.wiring[0]]._calls)
+
+
+DIFFERENT = "computes something else than silu, gelu or gelu-tanh gates"
+
+
+def _confirm(recipe: GLURecipe, subject: _Subject, reach: Reach) -> GLURecipe | str:
+    """Compare a candidate in all other circumstances. Return the final recipe, or the reason why it does not hold."""
+    order = subject.call_order()
+    if sorted(order) != sorted(subject.linears) or order[-1] != recipe.down:
+        return "its forward does not call each of its linear layers once"
+    recipe = replace(recipe, up_first=recipe.up is not None and order[0] == recipe.up)
+    choices = has_conditions(reach)
+    strided = runs_without_contiguity(recipe, subject, subject.inputs)
+    pairs = [(dtype, dtype) for dtype in DTYPES]
+    if strided is False or not (
+        agrees_by_circumstances(recipe, subject, subject.inputs)
+        and _agrees_on_weights(recipe, subject)
+        and _agrees_on_mixed_dtypes(recipe, subject)
+        and _agrees_beyond(recipe, subject, largest_number(reach))
+        and (not choices or agrees_in_product(recipe, subject, subject.inputs, pairs))
+    ):
+        return DIFFERENT
+    if may_see_sizes(reach, subject.module) and (reason := _size_use(recipe, subject, choices)):
+        return reason
+    return replace(recipe, contiguous=strided is None)
+
+
+def _agrees_on_weights(recipe: GLURecipe, subject: _Subject) -> bool:
+    """Compare for weights of zeros and ones, and for weights of one sign, which let outputs overflow to infinity."""
+
+    def align(name: str, weight: Tensor) -> None:
+        weight.abs_()
+        if name == recipe.down:
+            weight[::2] *= -1
+
+    for dtype in DTYPES:
+        largest = 4 if dtype == FP16 else 30
+        x = subject.inputs(dtype, 32)[0].abs() * torch.logspace(-1, largest, 32, dtype=torch.float32)[:, None].to(dtype)
+        changes = align, lambda name, weight: weight.zero_(), lambda name, weight: weight.fill_(1.0)
+        makes = (functools.partial(subject.of_weights, dtype, change) for change in changes)
+        if any(agrees(recipe, make, [x]) is False for make in makes):
+            return False
+    return True
+
+
+def _agrees_on_mixed_dtypes(recipe: GLURecipe, subject: _Subject) -> bool:
+    """Return False if the module accepts an input of another dtype than its weights, and the op does not."""
+    pairs = (FP32, BF16), (BF16, FP32), (FP16, FP32), (FP32, FP16)
+    return all(agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 4)) is not False for x, w in pairs)
+
+
+def _agrees_beyond(recipe: GLURecipe, subject: _Subject, number: int) -> bool:
+    """Compare at widths beyond a number in the code, which may separate features from others."""
+    large = number + 8
+    if not 32 < large <= 65536:
+        return True
+    for widths in ((24, large, 56), (large, 40, large + 16)):
+        wide = replace(subject, widths=widths)
+        if agrees(recipe, wide, wide.inputs(FP32, 2, 2)) is False:
+            return False
+    return True
+
+
+def _size_use(recipe: GLURecipe, subject: _Subject, choices: bool) -> str | None:
+    """Return why the module may compute something else for other batch sizes, or None."""
+    dims = sorted(recipe.dims - {1}) if choices else (3,)
+    for training, dtype, dim in itertools.product(
+        (True, False) if choices else (True,), DTYPES[: 3 if choices else 1], dims
+    ):
+        twin = subject(dtype, training)
+        reference = functools.partial(recipe, twin, reference=True)
+        inputs = tuple(subject.inputs(dtype, *[2] * (dim - 1)))
+        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, inputs):
+            return reason
+    return None
+
+
 def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     """Recognise a gated MLP.
 
@@ -191,8 +339,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
         return reason if len(sizes) > 1 else None
     if reach.names & {"weight", "bias"}:
         return "its forward reads the weights of its linear layers, besides calling them"
-    mismatch = "computes something else than silu, gelu or gelu-tanh gates"
-    failure, has_run = mismatch, False
+    failure, has_run = DIFFERENT, False
     for wiring in wirings:
         candidates = [GLURecipe(kind, *wiring) for kind in KINDS]
         try:
@@ -200,16 +347,18 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
                 for case in enumerate(CASES):
                     candidates = _run_glu(module, linears, wiring, candidates, *case)
                 candidates, dims = _run_shapes(module, linears, wiring, candidates)
+                subject = _Subject(module, linears, wiring)
+                results = [_confirm(replace(c, dims=dims), subject, reach) for c in candidates[:1]]
         except WritesTensor as error:
             return str(error)
         except Exception as error:
             failure = failure if has_run else f"cannot be run by itself ({describe(error)})"
             continue
-        failure, has_run = mismatch, True
+        failure, has_run = DIFFERENT, True
         if reach.reason:
             return reach.reason
-        if candidates:
-            return replace(candidates[0], dims=dims)
+        if results and (isinstance(results[0], GLURecipe) or results[0] != DIFFERENT):
+            return results[0]
     # Children of one size that cannot be run may be the projections of an attention.
     return failure if has_run or len(sizes) > 1 else None
 
@@ -224,10 +373,19 @@ class ReLU2Recipe:
     live = ()
     choices = ()
 
-    def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
-        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor) or args[0].dtype not in KERNEL_DTYPES:
+    # The forward refuses inputs that are not contiguous.
+    contiguous: bool = field(default=False, compare=False)
+
+    def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
+        if kwargs or len(args) != 1 or not (reference or self._fits(args[0])):
             return type(module).forward(module, *args, **kwargs)
-        return relu2(*args)
+        return (relu2_reference if reference else relu2)(*args)
+
+    def _fits(self, x: object) -> bool:
+        """Return True if recognition compared the module with the op for an input of this kind."""
+        if type(x) not in PLAIN or x.dtype not in KERNEL_DTYPES or x.layout is not torch.strided or x.is_nested:
+            return False
+        return not self.contiguous or x.is_contiguous()
 
     def __str__(self) -> str:
         return "relu2"
@@ -248,6 +406,26 @@ def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
                     return None
         x, twin = normal(3, 16, 24), stand_in(module)
         stock, ours = (gradients(run, [x]) for run in (lambda: type(module).forward(twin, x), lambda: relu2(x)))
-        if same_gradients(ours, stock):
-            return reach.reason or reach.decision or ReLU2Recipe()
+        if not same_gradients(ours, stock):
+            return None
+        if reason := reach.reason or reach.decision:
+            return reason
+        return _confirm_relu2(module, reach)
     return None
+
+
+def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str | None:
+    """Compare a squared ReLU in all other circumstances. Return a recipe, a reason, or None if it differs."""
+    recipe, number = ReLU2Recipe(), largest_number(reach)
+    subject = lambda dtype=FP32, training=True: stand_in(module, training=training)
+    inputs = lambda dtype, *shape: [normal(60, *shape, number + 8 if 24 <= number <= 65536 else 24, dtype=dtype)]
+    pairs = [(dtype, dtype) for dtype in DTYPES]
+    strided = runs_without_contiguity(recipe, subject, inputs)
+    agreement = agrees_by_circumstances(recipe, subject, inputs) and agrees_in_product(recipe, subject, inputs, pairs)
+    if strided is False or not agreement:
+        return None
+    if may_see_sizes(reach, module):
+        run, reference = (functools.partial(f, subject()) for f in (type(module).forward, recipe))
+        if reason := find_size_use(run, functools.partial(reference, reference=True), tuple(inputs(FP32, 2, 2))):
+            return reason
+    return replace(recipe, contiguous=strided is None)

@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.dispatch import KERNEL_DTYPES, runs_kernels
+from tigon.ops.dispatch import PLAIN, runs_kernels
 from tigon.ops.glu import swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
+from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
+from tigon.recognition.probes import DTYPES, agrees, agrees_by_circumstances, agrees_in_product, runs_without_contiguity
 from tigon.recognition.standin import (
     BF16,
     FP16,
@@ -31,9 +33,54 @@ from tigon.recognition.standin import (
     takes,
     unusual,
 )
-from tigon.runtime.reach import explore
+from tigon.recognition.symbolic import find_size_use
+from tigon.runtime.reach import Reach, explore
 
 __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
+
+# Pairs of a dtype of the input and a dtype of the weight.
+PAIRS = tuple(itertools.product(DTYPES, DTYPES))
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The inputs for which recognition compared a module with the op. A recipe gives others to the stock forward."""
+
+    dims: frozenset[int] = frozenset((1, 2, 3, 4))
+    # Dtypes of the weight for each dtype of the input. None stands for a norm without weight.
+    weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
+        default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
+    )
+    # The forward refuses inputs that are not contiguous.
+    contiguous: bool = False
+    # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
+    shape: str | None = None
+    # The recipe may read epsilon in every call. Otherwise the module is left alone once epsilon changes.
+    live_eps: bool = True
+
+    def fits(self, module: nn.Module, args: tuple, weight: Tensor | None) -> bool:
+        """Return True if recognition compared the module with the op for arguments of this kind."""
+        x = args[0]
+        if type(x) not in PLAIN or x.dim() not in self.dims or x.layout is not torch.strided or x.is_nested:
+            return False
+        if weight is None:
+            if None not in self.weight_dtypes.get(x.dtype, ()):
+                return False
+        elif (
+            weight.dtype not in self.weight_dtypes.get(x.dtype, ())
+            or weight.device != x.device
+            or weight.shape != x.shape[-1:]
+        ):
+            return False
+        if self.shape is not None and getattr(module, self.shape, None) != x.shape[-1:]:
+            return False
+        return not (self.contiguous and not x.is_contiguous()) and (len(args) == 1 or _is_like(args[1], x))
+
+
+def _is_like(gate: Any, x: Tensor) -> bool:
+    """Return True if a gate is as plain as the input, and of its dtype and device."""
+    is_plain = type(gate) in PLAIN and gate.layout is torch.strided and not gate.is_nested
+    return is_plain and gate.dtype is x.dtype and gate.dim() == x.dim() and gate.device == x.device
 
 
 @dataclass(frozen=True)
@@ -48,20 +95,20 @@ class RMSNormRecipe:
     offset: float
     rounding: Literal["before_weight", "after_weight"]
     gated: bool
-    # Dimensions of inputs for which the module was compared with the op.
-    dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
+    scope: Scope = field(default_factory=Scope, compare=False)
     part = "rms_norm"
     choices = ()
 
     @property
     def live(self) -> tuple[str, ...]:
         """Return the names of the attributes that the recipe reads in every call."""
-        return tuple(name for name in (self.weight, self.eps) if isinstance(name, str))
+        return _live_names(self.weight, self.eps if self.scope.live_eps else None)
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
         as_recognised = len(args) == 1 + self.gated and not kwargs and _is_set(self.weight, weight, eps)
-        if not (as_recognised and _fits(args, weight, self.dims)):
+        # A reference also runs on tensors without values, for `tigon.recognition.symbolic`.
+        if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
             return type(module).forward(module, *args, **kwargs)
         y = (rms_norm_reference if reference else rms_norm)(
             args[0], weight, eps, offset=self.offset, rounding=self.rounding
@@ -77,7 +124,7 @@ class RMSNormRecipe:
     def arguments(self, module: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
         """Return weight, epsilon and options for the op; None if the module does anything else with x."""
         weight, eps = _resolve(module, self.weight), _resolve(module, self.eps)
-        if self.gated or not (_is_set(self.weight, weight, eps) and _fits((x,), weight, self.dims)):
+        if self.gated or not (_is_set(self.weight, weight, eps) and self.scope.fits(module, (x,), weight)):
             return None
         return weight, eps, {"offset": self.offset, "rounding": self.rounding}
 
@@ -115,19 +162,20 @@ class LayerNormRecipe:
     bias: str | None
     # The reference that gives the bits of the module.
     formula: Callable
-    dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
+    scope: Scope = field(default_factory=Scope, compare=False)
     part = "layer_norm"
     choices = ()
 
     @property
     def live(self) -> tuple[str, ...]:
         """Return the names of the attributes that the recipe reads in every call."""
-        return tuple(name for name in (self.weight, self.bias, self.eps) if isinstance(name, str))
+        return _live_names(self.weight, self.bias, self.eps if self.scope.live_eps else None)
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
         weight, bias, eps = [_resolve(module, name) for name in (self.weight, self.bias, self.eps)]
         as_recognised = len(args) == 1 and not kwargs and _is_set(self.weight, weight, eps)
-        if not (as_recognised and (self.bias is None) == (bias is None) and _fits(args, weight, self.dims)):
+        as_recognised = as_recognised and (self.bias is None) == (bias is None)
+        if not (as_recognised and (reference or self.scope.fits(module, args, weight))):
             return type(module).forward(module, *args, **kwargs)
         # Without kernels, torch's layer norm sums a bf16 weight's gradient in bf16. A module that computes in fp32
         # keeps its own formula.
@@ -149,11 +197,9 @@ def _is_set(name: str | None, weight: Tensor | None, eps: Any) -> bool:
     return (name is None) == (weight is None) and type(eps) in (float, int)
 
 
-def _fits(args: tuple, weight: Tensor | None, dims: frozenset[int]) -> bool:
-    """Return True if recognition compared the module with the op for arguments of these dtypes and dimensions."""
-    if not all(isinstance(x, Tensor) and x.dim() in dims and x.dtype in KERNEL_DTYPES for x in args):
-        return False
-    return weight is None or weight.shape == args[0].shape[-1:]
+def _live_names(*names: str | float | None) -> tuple[str, ...]:
+    """Return those of the values that are names of attributes."""
+    return tuple(name for name in names if isinstance(name, str))
 
 
 def _norm_candidates(
@@ -242,6 +288,91 @@ def _compare_dims(
     return same, frozenset((1, 2, 3, 4))
 
 
+@dataclass(frozen=True)
+class _Subject:
+    """Makes stand-ins of a norm and inputs for them."""
+
+    module: nn.Module
+    names: tuple[str, ...]
+    width: int
+    gated: bool
+
+    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True, **attributes: Any) -> nn.Module:
+        weights = {name: normal(40 + i, self.width, dtype=dtype) for i, name in enumerate(self.names)}
+        return stand_in(self.module, weights, training=training, **attributes)
+
+    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        return [normal(60 + i, *shape, self.width, dtype=dtype) for i in range(1 + self.gated)]
+
+    def of_weights(self, weight: Callable[[int], Tensor]) -> Callable[[], nn.Module]:
+        """Return a function that makes stand-ins with these weights."""
+        return lambda: stand_in(self.module, {n: weight(i) for i, n in enumerate(self.names)}, training=True)
+
+
+def _confirm(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject, dims: frozenset[int], reach: Reach):
+    """Compare a candidate in all other circumstances. Return it with its scope, a reason, or None if it differs."""
+    pairs, module = _agreeing_pairs(recipe, subject), subject.module
+    choices = has_conditions(reach)
+    if not (agrees_by_circumstances(recipe, subject, subject.inputs) and _agrees_on_weights(recipe, subject)):
+        return None
+    if choices and not agrees_in_product(recipe, subject, subject.inputs, pairs):
+        return None
+    strided = runs_without_contiguity(recipe, subject, subject.inputs)
+    if strided is False:
+        return None
+    cases = pairs if choices else [(FP32, FP32)]
+    if may_see_sizes(reach, module) and (reason := _size_use(recipe, subject, cases, dims, choices)):
+        return reason
+    weight_dtypes = {x: tuple(w for dtype, w in pairs if dtype == x) for x in DTYPES}
+    if not recipe.weight:
+        weight_dtypes = dict.fromkeys(DTYPES, (None,))
+    shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
+    live_eps = _reads_eps_as_it_is(recipe, subject)
+    return replace(recipe, scope=Scope(dims, weight_dtypes, strided is None, shape, live_eps))
+
+
+def _agreeing_pairs(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject) -> list[tuple]:
+    """Return the pairs (dtype of the input, dtype of the weights) that the module accepts and for which both agree."""
+    same = lambda x, w: agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 8))
+    return [(x, w) for x, w in (PAIRS if subject.names else zip(DTYPES, DTYPES, strict=True)) if same(x, w)]
+
+
+def _agrees_on_weights(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject) -> bool:
+    """Compare for weights of ones and zeros, and for weights so large that outputs overflow in both directions."""
+    large = lambda dtype: [
+        lambda i: (normal(80 + i, subject.width).sign() * torch.finfo(dtype).max * 0.9).to(dtype),
+        lambda i: torch.full((subject.width,), torch.finfo(dtype).max).to(dtype),
+    ]
+    for dtype in DTYPES:
+        x = [t * 4 for t in subject.inputs(dtype, 2, 8)]
+        fills = [lambda i: torch.ones(subject.width, dtype=dtype), lambda i: torch.zeros(subject.width, dtype=dtype)]  # noqa: B023
+        if any(agrees(recipe, subject.of_weights(fill), x) is False for fill in (*fills, *large(dtype))):
+            return False
+    return True
+
+
+def _size_use(recipe, subject: _Subject, pairs: list, dims: frozenset[int], choices: bool) -> str | None:
+    """Return why the module may compute something else for other batch sizes, or None."""
+    cases = itertools.product((True, False) if choices else (True,), pairs, sorted(dims - {1}) if choices else (3,))
+    for training, (dtype, weight_dtype), dim in cases:
+        twin = subject(weight_dtype, training)
+        reference = functools.partial(recipe, twin, reference=True)
+        inputs = tuple(subject.inputs(dtype, *[2] * (dim - 1)))
+        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, inputs):
+            return reason
+    return None
+
+
+def _reads_eps_as_it_is(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject) -> bool:
+    """Return True if the module does what the op does for any epsilon. It may limit epsilon or replace a zero."""
+    if not isinstance(recipe.eps, str):
+        return True
+    x = [subject.inputs(FP32, 8)[0] * torch.logspace(-8, 4, 8)[:, None], *subject.inputs(FP32, 8)[1:]]
+    x[0][0] = 0
+    changed = (functools.partial(subject, FP32, **{recipe.eps: eps}) for eps in (0.0, 1e-12, 1e-3, 0.5, 10.0))
+    return all(agrees(recipe, make, x) for make in changed)
+
+
 def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str | None:
     """Recognise a norm.
 
@@ -260,26 +391,54 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
         return "has more state than a norm"
     if (1,) in sizes:
         return "has a weight of one element"
-    # A norm without a weight may check its input's width against an attribute, or normalise parts of that width.
-    values = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
-    likely_widths = [size for size in values if type(size) is int and 1 < size <= 65536] + [96]
-    widths = list(*sizes) if sizes else [factor * size for size in likely_widths for factor in (1, 2)]
-    gated, names, failure = takes(module, 2), list(tensors), ""
-    candidates, has_run = list(_norm_candidates(names, epsilons or [1e-5, 1e-6], gated)), False
     reach = explore(module)
     if reason := reach.reason or reach.decision:
         return reason
+    widths = [*sizes.pop()] if sizes else _likely_widths(module, reach)
+    # A second argument may be a gate, or a residual that is None by default.
+    forms = [gated for gated in (True, False) if takes(module, 1 + gated)]
+    reasons = []
+    for gated in forms:
+        result = _find(module, reach, list(tensors), epsilons or [1e-5, 1e-6], widths, gated)
+        if not isinstance(result, str):
+            return result
+        reasons.append(result)
+    return reasons[0]
+
+
+def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
+    """Return widths to try for a norm without a weight.
+
+    It may check its input's width against an attribute, or normalise parts of that width. The last width is beyond
+    every number in its code.
+    """
+    values = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
+    likely_widths = [size for size in values if type(size) is int and 1 < size <= 65536] + [96]
+    beyond = [size + 8 for size in [largest_number(reach)] if 96 <= size <= 65536]
+    return [factor * size for size in likely_widths for factor in (1, 2)] + beyond
+
+
+def _find(module: nn.Module, reach: Reach, names: list, epsilons: list, widths: list[int], gated: bool):
+    """Return the recipe of a norm, or the reason why none was found."""
+    candidates, has_run, failure = list(_norm_candidates(names, epsilons, gated)), False, ""
     for width in widths:
         try:
             with reach.preserved(), probing():
                 candidates, has_run = _run_norm(module, names, candidates, width, gated), True
                 candidates, dims = _compare_dims(module, names, candidates, width, gated)
+                subject = _Subject(module, tuple(names), width, gated)
         except WritesTensor as error:
             return str(error)
         except Exception as error:
             failure = f"cannot be run by itself ({describe(error)})"
     if not has_run:
         return failure
-    if not candidates or reach.reason:
+    try:
+        with reach.preserved(), probing():
+            recipes = (_confirm(candidate, subject, dims, reach) for candidate in candidates)
+            recipe = next((recipe for recipe in recipes if recipe is not None), None)
+    except Exception as error:
+        return f"cannot be run by itself ({describe(error)})"
+    if recipe is None or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"
-    return replace(candidates[0], dims=dims)
+    return recipe

@@ -37,6 +37,9 @@ __all__ = [
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
+# Numbers that code compares values with.
+SENTINELS = (-100.0, 1.0, -1.0, 0.0)
+
 M = TypeVar("M", bound=nn.Module)
 
 
@@ -190,6 +193,9 @@ def unusual(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
         special = (None, None, None, torch.inf, -torch.inf, torch.nan, None, None)[(i + seed) % 8]
         if special is not None:
             row[i % len(row)] = special
+        if i % 8 == 3:
+            # Modules compare inputs with such numbers, which mark padding.
+            row[: len(SENTINELS)] = torch.tensor(SENTINELS[: len(row)])
     return x.to(dtype)
 
 

@@ -1,0 +1,96 @@
+"""Facts about the code that a forward reaches, which decide how many probes recognition needs."""
+
+import dis
+import functools
+import types
+from collections.abc import Iterator
+
+from torch import nn
+
+from tigon.runtime.places import Reach
+
+__all__ = ["has_conditions", "largest_number", "may_see_sizes"]
+
+# Code that uses only these names, and no subscripts and loops, cannot learn the size of a tensor.
+WITHOUT_SIZES = frozenset(
+    (
+        *("torch", "nn", "functional", "F", "Tensor", "self", "super", "forward", "dtype", "float32", "contiguous"),
+        *(
+            "float",
+            "to",
+            "type_as",
+            "pow",
+            "square",
+            "mean",
+            "var",
+            "sqrt",
+            "rsqrt",
+            "mul",
+            "add",
+            "div",
+            "mul_",
+            "add_",
+        ),
+        *("relu", "silu", "gelu", "sigmoid", "tanh"),
+    )
+)
+SIZE_STEPS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
+CHOICES = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
+MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_enabled", "is_inference"))
+
+
+def _codes(reach: Reach) -> list[types.CodeType]:
+    """Return the code of every function that the search has read, and of the functions that they define."""
+    codes = [place.value for place in reach.places if isinstance(place.value, types.CodeType)]
+    for code in codes:
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return codes
+
+
+def has_conditions(reach: Reach) -> bool:
+    """Return True if the code may compute one thing for one kind of input and another thing for another kind."""
+    return bool(MODES & reach.names) or any(map(_has_condition, _codes(reach)))
+
+
+def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
+    """Return True unless the code evidently cannot learn the size of a tensor. Code that cannot needs no symbolic run.
+
+    Names of own attributes are harmless: whatever code they lead to is among the code that the search has read.
+    """
+    known = WITHOUT_SIZES.union(vars(module), module._parameters, module._buffers, module._modules)
+    return not all(_names(code) <= known for code in _codes(reach))
+
+
+@functools.cache
+def _names(code: types.CodeType) -> frozenset[str]:
+    """Return the names that a code object loads, and its instructions that may reveal the size of a tensor."""
+    steps = {s.opname for s in dis.get_instructions(code) if any(part in s.opname for part in SIZE_STEPS)}
+    nested = {"<nested>"} if any(isinstance(constant, types.CodeType) for constant in code.co_consts) else set()
+    return frozenset(code.co_names) | steps | nested
+
+
+@functools.cache
+def _has_condition(code: types.CodeType) -> bool:
+    steps = list(dis.get_instructions(code))
+    for i, step in enumerate(steps):
+        ends_with_block = any(s.opname == "WITH_EXCEPT_START" for s in steps[max(i - 2, 0) : i])
+        if step.opname in CHOICES or ("JUMP" in step.opname and "IF" in step.opname and not ends_with_block):
+            return True
+    return False
+
+
+def largest_number(reach: Reach) -> int:
+    """Return the largest integer that the code contains or that its settings hold."""
+    numbers = [n for code in _codes(reach) for constant in code.co_consts for n in _integers(constant)]
+    numbers += [n for place in reach.places for n in _integers(place.value)]
+    return max(numbers, default=0)
+
+
+def _integers(value: object) -> Iterator[int]:
+    if type(value) is int:
+        yield value
+    elif type(value) is slice:
+        yield from (n for n in (value.start, value.stop, value.step) if type(n) is int)
+    elif type(value) is tuple:
+        for each in value:
+            yield from _integers(each)

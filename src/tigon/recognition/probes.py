@@ -1,0 +1,174 @@
+"""Probes that compare a candidate with a forward beyond plain outputs: modes, layouts, devices and special gradients.
+
+A *subject* is a function `subject(dtype, training=True)` that returns a fresh stand-in with parameters of that dtype.
+The forward and the candidate run on their own stand-ins, so that a forward that changes its module cannot influence the
+candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensions.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tigon.recognition.standin import BF16, FP16, FP32, normal, same_values
+
+__all__ = ["DTYPES", "agrees", "agrees_by_circumstances", "agrees_in_product", "runs_without_contiguity"]
+
+DTYPES = (FP32, BF16, FP16)
+# The largest difference of gradients, relative to the largest value of a row.
+TOLERANCE = {FP32: 1e-3, BF16: 0.1, FP16: 0.1}
+# Leading shapes of all numbers of dimensions that a recipe takes.
+SHAPES = ((), (8,), (2, 4), (2, 2, 2))
+# Sizes of 0 and 1, which a run with symbolic sizes does not cover.
+SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
+
+Subject = Callable[..., nn.Module]
+Inputs = Callable[..., list[Tensor]]
+
+
+def agrees(
+    candidate: Callable,
+    make: Callable[[], nn.Module],
+    inputs: Sequence[Tensor],
+    *,
+    needs_grad: bool = False,
+    special: bool = False,
+    values: bool = True,
+) -> bool | None:
+    """Return True if a candidate does what the forward does, and None if the forward raises an exception.
+
+    With `needs_grad`, gradients are compared too. With `special`, the upstream gradient holds NaN and infinities.
+    Without `values`, only the kind of the output is compared.
+    """
+    stock, ours = make(), make()
+    try:
+        expected = _results(stock, functools.partial(type(stock).forward, stock), inputs, needs_grad, special)
+    except Exception:
+        return None
+    try:
+        results = _results(ours, functools.partial(candidate, ours, reference=True), inputs, needs_grad, special)
+    except Exception:
+        return False
+    return _same_output(results[0], expected[0], values) and _same_gradients(results[1:], expected[1:])
+
+
+def _results(twin: nn.Module, run: Callable, inputs: Sequence[Tensor], needs_grad: bool, special: bool) -> list:
+    """Return an output and, with `needs_grad`, the gradients of the inputs and of the parameters."""
+    leaves = [x.detach().clone().requires_grad_(needs_grad or x.requires_grad) for x in inputs]
+    if not needs_grad:
+        return [run(*leaves)]
+    parameters = [p.requires_grad_() for m in twin.modules() for p in m._parameters.values() if p is not None]
+    with torch.enable_grad():
+        y = run(*leaves)
+    if not (isinstance(y, Tensor) and y.requires_grad):
+        return [y]
+    return [y, *torch.autograd.grad(y, [*leaves, *parameters], _upstream(y, special), allow_unused=True)]
+
+
+def _upstream(y: Tensor, special: bool) -> Tensor:
+    """Return an upstream gradient. A special one has rows of very different sizes, NaN and infinities."""
+    dy = normal(9, *y.shape, dtype=y.dtype)
+    if special:
+        for i, row in enumerate(dy.view(-1, dy.shape[-1])):
+            row *= (1.0, 1e-3, 1e4, 1.0, 1e8, 1.0, 0.0, 1.0)[i % 8]
+            if i % 8 in (3, 5, 7):
+                row[i % len(row)] = {3: torch.nan, 5: torch.inf, 7: -torch.inf}[i % 8]
+    return dy
+
+
+def _same_output(a: Any, b: Any, values: bool) -> bool:
+    """Return True if two outputs are tensors of one type with the same values, layout, names and need of gradients."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    describe = lambda t: (type(t), t.dtype, t.device, t.shape, t.layout, t.requires_grad, getattr(t, "names", None))
+    if describe(a) != describe(b) or _strides(a) != _strides(b):
+        return False
+    return a.is_meta or not values or same_values(a.detach(), b.detach())
+
+
+def _strides(x: Tensor) -> list[int]:
+    """Return the strides of dimensions with several elements. The others do not matter."""
+    return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
+
+
+def _same_gradients(ours: Sequence[Tensor | None], stock: Sequence[Tensor | None]) -> bool:
+    return len(ours) == len(stock) and all(map(_same_gradient, ours, stock))
+
+
+def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:
+    """Return True if both gradients are None, or the same rows are finite and differ at most by rounding."""
+    if a is None or b is None:
+        return a is b
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    tolerance = TOLERANCE[a.dtype]
+    a, b = (t.double().reshape(-1, t.shape[-1]) for t in (a, b))
+    is_finite = b.isfinite().all(-1)
+    difference, bound = (a - b).abs().amax(-1), tolerance * b.abs().amax(-1)
+    return torch.equal(a.isfinite().all(-1), is_finite) and bool((~is_finite | (difference <= bound)).all())
+
+
+def agrees_by_circumstances(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:
+    """Compare special gradients, small sizes, autocast, no_grad for inputs that require gradients, and devices."""
+    plain = functools.partial(subject, FP32)
+    x, x_bf16 = inputs(FP32, 2, 4), inputs(BF16, 2, 4)
+    results = [
+        agrees(candidate, plain, inputs(FP32, 4, 4), needs_grad=True, special=True) is True,
+        agrees(candidate, functools.partial(subject, BF16), inputs(BF16, 4, 4), needs_grad=True, special=True) is True,
+        # Under `no_grad`, the output must not require gradients although the inputs do.
+        agrees(candidate, plain, [t.clone().requires_grad_() for t in x]) is True,
+    ]
+    results += [agrees(candidate, plain, inputs(FP32, *shape)) is not False for shape in SMALL_SHAPES]
+    with torch.autocast("cpu", BF16):
+        results += [agrees(candidate, plain, each) is not False for each in (x, x_bf16)]
+    on_meta = lambda training=True: _to_meta(subject(FP32, training))
+    results += [
+        agrees(candidate, on_meta, [t.to("meta") for t in x]) is True,
+        # A forward that moves its input gives an output on another device. `F.linear` of tensors on different devices
+        # raises no error, and its values are undefined.
+        agrees(candidate, on_meta, x, values=False) is not False,
+        agrees(candidate, plain, [t.to("meta") for t in x], values=False) is not False,
+    ]
+    return all(results)
+
+
+def _to_meta(twin: nn.Module) -> nn.Module:
+    """Move the parameters of a stand-in to the meta device."""
+    for module in twin.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                module._parameters[name] = nn.Parameter(parameter.detach().to("meta"), requires_grad=False)
+    return twin
+
+
+def agrees_in_product(
+    candidate: Callable, subject: Subject, inputs: Inputs, pairs: Sequence[tuple[torch.dtype, torch.dtype]]
+) -> bool:
+    """Compare in every combination of mode, dtypes, number of dimensions and gradients.
+
+    A condition may ask for several of them at once.
+    """
+    return all(
+        agrees(candidate, make, x, needs_grad=needs_grad) is not False
+        for make, x in _product(subject, inputs, pairs)
+        for needs_grad in (False, True)
+    )
+
+
+def _product(subject: Subject, inputs: Inputs, pairs: Sequence) -> Iterator[tuple[Callable, list[Tensor]]]:
+    for training, (dtype, weight_dtype), shape in itertools.product((True, False), pairs, SHAPES):
+        yield functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
+
+
+def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Inputs) -> bool | None:
+    """Compare for inputs that are not contiguous. Return None if the forward refuses them, as `view` does."""
+    x = [t.transpose(0, 1) for t in inputs(FP32, 3, 4)]
+    stock = subject(FP32)
+    try:
+        expected = type(stock).forward(stock, *x)
+        return same_values(candidate(subject(FP32), *x, reference=True), expected)
+    except Exception:
+        return None

@@ -1,0 +1,121 @@
+"""Find decisions on the sizes of an input: run a forward on tensors without values, whose batch sizes are symbols.
+
+A probe shows what a forward computes for the sizes of the probe. A forward may do something else beyond a length that
+no probe reaches. If the sizes are symbols, each comparison of a size with a number leaves a guard, and an operator that
+takes a size as a number shows it in its arguments.
+"""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = ["find_size_use"]
+
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+# Sizes that no code compares with: an equality with them is a specialization to the size of this run.
+SIZES = (37, 41, 43)
+# The results of these operators depend on positions, although their schemas take sizes.
+BY_POSITION = frozenset(
+    ("arange", "linspace", "logspace", "range", "eye", "tril", "triu", "tril_indices", "triu_indices", "randperm")
+)
+SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
+
+
+class _WatchArguments(TorchDispatchMode):
+    """Record the first operator that takes a size where its schema has a number or a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: tuple[str, Any] | None = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self.first is None and (value := _size_as_value(func, args, kwargs)) is not None:
+            self.first = f"aten.{func._schema.name.partition('::')[2]}", value
+        return func(*args, **kwargs)
+
+
+def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Return a size that an operator takes as a value, or None."""
+    if not hasattr(func, "_schema"):
+        return None
+    name = func._schema.name.partition("::")[2]
+    for position, argument in enumerate(func._schema.arguments):
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        is_size = "int" in str(argument.type).lower() and name not in BY_POSITION
+        values = value if isinstance(value, (list, tuple)) else (value,)
+        if not is_size and (size := next((v for v in values if isinstance(v, SYMBOLIC)), None)) is not None:
+            return size
+    if name in SCANS and isinstance(args[0], Tensor) and len(args) > 1 and type(args[1]) is int and args[0].dim():
+        size = args[0].shape[args[1]]
+        return size if isinstance(size, torch.SymInt) else None
+    return None
+
+
+def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...]) -> str | None:
+    """Return why a forward may compute something else for inputs of other sizes, or None.
+
+    `reference` computes what the recipe computes. Guards that it leaves too come from torch's operators.
+    """
+    reason, guards = _run(run, inputs)
+    if reason is None and guards:
+        guards = sorted(guards - _run(reference, inputs)[1])
+        reason = f"its forward decides by the size of its input ({guards[0]})" if guards else None
+    return reason
+
+
+def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str]]:
+    """Run a function on symbolic sizes. Return a reason why it cannot be replaced, and its guards as text."""
+    # These modules are large, and a user who patches nothing does not need them.
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+    environment = ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    # The cache of results is global, and the results of these runs are not needed again.
+    mode.cache_enabled = False
+    fakes = _with_symbolic_sizes(mode, inputs)
+    # Guards on the strides that creating an input leaves are no decisions of the forward.
+    before = len(environment.guards)
+    watch, error = _WatchArguments(), None
+    try:
+        with mode, watch:
+            run(*fakes)
+    except Exception as exception:
+        error = exception
+    names = {str(size): f"size({i})" for fake in fakes for i, size in enumerate(fake.shape)}
+    readable = lambda expression: re.sub(r"\b[su]\d+\b", lambda m: names.get(m[0], m[0]), str(expression))
+    if watch.first is not None:
+        operator, size = watch.first
+        return f"its forward computes with the size of its input ({operator} of {readable(size)})", set()
+    guards = {readable(guard.expr) for guard in environment.guards[before:]}
+    return (None if error is None else _explain(error)), guards
+
+
+def _with_symbolic_sizes(mode: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by the inputs."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
+
+    *batch, width = inputs[0].shape
+    sizes = SIZES[: len(batch)]
+    real = torch.empty(*sizes, width, dtype=inputs[0].dtype)
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(batch) + [DimDynamic.STATIC])
+    first = mode.from_tensor(real, symbolic_context=context)
+    with mode:
+        others = [torch.empty(first.shape, dtype=x.dtype) for x in inputs[1:]]
+    fakes = [first, *others]
+    return [fake.requires_grad_(x.requires_grad) for fake, x in zip(fakes, inputs, strict=True)]
+
+
+def _explain(error: Exception) -> str:
+    """Return a reason for an exception that the symbolic run raised."""
+    kind, first = type(error).__name__, (str(error).splitlines() or [""])[0][:100]
+    if "DataDependent" in kind or "DynamicOutputShape" in kind:
+        return f"its forward decides by the values of a tensor ({kind})"
+    if "Sym" in first:
+        return f"its forward computes with the size of its input ({kind}: {first})"
+    return f"its forward cannot be run with symbolic sizes ({kind}: {first})"
