@@ -200,6 +200,8 @@ def test_rope(monkeypatch, swap, duplicate, when):
     before = attention(**inputs)[0]
     attention = duplicate(attention) if when == "copied before" else attention
     swap(monkeypatch)
+    if when == "copied after" and duplicate is pickled and swap is swap_rope and hasattr(attention, "rotary_fn"):
+        pytest.skip("Before 5.14, an attention keeps the function itself, and Python pickles only what its file has.")
     attention = duplicate(attention) if when == "copied after" else attention
     given, expected = attention(**inputs)[0], type(attention).forward(attention, **inputs)[0]
     torch.testing.assert_close(given, expected)
