@@ -266,7 +266,7 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
     widths = list(*sizes) if sizes else [factor * size for size in likely_widths for factor in (1, 2)]
     gated, names, failure = takes(module, 2), list(tensors), ""
     candidates, has_run = list(_norm_candidates(names, epsilons or [1e-5, 1e-6], gated)), False
-    reach = explore(module)
+    reach = explore(module, inputs=1 + gated)
     if reason := reach.reason or reach.decision:
         return reason
     for width in widths:
