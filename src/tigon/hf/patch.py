@@ -165,7 +165,7 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
             before = plan[module][1] if module in plan else installed[module]
             if recipe is None or other or (before is not None and _joined(before, recipe) is None):
                 continue
-            recipe = (before is None and foreign_forward(module)) or recipe
+            recipe = (before is None and _recognise(foreign_forward, module, unreadable)) or recipe
             if part in ("rms_norm", "layer_norm"):
                 recipe = overwritten.get(module, recipe)
             left = isinstance(recipe, str)

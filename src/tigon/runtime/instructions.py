@@ -61,19 +61,30 @@ def _stack_effect(step: dis.Instruction) -> int:
 def find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
     """Return the instructions that compute the value on top of the stack before instruction `end`.
 
-    The list is empty if several paths lead to the value, as in a loop or in `a if b else c`, or if values change places
+    The list holds the instructions of both values for `a if c else b`. It is empty in a loop, or if values change places
     on the stack. A value that is also stored, as in `n = m = x` and in `(n := x)`, is followed.
     """
     return _follow(steps, end)[0]
 
 
-def _follow(steps: list[dis.Instruction], end: int) -> tuple[list[dis.Instruction], int]:
-    """Return what `find_operand` returns, and the index of the first of these instructions."""
-    total, operand, index = 0, [], _predecessor(steps, end)
-    while index is not None:
+def _follow(
+    steps: list[dis.Instruction], end: int, last: int | None = None
+) -> tuple[list[dis.Instruction], int]:
+    """Return what `find_operand` returns, and the index of the first of these instructions.
+
+    If several instructions may run before `end`, `last` selects one of them.
+    """
+    total, operand, index = 0, [], end
+    while True:
+        before = [last] if last is not None and not operand else _predecessors(steps, index)
+        if len(before) > 1 and all(is_jump(step) for step in operand):
+            return _follow_all(steps, index, before), 0
+        if len(before) != 1:
+            return [], 0
+        index = before[0]
         step = steps[index]
         if step.opname == "SWAP" or (step.opname == "COPY" and step.arg != 1):
-            break
+            return [], 0
         total += _stack_effect(step)
         operand.insert(0, step)
         if total == 1 and step.opname == "COPY":
@@ -81,17 +92,24 @@ def _follow(steps: list[dis.Instruction], end: int) -> tuple[list[dis.Instructio
             total = 0
         elif total == 1 and step.opname.startswith("LOAD_"):
             return operand, index
-        index = _predecessor(steps, index)
-    return [], 0
 
 
-def _predecessor(steps: list[dis.Instruction], index: int) -> int | None:
-    """Return the index of the instruction that runs before another one; None if there are several, or none."""
+def _follow_all(steps: list[dis.Instruction], end: int, before: list[int]) -> list[dis.Instruction]:
+    """Return the instructions of `a` and of `b` for `a if c else b`; the list is empty if one was not found."""
+    # A value that the last iteration of a loop left, or that `a or b` tests, is not followed.
+    if any(steps[i].opname.startswith("JUMP_BACKWARD") or "IF" in steps[i].opname for i in before):
+        return []
+    parts = [_follow(steps, end, i)[0] for i in before]
+    return [step for part in parts for step in part] if all(parts) else []
+
+
+def _predecessors(steps: list[dis.Instruction], index: int) -> list[int]:
+    """Return the indices of the instructions that may run directly before another one."""
     before = [index - 1] if index > 0 and steps[index - 1].opname not in ENDS else []
     if index < len(steps) and steps[index].is_jump_target:
         target = steps[index].offset
         before += [i for i, step in enumerate(steps) if is_jump(step) and step.argval == target]
-    return before[0] if len(before) == 1 else None
+    return before
 
 
 def _find_call(steps: list[dis.Instruction], number: int) -> int | None:

@@ -66,7 +66,7 @@ COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__ha
 OWN_OPERATORS = {"aten", "prims"}
 # Objects of these types of torch hold nothing that a call changes.
 CONSTANTS_OF_TORCH = (torch.finfo, torch.iinfo, torch.no_grad, torch.enable_grad, torch.inference_mode, torch.autocast)
-CONSTANTS_OF_TORCH += (torch.set_grad_enabled, torch.dtype, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
+CONSTANTS_OF_TORCH += (torch.set_grad_enabled, torch.qscheme, torch._ops.OpOverload, torch._ops.OpOverloadPacket)
 
 
 def _package(name: str | None) -> str:
