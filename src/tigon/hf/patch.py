@@ -21,6 +21,7 @@ from tigon.recognition.mlps import recognise_glu, recognise_relu2
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.rope import RopeRecipe, recognise_rope
+from tigon.recognition.standin import describe
 from tigon.requirements import require_for
 
 __all__ = ["patch", "patched"]
@@ -63,6 +64,27 @@ def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
     ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.glue]
     both = len(ropes) == 1 and any(isinstance(r, GlueRecipe) for r in (before, recipe))
     return ropes[0].with_glue() if both else None
+
+
+def _kind_or_itself(module: nn.Module) -> Any:
+    """Return the kind of a module. A module whose state cannot be read is a kind of its own."""
+    try:
+        return kind_of(module)
+    except Exception:
+        return module
+
+
+def _recognise(recognise: Callable[[nn.Module], Any], module: nn.Module, unreadable: set[nn.Module]) -> Any:
+    """Return what a recogniser returns, or the error that a module raises when it is read, as a reason.
+
+    Attributes of a module may be objects of any class, and these may raise anything. The first error is reported.
+    """
+    try:
+        return recognise(module)
+    except Exception as error:
+        is_first = module not in unreadable
+        unreadable.add(module)
+        return f"cannot be read ({describe(error)})" if is_first else None
 
 
 def _lost(level: str, is_fused: bool) -> str:
@@ -130,20 +152,20 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     modules = [
         (name, module) for name, module in model.named_modules() if isinstance(installed[module], (*JOINED, type(None)))
     ]
-    kinds = {module: kind_of(module) for _, module in modules}
+    kinds, unreadable = {module: _kind_or_itself(module) for _, module in modules}, set()
     overwritten = overwritten_norms(model)
     for part in parts:
         recognise, apply = PARTS[part]
         for name, module in modules:
             if (key := (recognise, kinds[module])) not in found:
-                found[key] = recognise(module)
+                found[key] = _recognise(recognise, module, unreadable)
             recipe = found[key]
             # One function may recognise several parts, and the reason why it recognises nothing is reported once.
             other = recognise in asked if isinstance(recipe, str) else getattr(recipe, "part", part) != part
             before = plan[module][1] if module in plan else installed[module]
             if recipe is None or other or (before is not None and _joined(before, recipe) is None):
                 continue
-            recipe = (before is None and foreign_forward(module)) or recipe
+            recipe = (before is None and _recognise(foreign_forward, module, unreadable)) or recipe
             if part in ("rms_norm", "layer_norm"):
                 recipe = overwritten.get(module, recipe)
             left = isinstance(recipe, str)

@@ -18,5 +18,5 @@ def kind_of(module: nn.Module) -> tuple:
     own = tuple((k, type(v), v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in state)
     tensors = own_tensors(module).items()
     shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
-    children = tuple((k, child and kind_of(child)) for k, child in module._modules.items())
+    children = tuple((k, None if child is None else kind_of(child)) for k, child in module._modules.items())
     return type(module), own, shapes, children, is_changed(module)

@@ -333,7 +333,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     if changed_children := [name for name, child in others.items() if is_changed(child)]:
         return f"has hooks on {', '.join(changed_children)}, or another forward there"
     sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
-    reach = explore(module)
+    reach = explore(module, inputs=1)
     if reason := reach.reason or reach.decision:
         # Children of one size may be the projections of an attention, which need no reason in the report.
         return reason if len(sizes) > 1 else None
@@ -395,7 +395,7 @@ def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
     """Recognise a squared ReLU: a module without children and without parameters."""
     if module._modules or not without_parameters(module) or not takes(module, 1):
         return None
-    reach = explore(module)
+    reach = explore(module, inputs=1)
     with contextlib.suppress(Exception), reach.preserved(), probing():
         for seed, dtype in enumerate((FP32, BF16, FP16)):
             wide = (normal(seed, 16, 24) * torch.logspace(-4, 1 if dtype == FP16 else 15, 16)[:, None]).to(dtype)

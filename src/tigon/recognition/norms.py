@@ -391,15 +391,13 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
         return "has more state than a norm"
     if (1,) in sizes:
         return "has a weight of one element"
-    reach = explore(module)
-    if reason := reach.reason or reach.decision:
-        return reason
-    widths = [*sizes.pop()] if sizes else _likely_widths(module, reach)
-    # A second argument may be a gate, or a residual that is None by default.
-    forms = [gated for gated in (True, False) if takes(module, 1 + gated)]
     reasons = []
-    for gated in forms:
-        result = _find(module, reach, list(tensors), epsilons or [1e-5, 1e-6], widths, gated)
+    # A second argument may be a gate, or a residual that is None by default.
+    for gated in (form for form in (True, False) if takes(module, 1 + form)):
+        reach = explore(module, inputs=1 + gated)
+        if (result := reach.reason or reach.decision) is None:
+            widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
+            result = _find(module, reach, list(tensors), epsilons or [1e-5, 1e-6], widths, gated)
         if not isinstance(result, str):
             return result
         reasons.append(result)

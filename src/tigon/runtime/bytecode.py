@@ -7,11 +7,21 @@ instructions do not show which attribute is read, as in `getattr(x, prefix + "sc
 import dis
 import functools
 import hashlib
-import itertools
 import types
 from dataclasses import dataclass
 
-from tigon.runtime.known_names import MUTATORS, PROBED, PROBED_FUNCTIONS, SETTERS
+from tigon.runtime.decisions import Inputs, decisions, dependent_variables
+from tigon.runtime.instructions import (
+    call_arguments,
+    enters_block,
+    find_operand,
+    is_call_with_constant,
+    is_load,
+    is_variable,
+    line_of,
+    names_of,
+)
+from tigon.runtime.known_names import MODE_SETTERS, MUTATORS, SETTERS
 
 __all__ = ["UNDERSTANDS_BYTECODE", "CodeUse", "code_use", "digest"]
 
@@ -34,10 +44,21 @@ class CodeUse:
     imports: frozenset[str]
     # Each write is a description and a line.
     writes: tuple[tuple[str, int], ...]
+    # Writes of a constructor to the object that it constructs; in another function they are writes like all others.
+    own_writes: tuple[tuple[str, int], ...]
     # Writes that matter only if the code can reach a container that has such a method: `x[i] = y`, `x.append(y)`.
     item_writes: tuple[tuple[str, int], ...]
-    # Lines of conditions that depend on more of an argument than its type or its number of dimensions.
-    decisions: tuple[int, ...]
+    # Writes that matter only if they reach a tensor that outlives the call: a method or option, a line, and the names
+    # in the expression that the method is called on.
+    tensor_writes: tuple[tuple[str, int, frozenset[str]], ...]
+    # Attributes whose type the code asks for, as `isinstance(self.down, Quantised)` does.
+    typed: frozenset[str]
+    # Attributes that the code reads of an argument if they exist, with a line. None is an attribute of any name.
+    reads_of_arguments: tuple[tuple[str | None, int], ...]
+    # What the code may do with any object: "construct", "compare", "format" or "store".
+    operations: frozenset[str]
+    # This is True if the code has an `except` or `finally`.
+    catches: bool
     # This is True if the code uses `vars`, `dir`, `__dict__`, or `getattr` with a computed name.
     reads_all_attributes: bool
 
@@ -46,18 +67,24 @@ class CodeUse:
 def code_use(code: types.CodeType) -> CodeUse:
     """Read the bytecode of a function and of the functions that it defines."""
     global_names, attributes, chains, strings, stored, writes, item_writes = set(), set(), set(), set(), set(), [], []
-    optional, imports, decisions, reads_all = set(), set(), [], False
-    pending = [code]
-    for each in pending:
+    optional, imports, reads_all, own_writes, tensor_writes = set(), set(), False, [], []
+    typed, reads_of_arguments, operations, catches = set(), [], set(), False
+    pending = [(code, frozenset())]
+    for each, inherited in pending:
         line, chain = each.co_firstlineno, ()
         steps = list(dis.get_instructions(each))
+        dependent = frozenset(dependent_variables(each, steps, inherited))
+        has_handler = sum(s.opname == "PUSH_EXC_INFO" for s in steps) > sum(
+            s.opname == "WITH_EXCEPT_START" for s in steps
+        )
+        own_names = _constructed_names(each, steps)
         for number, step in enumerate(steps):
-            line = _line(step) or line
+            line = line_of(step) or line
             name, operation = step.argval, step.opname
             if operation in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
                 global_names.add(name)
                 chain = (name,)
-                reads_all |= name in GETTERS and not _is_called_with_constant(steps, number)
+                reads_all |= name in GETTERS and not is_call_with_constant(steps, number)
             elif operation in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
                 attributes.add(name)
                 chain = (*chain, name) if chain else ()
@@ -68,7 +95,9 @@ def code_use(code: types.CodeType) -> CodeUse:
                     writes.append((f"attributes, by {name}", line))
                 reads_all |= name in ("__getattribute__", "__getattr__", "attrgetter")
             elif operation in ("STORE_ATTR", "DELETE_ATTR"):
-                writes.append((f".{name}", line))
+                target = find_operand(steps, number)
+                is_own = len(target) == 1 and target[0].argval in own_names
+                (own_writes if is_own else writes).append((f".{name}", line))
                 stored.add(name)
             elif operation == "IMPORT_NAME":
                 imports.add(name)
@@ -82,6 +111,8 @@ def code_use(code: types.CodeType) -> CodeUse:
                 item_writes.append(("__setitem__", line))
             elif operation == "BINARY_OP" and step.argrepr in IN_PLACE:
                 item_writes.append((IN_PLACE[step.argrepr], line))
+            if is_load(step, *MODE_SETTERS) and not enters_block(steps, number):
+                writes.append((f"a mode of torch, by {name}", line))
             chain = chain if operation.startswith("LOAD_") else ()
         if "super" in global_names:
             attributes.add("super")
@@ -90,8 +121,15 @@ def code_use(code: types.CodeType) -> CodeUse:
         if GETTERS & {*each.co_names}:
             attributes |= constants
             optional |= constants
-        decisions += _decisions(each, steps)
-        pending += [c for c in each.co_consts if isinstance(c, types.CodeType)]
+        if has_handler:
+            # A handler may replace the value of an attribute that is missing.
+            catches = True
+            optional |= {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        tensor_writes += _tensor_writes(each, steps)
+        typed |= _typed_names(steps)
+        reads_of_arguments += _reads_of_arguments(each, steps, dependent, has_handler)
+        operations |= _operations(steps)
+        pending += [(c, dependent) for c in each.co_consts if isinstance(c, types.CodeType)]
     return CodeUse(
         frozenset(global_names),
         frozenset(attributes),
@@ -101,113 +139,134 @@ def code_use(code: types.CodeType) -> CodeUse:
         frozenset(optional),
         frozenset(imports),
         tuple(writes),
+        tuple(own_writes),
         tuple(item_writes),
-        tuple(decisions),
+        tuple(tensor_writes),
+        frozenset(typed),
+        tuple(reads_of_arguments),
+        frozenset(operations),
+        catches,
         reads_all or bool({"vars", "__dict__", "dir"} & (global_names | attributes)),
     )
 
 
-def _line(step: dis.Instruction) -> int | None:
-    positions = getattr(step, "positions", None)
-    return positions.lineno if positions is not None else None
+# --- parts of `code_use` ---------------------------------------------------------------------------
 
 
-# --- the stack -------------------------------------------------------------------------------------
-
-# A call begins with this instruction, which is the first that removes the arguments from the stack.
-CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"
-
-
-def _stack_effect(step: dis.Instruction) -> int:
-    """Return the number of values that an instruction adds to the stack if it does not jump."""
-    return dis.stack_effect(step.opcode, step.arg, jump=False)
-
-
-def _is_jump(step: dis.Instruction) -> bool:
-    return step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
+def _constructed_names(code: types.CodeType, steps: list[dis.Instruction]) -> set[str]:
+    """Return the variables of a constructor that hold nothing but the object that it constructs."""
+    stores = [(names_of(s), i) for i, s in enumerate(steps) if s.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
+    if code.co_name in ("__init__", "__post_init__"):
+        return {*code.co_varnames[:1]} - {name for names, _ in stores for name in names}
+    if code.co_name == "__new__":
+        made = lambda i: any(is_load(s, "__new__") or s.argval == "__new__" for s in find_operand(steps, i))
+        names = {name for names, _ in stores for name in names}
+        return {name for name in names if all(made(i) for each, i in stores if name in each)}
+    return set()
 
 
-def _is_called_with_constant(steps: list[dis.Instruction], number: int) -> bool:
-    """Return True if the function that this instruction loads is called with a constant as its second argument.
-
-    The depth of the stack above the function shows which call belongs to it. After a jump the result is False.
-    """
-    depth = 0
-    for i in range(number + 1, len(steps)):
-        step = steps[i]
-        if step.opname == "PUSH_NULL" and i == number + 1:
-            continue
-        if step.opname == CALL and depth == step.arg:
-            end = i
-            for _ in range(depth - 2):
-                end -= len(_find_operand(steps, end))
-            second = _find_operand(steps, end)
-            return depth >= 2 and len(second) == 1 and second[0].opname == "LOAD_CONST"
-        depth += _stack_effect(step)
-        if _is_jump(step) or depth < 0:
-            return False
-    return False
-
-
-def _find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
-    """Return the instructions that compute the value on top of the stack before instruction `end`.
-
-    The list is empty if several paths lead to the value, as in a loop or in `a if b else c`.
-    """
-    total = 0
-    for start in range(end - 1, -1, -1):
-        if _is_jump(steps[start]):
-            break
-        total += _stack_effect(steps[start])
-        if total == 1 and steps[start].opname.startswith("LOAD_"):
-            return steps[start:end]
-    return []
-
-
-# --- decisions -------------------------------------------------------------------------------------
-
-
-def _depends(part: list[dis.Instruction], local: set[str]) -> bool:
-    """Return True if an expression depends on one of these variables in a way that the probes do not cover.
-
-    An expression whose instructions were not found counts as dependent.
-    """
-    if any(step.opname == "LOAD_GLOBAL" and step.argval in PROBED_FUNCTIONS for step in part):
-        return False
-    for step, following in itertools.zip_longest(part, part[1:]):
-        if step.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_NAME")):
-            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
-            probed = following is not None and following.opname in ("LOAD_ATTR", "LOAD_METHOD")
-            if local & {*names} and not (probed and following.argval in PROBED):
-                return True
-    return not part
-
-
-def _decisions(code: types.CodeType, steps: list[dis.Instruction]) -> list[int]:
-    """Return the lines of conditions that depend on an argument other than `self`, or on a value computed from one."""
-    count = code.co_argcount + code.co_kwonlyargcount
-    arguments = code.co_varnames[: count + bool(code.co_flags & 4) + bool(code.co_flags & 8)]
-    dependent = {*arguments} - ({"self"} if arguments[:1] == ("self",) else set())
-    stores = [i for i, step in enumerate(steps) if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
-    while True:
-        with_stores = set(dependent)
-        for i in stores:
-            if _depends(_find_operand(steps, i), dependent):
-                argval = steps[i].argval
-                with_stores |= {*argval} if isinstance(argval, tuple) else {argval}
-        if with_stores == dependent:
-            break
-        dependent = with_stores
-    lines, line = [], code.co_firstlineno
+def _tensor_writes(code: types.CodeType, steps: list[dis.Instruction]) -> list[tuple[str, int, frozenset[str]]]:
+    """Return the methods and options with which this code may write to a tensor, such as `add_` and `out=`."""
+    writes, line = [], code.co_firstlineno
     for i, step in enumerate(steps):
-        line = _line(step) or line
-        ends_with_block = any(s.opname == "WITH_EXCEPT_START" for s in steps[max(i - 2, 0) : i])
-        if "JUMP" in step.opname and "IF" in step.opname and "NONE" not in step.opname and not ends_with_block:
-            part = _find_operand(steps, i)
-            is_none = bool(part) and part[-1].opname == "IS_OP"
-            if not is_none and _depends(part, dependent):
-                lines.append(line)
-    return lines
+        line = line_of(step) or line
+        name = step.argval
+        if step.opname.startswith("LOAD_") and isinstance(name, str) and name[-1:] == "_" and name[-2:] != "__":
+            if step.opname != "LOAD_CONST":
+                writes.append((name, line, frozenset(_all_names(find_operand(steps, i)))))
+        elif isinstance(name, tuple) and {"out", "inplace"} & {n for n in name if isinstance(n, str)}:
+            writes.append(("an option out= or inplace=", line, frozenset()))
+    return writes
+
+
+def _all_names(part: list[dis.Instruction]) -> set[str]:
+    """Return the names of attributes and variables in an expression, and its strings."""
+    return {name for step in part for name in names_of(step) if isinstance(name, str)}
+
+
+def _typed_names(steps: list[dis.Instruction]) -> set[str]:
+    """Return the names of the attributes whose type the code asks for, directly or by a variable that holds one."""
+    asked: list[dis.Instruction] = []
+    for i, step in enumerate(steps):
+        if is_load(step, "isinstance", "type", "issubclass"):
+            arguments = call_arguments(steps, i)
+            asked += arguments[0] if arguments else [s for s in steps if s.opname.startswith("LOAD_")]
+        elif is_load(step, "__class__"):
+            asked += find_operand(steps, i)
+        elif step.opname == "MATCH_CLASS":
+            asked += steps
+    names = _all_names([s for s in asked if s.opname.startswith("LOAD_")])
+    stores = [(names_of(s), i) for i, s in enumerate(steps) if s.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
+    while True:
+        held = {n for each, i in stores if names & {*each} for n in _all_names(find_operand(steps, i))}
+        if held <= names:
+            return names
+        names |= held
+
+
+def _reads_of_arguments(
+    code: types.CodeType, steps: list[dis.Instruction], dependent: frozenset[str], has_handler: bool
+) -> list[tuple[str | None, int]]:
+    """Return the attributes that the code reads of an input only if they exist."""
+    reads, line = [], code.co_firstlineno
+    is_input = lambda part: len(part) == 1 and is_variable(part[0]) and bool(dependent & {*names_of(part[0])})
+    for i, step in enumerate(steps):
+        line = line_of(step) or line
+        if is_load(step, "getattr", "hasattr", "vars"):
+            arguments = call_arguments(steps, i)
+            if arguments and is_input(arguments[0]):
+                constant = len(arguments) > 1 and arguments[1][0].opname == "LOAD_CONST"
+                reads.append((arguments[1][0].argval if constant else None, line))
+        elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and i and is_input(steps[i - 1 : i]):
+            if step.argval == "__dict__":
+                reads.append((None, line))
+            elif has_handler:
+                reads.append((step.argval, line))
+    return reads
+
+
+OPERATIONS = {
+    "type": "construct",
+    "__class__": "construct",
+    "replace": "construct",
+    "copy": "construct",
+    "deepcopy": "construct",
+    "str": "format",
+    "repr": "format",
+    "format": "format",
+    "print": "format",
+    "setattr": "store",
+    "delattr": "store",
+    "__setattr__": "store",
+    "__delattr__": "store",
+    "hash": "compare",
+}
+
+
+def _operations(steps: list[dis.Instruction]) -> set[str]:
+    """Return what the code may do with an object without naming the method that Python calls for it."""
+    operations = {OPERATIONS[s.argval] for s in steps if s.opname.startswith("LOAD_") and _is_operation(s)}
+    for i, step in enumerate(steps):
+        if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
+            operations.add("store")
+        elif step.opname.startswith(("FORMAT_", "CONVERT_VALUE")) or step.argrepr in ("%", "%="):
+            operations.add("format")
+        elif step.opname in ("COMPARE_OP", "CONTAINS_OP") and not _compares_with_constant(steps, i):
+            operations.add("compare")
+    return operations
+
+
+def _is_operation(step: dis.Instruction) -> bool:
+    return isinstance(step.argval, str) and step.argval in OPERATIONS
+
+
+def _compares_with_constant(steps: list[dis.Instruction], index: int) -> bool:
+    """Return True if one side of a comparison is a constant, or a dtype of torch."""
+    right = find_operand(steps, index)
+    left = find_operand(steps, index - len(right)) if right else []
+    is_constant = lambda part: len(part) == 1 and part[0].opname == "LOAD_CONST"
+    is_torch = lambda part: bool(part) and is_load(part[0], "torch")
+    return any(is_constant(part) or is_torch(part) for part in (left, right))
 
 
 # --- this version of Python ------------------------------------------------------------------------
@@ -234,7 +293,7 @@ def _understands_bytecode() -> bool:
         and use.attributes >= {"method", "constant", "shape", "setting"}
         and [what for what, _ in use.writes] == [".attribute"]
         and [what for what, _ in use.item_writes] == ["__iadd__"]
-        and [line - _probe.__code__.co_firstlineno for line in use.decisions] == [2]
+        and [line - _probe.__code__.co_firstlineno for line in decisions(_probe.__code__, Inputs())[0]] == [2]
         and not use.reads_all_attributes
         and computed.reads_all_attributes
     )

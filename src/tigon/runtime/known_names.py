@@ -9,12 +9,14 @@ __all__ = [
     "IMPURE_BUILTINS",
     "IMPURE_TORCH",
     "MODES",
+    "MODE_SETTERS",
     "MUTATORS",
     "NEVER_CALLED",
     "PROBED",
     "PROBED_FUNCTIONS",
     "SETTERS",
     "TRUSTED",
+    "WRITING_OPERATORS",
 ]
 
 
@@ -58,13 +60,22 @@ IMPURE = _words("""
 """)
 # These builtin functions have effects outside the call, or run code that is not known.
 IMPURE_BUILTINS = _words("""
-    print input open exec eval setattr delattr __import__ breakpoint
+    print input open exec eval setattr delattr __import__ breakpoint globals locals
 """)
 # These functions of torch write to a file, wait for the device, or change how torch computes from then on.
 IMPURE_TORCH = _words("""
     save manual_seed seed set_default_dtype set_default_device set_default_tensor_type set_num_threads
     set_rng_state use_deterministic_algorithms set_float32_matmul_precision set_flush_denormal synchronize
     empty_cache
+""")
+# Constructing one of these contexts changes a mode at once. In a `with` statement the mode is restored.
+MODE_SETTERS = _words("""
+    set_grad_enabled set_multithreading_enabled set_detect_anomaly _force_original_view_tracking
+""")
+# These functions of `operator` write to their first argument.
+WRITING_OPERATORS = _words("""
+    setitem delitem iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor methodcaller
+    __setitem__ __delitem__ __iadd__ __iand__ __iconcat__ __imul__ __ior__ __ipow__ __isub__ __ixor__
 """)
 # The result of these functions of torch depends on the mode, the process or the machine, which no probe changes.
 MODES = _words("""

@@ -5,30 +5,47 @@
     places       every place that the code reads: its owner, its name, and its value at the time of the search
     writes       reasons why a call may change something that outlives it: an assignment to an attribute, a log
     unwatchable  reasons why a change may leave no sign: generators of random numbers, iterators, files
+    unprobed     what the probes of recognition replace, as a child with weights, and the code reads in another way
     decisions    conditions that depend on an input
     fingerprint  the same state by value: equal for a copy of the module, in this process or in another one
 """
 
 import contextlib
+import ctypes
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tigon.runtime.bytecode import UNDERSTANDS_BYTECODE
 
-__all__ = ["MOST_PLACES", "Place", "Reach", "is_simple"]
+__all__ = ["MOST_PLACES", "Place", "Reach", "bits_of", "is_simple"]
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice)
 SIMPLE += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
 MOST_PLACES = 128
+# A larger tensor that is no parameter of the module is not restored after a probe has written to it.
+MOST_RESTORED = 2**24
 
 
 def is_simple(value: object) -> bool:
     """Return True if a value is immutable, so that comparing it by value is enough."""
     return type(value) in SIMPLE
+
+
+def bits_of(tensor: Tensor) -> tuple | None:
+    """Return the dtype, the shape and the bytes of a small tensor on the CPU; None for any other tensor.
+
+    The memory is read directly. A write through `.data` or through numpy leaves no other sign, and operators of torch
+    would depend on the modes of the caller.
+    """
+    is_plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.is_contiguous()
+    if not is_plain or tensor.numel() > 64:
+        return None
+    return tensor.dtype, tensor.shape, ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
 
 
 @dataclass(frozen=True)
@@ -39,7 +56,8 @@ class Place:
     module. `how` says how the code reads the value: "item" of a dict, "entry" of a subclass of dict, "attribute",
     "class" for an attribute of the owner's class, "static" for an attribute in the `__dict__` of a class, "child" of a
     module, "element" of a list, "absent" for a name that must not appear in a dict, "undefined" for a name that the
-    owner's class must not define, "type" of an object, "length", "members" of a set, "version" of a tensor.
+    owner's class must not define, "type" of an object, "length", "members" of a set, "bits" of a tensor,
+    "unset" for a parameter or buffer that is None, "unregistered" for a name that no parameter, buffer or child has.
     """
 
     owner: Any
@@ -59,6 +77,9 @@ class Reach:
     fingerprint: tuple = ()
     containers: list[Any] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
+    # Tensors that are no parameters or buffers of the module, with their paths.
+    tensors: list[tuple[Tensor, str]] = field(default_factory=list)
+    unprobed: list[str] = field(default_factory=list)
     # Names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
     # Conditions on an input. The probes may have seen only one of their outcomes.
@@ -75,6 +96,8 @@ class Reach:
             return f"its forward {self.writes[0]}"
         if self.unwatchable:
             return f"its forward {self.unwatchable[0]}"
+        if self.unprobed:
+            return f"its forward {self.unprobed[0]}"
         if self.disturbed:
             return f"its forward changes {self.disturbed[0]}"
         if len(self.places) > MOST_PLACES:
@@ -113,9 +136,10 @@ class Reach:
 
     @contextlib.contextmanager
     def preserved(self) -> Iterator[None]:
-        """Undo every change that the block makes to reachable containers, objects, classes and globals."""
+        """Undo every change that the block makes to reachable containers, objects, tensors, classes and globals."""
         contents = [(container, _items(container)) for container in self.containers]
         states = [(each, dict(vars(each))) for each in self.objects]
+        values = [(*each, each[0].detach().clone()) for each in self.tensors if each[0].numel() <= MOST_RESTORED]
         try:
             yield
         finally:
@@ -124,6 +148,7 @@ class Reach:
                     self.disturbed.append(next(p.path for p in self.places if p.owner is container))
                     container.clear()
                     container.update(before) if isinstance(container, (dict, set)) else container.extend(before)
+            self.disturbed += [path for tensor, path, before in values if _restore_tensor(tensor, before)]
             for each, before in states:
                 if not _same_items(vars(each), before):
                     self.disturbed.append(next(p.path for p in self.places if p.owner is each))
@@ -136,6 +161,19 @@ class Reach:
                 elif place.how == "static" and vars(place.owner).get(place.name) is not place.value:
                     self.disturbed.append(place.path)
                     setattr(place.owner, place.name, place.value)
+
+
+@torch.no_grad()
+def _restore_tensor(tensor: Tensor, before: Tensor) -> bool:
+    """Give a tensor the shape and values that it had before, and return True if they have changed."""
+    if tensor.shape == before.shape and tensor.dtype == before.dtype:
+        same = torch.equal(tensor, before) or torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
+        if not same:
+            # A write through `.data` is allowed for inference tensors and for leaves that require a gradient.
+            tensor.data.copy_(before)
+        return not same
+    tensor.data = before
+    return True
 
 
 def _items(container: Any) -> list:
@@ -158,6 +196,10 @@ def _same_items(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
 
 
+# The tables of a module in which `nn.Module` looks attributes up.
+REGISTERED = "_parameters", "_buffers", "_modules"
+
+
 @functools.cache
 def _compile(source: str) -> Callable:
     return eval(source)
@@ -166,7 +208,8 @@ def _compile(source: str) -> Callable:
 def _condition_source(place: Place, number: int) -> str:
     """Return the source of a condition that is True as long as a place holds its recorded value.
 
-    `own` and `cls` are the module's attributes and class, o<n> is the owner, v<n> the recorded value, n<n> the name.
+    `own` and `cls` are the module's attributes and class, o<n> is the owner, v<n> the recorded value, n<n> the name. The
+    value of an "unset" place is the table that holds the name.
     """
     holder = "own" if place.owner is None else f"o{number}"
     value = f"v{number}"
@@ -186,13 +229,15 @@ def _condition_source(place: Place, number: int) -> str:
         "type": f"type({holder}) is {value}",
         "length": f"len({holder}) == {value}",
         "members": f"{holder} == {value}",
-        "version": f"{holder}._version == {value}",
+        "bits": f"bits({holder}) == {value}",
+        "unset": f"{holder}[{place.value!r}][{place.name!r}] is None",
+        "unregistered": " and ".join(f"{place.name!r} not in {holder}[{t!r}]" for t in REGISTERED),
     }[place.how]
 
 
 def _build_check(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
     """Build a function (attributes, class) -> bool that returns True if every place holds its recorded value."""
-    names, values, conditions = ["entry"], [dict.__getitem__], []
+    names, values, conditions = ["entry", "bits"], [dict.__getitem__, bits_of], []
     for number, place in enumerate(places):
         conditions.append(_condition_source(place, number))
         for letter, value in (("o", place.owner), ("v", place.value), ("n", place.name)):

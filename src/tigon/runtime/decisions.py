@@ -1,0 +1,210 @@
+"""Find the conditions of a function that depend on its arguments in a way that the probes of recognition do not cover.
+
+A variable is *dependent* if it is an argument other than `self`, or if its value is computed from a dependent variable.
+A condition on a dependent variable is a decision, except a condition on its dtype, its type, its number of dimensions,
+or on whether it is None, because the probes of recognition cover these. Where the instructions do not show what a
+condition reads, it counts as a decision.
+"""
+
+import dis
+import functools
+import itertools
+import types
+from typing import NamedTuple
+
+from tigon.runtime.instructions import (
+    ENDS,
+    call_arguments,
+    find_operand,
+    handlers,
+    is_jump,
+    is_load,
+    is_variable,
+    line_of,
+    names_of,
+)
+from tigon.runtime.known_names import PROBED, PROBED_FUNCTIONS
+
+__all__ = ["Inputs", "decisions", "dependent_variables"]
+
+# No instruction between a condition and the `raise` that it guards has another effect than these have.
+MESSAGES = ("LOAD_", "PUSH_NULL", "FORMAT_", "BUILD_", "CONVERT_", "PRECALL", "CALL", "BINARY_", "KW_NAMES", "CACHE")
+
+
+class Inputs(NamedTuple):
+    """How a function is called.
+
+    If `count` is a number, the caller passes that many positional arguments after `self`. The last `optional` arguments
+    have defaults, and those that are not passed are settings. `owns_input` says that `self` is made from the inputs.
+    """
+
+    count: int | None = None
+    optional: int = 0
+    owns_input: bool = False
+
+
+def _arguments(code: types.CodeType, inputs: Inputs) -> set[str]:
+    """Return the arguments of a function that hold inputs, or values computed from inputs."""
+    passed, optional, owns_input = inputs
+    count = code.co_argcount + code.co_kwonlyargcount
+    arguments = code.co_varnames[: count + bool(code.co_flags & 4) + bool(code.co_flags & 8)]
+    is_method = arguments[:1] == ("self",)
+    if passed is not None:
+        required = code.co_argcount - optional
+        arguments = arguments[: max(required, passed + 1)] if is_method else arguments
+    return {*arguments} - ({"self"} if is_method and not owns_input else set())
+
+
+def _width_read(steps: list[dis.Instruction], index: int) -> bool:
+    """Return True if a variable is loaded only to read its last size, as `x.shape[-1]` or `x.size(-1)`."""
+    following = [s for s in steps[index + 1 : index + 5] if s.opname != "CACHE"]
+    if len(following) < 3 or (following[1].opname, following[1].argval) != ("LOAD_CONST", -1):
+        return False
+    if is_load(following[0], "size"):
+        return following[2].opname in ("PRECALL", "CALL") and following[2].arg == 1
+    is_item = following[2].opname == "BINARY_SUBSCR" or following[2].argrepr == "[]"
+    return is_load(following[0], "shape") and is_item
+
+
+def _without_probed_calls(part: list[dis.Instruction]) -> list[dis.Instruction]:
+    """Return an expression without the calls of `isinstance` and `type` whose argument is a bare variable."""
+    for i, step in enumerate(part):
+        if step.opname == "LOAD_GLOBAL" and step.argval in PROBED_FUNCTIONS:
+            arguments = call_arguments(part, i)
+            if arguments and all(len(a) == 1 or not any(s.opname == "CALL" for s in a) for a in arguments):
+                first = arguments[0]
+                return [s for s in part if not any(s is loaded for loaded in first)]
+    return part
+
+
+def _is_test_for_none(part: list[dis.Instruction], arguments: set[str]) -> bool:
+    """Return True for `argument is None` and `argument is not None`."""
+    return (
+        len(part) == 3
+        and is_variable(part[0])
+        and part[0].argval in arguments
+        and part[1].opname == "LOAD_CONST"
+        and part[1].argval is None
+        and part[2].opname == "IS_OP"
+    )
+
+
+def _depends(
+    part: list[dis.Instruction], dependent: set[str], arguments: set[str], ignores_width: bool = False
+) -> bool:
+    """Return True if an expression depends on one of these variables in a way that the probes do not cover.
+
+    An expression whose instructions were not found counts as dependent.
+    """
+    if not part or any(step.opname.startswith("CHECK_E") for step in part):
+        return True
+    if _is_test_for_none(part, arguments):
+        return False
+    part = _without_probed_calls(part)
+    for i, (step, following) in enumerate(itertools.zip_longest(part, part[1:])):
+        if is_variable(step) and dependent & {*names_of(step)}:
+            is_probed = following is not None and is_load(following, *PROBED)
+            if not is_probed and not (ignores_width and _width_read(part, i)):
+                return True
+        # A function that is defined here may use any variable of the function around it.
+        if step.opname == "LOAD_CONST" and isinstance(step.argval, types.CodeType):
+            if dependent & {*step.argval.co_freevars}:
+                return True
+    return False
+
+
+def dependent_variables(
+    code: types.CodeType,
+    steps: list[dis.Instruction],
+    inherited: frozenset[str] = frozenset(),
+    inputs: Inputs = Inputs(),
+    ignores_width: bool = False,
+) -> set[str]:
+    """Return the variables that hold an input or a value computed from one; `inherited` are those of outer functions."""
+    arguments = _arguments(code, inputs)
+    dependent = arguments | (inherited & {*code.co_freevars})
+    stores = [i for i, step in enumerate(steps) if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
+    operands = [(names_of(steps[i]), find_operand(steps, i)) for i in stores]
+    while True:
+        new = {
+            name
+            for names, part in operands
+            if not dependent.issuperset(names) and _depends(part, dependent, arguments, ignores_width)
+            for name in names
+        }
+        if new <= dependent:
+            return dependent
+        dependent |= new
+
+
+# --- conditions that only raise ----------------------------------------------------------------------
+
+
+def _raises(steps: list[dis.Instruction], index: int) -> bool:
+    """Return True if the instructions from `index` on raise an exception before they do anything else."""
+    for step in steps[index:]:
+        if step.opname == "RAISE_VARARGS":
+            return True
+        if not step.opname.startswith(MESSAGES):
+            return False
+    return False
+
+
+def _is_check(steps: list[dis.Instruction], index: int, caught: list[tuple[int, int, int]]) -> bool:
+    """Return True if one side of a condition only raises an exception that this function does not catch."""
+    if any(start <= steps[index].offset < end for start, end, _ in caught):
+        return False
+    target = next((i for i, step in enumerate(steps) if step.offset == steps[index].argval), len(steps))
+    return any(_raises(steps, side) or _leads_to_check(steps, side, index) for side in (index + 1, target))
+
+
+def _leads_to_check(steps: list[dis.Instruction], side: int, index: int) -> bool:
+    """Return True for the first condition in `if a and b: raise`: the second has the same other side, and raises."""
+    for i, step in enumerate(steps[side:], side):
+        if is_jump(step):
+            is_condition = "IF" in step.opname and step.argval == steps[index].argval
+            return is_condition and _raises(steps, i + 1)
+        if step.opname in ENDS or step.opname.startswith("STORE_"):
+            return False
+    return False
+
+
+# --- decisions -------------------------------------------------------------------------------------
+
+
+@functools.cache
+def decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the lines of the decisions of a function, and of the checks in it.
+
+    A check is a condition on the last size of an argument that only raises an exception. It is no decision if nobody
+    catches the exception, and if other code raises as well for an input of another width.
+    """
+    lines: list[int] = []
+    checks: list[int] = []
+    pending = [(code, frozenset(), inputs)]
+    for each, inherited, how in pending:
+        steps = list(dis.get_instructions(each))
+        dependent = dependent_variables(each, steps, inherited, how)
+        beyond_width = dependent_variables(each, steps, inherited, how, ignores_width=True)
+        arguments, caught, line = _arguments(each, how), handlers(each), each.co_firstlineno
+        for i, step in enumerate(steps):
+            line = line_of(step) or line
+            if not _is_condition(steps, i):
+                continue
+            part = find_operand(steps, i)
+            unchanged = arguments - {name for s in steps[:i] if s.opname.startswith("STORE_") for name in names_of(s)}
+            if "NONE" in step.opname and len(part) == 1 and part[0].argval in unchanged:
+                continue
+            if _depends(part, dependent, unchanged):
+                is_width = not _depends(part, beyond_width, unchanged, ignores_width=True)
+                (checks if is_width and _is_check(steps, i, caught) else lines).append(line)
+        inner = frozenset(dependent)
+        pending += [(c, inner, Inputs()) for c in each.co_consts if isinstance(c, types.CodeType)]
+    return tuple(lines), tuple(checks)
+
+
+def _is_condition(steps: list[dis.Instruction], index: int) -> bool:
+    """Return True for a jump on a condition, except for the jump with which a `with` block ends."""
+    name = steps[index].opname
+    ends_block = any(s.opname == "WITH_EXCEPT_START" for s in steps[max(index - 2, 0) : index])
+    return "JUMP" in name and "IF" in name and not ends_block
