@@ -15,7 +15,14 @@ from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
 from tigon.ops.relu2 import relu2, relu2_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
-from tigon.recognition.probes import DTYPES, agrees, agrees_by_circumstances, agrees_in_product, runs_without_contiguity
+from tigon.recognition.probes import (
+    DTYPES,
+    agrees,
+    agrees_by_circumstances,
+    agrees_in_product,
+    reads_of_input,
+    runs_without_contiguity,
+)
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (
     BF16,
@@ -260,6 +267,8 @@ def _confirm(recipe: GLURecipe, subject: _Subject, reach: Reach) -> GLURecipe | 
         and (not choices or agrees_in_product(recipe, subject, subject.inputs, pairs))
     ):
         return DIFFERENT
+    if reason := reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+        return reason
     if may_see_sizes(reach, subject.module) and (reason := _size_use(recipe, subject, choices)):
         return reason
     return replace(recipe, contiguous=strided is None)
@@ -424,6 +433,8 @@ def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str | None:
     agreement = agrees_by_circumstances(recipe, subject, inputs) and agrees_in_product(recipe, subject, inputs, pairs)
     if strided is False or not agreement:
         return None
+    if reason := reads_of_input(subject(), inputs(FP32, 2, 4)):
+        return reason
     if may_see_sizes(reach, module):
         run, reference = (functools.partial(f, subject()) for f in (type(module).forward, recipe))
         if reason := find_size_use(run, functools.partial(reference, reference=True), tuple(inputs(FP32, 2, 2))):

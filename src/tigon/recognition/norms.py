@@ -15,7 +15,14 @@ from tigon.ops.glu import swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
-from tigon.recognition.probes import DTYPES, agrees, agrees_by_circumstances, agrees_in_product, runs_without_contiguity
+from tigon.recognition.probes import (
+    DTYPES,
+    agrees,
+    agrees_by_circumstances,
+    agrees_in_product,
+    reads_of_input,
+    runs_without_contiguity,
+)
 from tigon.recognition.standin import (
     BF16,
     FP16,
@@ -320,6 +327,8 @@ def _confirm(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject, dims: f
     strided = runs_without_contiguity(recipe, subject, subject.inputs)
     if strided is False:
         return None
+    if reason := reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+        return reason
     cases = pairs if choices else [(FP32, FP32)]
     if may_see_sizes(reach, module) and (reason := _size_use(recipe, subject, cases, dims, choices)):
         return reason
