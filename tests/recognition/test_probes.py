@@ -1,4 +1,4 @@
-"""Modules that compute something else only in rare circumstances: long inputs, infinite values, other modes or dtypes."""
+"""Modules that compute something else only in rare circumstances: long inputs, infinite values, other modes."""
 
 import math
 import types
@@ -114,7 +114,8 @@ def test_sizes_of_the_input_are_no_numbers(base, after):
 
 def test_the_report_names_the_size():
     reason = recognise_glu(variant(MLP, after=SIZES["divided"]))
-    assert "computes with the size of its input" in reason and "size(0)" in reason
+    assert "computes with the size of its input" in reason
+    assert "size(0)" in reason
     reason = recognise_glu(variant(MLP, after=lambda self, y: y[:2500] if y.dim() < 0 else torch.cat((y[:9], y[9:]))))
     assert "size of its input" in reason
 
@@ -253,7 +254,7 @@ def test_an_epsilon_that_is_not_used_as_it_is(epsilon, eps):
     with tigon.patched(norm):
         norm(x)
         norm.eps = eps
-        assert torch.equal(norm(x), type(norm).forward(norm, x))
+        assert torch.allclose(norm(x), type(norm).forward(norm, x), rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_changed_epsilon_of_a_plain_norm_is_read():
@@ -341,7 +342,9 @@ def agrees(module: nn.Module, *inputs: Tensor) -> None:
     with tigon.patched(module) as report:
         assert report.replaced
         result = outcome(module)
-    assert result is expected or (type(result) is type(expected) and torch.equal(result, expected))
+    dense = lambda y: y.to_dense() if y.is_sparse else y.to_padded_tensor(0.0) if y.is_nested else y
+    assert type(result) is type(expected)
+    assert result is expected or torch.equal(dense(result), dense(expected))
 
 
 def test_dtypes_that_the_forward_refuses():
@@ -402,7 +405,7 @@ def test_an_input_that_the_forward_casts_or_moves():
 
 def with_option(name: str):
     source = f"def forward(self, x, {name}=None):\n    y = Norm.forward(self, x if {name} is None else x + {name})\n"
-    scope = {"Norm": Norm}
+    scope = {"Norm": Norm, "__name__": __name__}
     exec(source + "    return y\n", scope)
     return types.FunctionType(scope["forward"].__code__, scope, "forward", (None,))
 
@@ -411,7 +414,8 @@ def with_option(name: str):
 def test_an_optional_argument_is_no_gate(name):
     norm = variant(Norm, forward=with_option(name))
     recipe = recognise_norm(norm)
-    assert isinstance(recipe, RMSNormRecipe) and not recipe.gated
+    assert isinstance(recipe, RMSNormRecipe)
+    assert not recipe.gated
     x, option = torch.randn(2, 48), torch.randn(2, 48)
     with tigon.patched(norm):
         assert torch.equal(norm(x, option), type(norm).forward(norm, x, option))
@@ -420,8 +424,9 @@ def test_an_optional_argument_is_no_gate(name):
 
 def test_no_state_is_left():
     assert isinstance(recognise_norm(nn.LayerNorm(8)), LayerNormRecipe)
+    module = variant(MLP, after=SIZES["divided"])
     before = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_default_dtype()
-    recognise_glu(variant(MLP, after=SIZES["divided"]))
+    recognise_glu(module)
     assert torch.equal(before[0], torch.get_rng_state())
     assert before[1:] == (torch.is_grad_enabled(), torch.get_default_dtype())
     assert type(torch.ones(2)) is Tensor

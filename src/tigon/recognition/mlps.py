@@ -73,7 +73,7 @@ class GLURecipe:
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     # The module calls `up` before `gate`. The order shows in hooks, and in random numbers of the children.
     up_first: bool = field(default=False, compare=False)
-    # The forward refuses inputs that are not contiguous.
+    # The stock forward runs inputs that are not contiguous.
     contiguous: bool = field(default=False, compare=False)
     live = ()
     choices = ()
@@ -259,7 +259,7 @@ def _confirm(recipe: GLURecipe, subject: _Subject, reach: Reach) -> GLURecipe | 
     choices = has_conditions(reach)
     strided = runs_without_contiguity(recipe, subject, subject.inputs)
     pairs = [(dtype, dtype) for dtype in DTYPES]
-    if strided is False or not (
+    if not (
         agrees_by_circumstances(recipe, subject, subject.inputs)
         and _agrees_on_weights(recipe, subject)
         and _agrees_on_mixed_dtypes(recipe, subject)
@@ -271,7 +271,7 @@ def _confirm(recipe: GLURecipe, subject: _Subject, reach: Reach) -> GLURecipe | 
         return reason
     if may_see_sizes(reach, subject.module) and (reason := _size_use(recipe, subject, choices)):
         return reason
-    return replace(recipe, contiguous=strided is None)
+    return replace(recipe, contiguous=not strided)
 
 
 def _agrees_on_weights(recipe: GLURecipe, subject: _Subject) -> bool:
@@ -382,7 +382,7 @@ class ReLU2Recipe:
     live = ()
     choices = ()
 
-    # The forward refuses inputs that are not contiguous.
+    # The stock forward runs inputs that are not contiguous.
     contiguous: bool = field(default=False, compare=False)
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
@@ -431,7 +431,7 @@ def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str | None:
     pairs = [(dtype, dtype) for dtype in DTYPES]
     strided = runs_without_contiguity(recipe, subject, inputs)
     agreement = agrees_by_circumstances(recipe, subject, inputs) and agrees_in_product(recipe, subject, inputs, pairs)
-    if strided is False or not agreement:
+    if not agreement:
         return None
     if reason := reads_of_input(subject(), inputs(FP32, 2, 4)):
         return reason
@@ -439,4 +439,4 @@ def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str | None:
         run, reference = (functools.partial(f, subject()) for f in (type(module).forward, recipe))
         if reason := find_size_use(run, functools.partial(reference, reference=True), tuple(inputs(FP32, 2, 2))):
             return reason
-    return replace(recipe, contiguous=strided is None)
+    return replace(recipe, contiguous=not strided)
