@@ -1,10 +1,12 @@
 """Facts about the code that a forward reaches, which decide how many probes recognition needs."""
 
+import builtins
 import dis
 import functools
 import types
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 from tigon.runtime.places import Reach
@@ -55,10 +57,19 @@ def has_conditions(reach: Reach) -> bool:
 def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
     """Return True unless the code evidently cannot learn the size of a tensor. Code that cannot needs no symbolic run.
 
-    Names of own attributes are harmless: whatever code they lead to is among the code that the search has read.
+    Names of attributes and functions of the model's author are harmless, unless torch uses them too: the code that they
+    lead to is among the code that the search has read.
     """
-    known = WITHOUT_SIZES.union(vars(module), module._parameters, module._buffers, module._modules)
-    return not all(_names(code) <= known for code in _codes(reach))
+    codes = _codes(reach)
+    own = {code.co_name for code in codes}
+    for each in module.modules():
+        own.update(vars(each), each._parameters, each._buffers, each._modules)
+    known = WITHOUT_SIZES | {name for name in own if not _is_of_torch(name)}
+    return not all(_names(code) <= known for code in codes)
+
+
+def _is_of_torch(name: str) -> bool:
+    return any(hasattr(owner, name) for owner in (torch.Tensor, torch, torch.nn.functional, builtins))
 
 
 @functools.cache

@@ -15,7 +15,14 @@ from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
 from tigon.ops.relu2 import relu2, relu2_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
-from tigon.recognition.probes import DTYPES, agrees, agrees_by_circumstances, agrees_in_product, runs_without_contiguity
+from tigon.recognition.probes import (
+    DTYPES,
+    agrees,
+    agrees_by_circumstances,
+    agrees_in_product,
+    reads_of_input,
+    runs_without_contiguity,
+)
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import (
     BF16,
@@ -66,7 +73,7 @@ class GLURecipe:
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     # The module calls `up` before `gate`. The order shows in hooks, and in random numbers of the children.
     up_first: bool = field(default=False, compare=False)
-    # The forward refuses inputs that are not contiguous.
+    # The stock forward runs inputs that are not contiguous.
     contiguous: bool = field(default=False, compare=False)
     live = ()
     choices = ()
@@ -252,7 +259,7 @@ def _confirm(recipe: GLURecipe, subject: _Subject, reach: Reach) -> GLURecipe | 
     choices = has_conditions(reach)
     strided = runs_without_contiguity(recipe, subject, subject.inputs)
     pairs = [(dtype, dtype) for dtype in DTYPES]
-    if strided is False or not (
+    if not (
         agrees_by_circumstances(recipe, subject, subject.inputs)
         and _agrees_on_weights(recipe, subject)
         and _agrees_on_mixed_dtypes(recipe, subject)
@@ -260,9 +267,11 @@ def _confirm(recipe: GLURecipe, subject: _Subject, reach: Reach) -> GLURecipe | 
         and (not choices or agrees_in_product(recipe, subject, subject.inputs, pairs))
     ):
         return DIFFERENT
+    if reason := reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+        return reason
     if may_see_sizes(reach, subject.module) and (reason := _size_use(recipe, subject, choices)):
         return reason
-    return replace(recipe, contiguous=strided is None)
+    return replace(recipe, contiguous=not strided)
 
 
 def _agrees_on_weights(recipe: GLURecipe, subject: _Subject) -> bool:
@@ -373,7 +382,7 @@ class ReLU2Recipe:
     live = ()
     choices = ()
 
-    # The forward refuses inputs that are not contiguous.
+    # The stock forward runs inputs that are not contiguous.
     contiguous: bool = field(default=False, compare=False)
 
     def __call__(self, module: nn.Module, *args, reference: bool = False, **kwargs) -> Tensor:
@@ -422,10 +431,12 @@ def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str | None:
     pairs = [(dtype, dtype) for dtype in DTYPES]
     strided = runs_without_contiguity(recipe, subject, inputs)
     agreement = agrees_by_circumstances(recipe, subject, inputs) and agrees_in_product(recipe, subject, inputs, pairs)
-    if strided is False or not agreement:
+    if not agreement:
         return None
+    if reason := reads_of_input(subject(), inputs(FP32, 2, 4)):
+        return reason
     if may_see_sizes(reach, module):
         run, reference = (functools.partial(f, subject()) for f in (type(module).forward, recipe))
         if reason := find_size_use(run, functools.partial(reference, reference=True), tuple(inputs(FP32, 2, 2))):
             return reason
-    return replace(recipe, contiguous=strided is None)
+    return replace(recipe, contiguous=not strided)

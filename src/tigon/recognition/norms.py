@@ -15,7 +15,14 @@ from tigon.ops.glu import swiglu
 from tigon.ops.layer_norm import layer_norm, layer_norm_reference
 from tigon.ops.rms_norm import rms_norm, rms_norm_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
-from tigon.recognition.probes import DTYPES, agrees, agrees_by_circumstances, agrees_in_product, runs_without_contiguity
+from tigon.recognition.probes import (
+    DTYPES,
+    agrees,
+    agrees_by_circumstances,
+    agrees_in_product,
+    reads_of_input,
+    runs_without_contiguity,
+)
 from tigon.recognition.standin import (
     BF16,
     FP16,
@@ -51,7 +58,7 @@ class Scope:
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
         default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
     )
-    # The forward refuses inputs that are not contiguous.
+    # The stock forward runs inputs that are not contiguous.
     contiguous: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None
@@ -318,8 +325,8 @@ def _confirm(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject, dims: f
     if choices and not agrees_in_product(recipe, subject, subject.inputs, pairs):
         return None
     strided = runs_without_contiguity(recipe, subject, subject.inputs)
-    if strided is False:
-        return None
+    if reason := reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+        return reason
     cases = pairs if choices else [(FP32, FP32)]
     if may_see_sizes(reach, module) and (reason := _size_use(recipe, subject, cases, dims, choices)):
         return reason
@@ -328,7 +335,7 @@ def _confirm(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject, dims: f
         weight_dtypes = dict.fromkeys(DTYPES, (None,))
     shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
     live_eps = _reads_eps_as_it_is(recipe, subject)
-    return replace(recipe, scope=Scope(dims, weight_dtypes, strided is None, shape, live_eps))
+    return replace(recipe, scope=Scope(dims, weight_dtypes, not strided, shape, live_eps))
 
 
 def _agreeing_pairs(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject) -> list[tuple]:

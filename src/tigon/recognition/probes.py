@@ -5,6 +5,7 @@ The forward and the candidate run on their own stand-ins, so that a forward that
 candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensions.
 """
 
+import contextlib
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +16,14 @@ from torch import Tensor, nn
 
 from tigon.recognition.standin import BF16, FP16, FP32, normal, same_values
 
-__all__ = ["DTYPES", "agrees", "agrees_by_circumstances", "agrees_in_product", "runs_without_contiguity"]
+__all__ = [
+    "DTYPES",
+    "agrees",
+    "agrees_by_circumstances",
+    "agrees_in_product",
+    "reads_of_input",
+    "runs_without_contiguity",
+]
 
 DTYPES = (FP32, BF16, FP16)
 # The largest difference of gradients, relative to the largest value of a row.
@@ -163,12 +171,30 @@ def _product(subject: Subject, inputs: Inputs, pairs: Sequence) -> Iterator[tupl
         yield functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
 
 
-def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Inputs) -> bool | None:
-    """Compare for inputs that are not contiguous. Return None if the forward refuses them, as `view` does."""
+def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:
+    """Return True if the candidate reproduces a forward for an input that is not contiguous.
+
+    A forward may refuse such an input, as `view` does, or copy it first, which changes the order of sums.
+    """
     x = [t.transpose(0, 1) for t in inputs(FP32, 3, 4)]
     stock = subject(FP32)
     try:
         expected = type(stock).forward(stock, *x)
         return same_values(candidate(subject(FP32), *x, reference=True), expected)
     except Exception:
-        return None
+        return False
+
+
+def reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
+    """Return the reason if a forward looks for an attribute of its input that tensors do not have, otherwise None."""
+    names: list[str] = []
+
+    class Recorder(Tensor):
+        def __getattr__(self, name: str) -> Any:
+            names.append(name)
+            raise AttributeError(name)
+
+    with contextlib.suppress(Exception):
+        type(twin).forward(twin, *(x.as_subclass(Recorder) for x in inputs))
+    missing = next((name for name in names if not name.startswith("__")), None)
+    return missing and f"its forward reads .{missing} of its input, which only some tensors have"
