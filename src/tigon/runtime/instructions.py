@@ -67,9 +67,7 @@ def find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction
     return _follow(steps, end)[0]
 
 
-def _follow(
-    steps: list[dis.Instruction], end: int, last: int | None = None
-) -> tuple[list[dis.Instruction], int]:
+def _follow(steps: list[dis.Instruction], end: int, last: int | None = None) -> tuple[list[dis.Instruction], int]:
     """Return what `find_operand` returns, and the index of the first of these instructions.
 
     If several instructions may run before `end`, `last` selects one of them.

@@ -647,6 +647,8 @@ class _Search:
         for name in sorted(self.uses.optional - attributes.keys() - skipped):
             if name.isidentifier() and not _has(module, name):
                 self.reach.places += _places_of_absence(holder, owner, name, path)
+            elif any(name in attributes[table] for table in REGISTERED):
+                self.entries.append((f"{path}.{name}", "registered"))
         for name, child in attributes["_modules"].items():
             child_path = f"{path}.{name}"
             if owner is None and child is not None and holds_tensors(child):
@@ -739,7 +741,13 @@ def _other_statements(function: torch.jit.ScriptFunction) -> str | None:
     """Return the kind of a statement in a scripted function that does more than compute; None if there is none."""
     graph = function.inlined_graph
     kinds = {node.kind() for node in graph.nodes()}
-    harmless = {"prim::Constant", "prim::TupleConstruct", "prim::TupleUnpack", "prim::ListConstruct", "prim::ListUnpack"}
+    harmless = {
+        "prim::Constant",
+        "prim::TupleConstruct",
+        "prim::TupleUnpack",
+        "prim::ListConstruct",
+        "prim::ListUnpack",
+    }
     other = (k for k in sorted(kinds - harmless) if not k.startswith("aten::") or k.endswith("_"))
     return next(other, None)
 
@@ -763,8 +771,10 @@ def _special_methods(cls: type) -> set[str]:
     # Configs of transformers look attributes up with special methods, which return the stored values.
     bases = [base for base in cls.__mro__ if _package(base.__module__) not in TRUSTED | {"transformers"}]
     defined = ((name, value) for base in bases for name, value in vars(base).items())
+    # `__new__` is a static method.
+    kinds = (types.FunctionType, property, staticmethod, classmethod)
     is_special = lambda name: name.startswith("__") and name.endswith("__") and name not in NEVER_CALLED
-    return {name for name, value in defined if is_special(name) and isinstance(value, (types.FunctionType, property))}
+    return {name for name, value in defined if is_special(name) and isinstance(value, kinds)}
 
 
 def _is_wrapper(value: Any) -> bool:
