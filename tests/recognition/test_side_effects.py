@@ -261,7 +261,7 @@ CHILD_READS = {
 }
 
 
-@pytest.mark.parametrize("name, finish", CHILD_READS.values(), ids=CHILD_READS)
+@pytest.mark.parametrize(("name", "finish"), CHILD_READS.values(), ids=CHILD_READS)
 def test_an_attribute_of_a_child_with_weights_is_read(name, finish):
     mlp, x = variant(finish=finish), torch.randn(2, 3, 16)
     for child in (mlp.gate, mlp.up):
@@ -406,9 +406,7 @@ class Shape:
     ndim: int
 
     def is_long(self):
-        if self.ndim > 4096:
-            return True
-        return False
+        return self.ndim > 4096 if self.ndim > 4096 else False
 
 
 def in_a_nested_function(self, y):

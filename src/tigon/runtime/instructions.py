@@ -61,8 +61,8 @@ def _stack_effect(step: dis.Instruction) -> int:
 def find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
     """Return the instructions that compute the value on top of the stack before instruction `end`.
 
-    The list holds the instructions of both values for `a if c else b`. It is empty in a loop, or if values change places
-    on the stack. A value that is also stored, as in `n = m = x` and in `(n := x)`, is followed.
+    The list holds the instructions of both values for `a if c else b`. It is empty in a loop, or if values change
+    places on the stack. A value that is also stored, as in `n = m = x` and in `(n := x)`, is followed.
     """
     return _follow(steps, end)[0]
 

@@ -202,8 +202,7 @@ class _Search:
             items = list(value) if isinstance(value, tuple) else sorted(value, key=repr)
             if type(value) not in (tuple, frozenset) and _package(type(value).__module__) not in TRUSTED:
                 # A NamedTuple may define methods, and another subclass may hold attributes.
-                if self.number(value)[1]:
-                    self.visit_object(value, path)
+                self.visit_subclass(value, path)
             return type(value).__name__, tuple(self.describe(v, f"{path}[{i}]") for i, v in enumerate(items))
         if isinstance(value, types.FunctionType):
             return self.describe_function(value, path)
@@ -223,6 +222,10 @@ class _Search:
         if is_new:
             self.visit(value, path)
         return number, type(value).__qualname__, self.identify(value)
+
+    def visit_subclass(self, value: tuple | frozenset, path: str) -> None:
+        if self.number(value)[1]:
+            self.visit_object(value, path)
 
     def identify(self, value: Any) -> str:
         """Return a name, equal in every process, for a value whose code is not read."""
