@@ -43,6 +43,9 @@ class Inputs(NamedTuple):
     owns_input: bool = False
 
 
+ANY_INPUTS = Inputs()
+
+
 def _arguments(code: types.CodeType, inputs: Inputs) -> set[str]:
     """Return the arguments of a function that hold inputs, or values computed from inputs."""
     passed, optional, owns_input = inputs
@@ -107,9 +110,9 @@ def _depends(
             if not is_probed and not (ignores_width and _width_read(part, i)):
                 return True
         # A function that is defined here may use any variable of the function around it.
-        if step.opname == "LOAD_CONST" and isinstance(step.argval, types.CodeType):
-            if dependent & {*step.argval.co_freevars}:
-                return True
+        is_function = step.opname == "LOAD_CONST" and isinstance(step.argval, types.CodeType)
+        if is_function and dependent & {*step.argval.co_freevars}:
+            return True
     return False
 
 
@@ -117,10 +120,10 @@ def dependent_variables(
     code: types.CodeType,
     steps: list[dis.Instruction],
     inherited: frozenset[str] = frozenset(),
-    inputs: Inputs = Inputs(),
+    inputs: Inputs = ANY_INPUTS,
     ignores_width: bool = False,
 ) -> set[str]:
-    """Return the variables that hold an input or a value computed from one; `inherited` are those of outer functions."""
+    """Return the variables that hold an input or a value computed from one; `inherited` are those outside."""
     arguments = _arguments(code, inputs)
     dependent = arguments | (inherited & {*code.co_freevars})
     stores = [i for i, step in enumerate(steps) if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]

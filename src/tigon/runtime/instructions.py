@@ -61,15 +61,13 @@ def _stack_effect(step: dis.Instruction) -> int:
 def find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
     """Return the instructions that compute the value on top of the stack before instruction `end`.
 
-    The list holds the instructions of both values for `a if c else b`. It is empty in a loop, or if values change places
-    on the stack. A value that is also stored, as in `n = m = x` and in `(n := x)`, is followed.
+    The list holds the instructions of both values for `a if c else b`. It is empty in a loop, or if values change
+    places on the stack. A value that is also stored, as in `n = m = x` and in `(n := x)`, is followed.
     """
     return _follow(steps, end)[0]
 
 
-def _follow(
-    steps: list[dis.Instruction], end: int, last: int | None = None
-) -> tuple[list[dis.Instruction], int]:
+def _follow(steps: list[dis.Instruction], end: int, last: int | None = None) -> tuple[list[dis.Instruction], int]:
     """Return what `find_operand` returns, and the index of the first of these instructions.
 
     If several instructions may run before `end`, `last` selects one of them.

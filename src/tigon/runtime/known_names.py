@@ -74,7 +74,8 @@ MODE_SETTERS = _words("""
 """)
 # These functions of `operator` write to their first argument.
 WRITING_OPERATORS = _words("""
-    setitem delitem iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor methodcaller
+    setitem delitem iadd iand iconcat ifloordiv ilshift imatmul imod imul ior ipow irshift isub itruediv ixor
+    methodcaller
     __setitem__ __delitem__ __iadd__ __iand__ __iconcat__ __imul__ __ior__ __ipow__ __isub__ __ixor__
 """)
 # The result of these functions of torch depends on the mode, the process or the machine, which no probe changes.

@@ -208,8 +208,8 @@ def _compile(source: str) -> Callable:
 def _condition_source(place: Place, number: int) -> str:
     """Return the source of a condition that is True as long as a place holds its recorded value.
 
-    `own` and `cls` are the module's attributes and class, o<n> is the owner, v<n> the recorded value, n<n> the name. The
-    value of an "unset" place is the table that holds the name.
+    `own` and `cls` are the module's attributes and class, o<n> is the owner, v<n> the recorded value, n<n> the name.
+    The value of an "unset" place is the table that holds the name.
     """
     holder = "own" if place.owner is None else f"o{number}"
     value = f"v{number}"

@@ -202,8 +202,7 @@ class _Search:
             items = list(value) if isinstance(value, tuple) else sorted(value, key=repr)
             if type(value) not in (tuple, frozenset) and _package(type(value).__module__) not in TRUSTED:
                 # A NamedTuple may define methods, and another subclass may hold attributes.
-                if self.number(value)[1]:
-                    self.visit_object(value, path)
+                self.visit_subclass(value, path)
             return type(value).__name__, tuple(self.describe(v, f"{path}[{i}]") for i, v in enumerate(items))
         if isinstance(value, types.FunctionType):
             return self.describe_function(value, path)
@@ -223,6 +222,10 @@ class _Search:
         if is_new:
             self.visit(value, path)
         return number, type(value).__qualname__, self.identify(value)
+
+    def visit_subclass(self, value: tuple | frozenset, path: str) -> None:
+        if self.number(value)[1]:
+            self.visit_object(value, path)
 
     def identify(self, value: Any) -> str:
         """Return a name, equal in every process, for a value whose code is not read."""
@@ -647,6 +650,8 @@ class _Search:
         for name in sorted(self.uses.optional - attributes.keys() - skipped):
             if name.isidentifier() and not _has(module, name):
                 self.reach.places += _places_of_absence(holder, owner, name, path)
+            elif any(name in attributes[table] for table in REGISTERED):
+                self.entries.append((f"{path}.{name}", "registered"))
         for name, child in attributes["_modules"].items():
             child_path = f"{path}.{name}"
             if owner is None and child is not None and holds_tensors(child):
@@ -739,7 +744,13 @@ def _other_statements(function: torch.jit.ScriptFunction) -> str | None:
     """Return the kind of a statement in a scripted function that does more than compute; None if there is none."""
     graph = function.inlined_graph
     kinds = {node.kind() for node in graph.nodes()}
-    harmless = {"prim::Constant", "prim::TupleConstruct", "prim::TupleUnpack", "prim::ListConstruct", "prim::ListUnpack"}
+    harmless = {
+        "prim::Constant",
+        "prim::TupleConstruct",
+        "prim::TupleUnpack",
+        "prim::ListConstruct",
+        "prim::ListUnpack",
+    }
     other = (k for k in sorted(kinds - harmless) if not k.startswith("aten::") or k.endswith("_"))
     return next(other, None)
 
@@ -763,8 +774,10 @@ def _special_methods(cls: type) -> set[str]:
     # Configs of transformers look attributes up with special methods, which return the stored values.
     bases = [base for base in cls.__mro__ if _package(base.__module__) not in TRUSTED | {"transformers"}]
     defined = ((name, value) for base in bases for name, value in vars(base).items())
+    # `__new__` is a static method.
+    kinds = (types.FunctionType, property, staticmethod, classmethod)
     is_special = lambda name: name.startswith("__") and name.endswith("__") and name not in NEVER_CALLED
-    return {name for name, value in defined if is_special(name) and isinstance(value, (types.FunctionType, property))}
+    return {name for name, value in defined if is_special(name) and isinstance(value, kinds)}
 
 
 def _is_wrapper(value: Any) -> bool:
