@@ -51,6 +51,8 @@ VIEWS = (types.MappingProxyType, type({}.keys()), type({}.values()), type({}.ite
 # Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
 STATE = {*vars(nn.Module()), "forward", "_hf_hook", "_old_forward", "_replicate_for_data_parallel"}
 MOST_FUNCTIONS = 64
+# Packages whose code, beside models of transformers, does not change what a module computes.
+HELPERS = frozenset(("transformers", "accelerate", "deepspeed"))
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
 # A function that loads one of these attributes may reach the parameters of the module without naming them.
 WAYS_TO_PARAMETERS = {"data", "parameters", "named_parameters", "buffers", "named_buffers", "state_dict"}
@@ -359,12 +361,11 @@ class _Search:
         where = lambda line: f"({function.__qualname__}, {os.path.basename(function.__code__.co_filename)}:{line})"
         # An attribute that a constructor gives to its new object is no lasting write. A constructor that is called by
         # its name may get any object.
-        writes = use.writes
-        self.reach.writes += [f"writes {what} {where(line)}" for what, line in writes]
-        # Helpers of transformers choose between code paths that compute the same, and log warnings. The models of
-        # transformers are read like user code.
+        self.reach.writes += [f"writes {what} {where(line)}" for what, line in use.writes]
+        # Helpers of transformers and hooks of engines choose between code paths that compute the same, and log
+        # warnings. The models of transformers are read like user code.
         module = str(function.__globals__.get("__name__"))
-        is_helper = _package(module) == "transformers" and not module.startswith("transformers.models.")
+        is_helper = _package(module) in HELPERS and not module.startswith("transformers.models.")
         if not is_helper:
             self.check_inputs(function, use, where)
         for name in sorted(use.imports):
