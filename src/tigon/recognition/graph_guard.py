@@ -53,7 +53,7 @@ def _add_guard_of_frame(context: ComptimeContext) -> None:
 
 def traces_a_graph() -> bool:
     """Return True in Python code that Dynamo runs, instead of tracing it, while it traces a graph."""
-    return TracingContext.try_get() is not None and torch.compiler.is_compiling()
+    return TracingContext.try_get() is not None
 
 
 def add_guard_of_object(guard: Any) -> bool:

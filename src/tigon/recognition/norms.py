@@ -49,6 +49,9 @@ __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))
 
 
+ONE_ARGUMENT = ", in calls with one argument"
+
+
 @dataclass(frozen=True)
 class Scope:
     """The inputs for which recognition compared a module with the op. A recipe gives others to the stock forward."""
@@ -60,6 +63,8 @@ class Scope:
     )
     # The stock forward runs inputs that are not contiguous.
     contiguous: bool = False
+    # The module takes a second argument too. The stock forward runs calls that give one.
+    takes_more: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None
     # The recipe may read epsilon in every call. Otherwise the module is left alone once epsilon changes.
@@ -137,7 +142,8 @@ class RMSNormRecipe:
 
     def __str__(self) -> str:
         offset = f", offset {self.offset:g}, rounded {self.rounding.replace('_', ' the ')}"
-        return f"rms_norm{' without weight' if self.weight is None else offset}{', then swiglu' if self.gated else ''}"
+        form = f"rms_norm{' without weight' if self.weight is None else offset}{', then swiglu' if self.gated else ''}"
+        return form + ONE_ARGUMENT * self.scope.takes_more
 
 
 # Other ways to compute a layer norm that also round once.
@@ -191,7 +197,8 @@ class LayerNormRecipe:
 
     def __str__(self) -> str:
         without = [name for name in ("weight", "bias") if getattr(self, name) is None]
-        return f"layer_norm without {' and '.join(without)}" if without else "layer_norm"
+        form = f"layer_norm without {' and '.join(without)}" if without else "layer_norm"
+        return form + ONE_ARGUMENT * self.scope.takes_more
 
 
 def _resolve(module: nn.Module, name: str | float | None) -> Tensor | float | None:
@@ -406,7 +413,7 @@ def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str |
             widths = [*next(iter(sizes))] if sizes else _likely_widths(module, reach)
             result = _find(module, reach, list(tensors), epsilons or [1e-5, 1e-6], widths, gated)
         if not isinstance(result, str):
-            return result
+            return replace(result, scope=replace(result.scope, takes_more=not gated and takes(module, 2)))
         reasons.append(result)
     return reasons[0]
 

@@ -71,6 +71,7 @@ def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...]
 def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str]]:
     """Run a function on symbolic sizes. Return a reason why it cannot be replaced, and its guards as text."""
     # These modules are large, and a user who patches nothing does not need them.
+    from torch._dispatch.python import enable_python_dispatcher
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -83,7 +84,8 @@ def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str
     before = len(environment.guards)
     watch, error = _WatchArguments(), None
     try:
-        with mode, watch:
+        # Before torch 2.13, composite operators such as `chunk` know symbolic sizes in their Python form alone.
+        with enable_python_dispatcher(), mode, watch:
             run(*fakes)
     except Exception as exception:
         error = exception
