@@ -63,12 +63,12 @@ class Scope:
     )
     # The stock forward runs inputs that are not contiguous.
     contiguous: bool = False
-    # The module takes a second argument too. The stock forward runs calls that give one.
-    takes_more: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None
     # The recipe may read epsilon in every call. Otherwise the module is left alone once epsilon changes.
     live_eps: bool = True
+    # The module takes a second argument too. The stock forward runs calls that give one.
+    takes_more: bool = False
 
     def fits(self, module: nn.Module, args: tuple, weight: Tensor | None) -> bool:
         """Return True if recognition compared the module with the op for arguments of this kind."""
