@@ -792,7 +792,7 @@ def compiled_outputs(how, backend: str, fullgraph: bool = False) -> list[Tensor]
     return [before, after, type(mlp).forward(mlp, x)]
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("how", [*CHANGES, by_forward_of_the_class, by_hook_of_a_child], ids=lambda f: f.__name__)
 def test_a_compiled_module_is_compiled_again_after_a_change(how, backend, unchanged):
     before, after, expected = compiled_outputs(how, backend)
