@@ -9,33 +9,12 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from tigon.runtime.decisions import is_condition
+from tigon.runtime.known_names import WITHOUT_SIZES
 from tigon.runtime.places import Reach
 
 __all__ = ["has_conditions", "largest_number", "may_see_sizes"]
 
-# Code that uses only these names, and no subscripts and loops, cannot learn the size of a tensor.
-WITHOUT_SIZES = frozenset(
-    (
-        *("torch", "nn", "functional", "F", "Tensor", "self", "super", "forward", "dtype", "float32", "contiguous"),
-        *(
-            "float",
-            "to",
-            "type_as",
-            "pow",
-            "square",
-            "mean",
-            "var",
-            "sqrt",
-            "rsqrt",
-            "mul",
-            "add",
-            "div",
-            "mul_",
-            "add_",
-        ),
-        *("relu", "silu", "gelu", "sigmoid", "tanh"),
-    )
-)
 SIZE_STEPS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
 CHOICES = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
 MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_enabled", "is_inference"))
@@ -83,11 +62,7 @@ def _names(code: types.CodeType) -> frozenset[str]:
 @functools.cache
 def _has_condition(code: types.CodeType) -> bool:
     steps = list(dis.get_instructions(code))
-    for i, step in enumerate(steps):
-        ends_with_block = any(s.opname == "WITH_EXCEPT_START" for s in steps[max(i - 2, 0) : i])
-        if step.opname in CHOICES or ("JUMP" in step.opname and "IF" in step.opname and not ends_with_block):
-            return True
-    return False
+    return any(step.opname in CHOICES or is_condition(steps, i) for i, step in enumerate(steps))
 
 
 def largest_number(reach: Reach) -> int:

@@ -25,7 +25,7 @@ from tigon.runtime.instructions import (
 )
 from tigon.runtime.known_names import PROBED, PROBED_FUNCTIONS
 
-__all__ = ["Inputs", "decisions", "dependent_variables"]
+__all__ = ["Inputs", "decisions", "dependent_variables", "is_condition"]
 
 # No instruction between a condition and the `raise` that it guards has another effect than these have.
 MESSAGES = ("LOAD_", "PUSH_NULL", "FORMAT_", "BUILD_", "CONVERT_", "PRECALL", "CALL", "BINARY_", "KW_NAMES", "CACHE")
@@ -192,7 +192,7 @@ def decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tu
         arguments, caught, line = _arguments(each, how), handlers(each), each.co_firstlineno
         for i, step in enumerate(steps):
             line = line_of(step) or line
-            if not _is_condition(steps, i):
+            if not is_condition(steps, i):
                 continue
             part = find_operand(steps, i)
             unchanged = arguments - {name for s in steps[:i] if s.opname.startswith("STORE_") for name in names_of(s)}
@@ -206,7 +206,7 @@ def decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tu
     return tuple(lines), tuple(checks)
 
 
-def _is_condition(steps: list[dis.Instruction], index: int) -> bool:
+def is_condition(steps: list[dis.Instruction], index: int) -> bool:
     """Return True for a jump on a condition, except for the jump with which a `with` block ends."""
     name = steps[index].opname
     ends_block = any(s.opname == "WITH_EXCEPT_START" for s in steps[max(index - 2, 0) : index])

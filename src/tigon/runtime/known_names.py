@@ -16,6 +16,7 @@ __all__ = [
     "PROBED_FUNCTIONS",
     "SETTERS",
     "TRUSTED",
+    "WITHOUT_SIZES",
     "WRITING_OPERATORS",
 ]
 
@@ -96,4 +97,10 @@ FACTS_OF_TENSORS = _words("""
 NEVER_CALLED = _words("""
     __init_subclass__ __reduce__ __reduce_ex__ __getstate__ __setstate__ __copy__ __deepcopy__ __del__
     __sizeof__ __class_getitem__ __subclasshook__ __getnewargs__ __getnewargs_ex__ __dir__
+""")
+
+# Code that uses only these names, and no subscripts and loops, cannot learn the size of a tensor.
+WITHOUT_SIZES = _words("""
+    torch nn functional F Tensor self super forward dtype float32 contiguous float to type_as pow square mean var sqrt
+    rsqrt mul add div mul_ add_ relu silu gelu sigmoid tanh
 """)
