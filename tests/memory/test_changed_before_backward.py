@@ -126,6 +126,13 @@ def test_a_change_between_forward_and_backward_is_refused(adapters, change):
         loss.backward()
 
 
+def assert_same_gradients(ours, stock):
+    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None)
+        if a.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
 @pytest.mark.parametrize("memory", ["default", "lean"])
 def test_levels_that_call_nothing_again_need_no_refusal(memory):
     models = [make_model(2), make_model(2)]
@@ -134,10 +141,7 @@ def test_levels_that_call_nothing_again_need_no_refusal(memory):
         loss = loss_of(model)
         switch_off(model)
         loss.backward()
-    for a, b in zip(*(m.parameters() for m in models), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(*models)
 
 
 def test_the_message_names_what_changed():
@@ -207,10 +211,7 @@ def test_changes_that_a_second_call_does_not_see(change):
         loss = loss_of(model)
         change(model)
         loss.backward()
-    for a, b in zip(*(m.parameters() for m in models), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+    assert_same_gradients(*models)
 
 
 class Scaled(nn.Linear):

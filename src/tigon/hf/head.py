@@ -46,6 +46,7 @@ from tigon.ops.valid_rows import ValidRows
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
+from tigon.runtime.places import compile_expression
 from tigon.runtime.stock import calls_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
@@ -146,11 +147,6 @@ def changed_setting(model: nn.Module, settings: Settings) -> str | None:
     return None
 
 
-@functools.cache
-def _compiled(source: str) -> Callable:
-    return eval(source)
-
-
 def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
     """A function that tells in a fraction of a microsecond whether all settings are the objects that were learnt.
 
@@ -163,7 +159,7 @@ def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
         conditions.append(f"{value} is v{i}")
     names = ", ".join(["look", *(f"v{i}" for i in range(len(settings)))])
     source = f"lambda {names}: lambda model: {' and '.join(conditions) or 'True'}"
-    return _compiled(source)(object.__getattribute__, *(value for _, value in settings))
+    return compile_expression(source)(object.__getattribute__, *(value for _, value in settings))
 
 
 def cut_by_rows(x: Any, *head: Tensor | None) -> bool:
@@ -208,12 +204,12 @@ class FusedLoss(threading.local):
         return isinstance(place, (HeadForward, LossFunction)) and place.fused is self
 
     def is_head(self, module: nn.Module) -> bool:
-        """Whether a module is the head, or a copy of it, with the class and the forward that were recognised."""
+        """Return True for the head, or a copy of it, if its class and forward are those that were recognised."""
         found = find_replacement(module)
         return found is not None and self.is_place(found.recipe) and calls_are_stock() and found.holds()
 
     def changed_setting(self, model: nn.Module) -> str | None:
-        """The first setting that is not as it was learnt."""
+        """Return the first setting whose value differs from the learnt one, or None."""
         if not torch.compiler.is_compiling():
             try:
                 if self._has_settings(model):
@@ -404,7 +400,7 @@ class LossFunction:
         return self.guard.function
 
     def change(self, model: nn.Module) -> str | None:
-        """What makes the model's own loss another one than was recognised; None if nothing does."""
+        """Return the reason why the model's own loss is not the one that was recognised, or None."""
         if torch.compiler.is_compiling():
             # The comparison is for the compiler, which makes another graph where the type changes.
             is_same_type = getattr(model, "loss_type", None) == self.fused.spec.loss_type

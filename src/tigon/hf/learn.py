@@ -291,9 +291,9 @@ def _own_names(cls: type[nn.Module]) -> set[str]:
         for value in (vars(base)[name] for base in bases if name in vars(base)):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if inspect.isfunction(function):
-                found = code_use(innermost(function).__code__).attributes
-                names |= found
-                pending += sorted(found - seen)
+                attributes = code_use(innermost(function).__code__).attributes
+                names |= attributes
+                pending += sorted(attributes - seen)
     return names
 
 

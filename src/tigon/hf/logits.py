@@ -1,4 +1,4 @@
-"""What stands where logits would be, while the loss is computed inside the head.
+"""Stand-ins for logits while the loss is computed inside the head.
 
 `Placeholder` is the tensor that the head returns to the model's own forward. It may be scaled, capped and cast on its
 way to the loss, as logits are; anything else that is computed from it raises at once. `SKIPPED_LOGITS` is what the
@@ -83,7 +83,7 @@ for _name in (
 
 SKIPPED_LOGITS = SkippedLogits()
 
-# What a model may do to its logits before its loss, and what engines ask of any output of a module.
+# Operations that a model may apply to its logits before its loss, and queries that engines make of any output.
 ALLOWED = frozenset(
     (
         *(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tigon.runtime.bytecode import UNDERSTANDS_BYTECODE
 
-__all__ = ["MOST_PLACES", "Place", "Reach", "bits_of", "is_simple"]
+__all__ = ["MOST_PLACES", "Place", "Reach", "bits_of", "compile_expression", "is_simple"]
 
 SIMPLE = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice)
 SIMPLE += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
@@ -201,7 +201,7 @@ REGISTERED = "_parameters", "_buffers", "_modules"
 
 
 @functools.cache
-def _compile(source: str) -> Callable:
+def compile_expression(source: str) -> Callable:
     return eval(source)
 
 
@@ -244,4 +244,4 @@ def _build_check(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
             names.append(f"{letter}{number}")
             values.append(value)
     condition = " and ".join(conditions) or "True"
-    return _compile(f"lambda {', '.join(names)}: lambda own, cls: {condition}")(*values)
+    return compile_expression(f"lambda {', '.join(names)}: lambda own, cls: {condition}")(*values)
