@@ -30,7 +30,7 @@ ON_GPU = torch.cuda.is_available() and not INTERPRETED
 
 # These cases of parametrised tests with many processes or graphs are left to `make test-thorough`.
 THOROUGH = {
-    "test_two_ranks": ("more ways", "Trainer", "FSDP2 by accelerate"),
+    "test_two_ranks": ("more ways", "sharded and lean", "Trainer", "FSDP2 by accelerate"),
     "test_no_type_breaks_the_graph": ("qwen2", "qwen3", "gemma2", "phi3"),
     "test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart": ("stock",),
     "test_compiled": ("checkpoint-0.8",),

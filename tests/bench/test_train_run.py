@@ -145,6 +145,7 @@ def test_losses_that_leave_the_noise_fail(run, threads, monkeypatch):
     assert report["curves"]["stock-reversed"]["agrees"] is True
 
 
+@pytest.mark.thorough
 def test_out_of_memory_is_a_point_and_the_sweep_goes_on(run, threads, monkeypatch):
     def full(job, ids):
         if job.provider == "stock" and ids.shape[1] > 40:

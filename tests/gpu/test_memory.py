@@ -45,15 +45,18 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def take_step(model: nn.Module, batch: dict) -> tuple[list[Tensor], int, int]:
-    """Loss and gradients; bytes that the forward pass leaves behind, and the most that the step takes."""
+    """Loss and gradients; bytes that the forward pass leaves behind, and the most that the step takes.
+
+    Bytes are those that were requested. What the allocator gives depends on the free blocks that it happens to have.
+    """
     model.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     loss = model(**batch).loss
-    kept = torch.cuda.memory_allocated() - before
+    kept = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
     loss.backward()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
     return [loss.detach(), *(p.grad for p in model.parameters())], kept, peak
 
 

@@ -87,10 +87,12 @@ def test_accuracy(form, shape, reduced):
     options = options | {"reduction": reduction, "labels": _labels(*shape[:-1]) if labelled else None}
     terms = 0.0
     if run is tigon.jsd and "from_logits" in options:
-        # From logits the gradient is that of the log-probabilities less its sum over the row, by the probability.
+        # From logits the gradient is g - q sum(g), where g is that of the log-probabilities. It errs by units of g, and
+        # of q times the terms of the sum.
         log_probs = [torch.log_softmax(x.double() / options.get("temperature", 1.0), -1) for x in (student, teacher)]
         given = {name: value for name, value in options.items() if name not in ("from_logits", "temperature")}
-        terms = _value_and_gradient(reference, *log_probs, **given)[1].abs().max().item() or 1.0  # 0 for one class
+        g = _value_and_gradient(reference, *log_probs, **given)[1].abs()
+        terms = (g + log_probs[0].exp() * g.sum(-1, keepdim=True)).max().item() or 1.0  # 0 for one class
     assert_as_accurate_as_eager(
         lambda x, y: run(x, y, **options),
         lambda x, y: reference(x, y, **options),

@@ -81,11 +81,11 @@ def check_layer(op: str, x: Tensor, layer: nn.Module) -> None:
 
 
 def takes_products(x: object, *parameters: Tensor | None) -> bool:
-    """Whether products of x by these may be a node of Tigon's: kernels, one dtype, no autocast, nothing traced."""
+    """Whether products of x by these may be a node of Tigon's: kernels, one device and dtype, no autocast or trace."""
     return (
         type(x) in PLAIN  # of what tensor parallelism gathers, a view has no address yet
         and not torch.compiler.is_compiling()
-        and all(p is None or p.dtype == x.dtype for p in parameters)
+        and all(p is None or (p.dtype == x.dtype and p.device == x.device) for p in parameters)
         and runs_kernels(x, *parameters)
         and x.dim() > 1
         and x.numel() > 0

@@ -204,8 +204,8 @@ def _alignment(x: Tensor) -> int:
 
 
 def accumulates_in_fp32(x: Tensor) -> bool:
-    """Whether `product` takes an fp32 `out` for half-precision factors on the tensor's device."""
-    return device_kind(x) == "cuda"
+    """Whether `product` takes an fp32 `out` for factors of this tensor's dtype and device."""
+    return device_kind(x) == "cuda" and x.element_size() == 2
 
 
 def _by_cublaslt(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
