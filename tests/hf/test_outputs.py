@@ -65,6 +65,77 @@ def test_what_a_model_adds_to_its_output_is_kept(pair, batch, change):
 # --- what is computed from logits within the model -----------------------------------------------
 
 
+def count_tokens(model, outputs, labels):
+    outputs.extra = outputs.logits.shape[0] * outputs.logits.shape[1]
+    return outputs
+
+
+def size_of_the_vocabulary(model, outputs, labels):
+    outputs.extra = outputs.logits.size(-1), outputs.logits.float().size(dim=1)
+    return outputs
+
+
+def loss_of_each_sequence(model, outputs, labels):
+    outputs.loss = outputs.loss / outputs.logits.size()[0]
+    outputs.extra = outputs.loss
+    return outputs
+
+
+@pytest.mark.parametrize("change", [count_tokens, size_of_the_vocabulary, loss_of_each_sequence])
+def test_a_model_may_ask_for_the_shape_of_its_logits(pair, batch, change):
+    model, stock = pair()
+    with_forward(change)(model), with_forward(change)(stock)
+    outputs, expected = model(**batch), stock(**batch)
+    assert outputs.logits is SKIPPED_LOGITS
+    torch.testing.assert_close(outputs.extra, expected.extra)
+
+
+def leave(logits, labels):
+    return logits
+
+
+def detach(logits, labels):
+    return logits.detach()
+
+
+def write_labels_late(logits, labels):
+    write(labels)
+    return logits
+
+
+def halve_the_gradient(logits, labels):
+    logits.register_hook(lambda gradient: gradient / 2)
+    return logits
+
+
+def keep_the_gradient(logits, labels):
+    logits.retain_grad()
+    return logits
+
+
+class Switched(transformers.LlamaForCausalLM):
+    """A forward of its own, which gives its logits to `treat`."""
+
+    treat = leave
+
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **options):
+        logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0])
+        logits = type(self).treat(logits, labels)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("treat", [detach, halve_the_gradient, keep_the_gradient])
+def test_a_model_that_starts_to_change_the_gradient_of_its_logits_raises(make_model, batch, monkeypatch, treat):
+    model = make_model()
+    model.__class__ = Switched
+    tigon.patch(model)
+    assert model(**batch).logits is SKIPPED_LOGITS
+    monkeypatch.setattr(Switched, "treat", treat)
+    with pytest.raises(RuntimeError, match=REFUSAL):
+        model(**batch)
+
+
 def accuracy(model, outputs, labels):
     outputs.extra = None if labels is None else (outputs.logits.argmax(-1) == labels).float().mean()
     return outputs
@@ -121,6 +192,47 @@ def test_a_model_that_starts_to_compute_from_its_logits_raises(pair, batch, chan
             model(**batch, skip_logits=False),
         )
     assert np.array_equal(np.asarray(outputs.extra), np.asarray(expected.extra))
+
+
+# --- labels that are written on the way ----------------------------------------------------------
+
+
+def write(labels):
+    labels.masked_fill_(labels % 3 == 0, -100)
+
+
+def write_before_the_body(model, labels):
+    model.register_forward_pre_hook(lambda module, args, given: write(given["labels"]), with_kwargs=True)
+
+
+def write_before_the_layers(model, labels):
+    model.model.register_forward_pre_hook(lambda module, args: write(labels))
+
+
+def write_before_the_head(model, labels):
+    model.model.norm.register_forward_hook(lambda module, args, output: write(labels))
+
+
+@pytest.mark.parametrize("given", ["labels", "shift_labels"])
+@pytest.mark.parametrize("write_labels", [write_before_the_body, write_before_the_layers, write_before_the_head])
+def test_labels_may_be_written_before_the_head(pair, batch, write_labels, given):
+    losses = []
+    for model in pair():
+        labels = batch["labels"].clone()
+        shifted = {"shift_labels": labels} if given == "shift_labels" else {}
+        write_labels(model, labels)
+        losses.append(model(input_ids=batch["input_ids"], labels=labels, **shifted).loss)
+    torch.testing.assert_close(*losses)
+
+
+def test_labels_that_are_written_between_the_head_and_the_loss_raise(make_model, batch, monkeypatch):
+    model = make_model()
+    model.__class__ = Switched
+    tigon.patch(model)
+    assert model(**batch).logits is SKIPPED_LOGITS
+    monkeypatch.setattr(Switched, "treat", write_labels_late)
+    with pytest.raises(RuntimeError, match="wrote into its labels"):
+        model(**batch)
 
 
 # --- what is computed from logits outside --------------------------------------------------------

@@ -177,11 +177,28 @@ class Call:
     head: nn.Module  # whose call computes the loss, and of no copy of it
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
-    targets: Tensor  # [B, S]: labels where they are predicted
-    valid_rows: ValidRows | None  # on their way to the host while the layers run
     num_items: Tensor | float | None
     ignore_index: int
+    multiplications: int  # of a product with the head
     loss: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.find_targets()
+
+    def find_targets(self) -> None:
+        """Shift the labels, and send the rows that count on their way to the host while the layers run."""
+        self.versions = self.versions_now()
+        self.targets = self.shift_labels  # [B, S]: labels where they are predicted
+        if self.targets is None:
+            self.targets = F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:].contiguous()
+        self.valid_rows = find_rows(self.targets, self.ignore_index, self.multiplications)
+
+    def versions_now(self) -> list[int]:
+        """How often each tensor of labels has been written. A compiler orders reads and writes by itself."""
+        if torch.compiler.is_compiling():
+            return []
+        given = (self.labels, self.shift_labels)
+        return [x._version for x in given if x is not None and not x.is_inference()]
 
 
 @dataclass(eq=False)
@@ -249,13 +266,9 @@ class FusedLoss(threading.local):
         one_number = num_items.dim() == 0 if isinstance(num_items, Tensor) else type(num_items) in (int, float)
         if any(name in given for name in spec.unknown) or not (one_number or num_items is None):
             return None
+        multiplications = labels.numel() * spec.vocabulary * head.in_features  # its weight may not be there yet
         ignore_index, shift_labels = read.get("ignore_index", IGNORE_INDEX), read.get("shift_labels")
-        targets = shift_labels
-        if targets is None:
-            targets = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        multiplications = targets.numel() * spec.vocabulary * head.in_features  # its weight may not be there yet
-        valid_rows = find_rows(targets, ignore_index, multiplications)
-        return Call(head, labels, shift_labels, targets, valid_rows, num_items, ignore_index)
+        return Call(head, labels, shift_labels, num_items, ignore_index, multiplications)
 
 
 @dataclass(eq=False)
@@ -306,6 +319,9 @@ class HeadForward:
             or not (cut or type(weight) in PLAIN)  # another DTensor, a quantised weight
         ):
             return type(head).forward(head, hidden)
+        # The model's own forward, or a hook, may have written into the labels since the call began.
+        if torch.compiler.is_compiling() or call.versions_now() != call.versions:
+            call.find_targets()
         targets = call.targets.to(hidden.device)
         call.loss = linear_cross_entropy(
             hidden,
@@ -326,7 +342,7 @@ class HeadForward:
         end = torch.full_like(token, spec.token if watched else torch.nan)
         placeholder = torch.cat((end, token, end), -1)
         if not cut:
-            return as_placeholder(placeholder)
+            return as_placeholder(placeholder, (*hidden.shape[:-1], spec.vocabulary))
         # As it would be gathered.
         return type(weight).from_local(placeholder, hidden.device_mesh, hidden.placements, run_check=False)
 
@@ -435,10 +451,12 @@ class LossFunction:
             or not _same(given.get("num_items_in_batch"), call.num_items)
             or not _same(given.get("shift_labels"), call.shift_labels)
             or given.get("ignore_index", IGNORE_INDEX) != call.ignore_index
+            or call.versions_now() != call.versions
         ):
             raise RuntimeError(
-                "tigon: the model gave its loss other arguments than it was called with, or its head was called twice, "
-                "and the head has computed the loss already; use tigon.patch(model, loss=False) for this model"
+                "tigon: the model gave its loss other arguments than it was called with, or wrote into its labels "
+                "between its head and its loss, or called its head twice, and the head has computed the loss already; "
+                "use tigon.patch(model, loss=False) for this model"
             )
         token = logits[..., 1]
         change = token.detach().float() / self.fused.spec.token_at_loss - 1.0

@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from tigon.recognition.replacement import is_of_an_engine
+
 __all__ = [
     "PLACEHOLDER_SHAPE",
     "SKIPPED_LOGITS",
@@ -83,42 +85,21 @@ for _name in (
 
 SKIPPED_LOGITS = SkippedLogits()
 
-# Operations that a model may apply to its logits before its loss, and queries that engines make of any output.
-ALLOWED = frozenset(
-    (
-        *(
-            "__get__",
-            "mul",
-            "__mul__",
-            "__rmul__",
-            "mul_",
-            "div",
-            "true_divide",
-            "__truediv__",
-            "div_",
-            "tanh",
-            "tanh_",
-        ),
-        *("multiply", "divide", "to", "float", "type", "type_as", "bfloat16", "half", "double", "clone", "contiguous"),
-        *("cuda", "cpu", "detach", "view_as", "register_hook", "retain_grad", "requires_grad_", "size", "dim"),
-        *("stride", "is_floating_point", "is_complex", "is_contiguous", "element_size", "storage_offset", "get_device"),
-        *(
-            "data_ptr",
-            "untyped_storage",
-            "record_stream",
-            "as_subclass",
-            "__hash__",
-            "__repr__",
-            "_is_view",
-            "backward",
-        ),
-    )
+# What a model may apply to its logits on the way to its loss, and what engines ask of any output.
+OPERATIONS = (
+    *("mul", "__mul__", "__rmul__", "mul_", "multiply", "div", "__truediv__", "div_", "divide", "true_divide"),
+    *("tanh", "tanh_", "to", "float", "type", "type_as", "bfloat16", "half", "double"),
+    *("clone", "contiguous", "cuda", "cpu", "view_as", "as_subclass"),
 )
+QUESTIONS = (
+    *("__get__", "__hash__", "__repr__", "_is_view", "data_ptr", "dim", "element_size", "get_device", "is_complex"),
+    *("is_contiguous", "is_floating_point", "size", "storage_offset", "stride", "untyped_storage"),
+    *("backward", "record_stream", "requires_grad_"),
+)
+ALLOWED = frozenset(OPERATIONS + QUESTIONS)
 
-
-# Attributes of the placeholder that are of no use but to compute from it. Models do ask for the shape of their logits.
-REFUSED = frozenset(("nbytes", "T", "mT", "H", "mH", "data", "real"))
-
+# Attributes of the placeholder that are of no use but to compute from it.
+REFUSED = frozenset(("nbytes", "T", "mT", "H", "mH", "data", "real", "grad"))
 
 # What may give less than fp32.
 CASTS = frozenset(("to", "type", "type_as", "bfloat16", "half"))
@@ -128,23 +109,39 @@ class Placeholder(Tensor):
     """A tensor of three elements that the head returns in place of its logits.
 
     `is_exact` tells that it was in fp32 at every step so far, so that its value has no other error than that of fp32.
+    `logits_shape` is the shape of the logits that it stands for, and what it says when it is asked for its shape.
     """
 
     is_exact = False
+    logits_shape: torch.Size | None = None
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
-        name = getattr(function, "__name__", "")
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
         # What reads an attribute is called "__get__", and belongs to one of that name.
         attribute = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if attribute == "shape" or name == "size":
+            return _size(*args, **kwargs)
+        # A hook of an engine looks at the gradient's arrival; another may change the gradient of logits.
+        if name == "register_hook" and is_of_an_engine(args[1]):
+            return super().__torch_function__(function, types, args, kwargs)
         if name not in ALLOWED or attribute in REFUSED:
             refuse(f"`logits.{attribute}`" if attribute else f"torch's `{name or function}`")
-        result = super().__torch_function__(function, types, args, kwargs or {})
+        result = super().__torch_function__(function, types, args, kwargs)
         if type(result) is Placeholder and not torch.compiler.is_compiling():
             source = next((x for x in args if isinstance(x, Placeholder)), None)
-            if source is not None and source.is_exact:
-                result.is_exact = name not in CASTS or _is_fp32(result)
+            if source is not None:
+                result.logits_shape = source.logits_shape
+                result.is_exact = source.is_exact and (name not in CASTS or _is_fp32(result))
         return result
+
+
+def _size(placeholder: Placeholder, dim: int | None = None) -> torch.Size | int:
+    """The shape of the logits, or the size of one dimension. A compiler knows no attributes of tensors."""
+    shape = None if torch.compiler.is_compiling() else placeholder.logits_shape
+    if shape is None:
+        refuse("`logits.shape` in compiled code")
+    return shape if dim is None else shape[dim]
 
 
 def _is_fp32(x: Tensor) -> bool:
@@ -163,11 +160,12 @@ def is_placeholder(x: Any) -> bool:
     return isinstance(x, Placeholder) or (isinstance(x, Tensor) and x.shape == PLACEHOLDER_SHAPE)
 
 
-def as_placeholder(x: Tensor) -> Tensor:
-    """`x` as a tensor that refuses every use but those of logits on their way to the loss."""
+def as_placeholder(x: Tensor, logits_shape: tuple[int, ...]) -> Tensor:
+    """`x` as a tensor that refuses every use but those of logits of that shape on their way to the loss."""
     placeholder = x.as_subclass(Placeholder)
     if not torch.compiler.is_compiling():
         placeholder.is_exact = x.dtype is torch.float32
+        placeholder.logits_shape = torch.Size(logits_shape)
     return placeholder
 
 

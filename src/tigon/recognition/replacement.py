@@ -163,10 +163,14 @@ def written_in(function: Callable) -> str:
     return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 
+def is_of_an_engine(hook: Callable) -> bool:
+    """Return whether a hook belongs to an engine that shards models, whose hooks change no values."""
+    return origin_of(hook).startswith(SHARDING)
+
+
 def _foreign_hook(module: nn.Module) -> str | None:
     groups = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    origins = [origin_of(hook) for group in groups for hook in group.values()]
-    return next((origin for origin in origins if not origin.startswith(SHARDING)), None)
+    return next((origin_of(hook) for group in groups for hook in group.values() if not is_of_an_engine(hook)), None)
 
 
 def foreign_hook(module: nn.Module) -> str | None:
