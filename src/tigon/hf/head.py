@@ -42,7 +42,6 @@ from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, a
 from tigon.ops.dispatch import PLAIN
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
-from tigon.ops.valid_rows import ValidRows
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
