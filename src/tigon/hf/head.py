@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
-from tigon.ops.dispatch import PLAIN
+from tigon.ops.dispatch import PLAIN, any_global_hook
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.valid_rows import ValidRows
@@ -47,7 +47,7 @@ from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
 from tigon.runtime.places import compile_expression
-from tigon.runtime.stock import calls_are_stock
+from tigon.runtime.stock import calls_are_stock, linears_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 
@@ -206,7 +206,7 @@ class FusedLoss(threading.local):
     def is_head(self, module: nn.Module) -> bool:
         """Return True for the head, or a copy of it, if its class and forward are those that were recognised."""
         found = find_replacement(module)
-        return found is not None and self.is_place(found.recipe) and calls_are_stock() and found.holds()
+        return found is not None and self.is_place(found.recipe) and linears_are_stock() and found.holds()
 
     def changed_setting(self, model: nn.Module) -> str | None:
         """Return the first setting whose value differs from the learnt one, or None."""
@@ -240,7 +240,8 @@ class FusedLoss(threading.local):
                 warnings.warn(f"tigon: {change} of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
         called = getattr(model, spec.head)
-        if (head := called_head(called, self.is_head)) is None or foreign_hook(called):
+        is_hooked = foreign_hook(called) or any_global_hook() or not calls_are_stock(called)
+        if (head := called_head(called, self.is_head)) is None or is_hooked:
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
