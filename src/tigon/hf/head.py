@@ -6,9 +6,10 @@ Three places of the instance change, and no model's forward is copied:
 - `head.forward`, reached through the head's own call (hooks that gather or shard weights fire as ever), returns a
   placeholder of shape [1, 1, 3] where logits would be, after computing the loss of the call;
 - `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph, and what the
-  middle of the placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if
-  something did, for a check would wait for the GPU. Whatever else a model computes from its logits raises at once
-  (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines that turn it into a plain tensor.
+  middle of the placeholder holds shows that nothing but what was learnt happened to it on the way. An assertion on
+  the placeholder's device fails if something did (`LOGITS_CHANGED`). Whatever else a model computes from its logits
+  raises at once (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines that turn it into a
+  plain tensor.
 
 Before each fused call the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
 that were learnt, and the loss function that the model would choose with the one that was recognised. Where one of them
@@ -59,6 +60,11 @@ MODULE_STATE = vars(nn.Module()).keys()
 # How far the token may be from where the learnt scale and soft cap take it. A few operations in fp32 make 1e-6, a cast
 # to bf16 on the way makes 0.004.
 EXACT, ROUNDED = 2e-5, 0.01
+# CUDA takes messages of up to 254 characters.
+LOGITS_CHANGED = (
+    "tigon: the model or a hook changes the logits otherwise than when the model was patched, and the loss was "
+    "computed without them; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
+)
 
 
 def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -443,7 +449,12 @@ class LossFunction:
             )
         token = logits[..., 1]
         change = token.detach().float() / self.fused.spec.token_at_loss - 1.0
-        factor = torch.ones_like(change).masked_fill(change.abs() > tolerance, torch.nan).sum()
+        is_changed = change.abs() > tolerance
+        if is_changed.device.type in ("cpu", "cuda"):
+            # On a GPU the kernel of this assertion fails, because a comparison on the host would wait for the GPU.
+            torch._assert_async(~is_changed.any(), LOGITS_CHANGED)
+        # Other devices, and builds of torch without assertions in kernels, have no better sign than NaN.
+        factor = torch.ones_like(change).masked_fill(is_changed, torch.nan).sum()
         # Nothing is added: the sum keeps the head's output in the graph, whose hooks gather sharded weights.
         return call.loss * factor + 0.0 * token.sum()
 
