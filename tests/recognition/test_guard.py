@@ -499,6 +499,23 @@ def by_property(mlp):
     return lambda self, x: F.silu(x) * self.scale, lambda m: setattr(m, "_scale", 2.0)
 
 
+class Meta(type):
+    @property
+    def gain(cls):
+        return SCALE
+
+
+def by_property_of_the_metaclass(mlp):
+    mlp.__class__ = Meta("Gains", (type(mlp),), {})
+    return lambda self, x: F.silu(x) * type(self).gain, lambda m: globals().update(SCALE=2.0)
+
+
+def by_lookup_of_the_metaclass(mlp):
+    meta = type("Looks", (type,), {"__getattr__": lambda cls, name: SCALE})
+    mlp.__class__ = meta("Gains", (type(mlp),), {})
+    return lambda self, x: F.silu(x) * type(self).gain, lambda m: globals().update(SCALE=2.0)
+
+
 def by_global(mlp):
     return lambda self, x: F.silu(x) * SCALE, lambda m: globals().update(SCALE=2.0)
 
@@ -586,6 +603,7 @@ CHANGES = [
     *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
     *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
     *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),
+    *(by_property_of_the_metaclass, by_lookup_of_the_metaclass),
 ]
 
 

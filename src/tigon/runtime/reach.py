@@ -564,6 +564,10 @@ class _Search:
             if "super" in self.names:
                 for base in definers[1:]:
                     self.place(base, "static", name, vars(base)[name], f"{base.__qualname__}.{name}")
+        # `cls.name` also finds what a metaclass defines, such as a property, which may read anything.
+        if (metaclass := type(cls)) is not type:
+            special = {name for name in _special_methods(metaclass) if self.may_call(metaclass, name)}
+            self.visit_class_attributes(metaclass, sorted(self.names | special), f"type({path})", cls)
 
     def attribute_names(self, attributes: dict[str, Any], skipped: frozenset[str]) -> list[str]:
         names = attributes.keys() if self.all_names else self.names & attributes.keys()
