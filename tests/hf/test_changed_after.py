@@ -1,5 +1,6 @@
 """A change of a model after the patch works as on a stock model, or the loss is NaN, or an error is raised."""
 
+import copy
 import functools
 import threading
 import types
@@ -58,6 +59,53 @@ def test_a_hook_that_changes_the_logits_or_their_gradient_is_not_ignored(pair, b
     hook(model), hook(stock)
     with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
         assert_same_step(model, stock, batch)
+
+
+def scaled(call):
+    """Return a call of any module that scales what a linear layer returns."""
+
+    def replaced(self, *args, **kwargs):
+        output = call(self, *args, **kwargs)
+        return 0.9 * output if isinstance(self, torch.nn.Linear) else output
+
+    return replaced
+
+
+@pytest.mark.parametrize("duplicate", [lambda model: model, copy.deepcopy], ids=["same", "copy"])
+def test_a_call_of_the_head_that_was_replaced_is_not_ignored(pair, batch, assert_same_step, duplicate):
+    model, stock = pair()
+    model = duplicate(model)
+    for head in (model.lm_head, stock.lm_head):
+        head._call_impl = scaled(torch.nn.Module._call_impl).__get__(head)
+    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+        assert_same_step(model, stock, batch)
+
+
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("cls", [torch.nn.Module, torch.nn.Linear])
+def test_a_call_of_all_layers_that_was_replaced_is_not_ignored(pair, batch, assert_same_step, monkeypatch, cls, name):
+    model, stock = pair()
+    monkeypatch.setattr(cls, name, scaled(getattr(cls, name)), raising=False)
+    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+        assert_same_step(model, stock, batch)
+
+
+def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
+    model, stock = pair()
+    hook = lambda module, args, output: 0.9 * output if isinstance(module, torch.nn.Linear) else None
+    handle = torch.nn.modules.module.register_module_forward_hook(hook)
+    try:
+        with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+            assert_same_step(model, stock, batch)
+    finally:
+        handle.remove()
+    assert is_fused(model(**batch))
+
+
+def test_a_call_of_the_head_that_was_replaced_before_the_patch_keeps_the_loss_stock(make_model):
+    model = make_model()
+    model.lm_head._call_impl = scaled(torch.nn.Module._call_impl).__get__(model.lm_head)
+    assert said_of_the_loss(model) == "the call of its head was replaced, and may change the logits"
 
 
 def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):

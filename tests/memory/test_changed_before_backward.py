@@ -87,6 +87,11 @@ def assign_a_forward(model):
     gate(model).forward = lambda x: torch.zeros(*x.shape[:-1], 48)
 
 
+def replace_the_call(model):
+    layer = gate(model)
+    layer._call_impl = lambda x: 2 * nn.Module._call_impl(layer, x)
+
+
 def add_a_hook(model):
     gate(model).register_forward_hook(lambda module, args, y: 2 * y)
 
@@ -106,7 +111,7 @@ def change_the_class(model):
 
 PLAIN = [
     *(exchange_the_weight, write_the_weight, add_a_bias, assign_a_forward, add_a_hook, add_a_hook_before),
-    change_the_class,
+    *(change_the_class, replace_the_call),
 ]
 CASES = [*((2, change) for change in ADAPTERS), *((0, change) for change in PLAIN)]
 IDS = [change.__name__ for _, change in CASES]

@@ -209,6 +209,8 @@ CHANGES = {
     "a backward hook": lambda layers: layers[1].register_full_backward_hook(lambda *args: None),
     "a backward pre-hook": lambda layers: layers[1].register_full_backward_pre_hook(lambda *args: None),
     "a forward of its own": lambda layers: _with_forward(layers[1]),
+    "a call of its own": lambda layers: setattr(layers[1], "_call_impl", lambda x: x),
+    "a compiled call": lambda layers: setattr(layers[1], "_compiled_call_impl", lambda x: x),
     "a subclass": lambda layers: layers.__setitem__(1, _Doubled(HIDDEN, WIDTHS[1], device=DEVICE)),
     "another layer": lambda layers: layers.__setitem__(1, nn.Identity()),
     "a weight of another dtype": lambda layers: layers[1].half(),
@@ -234,6 +236,17 @@ def test_with_a_global_module_hook_the_layers_are_called():
         assert linears(x, layers) is None
     finally:
         handle.remove()
+    assert linears(x, layers) is not None
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("cls", [nn.Module, nn.Linear])
+def test_with_another_call_of_the_class_the_layers_are_called(monkeypatch, cls, name):
+    x, layers, call = _x(5), _layers(), getattr(cls, name)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, name, lambda self, *args, **kwargs: call(self, *args, **kwargs), raising=False)
+        assert linears(x, layers) is None
     assert linears(x, layers) is not None
 
 

@@ -44,6 +44,10 @@ def hook_the_dropout(mlp):
     mlp.drop.register_forward_hook(lambda m, args, y: y * 2)
 
 
+def replace_the_call_of_the_activation(mlp):
+    mlp.act._call_impl = torch.relu
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -53,6 +57,7 @@ def hook_the_dropout(mlp):
         change_the_activation,
         exchange_the_activation,
         hook_the_dropout,
+        replace_the_call_of_the_activation,
     ],
     ids=lambda f: f.__name__,
 )
@@ -63,6 +68,31 @@ def test_mlps(change):
         assert torch.equal(mlp(x), MLP.forward(mlp, x))
         change(mlp)
         assert torch.equal(mlp(x), MLP.forward(mlp, x))
+
+
+@pytest.mark.parametrize("name", ["__call__", "_call_impl"])
+@pytest.mark.parametrize("cls", [nn.GELU, nn.Module])
+def test_the_call_of_the_activation_s_class(monkeypatch, cls, name):
+    mlp, x, call = MLP(), torch.randn(5, 16), getattr(cls, name)
+
+    def doubled(self, *args, **kwargs):
+        y = call(self, *args, **kwargs)
+        return 2 * y if isinstance(self, nn.GELU) else y
+
+    stock = mlp(x)
+    with tigon.patched(mlp):
+        monkeypatch.setattr(cls, name, doubled, raising=False)
+        changed = mlp(x)
+        assert torch.equal(changed, MLP.forward(mlp, x))
+        assert not torch.allclose(changed, stock)
+
+
+def test_an_activation_with_a_call_of_its_own_keeps_the_mlp_stock():
+    mlp = MLP()
+    replace_the_call_of_the_activation(mlp)
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(mlp).left_alone
+    assert entry.detail == "has hooks on act, or another call or forward there"
 
 
 def test_modules_that_differ_in_a_setting_are_told_apart():

@@ -462,6 +462,24 @@ def test_a_norm_whose_call_does_more():
     assert_close(step(model, x), step(stock, x))
 
 
+@pytest.mark.parametrize("when", ["before the patch", "after the patch"])
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_a_norm_whose_own_call_was_replaced(where, when):
+    stock, model, x = make(), make(), inputs()
+
+    def replace(m: nn.Module) -> None:
+        norm = m[0].get_submodule(where)
+        norm._call_impl = lambda x: 2 * nn.Module._call_impl(norm, x)
+
+    replace(stock)
+    if when == "before the patch":
+        replace(model)
+    tigon.patch(model)
+    if when == "after the patch":
+        replace(model)
+    assert_close(step(model, x), step(stock, x))
+
+
 def test_a_copy_where_the_class_cannot_be_read(monkeypatch):
     model, x = make(), inputs()
     tigon.patch(model)

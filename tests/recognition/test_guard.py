@@ -339,6 +339,13 @@ MODES = {
     "number of GPUs": lambda x: torch.cuda.is_available() * 1,
     "a flag of a tensor": lambda x: x.is_cuda * 1,
     "a graph": lambda x: x.grad_fn is None,
+    "compilation": lambda x: torch.compiler.is_compiling(),
+    "compilation, by its other name": lambda x: torch._dynamo.is_compiling(),
+    "export": lambda x: torch.compiler.is_exporting(),
+    "tracing": lambda x: torch.jit.is_tracing(),
+    "scripting": lambda x: torch.jit.is_scripting(),
+    "state of tracing": lambda x: torch._C._get_tracing_state() is not None,
+    "warnings of determinism": lambda x: torch.is_deterministic_algorithms_warn_only_enabled(),
 }
 
 
@@ -349,6 +356,14 @@ def test_a_forward_that_asks_for_a_mode_stays(asks):
             nn.ModuleList([variant("Asks", act=lambda self, x: F.silu(x) * (1.0 + 0.0 * asks(x)))()])
         ).left_alone
     assert "its forward asks " in entry.detail
+
+
+@pytest.mark.parametrize("function", [id, hash])
+def test_a_forward_that_reads_an_address_stays(function):
+    act = {id: lambda self, x: F.silu(x) * (1 + 0 * id(x)), hash: lambda self, x: F.silu(x) * (1 + 0 * hash(x))}
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(nn.ModuleList([variant("Reads", act=act[function])()])).left_alone
+    assert f"its forward calls {function.__name__} (" in entry.detail
 
 
 SETTLED = {
@@ -484,6 +499,23 @@ def by_property(mlp):
     return lambda self, x: F.silu(x) * self.scale, lambda m: setattr(m, "_scale", 2.0)
 
 
+class Meta(type):
+    @property
+    def gain(cls):
+        return SCALE
+
+
+def by_property_of_the_metaclass(mlp):
+    mlp.__class__ = Meta("Gains", (type(mlp),), {})
+    return lambda self, x: F.silu(x) * type(self).gain, lambda m: globals().update(SCALE=2.0)
+
+
+def by_lookup_of_the_metaclass(mlp):
+    meta = type("Looks", (type,), {"__getattr__": lambda cls, name: SCALE})
+    mlp.__class__ = meta("Gains", (type(mlp),), {})
+    return lambda self, x: F.silu(x) * type(self).gain, lambda m: globals().update(SCALE=2.0)
+
+
 def by_global(mlp):
     return lambda self, x: F.silu(x) * SCALE, lambda m: globals().update(SCALE=2.0)
 
@@ -571,6 +603,7 @@ CHANGES = [
     *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
     *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
     *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),
+    *(by_property_of_the_metaclass, by_lookup_of_the_metaclass),
 ]
 
 

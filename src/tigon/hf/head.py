@@ -6,9 +6,10 @@ Three places of the instance change, and no model's forward is copied:
 - `head.forward`, reached through the head's own call (hooks that gather or shard weights fire as ever), returns a
   placeholder of shape [1, 1, 3] where logits would be, after computing the loss of the call;
 - `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph, and what the
-  middle of the placeholder holds shows that nothing but what was learnt happened to it on the way; the loss is NaN if
-  something did, for a check would wait for the GPU. Whatever else a model computes from its logits raises at once
-  (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines that turn it into a plain tensor.
+  middle of the placeholder holds shows that nothing but what was learnt happened to it on the way. An assertion on
+  the placeholder's device fails if something did (`LOGITS_CHANGED`). Whatever else a model computes from its logits
+  raises at once (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines that turn it into a
+  plain tensor.
 
 Before each fused call the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
 that were learnt, and the loss function that the model would choose with the one that was recognised. Where one of them
@@ -39,14 +40,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
-from tigon.ops.dispatch import PLAIN
+from tigon.ops.dispatch import PLAIN, any_global_hook
 from tigon.ops.linear_chunks import find_rows
 from tigon.ops.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
 from tigon.runtime.places import compile_expression
-from tigon.runtime.stock import calls_are_stock
+from tigon.runtime.stock import calls_are_stock, linears_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 
@@ -58,6 +59,11 @@ MODULE_STATE = vars(nn.Module()).keys()
 # How far the token may be from where the learnt scale and soft cap take it. A few operations in fp32 make 1e-6, a cast
 # to bf16 on the way makes 0.004.
 EXACT, ROUNDED = 2e-5, 0.01
+# CUDA takes messages of up to 254 characters.
+LOGITS_CHANGED = (
+    "tigon: the model or a hook changes the logits otherwise than when the model was patched, and the loss was "
+    "computed without them; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
+)
 
 
 def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -222,7 +228,7 @@ class FusedLoss(threading.local):
     def is_head(self, module: nn.Module) -> bool:
         """Return True for the head, or a copy of it, if its class and forward are those that were recognised."""
         found = find_replacement(module)
-        return found is not None and self.is_place(found.recipe) and calls_are_stock() and found.holds()
+        return found is not None and self.is_place(found.recipe) and linears_are_stock() and found.holds()
 
     def changed_setting(self, model: nn.Module) -> str | None:
         """Return the first setting whose value differs from the learnt one, or None."""
@@ -256,7 +262,8 @@ class FusedLoss(threading.local):
                 warnings.warn(f"tigon: {change} of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
         called = getattr(model, spec.head)
-        if (head := called_head(called, self.is_head)) is None or foreign_hook(called):
+        is_hooked = foreign_hook(called) or any_global_hook() or not calls_are_stock(called)
+        if (head := called_head(called, self.is_head)) is None or is_hooked:
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
@@ -459,7 +466,12 @@ class LossFunction:
             )
         token = logits[..., 1]
         change = token.detach().float() / self.fused.spec.token_at_loss - 1.0
-        factor = torch.ones_like(change).masked_fill(change.abs() > tolerance, torch.nan).sum()
+        is_changed = change.abs() > tolerance
+        if is_changed.device.type in ("cpu", "cuda"):
+            # On a GPU the kernel of this assertion fails, because a comparison on the host would wait for the GPU.
+            torch._assert_async(~is_changed.any(), LOGITS_CHANGED)
+        # Other devices, and builds of torch without assertions in kernels, have no better sign than NaN.
+        factor = torch.ones_like(change).masked_fill(is_changed, torch.nan).sum()
         # Nothing is added: the sum keeps the head's output in the graph, whose hooks gather sharded weights.
         return call.loss * factor + 0.0 * token.sum()
 

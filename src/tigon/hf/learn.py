@@ -56,6 +56,7 @@ from tigon.recognition.standin import (
 from tigon.runtime.bytecode import code_use
 from tigon.runtime.places import Place
 from tigon.runtime.reach import explore
+from tigon.runtime.stock import calls_are_stock
 
 __all__ = ["attach", "learn_loss"]
 
@@ -331,6 +332,8 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
             return f"{type(each).__name__}: {foreign}"
     if (origin := foreign_hook(head)) is not None:
         return f"a hook on its head may change the logits (of {origin})"
+    if not calls_are_stock(head):
+        return "the call of its head was replaced, and may change the logits"
     loss_function = model.loss_function
     # Another may have a state, and options among its keyword arguments, that no probe finds.
     if not inspect.isfunction(loss_function) or not written_in(loss_function).startswith("transformers."):

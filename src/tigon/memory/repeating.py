@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tigon.ops.dispatch import any_global_hook
 from tigon.runtime.reach import explore, is_simple
-from tigon.runtime.stock import calls_are_stock, origin_of
+from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
 
 __all__ = ["REPEATING", "CallWatch", "RepeatedCall"]
 
@@ -34,12 +34,16 @@ REPEATING = frozenset(("torch", "transformers", "peft", "bitsandbytes", "torchao
 
 def _is_plain(module: nn.Module) -> bool:
     hooks = module._forward_hooks or module._forward_pre_hooks
-    return type(module) is nn.Linear and calls_are_stock() and not hooks and "forward" not in vars(module)
+    is_stock = type(module) is nn.Linear and linears_are_stock() and has_stock_call(module)
+    return is_stock and not hooks and "forward" not in vars(module)
 
 
 def _does_more(module: nn.Module) -> bool:
-    """Whether a call has hooks that may do more than to gather parameters: they are to see one call."""
-    if any_global_hook():
+    """Return whether a call has hooks that may do more than gather parameters, or was replaced.
+
+    Such code must run once for each call of the model.
+    """
+    if any_global_hook() or not calls_are_stock(module):
         return True
     hooks = (h for m in module.modules() for g in (m._forward_pre_hooks, m._forward_hooks) for h in g.values())
     return any(not origin_of(hook).startswith(_ENGINES) for hook in hooks)
@@ -266,7 +270,7 @@ class RepeatedCall:
 
     def __init__(self, module: nn.Module, watch: CallWatch) -> None:
         self.module, self.surroundings = module, watch.surroundings
-        self.state, self.is_stock = _reads(module), calls_are_stock()
+        self.state, self.is_stock = _reads(module), linears_are_stock()
 
     def __call__(self, x: Tensor) -> Tensor:
         if (change := self._change()) is not None:
@@ -283,10 +287,10 @@ class RepeatedCall:
         """What the call would read otherwise than in the forward pass; None if nothing."""
         if (change := next(_changes(self.state, self.module), None)) is not None:
             return change
-        if calls_are_stock() != self.is_stock:
+        if linears_are_stock() != self.is_stock:
             return "torch's own forward of linear layers was replaced or put back"
         if _does_more(self.module):
-            return "a hook was registered on it"
+            return "a hook was registered on it, or its call was replaced"
         if self.surroundings is not None and not self.surroundings.is_unchanged():
             return "what its forward reads was changed"
         return None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tigon.ops import check
 from tigon.ops.dispatch import PLAIN, any_global_hook, first_order, leave_absent, runs_kernels, without_autocast
 from tigon.ops.products import multiply
-from tigon.runtime.stock import calls_are_stock
+from tigon.runtime.stock import has_stock_call, linears_are_stock
 
 __all__ = ["check_layer", "input_gradient", "is_hooked", "is_plain", "linear", "linears", "takes_products"]
 
@@ -63,15 +63,18 @@ class _Linears(torch.autograd.Function):
 
 
 def is_hooked(module: nn.Module) -> bool:
-    """Whether a call of the module does more than its forward: it, or every module, has a hook."""
+    """Return whether a call of the module does more than its forward.
+
+    It does if the module or every module has a hook, or if the call itself was replaced.
+    """
     own = module.__dict__
     hooks = own["_forward_pre_hooks"], own["_forward_hooks"], own["_backward_pre_hooks"], own["_backward_hooks"]
-    return any(hooks) or any_global_hook()
+    return any(hooks) or any_global_hook() or not has_stock_call(module)
 
 
 def is_plain(layer: nn.Module) -> bool:
     """Whether a layer does nothing but the product of an `nn.Linear`: no hook, and torch's own forward."""
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and calls_are_stock() and not is_hooked(layer)
+    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and linears_are_stock() and not is_hooked(layer)
 
 
 def check_layer(op: str, x: Tensor, layer: nn.Module) -> None:

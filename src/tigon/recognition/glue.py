@@ -32,8 +32,7 @@ def _arguments(norm: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[s
     forward = own.get("forward")  # a wrapper of accelerate's has all that a replacement has
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe or not forward.holds():
         return None
-    more = is_hooked(norm) or type(norm).__call__ is not nn.Module.__call__
-    return None if more else recipe.arguments(norm, x)
+    return None if is_hooked(norm) else recipe.arguments(norm, x)
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:

@@ -340,7 +340,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     if extra:
         return f"has more state than a gated MLP ({', '.join(extra)})"
     if changed_children := [name for name, child in others.items() if is_changed(child)]:
-        return f"has hooks on {', '.join(changed_children)}, or another forward there"
+        return f"has hooks on {', '.join(changed_children)}, or another call or forward there"
     sizes = {size for layer in linears.values() for size in (layer.in_features, layer.out_features)}
     reach = explore(module, inputs=1)
     if reason := reach.reason or reach.decision:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.runtime.stock import origin_of
+from tigon.runtime.stock import has_stock_call, origin_of
 
 __all__ = [
     "Replacement",
@@ -155,7 +155,7 @@ def is_changed(module: nn.Module) -> bool:
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     # Those of DeepSpeed, on every module, move its parameters.
     change = any(not str(hook.__module__).startswith("deepspeed.") for group in hooks for hook in group.values())
-    return change or _assigned_forward(module) is not None
+    return change or _assigned_forward(module) is not None or not has_stock_call(module)
 
 
 def written_in(function: Callable) -> str:

@@ -59,9 +59,10 @@ IMPURE = _words("""
     queue _queue multiprocessing asyncio ctypes pickle shutil tempfile gc weakref atexit signal contextvars
     _contextvars logging warnings _warnings wandb mlflow tensorboard
 """)
-# These builtin functions have effects outside the call, or run code that is not known.
+# These builtin functions have effects outside the call, run code that is not known, or give a number that depends on
+# an address.
 IMPURE_BUILTINS = _words("""
-    print input open exec eval setattr delattr __import__ breakpoint globals locals
+    print input open exec eval setattr delattr __import__ breakpoint globals locals id hash
 """)
 # These functions of torch write to a file, wait for the device, or change how torch computes from then on.
 IMPURE_TORCH = _words("""
@@ -85,7 +86,9 @@ MODES = _words("""
     get_autocast_cpu_dtype is_inference_mode_enabled get_default_dtype get_default_device is_available
     device_count current_device get_device_capability get_device_name get_rank get_world_size is_initialized
     initial_seed get_rng_state are_deterministic_algorithms_enabled get_num_threads get_float32_matmul_precision
-    is_anomaly_enabled memory_allocated max_memory_allocated current_stream
+    is_deterministic_algorithms_warn_only_enabled is_warn_always_enabled is_anomaly_enabled memory_allocated
+    max_memory_allocated current_stream is_compiling is_dynamo_compiling is_exporting is_tracing is_scripting
+    _is_tracing _get_tracing_state
 """)
 # These attributes of a tensor may differ between the probe's tensors on the CPU and the tensors of a real call.
 FACTS_OF_TENSORS = _words("""

@@ -43,6 +43,7 @@ from tigon.runtime.known_names import (
     WRITING_OPERATORS,
 )
 from tigon.runtime.places import MOST_PLACES, REGISTERED, Place, Reach, bits_of, is_simple
+from tigon.runtime.stock import CALLS_OF_INSTANCES
 
 __all__ = ["explore"]
 
@@ -563,6 +564,10 @@ class _Search:
             if "super" in self.names:
                 for base in definers[1:]:
                     self.place(base, "static", name, vars(base)[name], f"{base.__qualname__}.{name}")
+        # `cls.name` also finds what a metaclass defines, such as a property, which may read anything.
+        if (metaclass := type(cls)) is not type:
+            special = {name for name in _special_methods(metaclass) if self.may_call(metaclass, name)}
+            self.visit_class_attributes(metaclass, sorted(self.names | special), f"type({path})", cls)
 
     def attribute_names(self, attributes: dict[str, Any], skipped: frozenset[str]) -> list[str]:
         names = attributes.keys() if self.all_names else self.names & attributes.keys()
@@ -636,10 +641,14 @@ class _Search:
         inherited = [n for n in sorted(names - skipped) if n in self.stored or _defines(kind, n, nn.Module.__mro__)]
         self.forbid(attributes, inherited, path, owner=None if owner is None else "dict")
         if owner is not None:
-            if "forward" in attributes:
-                self.place(attributes, "item", "forward", attributes["forward"], f"{path}.forward")
-            else:
-                self.forbid(attributes, ["forward"], path)
+            for name in ("forward", *CALLS_OF_INSTANCES):
+                if name in attributes:
+                    self.place(attributes, "item", name, attributes[name], f"{path}.{name}")
+                else:
+                    self.forbid(attributes, [name], path)
+            # An op makes no such call, so torch's own calls must be those that the probes made.
+            for name in ("__call__", "_call_impl"):
+                self.place(module, "class", name, getattr(kind, name), f"{path}.{name}")
             hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
             self.reach.places += [
                 Place(attributes[hook], "length", None, len(attributes[hook]), f"{path}.{hook}") for hook in hooks

@@ -1,4 +1,9 @@
-"""Facts about code that other libraries may replace: who wrote a function, and whether torch's own still runs."""
+"""Facts about code that other libraries may replace: who wrote a function, and whether torch's own still runs.
+
+`module(x)` runs `type(module).__call__`, which runs `module._compiled_call_impl` if it is set, and else
+`module._call_impl`. That runs the hooks and `module.forward`. `nn.Module._wrapped_call_impl` is the function that
+`__call__` was made of; torch does not look it up again.
+"""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-__all__ = ["calls_are_stock", "origin_of"]
+__all__ = ["CALLS_OF_INSTANCES", "calls_are_stock", "has_stock_call", "linears_are_stock", "origin_of"]
+
+# Attributes of an instance that its call looks up and that hold no forward.
+CALLS_OF_INSTANCES = "_call_impl", "_compiled_call_impl"
 
 
 def origin_of(function: Callable) -> str:
@@ -25,9 +33,27 @@ def _stock(function: object, file: str) -> object:
 # Quantisation and adapter libraries replace these for all layers; then a layer's call is more than its product.
 _FORWARD = _stock(nn.Linear.forward, "torch/nn/modules/linear.py")
 _CALL = _stock(nn.Module.__call__, "torch/nn/modules/module.py")
+_CALL_IMPL = _stock(nn.Module._call_impl, "torch/nn/modules/module.py")
 _LINEAR = torch._C._nn.linear
 
 
-def calls_are_stock() -> bool:
-    """Return whether `nn.Linear.forward`, `nn.Module.__call__` and `F.linear` are those of torch."""
-    return nn.Linear.forward is _FORWARD and nn.Module.__call__ is _CALL and torch.nn.functional.linear is _LINEAR
+def linears_are_stock() -> bool:
+    """Return whether `nn.Linear.forward` and `F.linear` are those of torch."""
+    return nn.Linear.forward is _FORWARD and torch.nn.functional.linear is _LINEAR
+
+
+def has_stock_call(module: nn.Module) -> bool:
+    """Return whether a call of the module runs its hooks and its forward, and nothing else.
+
+    This is False if `__call__` or `_call_impl` of its class is not that of torch, or if one of `CALLS_OF_INSTANCES` was
+    assigned to the module.
+    """
+    cls, own = type(module), module.__dict__
+    is_stock = cls.__call__ is _CALL and cls._call_impl is _CALL_IMPL
+    return is_stock and "_call_impl" not in own and "_compiled_call_impl" not in own
+
+
+def calls_are_stock(module: nn.Module) -> bool:
+    """Return whether the module and every module in it has a stock call."""
+    # These two have a `__call__` of their own, which raises.
+    return all(has_stock_call(m) for m in module.modules() if not isinstance(m, (nn.ParameterDict, nn.ParameterList)))
