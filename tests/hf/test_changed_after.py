@@ -266,7 +266,7 @@ def test_a_head_that_is_called_twice_is_stopped(pair, batch):
         return forward(Stub, *args, **kwargs)
 
     Twice.forward = again
-    with pytest.raises(RuntimeError, match="its head was called twice"):
+    with pytest.raises(RuntimeError, match="called its head twice"):
         model(**batch)
 
 
@@ -330,12 +330,28 @@ def with_logits_of(head):
 def test_a_model_that_detaches_its_logits_stays_stock(make_model):
     model = make_model()
     with_logits_of(lambda head, x: head(x).detach())(model)
+    assert said_of_the_loss(model) == "its forward computes more than its loss from its logits (detach)"
+
+
+class HalfOfTheGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits):
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient / 2
+
+
+def test_a_model_that_halves_the_gradient_of_its_logits_stays_stock(make_model):
+    model = make_model()
+    with_logits_of(lambda head, x: HalfOfTheGradient.apply(head(x)))(model)
     assert said_of_the_loss(model) == "the gradients of its loss are not those of the standard one"
 
 
-def test_a_model_that_detaches_half_of_its_logits_stays_stock(make_model):
+def test_a_model_that_interpolates_its_logits_stays_stock(make_model):
     model = make_model()
-    with_logits_of(lambda head, x: torch.lerp(y := head(x), y.detach(), 0.5))(model)
+    with_logits_of(lambda head, x: torch.lerp(y := head(x), 2 * y, 0.5))(model)
     assert said_of_the_loss(model) == "its forward computes more than its loss from its logits (lerp)"
 
 
