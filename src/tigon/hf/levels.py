@@ -2,16 +2,19 @@
 
 import functools
 import inspect
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tigon.memory import lean
-from tigon.memory.repeating import REPEATING
+from tigon.memory.layers import LayerJudgement
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
-from tigon.runtime.reach import explore
 
 __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
 
@@ -174,22 +177,56 @@ def once(function: Callable, *args: Any) -> Any:
         return function(*args)
 
 
+class Checkpointed:
+    """Checkpoint a layer, or call it once if a second run might differ. This takes the place of the switch's function.
+
+    The layer may change after the patch, so each call compares what the judgement rests on.
+    """
+
+    def __init__(self, layer: nn.Module) -> None:
+        # The reference is weak, so that a model that is deleted frees its memory at once.
+        self.layer = weakref.ref(layer)
+        # A copied layer is judged at its first call. It is not complete before.
+        self.judgement: LayerJudgement | None = None
+
+    def __reduce__(self):
+        return Checkpointed, (self.layer(),)
+
+    def __call__(self, function: Callable, *args: Any) -> Any:
+        if torch.compiler.is_compiling():
+            may_repeat = self._may_repeat_in_graph()
+        elif may_repeat := self._may_repeat():
+            function = self.judgement.repeated(function, self.layer())
+        return checkpoint(function, *args, use_reentrant=False) if may_repeat else once(function, *args)
+
+    def judge(self) -> str | None:
+        """Return why the layer must not run twice; None if it may."""
+        layer = self.layer()
+        if layer is None:
+            return "it is a shallow copy of a layer that is gone"
+        if self.judgement is None or not self.judgement.is_current(layer):
+            self.judgement = LayerJudgement(layer)
+        return self.judgement.reason
+
+    def _may_repeat(self) -> bool:
+        known = self.judgement and self.judgement.reason
+        reason = self.judge()
+        if reason not in (None, known):
+            name = type(self.layer()).__name__
+            warnings.warn(
+                f"tigon: {name} is not checkpointed, because a second run might differ: {reason}", stacklevel=4
+            )
+        return reason is None
+
+    @torch._dynamo.assume_constant_result
+    def _may_repeat_in_graph(self) -> bool:
+        """The comparison, once for each graph."""
+        return self._may_repeat()
+
+
 def _is_innermost(module: nn.Module) -> bool:
     """Return True if a module has the switch `gradient_checkpointing`, and no module in it has."""
     return hasattr(module, SWITCHES[0]) and sum(hasattr(m, SWITCHES[0]) for m in module.modules()) == 1
-
-
-def _not_repeatable(layer: nn.Module) -> str | None:
-    """Return why a layer must not run twice: a module in it writes or reads state that a second run would change.
-
-    Modules of the packages in `REPEATING` are not checked. None means that the layer may run twice.
-    """
-    for name, module in layer.named_modules():
-        if type(module).__module__.partition(".")[0] not in REPEATING:
-            reach = explore(module)
-            if found := (*reach.writes, *reach.unwatchable):
-                return f"{name or type(layer).__name__} ({type(module).__name__}) {found[0]}"
-    return None
 
 
 def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
@@ -216,11 +253,12 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
         for key in HOOKS:
             vars(owner).pop(key, None)
         vars(owner).update(hooks)
+        for module, _ in had:
+            setattr(module, SWITCHES[1], Checkpointed(module))
         if (last := _last_layer(owner)) is not None:
             setattr(last, SWITCHES[1], once)
         for layer in (m for m in owner.modules() if _is_innermost(m)):
-            if (reason := _not_repeatable(layer)) is not None:
-                setattr(layer, SWITCHES[1], once)
+            if layer is not last and (reason := vars(layer)[SWITCHES[1]].judge()) is not None:
                 kept.append(reason)
         undo += [functools.partial(_give_back, m, before, vars(m)[SWITCHES[1]]) for m, before in had]
     left_out = any(getattr(m, SWITCHES[1], None) is once for owner in _owners(model) for m in owner.modules())

@@ -19,10 +19,12 @@ from tigon.ops.dispatch import any_global_hook
 from tigon.runtime.reach import explore, is_simple
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
 
-__all__ = ["REPEATING", "CallWatch", "RepeatedCall"]
+__all__ = ["REPEATING", "CallWatch", "RepeatedCall", "foreign_hook"]
 
-# Whose hooks on a module only gather and shard what is in it, or convert what goes in and out.
+# Whose hooks on a module only gather and shard what is in it, or convert what goes in and out. Those that transformers
+# leaves on layers for the outputs of a call (`output_hidden_states`) do nothing outside of that call.
 _ENGINES = "torch.distributed.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations."
+_ENGINES += ("transformers.utils.output_capturing",)
 
 # Packages whose layers, quantised ones and adapters, give the same at every call but for torch's random numbers and
 # buffers, which are compared.
@@ -38,15 +40,21 @@ def _is_plain(module: nn.Module) -> bool:
     return is_stock and not hooks and "forward" not in vars(module)
 
 
+def foreign_hook(module: nn.Module) -> str | None:
+    """Return the Python module that wrote a forward hook of a module, if it is none of an engine; None otherwise."""
+    if not (module._forward_pre_hooks or module._forward_hooks):
+        return None
+    origins = (origin_of(h) for hooks in (module._forward_pre_hooks, module._forward_hooks) for h in hooks.values())
+    return next((origin for origin in origins if not origin.startswith(_ENGINES)), None)
+
+
 def _does_more(module: nn.Module) -> bool:
     """Return whether a call has hooks that may do more than gather parameters, or was replaced.
 
     Such code must run once for each call of the model.
     """
-    if any_global_hook() or not calls_are_stock(module):
-        return True
-    hooks = (h for m in module.modules() for g in (m._forward_pre_hooks, m._forward_hooks) for h in g.values())
-    return any(not origin_of(hook).startswith(_ENGINES) for hook in hooks)
+    is_changed = any_global_hook() or not calls_are_stock(module)
+    return is_changed or any(foreign_hook(m) is not None for m in module.modules())
 
 
 def _state(module: nn.Module, x: Tensor) -> tuple | None:

@@ -1,0 +1,254 @@
+"""`memory="checkpoint"`: a layer runs twice only if the second run computes what the first one did.
+
+A hook, a class or a forward that is on a projection before the patch, that comes after it, or that comes between the
+forward pass and backward.
+"""
+
+import contextlib
+import functools
+import gc
+import types
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+
+pytest.importorskip("transformers")
+
+from hf.ways import batch, build
+from memory.runs import count_runs
+
+
+def times_counter(module: nn.Module, y: torch.Tensor) -> torch.Tensor:
+    """Change the output by a value that differs in every call."""
+    module.calls = getattr(module, "calls", 0) + 1
+    return y * (1 + 0.1 * (module.calls % 3))
+
+
+class Counting(nn.Linear):
+    def forward(self, x):
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) * (1 + 0.1 * (self.calls % 3))
+
+
+class Doubling(nn.Linear):
+    """A layer that may run twice."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def counted(self, x):
+    return times_counter(self, nn.Linear.forward(self, x))
+
+
+class WithFunction(nn.Linear):
+    """A layer that may run twice as long as its function may."""
+
+    function = staticmethod(torch.sin)
+
+    def forward(self, x):
+        return self.function(super().forward(x))
+
+
+CALLS = []
+
+
+def append(y):
+    CALLS.append(1)
+    return y * (1 + 0.1 * (len(CALLS) % 3))
+
+
+def with_hook(gate):
+    gate.register_forward_hook(lambda module, args, y: times_counter(module, y))
+
+
+def with_pre_hook(gate):
+    gate.register_forward_pre_hook(lambda module, args: times_counter(module, args[0]))
+
+
+def with_class(gate):
+    gate.__class__ = Counting
+
+
+def with_forward(gate):
+    gate.forward = types.MethodType(counted, gate)
+
+
+def with_partial_forward(gate):
+    gate.forward = functools.partial(counted, gate)
+
+
+CHANGES = {
+    with_hook: f"mlp.gate_proj (Linear) has a forward hook (by {__name__})",
+    with_pre_hook: f"mlp.gate_proj (Linear) has a forward hook (by {__name__})",
+    with_class: "mlp.gate_proj (Counting) writes .calls (Counting.forward, test_checkpointed_layers.py:",
+    with_forward: "mlp.gate_proj (Linear) writes .calls (times_counter, test_checkpointed_layers.py:",
+    with_partial_forward: "mlp.gate_proj (Linear) writes .calls (times_counter, test_checkpointed_layers.py:",
+}
+each_change = pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+
+
+def gates(model):
+    return [layer.mlp.gate_proj for layer in model.model.layers]
+
+
+def change_all(model, change):
+    for gate in gates(model):
+        change(gate)
+
+
+def assert_stock_steps(model, stock, steps=2):
+    """A second step counts on where the first one ended, so it differs after a run too many."""
+    for i in range(steps):
+        for each in (model, stock):
+            each.zero_grad()
+            each(**batch(i)).loss.backward()
+        for (name, p), expected in zip(model.named_parameters(), stock.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, expected.grad, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@each_change
+def test_before_the_patch(change):
+    model, stock = build("llama", num_hidden_layers=3), build("llama", num_hidden_layers=3)
+    change_all(model, change), change_all(stock, change)
+    (note,) = [note for note in tigon.patch(model, memory="checkpoint").notes if note.startswith("checkpoint")]
+    assert f"2 layers run once, because a second run might differ: {CHANGES[change]}" in note
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_stock_steps(model, stock)
+
+
+@each_change
+def test_after_the_patch(change):
+    """One layer is changed, and the warning comes once. The last layer always runs once."""
+    model, stock = build("llama", num_hidden_layers=3), build("llama", num_hidden_layers=3)
+    tigon.patch(model, memory="checkpoint")
+    assert_stock_steps(model, stock, 1)
+    change(gates(model)[0]), change(gates(stock)[0])
+    runs = [count_runs(layer) for layer in model.model.layers]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert_stock_steps(model, stock)
+    (warning,) = [str(each.message) for each in caught if "tigon" in str(each.message)]
+    assert "tigon: LlamaDecoderLayer is not checkpointed, because a second run might differ: " in warning
+    assert CHANGES[change] in warning
+    assert [len(run) for run in runs] == [2, 4, 2]
+
+
+def test_a_function_that_a_layer_calls_changes_after_the_patch():
+    model, stock = build("llama"), build("llama")
+    for gate in (*gates(model), *gates(stock)):
+        gate.__class__ = WithFunction
+    tigon.patch(model, memory="checkpoint")
+    runs = count_runs(model.model.layers[0])
+    assert_stock_steps(model, stock, 1)
+    assert len(runs) == 2
+    results = []
+    for each in (stock, model):
+        CALLS.clear()
+        gates(each)[0].function = append
+        each.zero_grad()
+        warns = pytest.warns(UserWarning, match="may write to CALLS") if each is model else contextlib.nullcontext()
+        with warns:
+            each(**batch(0)).loss.backward()
+        results.append([p.grad for p in each.parameters()])
+        assert len(CALLS) == 1
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_layer_that_is_pure_again_is_checkpointed_again():
+    model = build("llama")
+    handle = gates(model)[0].register_forward_hook(lambda *_: None)
+    tigon.patch(model, memory="checkpoint")
+    runs = count_runs(model.model.layers[0])
+    model(**batch(0)).loss.backward()
+    assert len(runs) == 1
+    handle.remove()
+    model(**batch(0)).loss.backward()
+    assert len(runs) == 3
+
+
+@pytest.mark.filterwarnings("error")
+def test_changes_that_a_second_run_repeats():
+    """Another class that is pure, and the hooks that transformers leaves on layers for `output_hidden_states`."""
+    model, stock = build("llama"), build("llama")
+    tigon.patch(model, memory="checkpoint")
+    runs = count_runs(model.model.layers[0])
+    for gate in (*gates(model), *gates(stock)):
+        gate.__class__ = Doubling
+    model(**batch(0), output_hidden_states=True)
+    assert model.model.layers[0]._forward_hooks
+    runs.clear()
+    assert_stock_steps(model, stock, 1)
+    assert len(runs) == 2
+
+
+def with_another_child(gate):
+    gate.child = nn.Identity()
+
+
+def with_doubling(gate):
+    gate.__class__ = Doubling
+
+
+@pytest.mark.parametrize("change", [*CHANGES, with_doubling, with_another_child], ids=lambda change: change.__name__)
+def test_between_forward_and_backward(change):
+    model = build("llama")
+    tigon.patch(model, memory="checkpoint")
+    loss = model(**batch(0)).loss
+    change(gates(model)[0])
+    with pytest.raises(RuntimeError, match=r"a checkpointed layer \(LlamaDecoderLayer\) has to run again in backward"):
+        loss.backward()
+
+
+def test_a_hook_of_an_engine_between_forward_and_backward():
+    model = build("llama")
+    tigon.patch(model, memory="checkpoint")
+    loss = model(**batch(0)).loss
+    runs = count_runs(model.model.layers[0])
+    loss.backward()
+    assert len(runs) == 1
+
+
+def test_a_hook_of_all_modules():
+    model, seen = build("llama"), []
+    tigon.patch(model, memory="checkpoint")
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module))
+    try:
+        with pytest.warns(UserWarning, match="is not checkpointed, .* a hook of all modules is registered"):
+            model(**batch(0)).loss.backward()
+    finally:
+        handle.remove()
+    assert seen.count(gates(model)[0]) == 1
+
+
+def test_compiled_with_a_hook_that_comes_after_the_patch():
+    torch._dynamo.reset()
+    model, stock = build("llama", use_cache=False), build("llama", use_cache=False)
+    tigon.patch(model, memory="checkpoint")
+    change_all(model, with_hook), change_all(stock, with_hook)
+    model.compile(backend="aot_eager")
+    with pytest.warns(UserWarning, match="LlamaDecoderLayer is not checkpointed"):
+        assert_stock_steps(model, stock)
+    torch._dynamo.reset()
+
+
+def test_a_checkpointed_layer_frees_its_memory_at_once():
+    model = build("llama")
+    tigon.patch(model, memory="checkpoint")
+    model(**batch(0)).loss.backward()
+    layer = model.model.layers[0]
+    switch, reference = layer._gradient_checkpointing_func, weakref.ref(layer)
+    gc.disable()
+    try:
+        del model, layer
+        assert reference() is None
+    finally:
+        gc.enable()
+    assert switch.judgement.reason is None
