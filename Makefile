@@ -18,13 +18,13 @@ PART ?=
 TYPES := afmoe deepseek_v3 falcon gemma2 gemma3_text glm4_moe gpt2 gpt_oss granitemoe llama llama4_text mamba mixtral \
 	olmo2 phi3 qwen3 qwen3_next
 TRAINED := $(TYPES:%='tests/hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact[%]')
-WITH_OTHERS = tests/test_versions.py tests/test_cli.py tests/bench/test_plots.py tests/recognition \
+WITH_OTHERS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests/tools/bench/test_plots.py tests/recognition \
 	$(if $(PART),tests/hf/test_patch.py tests/hf/test_by_type.py $(TRAINED),tests/hf)
 
 # What runs the kernels: in Triton's interpreter, and those of it that a GPU can run.
 ON_KERNELS := tests/ops tests/recognition/test_glue.py
 BY_KERNELS := $(ON_KERNELS) tests/memory/test_bytes.py tests/memory/test_lean.py \
-	tests/plan/test_plan.py::test_kept_is_what_a_step_saves
+	tests/tools/plan/test_plan.py::test_kept_is_what_a_step_saves
 WORKERS := --numprocesses 2 --dist worksteal
 
 # Two workers on two cores: more threads in each would only wait for each other.

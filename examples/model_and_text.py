@@ -13,8 +13,8 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor
 
-from tigon.presets import PRESETS, preset_config
-from tigon.training.text import MIN_VOCAB, batches, read_text, tokenise
+from tigon.tools.presets import PRESETS, preset_config
+from tigon.tools.training.text import MIN_VOCAB, batches, read_text, tokenise
 
 TINY = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import tigon
 from tigon.hf import head
-from tigon.ops import linear_chunks
+from tigon.ops.head import chunks as linear_chunks
 
 STEPS, BATCH, LENGTH = 4, 2, 4096
 

@@ -8,7 +8,7 @@ import statistics
 import torch
 
 import tigon
-from tigon.bench.cases import Case
+from tigon.tools.bench.cases import Case
 
 T, H, V = 8192, 4096, 128256
 

@@ -13,23 +13,23 @@ import torch
 from torch import Tensor
 
 import tigon
-from tigon.ops.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
-from tigon.ops.glu import geglu_reference, swiglu_reference
-from tigon.ops.jsd import jsd_reference
-from tigon.ops.kl_div import kl_div_reference
-from tigon.ops.layer_norm import layer_norm_reference
-from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.ops.moe_mlp import moe_mlp_reference
-from tigon.ops.qk_norm_rope import qk_norm_rope_reference
-from tigon.ops.relu2 import relu2_reference
-from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
-from tigon.ops.rope import rope_reference
-from tigon.ops.softmax import softmax_reference
-from tigon.ops.tvd import tvd_reference
+from tigon.ops.experts.moe_mlp import moe_mlp_reference
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
+from tigon.ops.logits.jsd import jsd_reference
+from tigon.ops.logits.kl_div import kl_div_reference
+from tigon.ops.logits.softmax import softmax_reference
+from tigon.ops.logits.tvd import tvd_reference
+from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
+from tigon.ops.mlps.relu2 import relu2_reference
+from tigon.ops.norms.layer_norm import layer_norm_reference
+from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
+from tigon.ops.rotary.rope import rope_reference
 from tigon.testing import assert_accurate
 
 # The interpreter truncates bf16 stores, and its dot of bf16 is wrong: bf16 is for a GPU, or for the references.
-INTERPRETED = tigon.ops.dispatch.INTERPRETED
+INTERPRETED = tigon.runtime.device.INTERPRETED
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import tigon
-from tigon.training.text import read_text
+from tigon.tools.training.text import read_text
 
 
 @dataclass(frozen=True)

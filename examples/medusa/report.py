@@ -3,7 +3,7 @@
 from itertools import cycle
 from pathlib import Path
 
-from tigon.training import figures
+from tigon.tools.training import figures
 
 GIB = 2**30
 

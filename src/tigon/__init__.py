@@ -10,27 +10,27 @@ The ops are here as functions and modules; what needs transformers is imported w
 
 import importlib
 
-from tigon.requirements import require
+from tigon.runtime.requirements import require
 
 require("tigon", "torch", "triton")
 
-from tigon.memory import lean
-from tigon.ops.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy
-from tigon.ops.glu import geglu, swiglu
-from tigon.ops.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
-from tigon.ops.jsd import JSDLoss, jsd
-from tigon.ops.kl_div import KLDivLoss, kl_div
-from tigon.ops.layer_norm import LayerNorm, layer_norm
-from tigon.ops.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from tigon.ops.moe_mlp import moe_mlp
-from tigon.ops.qk_norm_rope import qk_norm_rope
-from tigon.ops.relu2 import ReLU2MLP, relu2
-from tigon.ops.rms_norm import RMSNorm, add_rms_norm, rms_norm
-from tigon.ops.rope import rope
-from tigon.ops.softmax import Softmax, softmax
-from tigon.ops.tvd import TVDLoss, tvd
-from tigon.ops.valid_rows import ValidRows
-from tigon.optim import AdamW
+from tigon.memory.lean import lean
+from tigon.ops.experts.moe_mlp import moe_mlp
+from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from tigon.ops.logits.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy
+from tigon.ops.logits.jsd import JSDLoss, jsd
+from tigon.ops.logits.kl_div import KLDivLoss, kl_div
+from tigon.ops.logits.softmax import Softmax, softmax
+from tigon.ops.logits.tvd import TVDLoss, tvd
+from tigon.ops.logits.valid_rows import ValidRows
+from tigon.ops.mlps.glu import geglu, swiglu
+from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
+from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
+from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
+from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
+from tigon.ops.optim.adamw import AdamW
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
+from tigon.ops.rotary.rope import rope
 
 __version__ = "0.1.0"
 

@@ -182,7 +182,7 @@ def test_other_dtypes():
         shapes = (E, 2 * INNER, H), (E, H, INNER), (E, 2 * INNER), (E, H)
         experts = [(0.05 * torch.randn(s, device="cuda")).to(dtype).requires_grad_() for s in shapes]
         results = []
-        for function in (tigon.moe_mlp, tigon.ops.moe_mlp.moe_mlp_reference):
+        for function in (tigon.moe_mlp, tigon.ops.experts.moe_mlp.moe_mlp_reference):
             up, down, up_bias, down_bias = experts
             y = function(x, up, down, index, weights, up_bias=up_bias, down_bias=down_bias)
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, weights, *experts])])
@@ -206,6 +206,6 @@ def test_accuracy_with_biases(activation):
         y = function(x, up, down, index, weights, **options, **dict(zip(("up_bias", "down_bias"), biases, strict=True)))
         return [y.detach(), *torch.autograd.grad(y, own, dy.to(y.dtype))]
 
-    reference = tigon.ops.moe_mlp.moe_mlp_reference
+    reference = tigon.ops.experts.moe_mlp.moe_mlp_reference
     for i, triple in enumerate(zip(run(tigon.moe_mlp), run(reference), run(reference, torch.float64), strict=True)):
         assert_accurate(*triple, msg=str(i))

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
-import tigon.ops.products as products
+import tigon.runtime.products as products
 from op_cases import assert_as_accurate_as_eager
-from tigon.bench.inputs import Maker
-from tigon.bench.inputs import linear_cross_entropy as bench_inputs
-from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.tools.bench.inputs import Maker
+from tigon.tools.bench.inputs import linear_cross_entropy as bench_inputs
 
 BF16 = torch.bfloat16
 MIB = 2**20
@@ -150,7 +150,7 @@ def _computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             rows.append(a.shape[0])
         product(a, b, out, accumulate)
 
-    monkeypatch.setattr("tigon.ops.linear_chunks.product", spy)
+    monkeypatch.setattr("tigon.ops.head.chunks.product", spy)
     return rows
 
 

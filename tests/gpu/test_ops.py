@@ -7,18 +7,18 @@ import torch
 
 import tigon
 from op_cases import CASES, Case, as_list, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
-from tigon.ops.glu import swiglu_reference
-from tigon.ops.jsd import jsd_reference
-from tigon.ops.kl_div import kl_div_reference
-from tigon.ops.layer_norm import layer_norm_reference
-from tigon.ops.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.ops.qk_norm_rope import qk_norm_rope_reference
-from tigon.ops.relu2 import relu2_reference
-from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
-from tigon.ops.rope import rope_reference
-from tigon.ops.softmax import softmax_reference
-from tigon.ops.tvd import tvd_reference
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
+from tigon.ops.logits.jsd import jsd_reference
+from tigon.ops.logits.kl_div import kl_div_reference
+from tigon.ops.logits.softmax import softmax_reference
+from tigon.ops.logits.tvd import tvd_reference
+from tigon.ops.mlps.glu import swiglu_reference
+from tigon.ops.mlps.relu2 import relu2_reference
+from tigon.ops.norms.layer_norm import layer_norm_reference
+from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
+from tigon.ops.rotary.rope import rope_reference
 
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 BF16 = torch.bfloat16

@@ -5,10 +5,10 @@ import torch
 
 import tigon
 from op_cases import assert_as_accurate_as_eager
-from tigon.ops import token_loss_row
-from tigon.ops.cross_entropy import cross_entropy_reference
-from tigon.ops.token_loss import Options, Wants, statistics
-from tigon.ops.token_loss_row import Config
+from tigon.ops.logits.cross_entropy import cross_entropy_reference
+from tigon.ops.logits.token import row as token_loss_row
+from tigon.ops.logits.token.kernels import Options, Wants, statistics
+from tigon.ops.logits.token.row import Config
 
 OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}, {"token_scaling": True, "z_loss": 1e-3}]
 

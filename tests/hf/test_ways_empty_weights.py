@@ -88,8 +88,8 @@ def test_weights_that_are_elsewhere(make_model, batch, monkeypatch, model_type, 
     assert not report.left_alone, report
     if order == "patch first":
         engine(model)
-    calls, asked = [], tigon.ops.glu.runs_kernels
-    monkeypatch.setattr("tigon.ops.glu.runs_kernels", lambda *x: calls.append(x) or asked(*x))
+    calls, asked = [], tigon.ops.mlps.glu.runs_kernels
+    monkeypatch.setattr("tigon.ops.mlps.glu.runs_kernels", lambda *x: calls.append(x) or asked(*x))
     given = step(model, batch)
     assert len(calls) == 2, "hooks on an activation that move no weights turned off the gated MLPs"
     loss = stock(**batch).loss

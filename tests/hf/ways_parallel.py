@@ -23,7 +23,7 @@ from transformers import AttentionInterface
 
 import tigon
 from hf.ways import DEVICE, assert_same, batch, build, distributed, patch, step
-from tigon.ops import dispatch
+from tigon.runtime import device
 
 
 def by_plan(model: nn.Module) -> nn.Module:
@@ -86,10 +86,10 @@ def patched_by_type(rank: int) -> None:
 def no_kernel_on_parts(rank: int) -> None:
     """A DTensor has no memory of its own that a kernel could read."""
     x = distribute_tensor(torch.randn(4, 8, device=DEVICE), dist.init_device_mesh(DEVICE, (2,)), [Shard(0)])
-    before, dispatch.INTERPRETED = dispatch.INTERPRETED, True
-    assert dispatch.runs_kernels(x.to_local())
-    assert not dispatch.runs_kernels(x)
-    dispatch.INTERPRETED = before
+    before, device.INTERPRETED = device.INTERPRETED, True
+    assert device.runs_kernels(x.to_local())
+    assert not device.runs_kernels(x)
+    device.INTERPRETED = before
 
 
 def attend_to_all(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[Tensor, None]:

@@ -7,7 +7,7 @@ import torch
 from deepspeed.utils import safe_get_full_grad
 from transformers.integrations import HfDeepSpeedConfig
 
-import tigon.ops.glu as glu
+import tigon.ops.mlps.glu as glu
 from hf.ways import DEVICE, Step, assert_same, batch, build, patch, randomise
 from tigon.hf.logits import SKIPPED_LOGITS
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
-from tigon.ops.dispatch import INTERPRETED
+from tigon.runtime.device import INTERPRETED
 
 ROWS, WIDTH, HEADS = (2, 3), 16, 4
 

@@ -91,9 +91,9 @@ def kept_by_graph(lean: bool, **options: bool) -> int:
 @pytest.mark.no_interpreter("It calls no kernel.")
 def test_graphs_with_kernels(monkeypatch):
     """Operators inside of autograd functions are told to be made again as well: norm, its statistics, and product."""
-    for op in (tigon.ops.rms_norm, tigon.ops.glu):
+    for op in (tigon.ops.norms.rms_norm, tigon.ops.mlps.glu):
         monkeypatch.setattr(op, "runs_kernels", lambda *tensors: True)
-    for launches in (tigon.ops.norm, tigon.ops.rows):
+    for launches in (tigon.ops.norms.kernels, tigon.runtime.rows):
         monkeypatch.setattr(launches, "launch", lambda *args, **kwargs: None)
     default = kept_by_graph(False)
     assert default - kept_by_graph(True) == 48 * 4 * (HIDDEN + 1 + INNER)

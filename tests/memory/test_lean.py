@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from memory.steps import ROWS, WIDTH, Step, assert_same_bits, block, normal, run, total
-from tigon.memory import remade
+from tigon.memory.lean import remade
 
 
 class Counted:
@@ -26,7 +26,7 @@ class Counted:
         self.again = remade(self.norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        y = tigon.ops.rms_norm.rms_norm_reference(x, weight)
+        y = tigon.ops.norms.rms_norm.rms_norm_reference(x, weight)
         self.made.append(StorageWeakRef(y.untyped_storage()))
         return y
 
@@ -333,7 +333,7 @@ def test_outside_of_a_block_nothing_changes():
     with tigon.lean():
         pass
     assert run(norm_and_product, False)[0] == {"y"}
-    assert tigon.memory._open == 0
+    assert tigon.memory.lean._open == 0
 
 
 def test_a_result_that_is_saved_after_the_block():
@@ -356,7 +356,7 @@ def test_exceptions():
 
     with pytest.raises(KeyError):
         fail()
-    assert tigon.memory._open == 0
+    assert tigon.memory.lean._open == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     step.loss.backward()
     assert run(norm_and_product, True)[0] == set()
@@ -410,14 +410,14 @@ def test_threads():
     other = threading.Thread(target=loss.backward)
     other.start(), other.join()
     assert_same_bits(step.gradients(), expected[1:])
-    assert tigon.memory._open == 0
+    assert tigon.memory.lean._open == 0
 
 
 def test_without_gradients():
     with tigon.lean(), torch.no_grad():
         x = Step().x()
         y = tigon.rms_norm(x, None)
-        assert not tigon.memory._block().known
+        assert not tigon.memory.lean._block().known
     with torch.inference_mode(), tigon.lean():
         assert torch.equal(tigon.rms_norm(x, None), y)
 
@@ -426,7 +426,7 @@ def test_where_hooks_are_forbidden():
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):  # noqa: SIM117
         with pytest.raises(RuntimeError, match="no hooks here"), tigon.lean():
             pass
-    assert tigon.memory._open == 0
+    assert tigon.memory.lean._open == 0
 
 
 # --- other hooks ---------------------------------------------------------------------------------
@@ -576,7 +576,7 @@ def test_gradients_of_gradients_of_products():
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
         modes.append(torch.is_grad_enabled())
-        return tigon.ops.rms_norm.rms_norm_reference(x, w)
+        return tigon.ops.norms.rms_norm.rms_norm_reference(x, w)
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -624,7 +624,7 @@ def test_nothing_is_left(backward, inside):
             loss.backward()
         del x, y, z, products, loss
         assert step.kept() == set()
-        assert not inside or not (tigon.memory._block().known or tigon.memory._block().nodes)
+        assert not inside or not (tigon.memory.lean._block().known or tigon.memory.lean._block().nodes)
         stack.close()
     finally:
         gc.enable()
@@ -651,4 +651,4 @@ def test_bytes_of_a_step_fall_back():
     with tigon.lean():
         for _ in range(3):
             total(step.product(tigon.rms_norm(step.x(), step.weight()))).backward()
-            assert not tigon.memory._block().known
+            assert not tigon.memory.lean._block().known

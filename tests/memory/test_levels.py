@@ -11,8 +11,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import tigon
 from memory.steps import assert_same_bits
-from tigon import memory
 from tigon.hf import levels
+from tigon.memory import lean as memory
 from tigon.memory.block import Block
 
 pytest.importorskip("transformers")

@@ -9,4 +9,4 @@ def _poison(poisoned):
 @pytest.fixture(autouse=True)
 def _small_products_too(monkeypatch):
     """On a GPU, ignored tokens are left out of the smallest products: what pays is not what these tests are about."""
-    monkeypatch.setattr("tigon.ops.linear_chunks.WORTH_COUNTING", 0)
+    monkeypatch.setattr("tigon.ops.head.chunks.WORTH_COUNTING", 0)

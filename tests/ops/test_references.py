@@ -12,15 +12,15 @@ from torch import Tensor
 
 import tigon
 from op_cases import CASES, Case, as_list, outputs_and_gradients
-from tigon.ops.glu import geglu_reference
-from tigon.ops.jsd import jsd_reference
-from tigon.ops.kl_div import kl_div_reference
-from tigon.ops.layer_norm import layer_norm_reference
-from tigon.ops.qk_norm_rope import qk_norm_rope_reference
-from tigon.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
-from tigon.ops.rope import rope_reference
-from tigon.ops.softmax import softmax_reference
-from tigon.ops.tvd import tvd_reference
+from tigon.ops.logits.jsd import jsd_reference
+from tigon.ops.logits.kl_div import kl_div_reference
+from tigon.ops.logits.softmax import softmax_reference
+from tigon.ops.logits.tvd import tvd_reference
+from tigon.ops.mlps.glu import geglu_reference
+from tigon.ops.norms.layer_norm import layer_norm_reference
+from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
+from tigon.ops.rotary.rope import rope_reference
 
 pytestmark = pytest.mark.no_interpreter("It is about CPU tensors without the interpreter.")
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
 from tigon.recognition import experts
 from tigon.recognition.experts import ExpertsRecipe, recognise_experts
 from tigon.recognition.guard import install_guarded
-from tigon.requirements import _release
+from tigon.runtime.requirements import _release
 from tigon.testing import assert_accurate
 
 transformers = pytest.importorskip("transformers", "5.0")

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 import tigon
 from op_cases import DEVICE
-from tigon.ops.dispatch import runs_kernels
 from tigon.recognition import glue
 from tigon.recognition.glue import glued
 from tigon.recognition.replacement import find_replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS
+from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 
 WIDTH = 32

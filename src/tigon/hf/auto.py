@@ -5,7 +5,7 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.patch import patch
-from tigon.requirements import require
+from tigon.runtime.requirements import require
 
 __all__ = ["AutoModelForCausalLM"]
 

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.report import Report
-from tigon.requirements import require
+from tigon.runtime.requirements import require
 
 __all__ = ["config_class", "patch_type"]
 

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.recognition.replacement import Replacement, exchange, find_replacement, foreign_forward, install, written_in
+from tigon.recognition.replacement import Replacement, exchange, find_replacement, foreign_forward, install
+from tigon.runtime.stock import written_in
 
 __all__ = ["watch_entry"]
 

@@ -40,12 +40,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
-from tigon.ops.dispatch import PLAIN, any_global_hook
-from tigon.ops.linear_chunks import find_rows
-from tigon.ops.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.head.chunks import find_rows
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
+from tigon.runtime.autograd import any_global_hook
+from tigon.runtime.device import PLAIN
 from tigon.runtime.places import compile_expression
 from tigon.runtime.stock import calls_are_stock, linears_are_stock
 

@@ -28,7 +28,6 @@ from tigon.hf.head import (
     read_setting,
 )
 from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
-from tigon.ops.dispatch import PLAIN
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.replacement import (
     find_replacement,
@@ -37,7 +36,6 @@ from tigon.recognition.replacement import (
     install,
     uninstall,
     wrapped_forward,
-    written_in,
 )
 from tigon.recognition.source import innermost
 from tigon.recognition.standin import (
@@ -54,9 +52,10 @@ from tigon.recognition.standin import (
     without_parameters,
 )
 from tigon.runtime.bytecode import code_use
+from tigon.runtime.device import PLAIN
 from tigon.runtime.places import Place
 from tigon.runtime.reach import explore
-from tigon.runtime.stock import calls_are_stock
+from tigon.runtime.stock import calls_are_stock, written_in
 
 __all__ = ["attach", "learn_loss"]
 

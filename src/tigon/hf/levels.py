@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tigon.memory import lean
 from tigon.memory.layers import LayerJudgement
+from tigon.memory.lean import lean
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
 __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]

@@ -22,7 +22,7 @@ from tigon.recognition.norms import recognise_norm
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.rope import RopeRecipe, recognise_rope
 from tigon.recognition.standin import describe
-from tigon.requirements import require_for
+from tigon.runtime.requirements import require_for
 
 __all__ = ["patch", "patched"]
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import nn
 
-from tigon.memory import runs_again
+from tigon.memory.lean import runs_again
 from tigon.memory.repeating import REPEATING, foreign_hook
-from tigon.ops.dispatch import any_global_hook
-from tigon.recognition.replacement import written_in
+from tigon.runtime.autograd import any_global_hook
 from tigon.runtime.reach import Reach, explore
+from tigon.runtime.stock import written_in
 
 __all__ = ["LayerJudgement"]
 

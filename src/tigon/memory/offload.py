@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tigon.ops.dispatch import simulation_of
+from tigon.runtime.device import simulation_of
 
 __all__ = ["Away"]
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.dispatch import any_global_hook
+from tigon.runtime.autograd import any_global_hook
 from tigon.runtime.reach import explore, is_simple
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
 

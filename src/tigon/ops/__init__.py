@@ -1,1 +1,1 @@
-"""One op, one file: maths, reference, configuration, kernels, launchers, autograd, function, module."""
+"""The ops, a folder for each family; what all of them stand on is in `tigon.runtime`."""

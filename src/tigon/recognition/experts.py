@@ -11,10 +11,10 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN
-from tigon.ops.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach import explore
 
 __all__ = ["ExpertsRecipe", "recognise_experts"]

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.memory import is_lean
-from tigon.ops.dispatch import runs_kernels
-from tigon.ops.linears import is_hooked, linears
-from tigon.ops.rms_norm import add_rms_norm, rms_norm_passing
+from tigon.memory.lean import is_lean
+from tigon.ops.mlps.projections import is_hooked, linears
+from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_passing
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norms import RMSNormRecipe, recognise_norm
 from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, overwritten_inputs, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach import explore
 
 __all__ = ["GlueRecipe", "glued", "overwritten_norms", "recognise_glue"]

@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from tigon.memory import call, remade_mlp
-from tigon.ops.dispatch import KERNEL_DTYPES, PLAIN, any_global_hook
-from tigon.ops.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
-from tigon.ops.relu2 import relu2, relu2_reference
+from tigon.memory.lean import call, remade_mlp
+from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
+from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
 from tigon.recognition.probes import (
     DTYPES,
@@ -45,6 +44,8 @@ from tigon.recognition.standin import (
     without_parameters,
 )
 from tigon.recognition.symbolic import find_size_use
+from tigon.runtime.autograd import any_global_hook
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.places import is_simple
 from tigon.runtime.reach import Reach, explore
 

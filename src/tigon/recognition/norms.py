@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.dispatch import PLAIN, runs_kernels
-from tigon.ops.glu import swiglu
-from tigon.ops.layer_norm import layer_norm, layer_norm_reference
-from tigon.ops.rms_norm import rms_norm, rms_norm_reference
+from tigon.ops.mlps.glu import swiglu
+from tigon.ops.norms.layer_norm import layer_norm, layer_norm_reference
+from tigon.ops.norms.rms_norm import rms_norm, rms_norm_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
 from tigon.recognition.probes import (
     DTYPES,
@@ -41,6 +40,7 @@ from tigon.recognition.standin import (
     unusual,
 )
 from tigon.recognition.symbolic import find_size_use
+from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.reach import Reach, explore
 
 __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.runtime.stock import has_stock_call, origin_of
+from tigon.runtime.stock import has_stock_call, origin_of, written_in
 
 __all__ = [
     "Replacement",
@@ -156,11 +156,6 @@ def is_changed(module: nn.Module) -> bool:
     # Those of DeepSpeed, on every module, move its parameters.
     change = any(not str(hook.__module__).startswith("deepspeed.") for group in hooks for hook in group.values())
     return change or _assigned_forward(module) is not None or not has_stock_call(module)
-
-
-def written_in(function: Callable) -> str:
-    """The Python module that a function's own code is in; `functools.wraps` gives it the name of what it wraps."""
-    return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 
 def is_of_an_engine(hook: Callable) -> bool:

@@ -18,13 +18,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.dispatch import runs_kernels
-from tigon.ops.rope import Layout, Table, rope, rope_reference, rotary_size
+from tigon.ops.rotary.rope import Layout, Table, rope, rope_reference, rotary_size
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.glue import glued
 from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuilt
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.runtime.bytecode import code_use
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach import explore
 
 __all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]

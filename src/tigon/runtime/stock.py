@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-__all__ = ["CALLS_OF_INSTANCES", "calls_are_stock", "has_stock_call", "linears_are_stock", "origin_of"]
+__all__ = ["CALLS_OF_INSTANCES", "calls_are_stock", "has_stock_call", "linears_are_stock", "origin_of", "written_in"]
 
 # Attributes of an instance that its call looks up and that hold no forward.
 CALLS_OF_INSTANCES = "_call_impl", "_compiled_call_impl"
@@ -22,6 +22,11 @@ def origin_of(function: Callable) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", None) or type(function).__module__
+
+
+def written_in(function: Callable) -> str:
+    """The Python module that a function's own code is in; `functools.wraps` gives it the name of what it wraps."""
+    return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 
 def _stock(function: object, file: str) -> object:

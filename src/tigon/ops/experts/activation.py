@@ -1,0 +1,163 @@
+r"""Backward of the activation between an expert's two products, and of the weights that its rows are summed with.
+
+    y[t] = sum_k w[t, k] * z[slot[t, k]],    z[s] = a[s] D^T,    a[s] = act(h[s])
+
+With da[s] = dy[t] D, the gradient of `a` before it is weighted, one pass over the rows makes what the products need:
+
+    dh[s] = w da[s] act'(h[s])
+    (w a)[s], for dD = sum_s dy[t]^T (w a)[s]
+    dw[t, k] = <dy[t], z[s]> = <dy[t], a[s] D^T> = <da[s], a[s]>
+
+So neither `a`, which is made again, nor `z` is kept. In fp32, each rounded once. Rows of no expert are neither read nor
+written; their dw is 0.
+
+Shapes: T tokens, K choices each, S = T K rows sorted by expert, I intermediate; h is [S, 2 I] = [gate | up], or [S, I]
+for an activation without a gate.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.ops.experts.routing import Routing
+from tigon.ops.mlps.glu import activation_and_slope
+from tigon.runtime.device import runs_kernels
+from tigon.runtime.launch import launch
+
+__all__ = ["activation_gradients", "activation_gradients_reference"]
+
+CHUNK = 2**20  # elements that the reference widens at a time
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+_aten = torch.ops.aten
+
+# act(x), and x's gradient for one of act(x); no autograd, which is off in an operator that `torch.compile` calls.
+_DERIVATIVES = {
+    "silu": (F.silu, _aten.silu_backward),
+    "gelu": (F.gelu, _aten.gelu_backward),
+    "gelu_tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda dy, x: _aten.gelu_backward(dy, x, approximate="tanh"),
+    ),
+    "relu2": (lambda x: F.relu(x).square(), lambda dy, x: 2.0 * F.relu(x) * dy),
+}
+
+
+def activation_gradients_reference(
+    h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str,
+    needs_dh: bool, needs_activation: bool, needs_dweights: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Definition of `activation_gradients` in torch, a few rows at a time; the tests' ground truth and the CPU path."""
+    wide = torch.promote_types(h.dtype, torch.float32)
+    act, derivative = _DERIVATIVES[kind]
+    inner = h.shape[1] // (1 if kind == "relu2" else 2)
+    factors = weights.flatten()[routing.order, None].to(wide)
+    dh, wa = (torch.empty_like(h) if needs_dh else None), (h.new_empty(len(h), inner) if needs_activation else None)
+    dots = torch.empty_like(factors)
+    rows = max(1, CHUNK // max(1, h.shape[1]))
+    for part in (slice(start, start + rows) for start in range(0, len(h), rows)):
+        gate, *up = h[part].to(wide).split(max(1, inner), -1)
+        a = act(gate) * up[0] if up else act(gate)
+        if wa is not None:
+            wa[part] = a * factors[part]
+        if da is not None:
+            dots[part] = (da[part] * a).sum(-1, keepdim=True)
+        if dh is not None:
+            dy = da[part] * factors[part]
+            dh[part] = torch.cat([derivative(dy * up[0], gate), dy * act(gate)], -1) if up else derivative(dy, gate)
+    dweights = dots.masked_fill(routing.absent, 0.0)[routing.slot, 0].to(weights.dtype) if needs_dweights else None
+    return dh, wa, dweights
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Config:
+    """Launch parameters: a program takes a row, `block` features at a time."""
+
+    block: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(inner: int) -> "Config":
+        block = min(1024, triton.next_power_of_2(max(1, inner)))
+        return Config(block, num_warps=max(1, block // 256))
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["experts"])
+def _gradients_kernel(
+    h_ptr, da_ptr, weights_ptr, order_ptr, ends_ptr,  # [S, 2 I] or [S, I], [S, I], [T, K], [S], [E]
+    dh_ptr, wa_ptr, dweights_ptr,  # as h, [S, I], [T, K]; each None if it is not asked for
+    inner, experts,
+    KIND: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    choice = tl.load(order_ptr + row)
+    features = tl.where(row < tl.load(ends_ptr + experts - 1), inner, 0)
+    weight = tl.load(weights_ptr + choice).to(tl.float32)
+    gate_row = row * inner * (1 if KIND == "relu2" else 2)
+    dots = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, inner, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < features
+        gate = tl.load(h_ptr + gate_row + cols, mask=mask, other=0.0).to(tl.float32)
+        if KIND == "relu2":
+            act = tl.where(gate <= 0.0, 0.0, gate * gate)
+            slope = tl.where(gate <= 0.0, 0.0, 2.0 * gate)
+            a = act
+        else:
+            act, slope = activation_and_slope(gate, KIND)
+            up = tl.load(h_ptr + gate_row + inner + cols, mask=mask, other=0.0).to(tl.float32)
+            a = act * up
+        if da_ptr is not None:
+            da = tl.load(da_ptr + row * inner + cols, mask=mask, other=0.0).to(tl.float32)
+            dots += da * a
+            if dh_ptr is not None:
+                dy = weight * da
+                if KIND == "relu2":
+                    dgate = tl.where(gate <= 0.0, 0.0, dy * slope)  # also where dy is no number
+                else:
+                    dgate = dy * up * slope
+                    tl.store(dh_ptr + gate_row + inner + cols, dy * act, mask=mask)
+                tl.store(dh_ptr + gate_row + cols, dgate, mask=mask)
+        if wa_ptr is not None:
+            tl.store(wa_ptr + row * inner + cols, weight * a, mask=mask)
+    if dweights_ptr is not None:
+        tl.store(dweights_ptr + choice, tl.sum(dots))
+
+
+# --- launcher (no autograd) ----------------------------------------------------------------------
+
+
+def activation_gradients(
+    h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str,
+    needs_dh: bool, needs_activation: bool, needs_dweights: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """h [S, 2 I] or [S, I], da [S, I] (None if only w a is asked for), weights [T, K] -> dh, w a [S, I], dw [T, K].
+
+    What is not asked for is None. The memory of `da` is used for w a.
+    """
+    if not runs_kernels(h, da, weights):
+        return activation_gradients_reference(h, da, weights, routing, kind, needs_dh, needs_activation, needs_dweights)
+    inner = h.shape[1] // (1 if kind == "relu2" else 2)
+    config, h, da = Config.heuristic(inner), h.contiguous(), None if da is None else da.contiguous()
+    dh = torch.empty_like(h) if needs_dh else None
+    # A thread reads what it writes over.
+    wa = (h.new_empty(len(h), inner) if da is None else da) if needs_activation else None
+    dweights = torch.empty_like(weights, memory_format=torch.contiguous_format) if needs_dweights else None
+    launch(
+        _gradients_kernel, len(h), h, da, weights.contiguous(), routing.order, routing.ends, dh, wa, dweights,
+        inner, routing.ends.shape[0],
+        KIND=kind, BLOCK=config.block, num_warps=config.num_warps,
+    )  # fmt: skip
+    return dh, wa, dweights

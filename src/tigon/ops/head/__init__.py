@@ -1,0 +1,1 @@
+"""Ops on hidden states and the weight of the head: the logits never exist as a whole."""

@@ -1,0 +1,1 @@
+"""Ops on logits that exist in memory: softmax, cross entropy and divergences."""

@@ -1,0 +1,1 @@
+"""Losses of single tokens from their logits: statistics and gradients, for `cross_entropy` and for the head."""

@@ -1,0 +1,308 @@
+r"""From logits to cross entropy and its gradient: the kernels under `cross_entropy` and `linear_cross_entropy`.
+
+For one token with raw logits a, target t, class weights w (default 1), W = sum(w), label smoothing s:
+
+    x     = c * tanh(scale * a / c)                        softcap c; without it x = scale * a
+    lse   = log sum_j exp(x_j)
+    loss  = (1 - s) * w_t * (lse - x_t)  +  s / V * (W * lse - sum_j w_j x_j)  +  z * lse^2
+    dx_j  = A * exp(x_j - lse) - s / V * w_j - [j = t] * (1 - s) * w_t,   A = (1 - s) * w_t + s * W / V + 2 z * lse
+    da_j  = dx_j * (1 - (x_j / c)^2) * scale
+
+The two terms are scaled on the device: cross entropy by 1 / D, z-loss by 1 / N. For a mean, D = sum_valid w_t and
+N is the number of valid tokens, or both are `num_items`; otherwise both are 1. An ignored token has loss and
+gradient 0. A target that is neither in [0, V) nor ignored makes its loss and its gradient NaN, and nothing is
+read or written outside the row.
+
+With token scaling, all of a token's loss is multiplied by its p_t as a constant, and so is its gradient. Two more
+results of a token have gradients, u and e, which add to dx:
+
+    log p_t = x_t - lse                     dx_j += u ([j = t] - p_j)
+    H       = lse - sum_j p_j x_j           dx_j -= e p_j (log p_j + H)
+
+H = log S - R / S of S = sum exp(x_j - m) and R = sum exp(x_j - m) (x_j - m), m = max x, whose terms vanish as x_j falls
+to -inf.
+
+Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.ops.logits.token import row as token_loss_row
+from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transformed
+from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
+from tigon.ops.logits.token.scan import Config, columns, constants, scan
+from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
+from tigon.ops.logits.token.types import LOSS_ALONE, Options, Shard, Statistics, Upstream, Wants
+from tigon.runtime.device import cdiv, device_of, runs_kernels
+from tigon.runtime.launch import launch, launcher, on_device
+
+__all__ = [
+    "Config",
+    "Options",
+    "Shard",
+    "Statistics",
+    "Upstream",
+    "Wants",
+    "combined_statistics",
+    "empty_statistics",
+    "gradient",
+    "gradient_scales",
+    "partial_statistics",
+    "statistics",
+]
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _loss_kernel(
+    logits_ptr, target_ptr, weight_ptr, scales_ptr,  # [M, V], [M], [V] or None, [3]
+    loss_ptr, lse_ptr, z_ptr, predicted_ptr, log_prob_ptr, entropy_ptr,  # [M], [M, 2], four times [M] or None
+    stride_logits, V,
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """The statistics of one row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_logits
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        tl.store(loss_ptr + row, 0.0)
+        tl.store(lse_ptr + row * 2, 0.0)
+        tl.store(lse_ptr + row * 2 + 1, 0.0)
+        if z_ptr is not None:
+            tl.store(z_ptr + row, 0.0)
+        if predicted_ptr is not None:
+            tl.store(predicted_ptr + row, -1)
+        if log_prob_ptr is not None:
+            tl.store(log_prob_ptr + row, 0.0)
+        if entropy_ptr is not None:
+            tl.store(entropy_ptr + row, 0.0)
+        return
+
+    inside = (target >= 0) & (target < V)
+    a_t = tl.load(logits_ptr + target, mask=inside, other=0.0)
+    x_t, _ = transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
+    pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)
+    highest, total, moment, weighted, predicted = scan(
+        logits_ptr, V, pivot, weight_ptr, logit_scale, softcap,
+        SMOOTHING, SCALED, SOFTCAP, predicted_ptr is not None, entropy_ptr is not None, BLOCK_V, LANE,
+    )  # fmt: skip
+    top = tl.where(highest == float("-inf"), 0.0, highest)
+
+    nll = tl.log(total) - (x_t - top)
+    loss = (1.0 - label_smoothing) * target_weight(weight_ptr, target, V) * nll
+    lse = top + tl.log(total)
+    if SMOOTHING:
+        above = tl.log(total) - (pivot - top)  # lse - pivot
+        loss += label_smoothing / V * (tl.load(scales_ptr + 2) * above - weighted)
+    z = tl.load(scales_ptr + 1) * z_loss * lse * lse
+    loss = tl.load(scales_ptr) * loss + z
+    log_prob = tl.where(inside, -nll, float("nan"))
+    if TOKEN_SCALING:
+        loss *= tl.exp(log_prob)
+        z *= tl.exp(log_prob)
+    tl.store(loss_ptr + row, loss)
+    tl.store(lse_ptr + row * 2, top)
+    tl.store(lse_ptr + row * 2 + 1, total)
+    if z_ptr is not None:
+        tl.store(z_ptr + row, z)
+    if predicted_ptr is not None:
+        tl.store(predicted_ptr + row, predicted)
+    if log_prob_ptr is not None:
+        tl.store(log_prob_ptr + row, log_prob)
+    if entropy_ptr is not None:
+        tl.store(entropy_ptr + row, tl.log(total) - tl.div_rn(moment, total))
+
+
+@triton.jit(do_not_specialize=["stride_dloss"])
+def _gradient_kernel(
+    logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr,  # [M, V], [M], [vocabulary] or None, [3], [M, 2]
+    log_prob_ptr, entropy_ptr,  # [M] or None: for token scaling, and with a gradient of the entropy
+    dloss_ptr, dlog_prob_ptr, dentropy_ptr,  # [M] or None
+    dlogits_ptr,  # [M, V]
+    stride_logits, stride_dloss, stride_dlogits, V, blocks, vocabulary, first,  # the last None if V is the vocabulary
+    ignore_index, label_smoothing, softcap, logit_scale, z_loss,
+    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) // blocks
+    start = (tl.program_id(0) % blocks) * BLOCK_V
+    cols = columns(start, BLOCK_V, LANE)
+    target = tl.load(target_ptr + row)
+    dlogits_ptr += row * stride_dlogits
+    if target == ignore_index:
+        zeros = tl.zeros([BLOCK_V // LANE, LANE], tl.float32)
+        tl.store(dlogits_ptr + cols, zeros, mask=cols < V)
+        return
+    a = tl.load(logits_ptr + row * stride_logits + cols, mask=cols < V, other=0.0)
+    x, slope = transformed(a, logit_scale, softcap, SCALED, SOFTCAP)
+    top, total = tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1)
+    dloss = 1.0
+    if dloss_ptr is not None:
+        dloss = tl.load(dloss_ptr + row * stride_dloss)
+    if log_prob_ptr is not None:
+        dloss *= tl.exp(tl.load(log_prob_ptr + row))
+    scale, z_scale = dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1)
+
+    hit = scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, vocabulary)
+    if dlog_prob_ptr is not None:
+        hit -= tl.load(dlog_prob_ptr + row)
+    mass = hit + z_scale * 2.0 * z_loss * (top + tl.log(total))
+    if SMOOTHING:
+        mass += scale * label_smoothing / vocabulary * tl.load(scales_ptr + 2)
+    per_exponential = tl.div_rn(mass, total)
+    shifted = x - top
+    if dentropy_ptr is not None:
+        mean = tl.log(total) - tl.load(entropy_ptr + row)  # of x - top
+        per_exponential -= tl.div_rn(tl.load(dentropy_ptr + row), total) * (tl.maximum(shifted, LOWEST) - mean)
+    dx = per_exponential * tl.exp2(shifted * LOG2E)
+    if first is not None:
+        target -= first
+    if (target >= start) & (target < start + BLOCK_V):
+        dx -= tl.where(cols == target, hit, 0.0)
+    if SMOOTHING:
+        w = 1.0
+        if weight_ptr is not None:
+            if first is not None:
+                weight_ptr += first
+            w = tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+        dx -= scale * label_smoothing / vocabulary * w
+    tl.store(dlogits_ptr + cols, dx * slope, mask=cols < V)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _scales_kernel(
+    target_ptr, weight_ptr, num_items_ptr, scales_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: 1 / D, 1 / N (0 where nothing is valid) and W."""
+    count, weights, weight_sum, M = 0.0, 0.0, V * 1.0, M.to(tl.int64)
+    if weight_ptr is not None:
+        sums = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, V, BLOCK):
+            cols = start + tl.arange(0, BLOCK)
+            sums += tl.load(weight_ptr + cols, mask=cols < V, other=0.0).to(tl.float32)
+        weight_sum = tl.sum(sums, axis=0)
+    if MEAN:
+        if num_items_ptr is not None:
+            count = tl.load(num_items_ptr).to(tl.float32)
+            weights = count
+        else:
+            counts, sums = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+            for start in range(0, M, BLOCK):
+                rows = start + tl.arange(0, BLOCK)
+                # Not as the load's `other`, which takes the type of the targets: int32 cannot hold every index.
+                target = tl.where(rows < M, tl.load(target_ptr + rows, mask=rows < M, other=0), ignore_index)
+                counts += tl.where(target != ignore_index, 1.0, 0.0)
+                if weight_ptr is not None:
+                    inside = (target != ignore_index) & (target >= 0) & (target < V)
+                    sums += tl.load(weight_ptr + target, mask=inside, other=0.0).to(tl.float32)
+            count = tl.sum(counts, axis=0)
+            weights = count
+            if weight_ptr is not None:
+                weights = tl.sum(sums, axis=0)
+        tl.store(scales_ptr, tl.where(weights == 0.0, 0.0, tl.div_rn(1.0, weights)))
+        tl.store(scales_ptr + 1, tl.where(count == 0.0, 0.0, tl.div_rn(1.0, count)))
+    else:
+        tl.store(scales_ptr, 1.0)
+        tl.store(scales_ptr + 1, 1.0)
+    tl.store(scales_ptr + 2, weight_sum)
+
+
+# --- launchers: kernels, or torch where none can run ---------------------------------------------
+
+
+@launcher(fake=lambda target, weight, num_items, v, ignore_index, mean: target.new_empty(3, dtype=torch.float32))
+def gradient_scales(
+    target: Tensor, weight: Tensor | None, num_items: Tensor | None, v: int, ignore_index: int, mean: bool
+) -> Tensor:
+    """target [M], weight [V] | None, num_items [] | None -> scales [3] fp32: 1 / D, 1 / N, W."""
+    scales = target.new_empty(3, dtype=torch.float32)
+    if runs_kernels(scales, weight):
+        launch(
+            _scales_kernel, 1, target, weight, num_items, scales, target.numel(), v, ignore_index,
+            MEAN=mean, BLOCK=2048, num_warps=8,
+        )  # fmt: skip
+        return scales
+    return gradient_scales_torch(target, weight, num_items, v, ignore_index, mean, scales)
+
+
+def _arguments(options: Options) -> tuple:
+    return (
+        options.ignore_index, options.label_smoothing, options.softcap or 0.0, options.logit_scale, options.z_loss
+    )  # fmt: skip
+
+
+def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statistics:
+    """Of the shapes that `statistics` of logits [M, V] gives."""
+    m = logits.shape[0]
+    fp32 = lambda wanted: logits.new_empty(m if wanted else 0, dtype=torch.float32)
+    return Statistics(
+        fp32(True),
+        logits.new_empty(m, 2, dtype=torch.float32),
+        fp32(wants.z_loss),
+        logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
+        fp32(wants.log_probs or options.token_scaling),
+        fp32(wants.entropy),
+    )
+
+
+@on_device
+def statistics(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
+    wants: Wants = LOSS_ALONE, gradient_: bool = False,
+) -> Statistics:  # fmt: skip
+    """logits [M, V], target [M] -> per-token statistics; `gradient_` also writes d(sum of losses) over the logits."""
+    if not runs_kernels(logits, weight):
+        return statistics_torch(logits, target, weight, scales, options, wants, gradient_)
+    (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
+    result = empty_statistics(logits, options, wants)
+    if gradient_ and token_loss_row.takes(logits, target, options, wants):
+        row_config = token_loss_row.Config.heuristic(v, itemsize, device)
+        if row_config is not None:
+            token_loss_row.row_losses(logits, target, weight, scales, result, options, row_config, device)
+            return result
+    launch(
+        _loss_kernel, m, logits, target, weight, scales,
+        result.loss, result.lse, *(made if made.numel() else None for made in result[2:]),
+        logits.stride(0), v, *_arguments(options),
+        TOKEN_SCALING=options.token_scaling, **constants(options, Config.heuristic(v, itemsize, device)),
+    )  # fmt: skip
+    if gradient_:
+        gradient(logits, target, weight, scales, result, Upstream(), options, out=logits)
+    return result
+
+
+@on_device
+def gradient(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, found: Statistics, upstream: Upstream,
+    options: Options, out: Tensor, shard: Shard | None = None,
+) -> Tensor:  # fmt: skip
+    """d(upstream . (losses, log_probs, entropy)) / d(logits) [M, V] into `out`, perhaps `logits`.
+
+    Of `found` it takes lse; log_probs for token scaling; entropy where its gradient arrives.
+    """
+    m, v = logits.shape
+    if v == 0:  # of an empty shard
+        return out
+    if not runs_kernels(logits, weight):
+        return gradient_torch(
+            logits, target, weight, scales, found, upstream, options, out, shard or Shard(0, v)
+        )  # fmt: skip
+    config = Config.heuristic(v, logits.element_size(), device_of(logits))
+    blocks, dloss = cdiv(v, config.block_v), upstream.loss
+    dense = lambda x: None if x is None else x.contiguous()
+    launch(
+        _gradient_kernel, m * blocks, logits, target, weight, scales, found.lse,
+        found.log_probs if options.token_scaling else None, None if upstream.entropy is None else found.entropy,
+        dloss, dense(upstream.log_probs), dense(upstream.entropy), out,
+        logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,
+        *((v, None) if shard is None else (shard.vocabulary, shard.start)), *_arguments(options),
+        **constants(options, config),
+    )  # fmt: skip
+    return out

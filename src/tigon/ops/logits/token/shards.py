@@ -1,0 +1,147 @@
+r"""The statistics of `token_loss` where each rank holds some columns of all logits: a vocabulary-parallel head.
+
+With m_p, S_p, R_p of shard p as `token_loss_scan` has them for all columns, and m = max_p m_p:
+
+    S = sum_p S_p exp(m_p - m),   R = sum_p (R_p + (m_p - m) S_p) exp(m_p - m)
+
+Each rank makes six numbers a row, all ranks see those of all, and each combines them alike; `token_loss.gradient` then
+takes the shard. Targets are indices of the whole vocabulary on every rank, class weights are [V].
+
+Shapes: M tokens, V vocabulary, P shards.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.ops.logits.token.maths import transformed
+from tigon.ops.logits.token.reference import LOWEST, Sums, statistics_of, sums_torch
+from tigon.ops.logits.token.scan import Config, constants, scan
+from tigon.ops.logits.token.types import Options, Shard, Statistics, Wants
+from tigon.runtime.device import device_of, runs_kernels
+from tigon.runtime.launch import launch, on_device
+
+__all__ = ["combined_statistics", "partial_statistics"]
+
+
+# --- kernel --------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _partial_kernel(
+    logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, partial_ptr,  # [M, V], [M], [vocabulary] or None, [], [M, 6]
+    stride_logits, V, first,  # columns here, and the index of the first
+    ignore_index, softcap, logit_scale,
+    PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
+    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+):  # fmt: skip
+    """One row a program."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * stride_logits
+    partial_ptr += row * 6
+    target = tl.load(target_ptr + row)
+    if target == ignore_index:
+        for column in tl.static_range(6):
+            tl.store(partial_ptr + column, 0.0)
+        return
+
+    target -= first
+    a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)  # and of 0, x is 0 as well
+    x_t, _ = transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
+    pivot = 0.0
+    if SMOOTHING:
+        a_0 = tl.load(logits_ptr, mask=V > 0, other=0.0)
+        x_0, _ = transformed(a_0, logit_scale, softcap, SCALED, SOFTCAP)
+        pivot = tl.where(tl.abs(x_0) < float("inf"), x_0, 0.0)
+        if weight_ptr is not None:
+            weight_ptr += first
+    highest, total, moment, weighted, predicted = scan(
+        logits_ptr, V, pivot, weight_ptr, logit_scale, softcap,
+        SMOOTHING, SCALED, SOFTCAP, PREDICTED, ENTROPY, BLOCK_V, LANE,
+    )  # fmt: skip
+    if SMOOTHING:
+        weight_sum = V * 1.0
+        if weight_ptr is not None:
+            weight_sum = tl.load(weight_sum_ptr)
+        weighted += weight_sum * (pivot - tl.where(highest == float("-inf"), 0.0, highest))
+    if PREDICTED:
+        predicted += first
+    tl.store(partial_ptr, highest)
+    tl.store(partial_ptr + 1, total)
+    tl.store(partial_ptr + 2, x_t)
+    tl.store(partial_ptr + 3, weighted)
+    tl.store(partial_ptr + 4, moment)
+    tl.store(partial_ptr + 5, predicted)
+
+
+# --- launchers: kernels, or torch where none can run ---------------------------------------------
+
+
+def _partial_statistics_torch(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, shard: Shard, wants: Wants
+) -> Tensor:
+    """As `partial_statistics`."""
+    (m, v), start = logits.shape, shard.start
+    partials = logits.new_zeros((m, 6), dtype=torch.float32)
+    if v == 0:
+        partials[:, 0], partials[:, 5] = -torch.inf, start
+        return partials
+    weight = None if weight is None else weight[start : start + v]
+    local = target - start
+    sums, _ = sums_torch(logits, local.clamp(0, v - 1).long(), weight, options, wants)
+    partials[:, 0] = sums.top.where(sums.total != 0, -torch.inf)
+    partials[:, 1] = sums.total
+    partials[:, 2] = (sums.x_t + sums.top).where((local >= 0) & (local < v), 0.0)
+    for column, values in ((3, sums.weighted), (4, sums.moment), (5, sums.best)):
+        if values is not None:
+            partials[:, column] = values
+    if wants.predicted:
+        partials[:, 5] += start
+    return partials.masked_fill_((target == options.ignore_index)[:, None], 0.0)
+
+
+@on_device
+def partial_statistics(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, shard: Shard, wants: Wants
+) -> Tensor:
+    """logits [M, V] of a shard, target [M], weight [vocabulary] -> what `combined_statistics` takes, [M, 6] fp32.
+
+    Columns: m = max x; S; x_t, 0 if it is elsewhere; sum w (x - m), 0 without label smoothing; R, 0 unless the entropy
+    is wanted; the index of the largest logit, 0 unless predictions are. Of an ignored token all are 0.
+    """
+    if not runs_kernels(logits, weight):
+        return _partial_statistics_torch(logits, target, weight, options, shard, wants)
+    (m, v), start = logits.shape, shard.start
+    partials = logits.new_empty(m, 6, dtype=torch.float32)
+    weighted = options.label_smoothing and weight is not None
+    launch(
+        _partial_kernel, m, logits, target, weight if weighted else None,
+        weight[start : start + v].sum(dtype=torch.float32) if weighted else None, partials,
+        logits.stride(0), v, start, options.ignore_index, options.softcap or 0.0, options.logit_scale,
+        PREDICTED=wants.predicted, ENTROPY=wants.entropy,
+        **constants(options, Config.heuristic(v, logits.element_size(), device_of(logits))),
+    )  # fmt: skip
+    return partials
+
+
+def combined_statistics(
+    partials: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants,
+    sizes: tuple[int, ...],
+) -> Statistics:  # fmt: skip
+    """partials [P, M, 6] of shards of so many columns, in order -> the statistics of the whole vocabulary."""
+    tops, totals, x_t, weighted, moments, best = partials.unbind(-1)  # [P, M] each
+    highest = tops.amax(0)
+    top = highest.where(highest != -torch.inf, 0.0)
+    fall = tops - top
+    factor = fall.exp()
+    moment, off = (factor * (moments + fall.clamp(min=LOWEST) * totals)).sum(0), None
+    if options.label_smoothing:
+        # No shard of nothing but -inf is relative to that.
+        shift = tops.where(tops != -torch.inf, 0.0) - top
+        masses = sizes if weight is None else [part.sum() for part in weight.float().split(sizes)]
+        off = sum(weighted[p] + mass * shift[p] for p, mass in enumerate(masses))
+    first = best.where(tops == highest, float(sum(sizes))).amin(0).long()
+    sums = Sums(top, (totals * factor).sum(0), x_t.sum(0) - top, off, moment, first)
+    return statistics_of(sums, target, weight, scales, options, wants, sum(sizes))

@@ -1,0 +1,1 @@
+"""Activations of MLPs, whole gated MLPs, and several projections of one input."""

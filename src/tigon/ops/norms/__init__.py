@@ -1,0 +1,1 @@
+"""RMSNorm and LayerNorm, with and without the addition before them."""

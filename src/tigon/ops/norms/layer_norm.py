@@ -1,0 +1,129 @@
+r"""Layer normalisation over the last dimension (Ba, Kiros and Hinton, arXiv:1607.06450).
+
+    mean  = mean(x),  rstd = (mean((x - mean)^2) + eps)^-1/2             (fp32)
+    y     = w * x_hat + b,  x_hat = (x - mean) * rstd
+    dx    = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),  g = dy * w
+    dw    = sum_rows(dy * x_hat),  db = sum_rows(dy)
+
+Everything in fp32, rounded once. The kernels are in `norm.py`. Shapes: M = rows (all leading dimensions), N = features.
+"""
+
+import functools
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.memory.lean import remade
+from tigon.ops.norms.kernels import WIDEST, norm_backward, norm_forward
+from tigon.runtime import checks
+from tigon.runtime.autograd import first_order
+from tigon.runtime.device import runs_kernels
+
+__all__ = ["LayerNorm", "layer_norm", "layer_norm_reference"]
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def layer_norm_reference(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Eager definition of `layer_norm`; the tests' ground truth and the CPU path."""
+    # torch's own takes no mixture of dtypes on a GPU, and some on a CPU.
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in (x, weight, bias) if t is not None))
+    wide = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
+    return F.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, eps):
+        y, _, statistics = norm_forward(x, None, weight, bias, eps, 0.0, True, False)
+        ctx.save_for_backward(x, weight, statistics)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        x, weight, statistics = ctx.saved_tensors
+        needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
+        dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
+        dx, dw, db = norm_backward(dy, None, x, weight, statistics, 0.0, True, needs_dx, *dtypes)
+        return dx if needs_dx else None, dw if needs_dw else None, db if needs_db else None, None
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Layer normalisation of the last dimension, as `F.layer_norm`, with gradients for `x`, `weight` and `bias`.
+
+    Args:
+        x: [..., N], fp32 | bf16 | fp16, any strides.
+        weight: [N], or None for no scale.
+        bias: [N], or None for no shift.
+        eps: Added to the variance.
+
+    Returns:
+        [..., N] in `x.dtype`, also where weight and bias are wider.
+
+    Raises:
+        TypeError: `x`, `weight` or `bias` is no floating-point tensor.
+        ValueError: `x` is a scalar, `weight` or `bias` is not of shape [N] or lies on another device, or `eps` is
+            negative.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
+
+    Example:
+        >>> x, weight, bias = torch.randn(2, 5, 64), torch.ones(64), torch.zeros(64)
+        >>> tigon.layer_norm(x, weight, bias).shape
+        torch.Size([2, 5, 64])
+    """
+    checks.tensor("layer_norm", x=x)
+    checks.floating("layer_norm", x=x, weight=weight, bias=bias)
+    eps = checks.number("layer_norm", "eps", eps, 0.0)
+    if x.dim() == 0:
+        raise ValueError("layer_norm: x must have at least one dimension, got a scalar")
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None:
+            checks.shape("layer_norm", name, parameter, x.shape[-1:])
+            checks.same("layer_norm", "device", x=x, **{name: parameter})
+    return _layer_norm(x, weight, bias, eps)
+
+
+@remade
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    if not runs_kernels(x, weight, bias) or not 0 < x.shape[-1] <= WIDEST:
+        return layer_norm_reference(x, weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
+class LayerNorm(nn.LayerNorm):
+    """`torch.nn.LayerNorm` computed by `layer_norm`: same arguments, same state dict.
+
+    Args:
+        normalized_shape: N, or a shape of one dimension.
+        eps: Added to the variance.
+        elementwise_affine: Whether there is a weight.
+        bias: Whether there is a bias beside the weight.
+
+    Example:
+        >>> tigon.LayerNorm(64, bias=False)(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+
+    def __init__(
+        self, normalized_shape, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, **factory
+    ) -> None:
+        checks.number("LayerNorm", "eps", eps, 0.0)
+        checks.norm_module("LayerNorm", normalized_shape, factory, elementwise_affine=elementwise_affine, bias=bias)
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, **factory)
+
+    def forward(self, x: Tensor) -> Tensor:
+        checks.features("LayerNorm", x, self.normalized_shape[0])
+        return layer_norm(x, self.weight, self.bias, self.eps)

@@ -1,0 +1,1 @@
+"""Optimizers: one kernel for the whole step of a tensor."""

@@ -1,0 +1,1 @@
+"""Rotary position embeddings, alone and after a norm of queries and keys."""

@@ -1,0 +1,116 @@
+"""The oldest version of each package that Tigon works with, and the refusal of older ones.
+
+`pyproject.toml` states the same versions (`tests/runtime/test_requirements.py` compares the two), but pip can be told
+to ignore them, and another package can install an older version later. The errors then appear far from their cause: an
+optimizer step raises `TypeError`, a kernel does not compile, or experts of a mixture stay stock without a message.
+"""
+
+import importlib
+import importlib.util
+import re
+import sys
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["FLOORS", "require", "require_for", "unmet"]
+
+FLOORS = {
+    # 2.7 has no `_top_saved_tensors_default_hooks`, which `tigon.lean` reads. In 2.6 `AdamW._init_group` takes other
+    # arguments.
+    "torch": "2.8",
+    # torch 2.8 requires 3.4. Triton 3.3 has no `triton.knobs`, and its interpreter and compiler fail on the kernels.
+    "triton": "3.4",
+    # Up to 5.2 the experts of Mixtral stay stock, up to 5.12 those of GraniteMoe, and no line of the report says so.
+    "transformers": "5.13",
+    # From 1.14 on FSDP2 makes units of the embedding and of the last norm with the head, as `tigon plan` counts them.
+    "accelerate": "1.14",
+    "matplotlib": "3.8.4",
+    "numpy": "1.26",
+    # 5.9.3 has no wheel for Python 3.11.
+    "psutil": "5.9.4",
+    "rich": "13",
+    # tokenizers 0.22.0 and transformers 5.13 exclude each other's huggingface_hub.
+    "tokenizers": "0.22.1",
+    # 0.15 raises TypeError with click 8.2.
+    "typer": "0.16",
+}
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version. A nightly build counts as its release: "2.8.0a0+git1234" gives (2, 8, 0).
+
+    >>> _release("3.8.4.post1")
+    (3, 8, 4)
+    """
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match.group().split("."))) if match else ()
+
+
+def _installed_version(package: str) -> str | None:
+    """Return the version of a package that can be imported, "" if it does not state one, or None if there is none."""
+    module = sys.modules.get(package)
+    if module is None and importlib.util.find_spec(package) is None:
+        return None
+    # An imported module states its version itself, and several distributions hold triton under other names.
+    if version := getattr(module, "__version__", None):
+        return version
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return getattr(importlib.import_module(package), "__version__", "")
+
+
+def unmet(*packages: str, extra: str | None = None) -> str:
+    """Return which packages are missing or too old and how to install them, or "" if none is.
+
+    The text follows a subject: "needs rich, typer 0.16 or later (0.12.5 is installed): pip install 'tigon[cli]'".
+
+    Args:
+        packages: Names in `FLOORS`.
+        extra: The extra of Tigon that installs the packages; None to name the packages themselves.
+    """
+    phrases, targets = [], []
+    for package in packages:
+        version, floor = _installed_version(package), FLOORS[package]
+        if version is None:
+            phrases.append(package)
+        elif version and _release(version) < _release(floor):
+            phrases.append(f"{package} {floor} or later ({version} is installed)")
+        else:
+            continue
+        targets.append(f"'{package}>={floor}'")
+    if not phrases:
+        return ""
+    target = f"'tigon[{extra}]'" if extra else " ".join(targets)
+    return f"needs {', '.join(phrases)}: pip install {target}"
+
+
+def require(user: str, *packages: str, extra: str | None = None) -> None:
+    """Check that packages are installed in versions that Tigon works with.
+
+    Args:
+        user: The subject of the message, such as "tigon.AutoModelForCausalLM".
+        packages, extra: As in `unmet`.
+
+    Raises:
+        ImportError: One error that names every package that is missing or too old, the installed version, the oldest
+            version that works, and the pip command.
+
+    Example:
+        >>> tigon.runtime.requirements.require("tigon", "torch", "triton")
+    """
+    if message := unmet(*packages, extra=extra):
+        raise ImportError(f"{user} {message}")
+
+
+def require_for(model: "nn.Module") -> None:
+    """Check the version of transformers if a class of `model` comes from there. Nothing is imported.
+
+    Raises:
+        ImportError: transformers is too old; the message is that of `require`.
+    """
+    if any(cls.__module__.partition(".")[0] == "transformers" for m in model.modules() for cls in type(m).__mro__):
+        require(f"tigon.patch({type(model).__name__})", "transformers", extra="hf")

@@ -1,0 +1,408 @@
+"""How each peer is called for a case: Liger, Quack, cut-cross-entropy, TRL, and torch's own fused ops.
+
+A loader imports its package, which raises `ImportError` where it is not installed, and returns the call; or it raises
+`Unsupported` for a case that the peer cannot compute.
+"""
+
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.tools.bench.cases import Case
+from tigon.tools.bench.eager import softcapped
+from tigon.tools.bench.inputs import Inputs
+
+Run = Callable[..., tuple[Tensor, ...]]
+
+
+class Unsupported(Exception):
+    """The provider cannot compute this case; the message says why."""
+
+
+def _only(case: Case, *options: str) -> None:
+    """The peer has no options but these."""
+    others = [f"{key}={value}" for key, value in case.options.items() if key not in options]
+    if others:
+        raise Unsupported(f"no {', '.join(others)}")
+
+
+def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+# --- torch's own ---------------------------------------------------------------------------------
+
+
+def torch_rms_norm(case: Case) -> Run:
+    _only(case)
+    return lambda x, weight: (F.rms_norm(x, weight.shape, weight, 1e-6),)
+
+
+def torch_softmax(case: Case) -> Run:
+    return lambda x: (F.softmax(x, -1),)
+
+
+def torch_cross_entropy(case: Case) -> Run:
+    return lambda input, target: (F.cross_entropy(input, target),)
+
+
+def torch_linear_cross_entropy(case: Case) -> Run:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise Unsupported("torch.nn.functional.linear_cross_entropy is in torch 2.13 and later")
+    _only(case, "acc_dtype")  # one product of all tokens, summed in fp32
+    return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
+
+
+def transformers_experts(case: Case) -> Run:
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
+
+    def gate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate) * up
+
+    def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        module = SimpleNamespace(gate_up_proj=up_proj, down_proj=down_proj, _apply_gate=gate, **flags)
+        return (grouped_mm_experts_forward(module, x, index, weights),)
+
+    return run
+
+
+def torch_kl_div(case: Case) -> Run:
+    return lambda input, target: (F.kl_div(input, target, reduction="batchmean", **case.options),)
+
+
+# --- Liger: the autograd functions and modules that its patched models run ------------------------
+
+
+def _casting(case: Case) -> tuple[float, str]:
+    after_weight = case.options.get("rounding") == "after_weight"
+    return case.options.get("offset", 0.0), "gemma" if after_weight else "llama"
+
+
+def liger_rms_norm(case: Case) -> Run:
+    from liger_kernel.ops import LigerRMSNormFunction
+
+    offset, casting = _casting(case)
+    return lambda x, weight: (LigerRMSNormFunction.apply(x, weight, 1e-6, offset, casting, False),)
+
+
+def liger_add_rms_norm(case: Case) -> Run:
+    from liger_kernel.ops import LigerFusedAddRMSNormFunction
+
+    offset, casting = _casting(case)
+    return lambda x, residual, weight: LigerFusedAddRMSNormFunction.apply(
+        x, residual, weight, 1e-6, offset, casting, False
+    )
+
+
+def liger_layer_norm(case: Case) -> Run:
+    from liger_kernel.ops import LigerLayerNormFunction
+
+    return lambda x, weight, bias: (LigerLayerNormFunction.apply(x, weight, bias, 1e-5),)
+
+
+def liger_rope(case: Case) -> Run:
+    from liger_kernel.transformers import liger_rotary_pos_emb
+    from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
+
+    _only(case, "sections")
+    if sections := case.options.get("sections"):
+        return lambda q, k, cos, sin: tuple(liger_multimodal_rotary_pos_emb(q, k, cos, sin, list(sections)))
+    return lambda q, k, cos, sin: tuple(liger_rotary_pos_emb(q, k, cos, sin))
+
+
+def liger_qk_norm_rope(case: Case) -> Run:
+    """Its norm of each head as stored, (B, S, H, D), then its rope, over the norm's output."""
+    from liger_kernel.ops import LigerRMSNormFunction
+    from liger_kernel.transformers import liger_rotary_pos_emb
+
+    _only(case, "offset", "rounding")
+    offset, casting = _casting(case)
+
+    def normalised(x: Tensor, weight: Tensor) -> Tensor:
+        return LigerRMSNormFunction.apply(x.transpose(1, 2), weight, 1e-6, offset, casting, False).transpose(1, 2)
+
+    return lambda q, k, q_weight, k_weight, cos, sin: tuple(
+        liger_rotary_pos_emb(normalised(q, q_weight), normalised(k, k_weight), cos, sin)
+    )
+
+
+def liger_swiglu(case: Case) -> Run:
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    return lambda gate, up: (LigerSiLUMulFunction.apply(gate, up),)
+
+
+def liger_geglu(case: Case) -> Run:
+    from liger_kernel.ops import LigerGELUMulFunction
+
+    if case.options.get("approximate") != "tanh":
+        raise Unsupported("tanh only")
+    return lambda gate, up: (LigerGELUMulFunction.apply(gate, up),)
+
+
+def liger_relu2(case: Case) -> Run:
+    from liger_kernel.ops import LigerReLUSquaredFunction
+
+    return lambda x: (LigerReLUSquaredFunction.apply(x),)
+
+
+def liger_moe_mlp(case: Case) -> Run:
+    from liger_kernel.ops import LigerFusedMoEFunction
+
+    return lambda x, up, down, index, weights: (LigerFusedMoEFunction.apply(x, up, down, index.int(), weights),)
+
+
+def liger_softmax(case: Case) -> Run:
+    from liger_kernel.ops import LigerSoftmaxFunction
+
+    return lambda x: (LigerSoftmaxFunction.apply(x),)
+
+
+def liger_cross_entropy(copy: bool) -> Callable[[Case], Run]:
+    def load(case: Case) -> Run:
+        from liger_kernel.transformers import LigerCrossEntropyLoss
+
+        loss = LigerCrossEntropyLoss()
+        return lambda input, target: (loss(input.clone() if copy else input, target),)
+
+    return load
+
+
+def liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Case], Run]:
+    def load(case: Case) -> Run:
+        from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+        _only(case, "softcap", "acc_dtype")
+        dtype = accum_dtype or case.options.get("acc_dtype")
+        loss = LigerFusedLinearCrossEntropyLoss(softcap=case.options.get("softcap"), accum_dtype=dtype)
+        return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
+
+    return load
+
+
+def liger_kl_div(case: Case) -> Run:
+    from liger_kernel.transformers import LigerKLDIVLoss
+
+    _only(case, "log_target")
+    loss = LigerKLDIVLoss(reduction="batchmean", **case.options)
+    return lambda input, target: (loss(input, target),)
+
+
+def liger_jsd(case: Case) -> Run:
+    from liger_kernel.transformers import LigerJSD
+
+    _only(case, "beta", "from_logits")
+    loss = LigerJSD(beta=case.options.get("beta", 0.5))
+    # It takes log-probabilities only: logits go through torch's log_softmax first, as in its own distillation code.
+    convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
+    return lambda input, target: (loss(convert(input, -1), convert(target, -1)),)
+
+
+def liger_tvd(case: Case) -> Run:
+    from liger_kernel.transformers import LigerTVDLoss
+
+    _only(case)
+    loss = LigerTVDLoss(reduction="batchmean")
+    return lambda input, target: (loss(input, target),)
+
+
+def liger_cute(name: str) -> Callable[[Case], Run]:
+    """Liger's functional API, which takes its CuTe kernels where nvidia-cutlass-dsl is installed."""
+
+    def load(case: Case) -> Run:
+        import cutlass  # noqa: F401  without it these are the kernels of the row "liger"
+        from liger_kernel import functional
+
+        function, (offset, casting) = getattr(functional, name), _casting(case)
+        if name in ("rms_norm", "fused_add_rms_norm"):
+            return lambda *tensors: _tuple(function(*tensors, eps=1e-6, offset=offset, casting_mode=casting))
+        if name == "layer_norm":
+            return lambda x, weight, bias: (function(x, weight, bias, 1e-5),)
+        if name == "kl_div":
+            return lambda input, target: (function(input, target, reduction="batchmean", **case.options),)
+        return lambda *tensors: _tuple(function(*tensors))
+
+    return load
+
+
+# --- Quack ---------------------------------------------------------------------------------------
+
+
+def quack_rms_norm(case: Case) -> Run:
+    import quack
+
+    offset = case.options.get("offset", 0.0)
+    return lambda x, weight: (quack.rmsnorm(x, weight, eps=1e-6, weight_offset=offset),)
+
+
+def quack_add_rms_norm(case: Case) -> Run:
+    import quack
+
+    offset = case.options.get("offset", 0.0)
+    return lambda x, residual, weight: quack.rmsnorm(
+        x, weight, residual=residual, eps=1e-6, prenorm=True, weight_offset=offset
+    )
+
+
+def _quack_turn(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    from quack.rotary import apply_rotary_emb
+
+    _only(case, "offset", "rounding")
+
+    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, H, S, D]; it wants [B, S, H, D] and [S, D / 2]
+        cos, sin = (table[0, :, : table.shape[-1] // 2] for table in (cos, sin))
+        return apply_rotary_emb(x.transpose(1, 2), cos, sin).transpose(1, 2)
+
+    return turn
+
+
+def quack_rope(case: Case) -> Run:
+    turn = _quack_turn(case)
+    return lambda q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
+
+
+def quack_qk_norm_rope(case: Case) -> Run:
+    import quack
+
+    turn, offset = _quack_turn(case), case.options.get("offset", 0.0)
+
+    def normalised(x: Tensor, weight: Tensor) -> Tensor:
+        return quack.rmsnorm(x.transpose(1, 2), weight, eps=1e-6, weight_offset=offset).transpose(1, 2)
+
+    return lambda q, k, q_weight, k_weight, cos, sin: (
+        turn(normalised(q, q_weight), cos, sin),
+        turn(normalised(k, k_weight), cos, sin),
+    )
+
+
+def quack_softmax(case: Case) -> Run:
+    import quack
+
+    return lambda x: (quack.softmax(x),)
+
+
+def quack_cross_entropy(inplace: bool) -> Callable[[Case], Run]:
+    def load(case: Case) -> Run:
+        import quack
+
+        return lambda input, target: (quack.cross_entropy(input, target, inplace_backward=inplace),)
+
+    return load
+
+
+def quack_linear_cross_entropy(case: Case) -> Run:
+    from quack.linear_cross_entropy import chunked_linear_cross_entropy
+
+    _only(case, "acc_dtype")  # it always sums in fp32
+    chunk = 4096 if case.shape[1] != 4096 else 8192  # 0.6.5 raises where the chunk, 4096 by default, equals H
+    return lambda input, linear_weight, target: (
+        chunked_linear_cross_entropy(input, linear_weight, target, chunk_size=chunk),
+    )
+
+
+# --- cut-cross-entropy, TRL, and the floor -------------------------------------------------------
+
+
+def cce(exact: bool) -> Callable[[Case], Run]:
+    def load(case: Case) -> Run:
+        from cut_cross_entropy import linear_cross_entropy
+
+        _only(case, "softcap")
+        options = {"impl": "cce", "softcap": case.options.get("softcap"), **({"filter_eps": None} if exact else {})}
+        return lambda input, linear_weight, target: (linear_cross_entropy(input, linear_weight, target, **options),)
+
+    return load
+
+
+def trl_linear_cross_entropy(case: Case) -> Run:
+    """The chunked log-probabilities of its trainers; as there, only the valid positions are scored.
+
+    The module that holds the function is light, but its backward imports this one, which needs accelerate, datasets,
+    huggingface_hub and pandas.
+    """
+    utils = import_module("trl.trainer.utils")  # `from trl.trainer import utils` would hide the name of what is missing
+    function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
+    _only(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")  # it always sums in fp32
+    softcap, wants_log_probs, wants_entropy = (
+        case.options.get(name) for name in ("softcap", "return_log_probs", "return_entropy")
+    )
+    beside = ("entropy",) if wants_entropy else ()
+
+    def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        valid = target != -100
+        rest = (1.0, chunk_size, softcap, 1.0, beside)  # temperature; logit scale, outputs beside the log-probabilities
+        log_probs, entropy, *_ = function.apply(input[valid], linear_weight, None, target[valid], *rest)
+        loss = -log_probs.sum() / valid.sum().clamp(min=1)
+        asked = [values for values, wanted in ((log_probs, wants_log_probs), (entropy, wants_entropy)) if wanted]
+        return loss, *(values.new_zeros(target.shape).masked_scatter(valid, values) for values in asked)
+
+    return run
+
+
+# How many logits are turned into their gradient at once: each of a few fp32 temporaries is half a GiB.
+PREPARED_ELEMENTS = 2**27
+
+
+def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
+    """What `products` multiplies: hidden states of the valid tokens, the weight, and d(logits) if a gradient is wanted.
+
+    d(logits) [valid, V] is that of the mean loss, from logits as the head rounds them, and rounded to their dtype.
+    """
+    input, linear_weight, target = inputs.tensors.values()
+    valid = (target != -100).nonzero()[:, 0]
+    x, target = input.detach()[valid], target[valid]
+    tensors = {"input": x.requires_grad_(input.requires_grad), "linear_weight": linear_weight}
+    if not inputs.wanted:
+        return Inputs(tensors)
+    dlogits = x.new_empty(len(x), len(linear_weight))
+    wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(linear_weight))
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
+        logits = F.linear(x[rows].detach(), linear_weight.detach()).requires_grad_()
+        wide_logits = softcapped(logits.to(wide), case.options.get("softcap"))
+        loss = F.cross_entropy(wide_logits, target[rows], reduction="sum") / len(x)
+        dlogits[rows] = torch.autograd.grad(loss, logits)[0]
+        del logits, wide_logits, loss
+    return Inputs(tensors | {"dlogits": dlogits})
+
+
+def products(case: Case) -> Run:
+    """The matrix products of the valid tokens alone, with no softmax: the floor.
+
+        a = x W^T,    dx = da W,    dW += da^T x        (those of the gradients that are wanted)
+
+    The operands are those of the loss: x and W of the case, and da its own d(logits), not the logits in their place. A
+    GPU at its power limit multiplies numbers of few different bits faster, so other operands would be another floor.
+    da is made by `with_dlogits` before a round, outside what is measured, and held as long as the round.
+
+    The tokens go 8192 at a time, which leaves cuBLAS large products; the first of them writes dW, the others add to it.
+    """
+    _only(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")  # none changes the products
+
+    @torch.no_grad()
+    def run(
+        input: Tensor, linear_weight: Tensor, dlogits: Tensor | None = None, chunk: int = 8192
+    ) -> tuple[Tensor, ...]:
+        logits = input.new_empty(min(chunk, len(input)), len(linear_weight))
+        dinput = torch.empty_like(input) if input.requires_grad else None
+        dweight = torch.empty_like(linear_weight) if linear_weight.requires_grad else None
+        for start in range(0, len(input), chunk):
+            rows = slice(start, start + chunk)
+            x = input[rows]
+            torch.mm(x, linear_weight.t(), out=logits[: len(x)])
+            if dinput is not None:
+                torch.mm(dlogits[rows], linear_weight, out=dinput[rows])
+            if dweight is not None and start == 0:
+                torch.mm(dlogits[rows].t(), x, out=dweight)
+            elif dweight is not None:
+                dweight.addmm_(dlogits[rows].t(), x)
+        return tuple(gradient for gradient in (dinput, dweight) if gradient is not None)
+
+    return run

@@ -1,0 +1,233 @@
+"""From options to a plan: whatever can be refused is refused here, before anything runs."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tigon.runtime.requirements import unmet
+from tigon.tools.bench.train.job import Job
+from tigon.tools.bench.train.providers import Provider, select
+from tigon.tools.bench.train.search import Search
+from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["SWEEPS", "Options", "Plan", "Run", "make_plan", "model_config"]
+
+SWEEPS = ("seq", "batch")
+DTYPES = ("bfloat16", "float32")
+VOCABULARY = 32_000  # entries of the BPE at most: more would take long to train, and cost a model nothing else
+MAX_TOKENS = 2**21  # a sequence: where a sweep ends if memory does not end it
+
+TINY = {
+    "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line takes; None is "by default". See `tigon.tools.bench.train.command`."""
+
+    model: str
+    providers: str = "stock,liger,tigon"
+    batch: int = 1
+    seq: int = 2048
+    steps: int | None = None
+    warmup: int | None = None
+    rounds: int = 1
+    checkpointing: bool = False
+    gpus: int = 1
+    sweep: str | None = None
+    sizes: str | None = None
+    resolution: int | None = None
+    layers: int | None = None
+    curves: bool = False
+    device: str = "cuda"
+    dtype: str | None = None
+    lr: float = 1e-4
+    seed: int = 0
+    text: Path | None = None
+    budget: float | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A line of the report: a provider, and the sizes that it is tried at."""
+
+    name: str
+    provider: Provider
+    reverse: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Runs that differ in their provider alone."""
+
+    options: Options
+    config: "PretrainedConfig"
+    tokens: Tokens
+    text: str
+    dtype: str
+    steps: int
+    warmup: int
+    runs: Sequence[Run]
+    sizes: Sequence[int] = field(default=())
+
+    def search(self) -> Search:
+        """The sizes of one run, in the first round."""
+        options = self.options
+        if options.sweep is None:
+            return Search([options.seq])
+        start, other = (options.seq, options.batch) if options.sweep == "seq" else (options.batch, options.seq)
+        longest = min(self.tokens.count, MAX_TOKENS)
+        limit = longest if options.sweep == "seq" else max(1, self.tokens.count // other)
+        return Search(self.sizes or [start], not self.sizes, options.resolution, limit)
+
+    def shape(self, size: int) -> tuple[int, int]:
+        """Batch and length of a size."""
+        return (size, self.options.seq) if self.options.sweep == "batch" else (self.options.batch, size)
+
+    def job(self, run: Run, config: Path) -> Job:
+        options = self.options
+        return Job(
+            run.provider.name, str(config), str(self.tokens.path), self.dtype, options.device, options.gpus,
+            options.seed, options.lr, options.checkpointing, run.reverse,
+        )  # fmt: skip
+
+
+# --- the model -----------------------------------------------------------------------------------
+
+
+def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
+    """The config of a preset, of `tiny`, or of what `tigon inspect` takes, in the first `layers` layers.
+
+    Raises:
+        ValueError: there is no such model, transformers has no causal language model for it, or it has fewer layers.
+
+    >>> model_config("Llama-3-8B", layers=2).num_hidden_layers
+    2
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tigon.tools.inspect.build import NotInspected, find_preset
+    from tigon.tools.presets import PRESETS
+
+    if model.lower() == "tiny":
+        config = AutoConfig.for_model(**TINY)
+    else:
+        try:
+            config = find_preset(model, f"tiny, {', '.join(PRESETS)}")
+        except NotInspected as reason:
+            raise ValueError(f"bench train: model: {reason}") from reason
+        except ValueError as reason:
+            raise ValueError(f"bench train: model {reason}") from reason
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise ValueError(f"bench train: model must be a causal language model, got {model!r} ({config.model_type})")
+    return config if layers is None else _shorten(config, layers)
+
+
+def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
+    """The same model with its first `layers` layers: lists with an entry a layer are cut as well."""
+    from transformers import AutoConfig
+
+    all_layers = getattr(config, "num_hidden_layers", None)
+    if not isinstance(all_layers, int) or not 1 <= layers <= all_layers:
+        raise ValueError(f"bench train: layers must be between 1 and {all_layers}, the model's own, got {layers}")
+    fields: dict[str, Any] = config.to_dict()
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == all_layers:
+            fields[name] = value[:layers]
+    return AutoConfig.for_model(**{**fields, "num_hidden_layers": layers})
+
+
+# --- the options ---------------------------------------------------------------------------------
+
+
+def _sizes(options: Options) -> list[int]:
+    """The sizes that were given, in ascending order."""
+    if options.sizes is None:
+        return []
+    words = [word.strip() for word in options.sizes.split(",") if word.strip()]
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise ValueError(f"bench train: sizes must be positive integers, separated by commas, got {options.sizes!r}")
+    return sorted({int(word) for word in words})
+
+
+def _check(options: Options, sizes: list[int]) -> None:
+    """Refuse numbers that cannot be, and options that contradict each other."""
+    at_least = {"batch": 1, "seq": 2, "steps": 1, "warmup": 0, "rounds": 1, "gpus": 1, "layers": 1, "resolution": 1}
+    for name, least in at_least.items():
+        value = getattr(options, name)
+        if value is not None and value < least:
+            raise ValueError(f"bench train: {name} must be at least {least}, got {value}")
+    if options.sweep is not None and options.sweep not in SWEEPS:
+        raise ValueError(f"bench train: sweep must be one of {', '.join(SWEEPS)}, got {options.sweep!r}")
+    for name in ("sizes", "resolution"):
+        if getattr(options, name) is not None and options.sweep is None:
+            raise ValueError(f"bench train: {name} belongs to a sweep: name one of {', '.join(SWEEPS)}, got none")
+    if options.sweep == "seq" and sizes and sizes[0] < 2:
+        raise ValueError(f"bench train: sizes of a sweep over seq must be at least 2, got {sizes[0]}")
+    if options.dtype is not None and options.dtype not in DTYPES:
+        raise ValueError(f"bench train: dtype must be one of {', '.join(DTYPES)}, got {options.dtype!r}")
+    if not 0 < options.lr < math.inf:
+        raise ValueError(f"bench train: lr must be positive and finite, got {options.lr}")
+    if not 0 <= options.seed < 2**63:
+        raise ValueError(f"bench train: seed must be at least 0 and below 2**63, got {options.seed}")
+    if options.budget is not None and not options.budget > 0:
+        raise ValueError(f"bench train: budget must be a positive number of seconds, got {options.budget}")
+    if options.gpus > 1:
+        seen = torch.cuda.device_count()
+        if options.device != "cpu" and options.gpus > seen:
+            raise ValueError(f"bench train: gpus must be at most those that torch sees, {seen}, got {options.gpus}")
+        if options.device not in ("cpu", "cuda"):
+            raise ValueError(f"bench train: several gpus are those from the first on, got device {options.device!r}")
+        if message := unmet("accelerate"):
+            raise ValueError(f"bench train: a run on several gpus {message}")
+    if options.curves and options.sweep is not None:
+        raise ValueError("bench train: curves are compared at one size: leave out the sweep or the curves")
+    if options.curves and options.batch < 2:
+        raise ValueError(f"bench train: curves need a batch of at least 2 to reverse, got {options.batch}")
+
+
+def make_plan(options: Options) -> Plan:
+    """Check the options, read the config and tokenise the text.
+
+    Raises:
+        ValueError: naming the option, the rule and the value.
+    """
+    sizes = _sizes(options)
+    _check(options, sizes)
+    providers = select(options.providers, options.checkpointing)
+    runs = [Run(provider.name, provider) for provider in providers]
+    if options.curves:
+        stock = next((run for run in runs if run.name == "stock"), None)
+        if stock is None:
+            raise ValueError("bench train: curves are compared with stock's: name it among the providers")
+        runs.insert(1 + runs.index(stock), replace(stock, name="stock-reversed", reverse=True))
+    config = model_config(options.model, options.layers)
+    try:
+        corpus = read_text(options.text)
+    except (ValueError, OSError) as reason:
+        raise ValueError(f"bench train: text {reason}") from reason
+    tokens = tokenise(corpus, max(MIN_VOCAB, min(VOCABULARY, config.vocab_size)))
+    if tokens.entries > config.vocab_size:
+        raise ValueError(
+            f"bench train: the model's vocabulary must have {tokens.entries} entries, got {config.vocab_size}"
+        )
+    longest = max([options.seq, *(sizes if options.sweep == "seq" else [])])
+    if tokens.count < longest:
+        raise ValueError(f"bench train: text must hold a sequence of {longest} tokens, got {tokens.count} tokens")
+    few = options.sweep is not None
+    return Plan(
+        options, config, tokens, corpus.name,
+        dtype=options.dtype or ("float32" if options.device == "cpu" else "bfloat16"),
+        steps=options.steps or (4 if few else 50 if options.curves else 10),
+        warmup=options.warmup if options.warmup is not None else (2 if few else 3),
+        runs=runs, sizes=sizes,
+    )  # fmt: skip

@@ -1,0 +1,308 @@
+"""One provider's training: `python -m tigon.tools.bench.train.worker JOB.json`, alone or as a rank of torchrun.
+
+For each line on standard input, a `Point`, it trains and answers on standard output with lines of JSON; the end of
+standard input ends it. Rank 0 reads and speaks; a failure is told by the rank that has it.
+
+    {"event": "ready", "parameters": .., "parameters_of_a_rank": .., "attention": .., "applied": .., "seconds": ..}
+    {"event": "refused", "status": "missing" | "unsupported", "note": ..}
+    {"event": "step", "step": .., "loss": .., "timed": ..}
+    {"event": "point", "seconds": [..], "host_seconds": [..], "losses": [..], "allocated": .., "reserved": ..}
+    {"event": "out of memory", "reason": ..}                       the process is as before, and takes another point
+    {"event": "failed", "out_of_memory": .., "reason": ..}         and ends
+
+The model goes on from one point to the next: its weights are what the steps before made of them.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from tigon.tools.bench.train.job import Job, Point
+from tigon.tools.bench.train.providers import Missing, Unsupported, select
+from tigon.tools.training.models import random_model
+from tigon.tools.training.resident import ResidentMemory
+from tigon.tools.training.text import batches
+
+__all__ = ["main", "serve"]
+
+LR_WARMUP = 4  # steps
+LEAST_STEPS = 3  # that are timed, however little time is left
+LEFT_OVER = 1.02  # times the memory before: what a failed point may leave without a new process
+MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether `error` says that memory ran out, be it torch's, a library's or the host's."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or any(message in str(error) for message in MEMORY_MESSAGES)
+
+
+# --- time and memory -----------------------------------------------------------------------------
+
+
+class Meter:
+    """Times of steps and peaks of memory. On a GPU steps are marked by events: nothing waits between them."""
+
+    def __init__(self, device: torch.device, state_bytes: int) -> None:
+        self._device, self._state_bytes = device, state_bytes
+        self._cuda = device.type == "cuda"
+        self._marks: list[Any] = []
+
+    def start(self) -> None:
+        """Forget all before: marks and peaks."""
+        self._marks = []
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._resident = ResidentMemory()
+
+    def mark(self) -> None:
+        """Here, in the order of the device's work."""
+        if self._cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def wait(self, index: int) -> None:
+        """Until the device has come to this mark."""
+        if self._cuda:
+            self._marks[index].synchronize()
+
+    def seconds(self) -> list[float]:
+        """Between the marks."""
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+            return [a.elapsed_time(b) / 1e3 for a, b in zip(self._marks, self._marks[1:], strict=False)]
+        return [b - a for a, b in zip(self._marks, self._marks[1:], strict=False)]
+
+    def peaks(self) -> tuple[int, int | None]:
+        """Bytes allocated and reserved at most; on a CPU the model and what the process grew by."""
+        if self._cuda:
+            return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        return self._state_bytes + self._resident.peak_bytes(), None
+
+
+# --- training ------------------------------------------------------------------------------------
+
+
+class Trainer:
+    """A model, its optimizer and the steps that it has made."""
+
+    def __init__(self, job: Job, rank: int, say: Callable[..., None]) -> None:
+        from transformers import AutoConfig
+
+        started = time.perf_counter()
+        self.job, self.rank, self._say = job, rank, say
+        self.device = torch.device(job.device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", rank if job.ranks > 1 else self.device.index or 0)
+            torch.cuda.set_device(self.device)
+        (self.provider,) = select([job.provider], job.checkpointing)
+        torch.manual_seed(job.seed)
+        model = random_model(AutoConfig.from_pretrained(job.config), job.dtype, self.device)
+        parameters, attention = sum(p.numel() for p in model.parameters()), model.config._attn_implementation
+        applied = self.provider.apply(model, job.checkpointing, self.device.type)
+        self.optimizer = torch.optim.AdamW(
+            model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
+        if job.ranks > 1:
+            from tigon.tools.bench.train.sharding import shard
+
+            model, self.optimizer = shard(model, self.optimizer)
+        self.model: nn.Module = torch.compile(model) if self.provider.compiles else model
+        self.steps = 0
+        local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
+        itemsize = getattr(torch, job.dtype).itemsize
+        self._state_bytes = 3 * local * itemsize  # with the two moments of AdamW
+        facts = {"parameters": parameters, "parameters_of_a_rank": local, "attention": attention, "applied": applied}
+        say("ready", **facts, seconds=time.perf_counter() - started)
+
+    def free(self) -> None:
+        """Let go of all but parameters and the optimizer's states."""
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.provider.compiles:
+            # Each size is compiled for itself, as in a run that knows no other.
+            torch.compiler.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def _step(self, ids: Tensor) -> Tensor:
+        """One step on [batch, seq] tokens; -> its loss, [] fp32, which is not waited for."""
+        ids = ids.to(self.device, non_blocking=True)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.job.lr * min(1.0, (self.steps + 1) / LR_WARMUP)
+        loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return loss.detach().float()
+
+    def _batches(self, point: Point) -> Iterator[Tensor]:
+        """The rank's share of each global batch, [batch, seq]."""
+        own = slice(self.rank * point.batch, (self.rank + 1) * point.batch)
+        for ids in batches(Path(self.job.tokens), point.batch * self.job.ranks, point.seq, self.job.seed):
+            share = ids.flip(0)[own] if self.job.reverse else ids[own]
+            yield share.pin_memory() if self.device.type == "cuda" else share
+
+    def train(self, point: Point) -> dict[str, Any]:
+        """The steps of a point; -> what its event says."""
+        self.free()
+        meter, data = Meter(self.device, self._state_bytes), self._batches(point)
+        torch.manual_seed(self.job.seed)
+        losses, took = [], 0.0
+        for step in range(point.warmup):
+            began = time.perf_counter()
+            losses.append(self._step(next(data)).item())  # waits
+            took = time.perf_counter() - began
+            self._say("step", step=step, loss=losses[-1], timed=False)
+        steps = self._agree(self._affordable(point, took))
+        on_host = torch.empty(steps, pin_memory=self.device.type == "cuda")
+        host_seconds = []
+
+        def tell(index: int) -> None:
+            meter.wait(index + 1)
+            losses.append(on_host[index].item())
+            self._say("step", step=point.warmup + index, loss=losses[-1], timed=True)
+
+        meter.start()
+        meter.mark()
+        for index in range(steps):
+            ids, began = next(data), time.perf_counter()
+            on_host[index].copy_(self._step(ids), non_blocking=True)
+            meter.mark()
+            host_seconds.append(time.perf_counter() - began)
+            if index:
+                tell(index - 1)  # the step before: the device is never idle for it
+        tell(steps - 1)
+        allocated, reserved = meter.peaks()
+        own = {"seconds": meter.seconds(), "host_seconds": host_seconds, "losses": losses}
+        return self._together({**own, "allocated": allocated, "reserved": reserved})
+
+    @staticmethod
+    def _affordable(point: Point, step_seconds: float) -> int:
+        if point.seconds is None or not step_seconds:
+            return point.steps
+        return min(point.steps, max(LEAST_STEPS, int(point.seconds / step_seconds)))
+
+    def _agree(self, value: Any) -> Any:
+        """Rank 0's."""
+        if self.job.ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def _together(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Of all ranks: the slowest at each step, the mean loss, the highest peaks."""
+        if self.job.ranks == 1:
+            return own
+        every: list[Any] = [None] * self.job.ranks
+        dist.all_gather_object(every, own)
+        each = lambda name: zip(*(part[name] for part in every), strict=True)
+        return {
+            "seconds": [max(values) for values in each("seconds")],
+            "host_seconds": [max(values) for values in each("host_seconds")],
+            "losses": [sum(values) / len(values) for values in each("losses")],
+            "allocated": max(part["allocated"] for part in every),
+            "reserved": None if own["reserved"] is None else max(part["reserved"] for part in every),
+        }
+
+    def next_point(self, points: Iterator[str]) -> Point | None:
+        """The next of rank 0's lines; None at their end."""
+        line = self._agree(next(points, "") if self.rank == 0 else "")
+        return Point.from_json(line) if line.strip() else None
+
+
+def serve(job: Job, rank: int, points: Iterator[str], say: Callable[..., None]) -> bool:
+    """Make the model of `job` and train every point; -> whether that went well.
+
+    A point that does not fit leaves the process as it was if it is alone; a group, whose other ranks wait, ends.
+    """
+    # Of a group rank 0 speaks; of a failure who has it.
+    speak: Callable[..., None] = say if rank == 0 else lambda *_, **__: None
+    reason = ""
+    try:
+        trainer = Trainer(job, rank, speak)
+    except (Missing, Unsupported) as refusal:
+        speak("refused", status=type(refusal).__name__.lower(), note=str(refusal))
+        return True
+    while (point := trainer.next_point(points)) is not None:
+        before = trainer.allocated() if trainer.steps else None
+        try:
+            speak("point", **trainer.train(point))
+            continue
+        except Exception as error:
+            if job.ranks > 1 or not is_out_of_memory(error):
+                raise
+            reason = _one_line(error)
+        # Outside the handler: the frames, which hold tensors, are gone.
+        trainer.free()
+        if before is None or trainer.allocated() > LEFT_OVER * before:
+            say("failed", out_of_memory=True, reason=reason)
+            return False
+        speak("out of memory", reason=reason)
+    return True
+
+
+def _one_line(error: BaseException) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first}"[:300]
+
+
+def _end(code: int) -> NoReturn:
+    """End the process at once, without what libraries do at exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def main(path: str) -> int:
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever a library prints goes to standard error
+
+    def say(event: str, **fields: Any) -> None:
+        # One write a line: ranks share the pipe.
+        os.write(answers.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
+
+    job = Job.from_json(Path(path).read_text(encoding="utf-8"))
+    rank = int(os.environ.get("RANK", "0"))
+    try:
+        went_well = serve(job, rank, iter(sys.stdin.readline, ""), say)
+    except BrokenPipeError:  # the parent is gone
+        return 1
+    except Exception as error:
+        say("failed", out_of_memory=is_out_of_memory(error), reason=_one_line(error))
+        if job.ranks == 1:
+            raise
+        # The other ranks wait for this one: what libraries do at exit could wait for them.
+        traceback.print_exc()
+        _end(1)
+    code = 0 if went_well else 1
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        _end(code)  # a thread of gloo can abort a process while Python ends (pytorch's issue 190489)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

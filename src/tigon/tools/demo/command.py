@@ -1,0 +1,161 @@
+"""`tigon demo`: its options, the order of the work, and what is said."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.markup import escape
+
+from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tigon.tools.demo.plan import Plan
+    from tigon.tools.demo.report import Comparison
+    from tigon.tools.demo.runner import Outcome
+
+__all__ = ["demo"]
+
+_CURVES_PART, _FAILED = 1, 3  # exit codes; 2 is bad input
+
+
+def _introduce(console: "Console", plan: "Plan") -> None:
+    from tigon.tools.environment import device_name
+
+    job, corpus, tokens = plan.first.job, plan.corpus, plan.tokens
+    preset = job.preset
+    console.print(
+        f"[bold]{plan.model_class}[/], {plan.parameters / 1e6:,.1f}M parameters, random weights, {preset.dtype}, "
+        f"on {escape(device_name(job.device))}"
+    )
+    cut = f", its first {corpus.characters / 1e6:.0f} MB" if corpus.truncated else ""
+    cached = ", cached" if tokens.cached else ""
+    console.print(
+        f"Text: {escape(corpus.name)}{cut}, {len(corpus.documents):,} files, {tokens.count:,} tokens "
+        f"(BPE of {tokens.entries:,} entries trained on it{cached})"
+    )
+    if tokens.entries < preset.vocab_size:
+        console.print(
+            f"The model's vocabulary has {preset.vocab_size:,} entries: those beyond the BPE's never occur in the "
+            "text, and cost as much."
+        )
+    console.print(f"{preset.steps} steps of {preset.batch} x {preset.seq} tokens with AdamW, from the same seed\n")
+
+
+def _conclude(
+    console: "Console", plan: "Plan", comparison: "Comparison | None", outcome: "Outcome", folder: Path
+) -> int:
+    """Print the results; return the exit code."""
+    from tigon.tools.demo.report import TOLERANCE, memory_sentence, print_table
+
+    runs = (plan.first, plan.second)
+    job = plan.first.job
+    code = 0
+    console.print()
+    print_table(console, *runs, comparison)
+    console.print(memory_sentence(job), style="dim")
+    if comparison is not None:
+        tolerance = TOLERANCE[job.preset.dtype]
+        if comparison.agree:
+            console.print(
+                f"[bold green]The curves agree[/]: at most {comparison.loss_difference:.1e} of the loss apart (step "
+                f"{comparison.largest + 1}); allowed are {comparison.tolerances[0]:.0e} at the first step to "
+                f"{comparison.tolerances[-1]:.0e} at the last."
+            )
+        else:
+            worst = comparison.worst
+            console.print(
+                f"[bold red]The curves part[/]: {comparison.differences[worst]:.1e} of the loss at step {worst + 1}, "
+                f"where {comparison.tolerances[worst]:.0e} is allowed."
+            )
+            code = _CURVES_PART
+        console.print(tolerance.reason, style="dim")
+    for run in runs:
+        if run.name in outcome.failures:
+            reason = escape(outcome.failures[run.name])
+            console.print(f"[bold red]{run.title} failed[/] after {len(run.losses)} steps: {reason}")
+            code = _FAILED
+    if outcome.interrupted:
+        done = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
+        console.print(
+            f"[bold yellow]Interrupted[/]: of {job.preset.steps} steps were done: {done}. What was measured is kept."
+        )
+        code = INTERRUPTED
+    console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")
+    return code
+
+
+def demo(
+    model_type: Annotated[
+        str, typer.Option(help="Decoder to train: llama, qwen3, gemma2, mistral, phi3, qwen2, gemma, ...")
+    ] = "llama",
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run.", show_default="by device")] = None,
+    batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="by device")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None,
+    vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None,
+    memory: Annotated[
+        str, typer.Option(help="Which activations Tigon keeps, as in tigon.patch(model, memory=...).")
+    ] = "default",
+    text: Annotated[
+        Path | None,
+        typer.Option(help="File or folder to train on.", show_default="the Python standard library's sources"),
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="by device")] = None,
+    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/<time>")] = None,
+    noise: Annotated[
+        bool, typer.Option("--noise", help="Compare stock with itself, sums reordered: what any tolerance must allow.")
+    ] = False,
+) -> None:
+    """Train a Hugging Face decoder on real text twice from one seed, stock and with Tigon, and compare.
+
+    Exit code: 0; 1 if the loss curves part by more than the tolerance printed; 2 for bad input; 3 if a run failed;
+    130 after Ctrl-C (what was measured is kept).
+    """
+    console = make_console()
+    try:
+        from tigon.tools.demo.plan import make_plan, pick_preset
+
+        device = pick_device(device)
+        preset = pick_preset(device, dtype=dtype, vocab_size=vocab, batch=batch, seq=seq, steps=steps)
+        folder = pick_folder(out)
+        with console.status("Reading and tokenising the text"):
+            plan = make_plan(model_type, preset, device=device, seed=seed, memory=memory, text=text, noise=noise)
+        make_folder(folder)
+        code = _run(console, plan, folder)
+    except KeyboardInterrupt:
+        console.print("[bold yellow]Interrupted[/]")
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _run(console: "Console", plan: "Plan", folder: Path) -> int:
+    """Train, compare, write. Returns the exit code."""
+    from tigon.tools.demo.plots import plot_loss, plot_speed_memory
+    from tigon.tools.demo.report import compare, write_json
+    from tigon.tools.demo.runner import run_jobs
+    from tigon.tools.environment import device_name
+
+    first, second = plan.first, plan.second
+    _introduce(console, plan)
+    outcome = run_jobs((first, second), folder, console)
+    comparison = compare(first, second)
+    write_json(
+        folder / "report.json",
+        (first, second),
+        comparison,
+        corpus=plan.corpus,
+        tokens=plan.tokens,
+        interrupted=outcome.interrupted,
+        failures=outcome.failures,
+    )
+    preset = first.job.preset
+    subtitle = (
+        f"{plan.model_class} {plan.parameters / 1e6:,.0f}M, {preset.dtype}, {preset.batch} x {preset.seq} tokens, "
+        f"{device_name(first.job.device)}"
+    )
+    plot_loss(folder / "loss.png", first, second, comparison, subtitle)
+    plot_speed_memory(folder / "speed_memory.png", first, second, subtitle)
+    return _conclude(console, plan, comparison, outcome, folder)

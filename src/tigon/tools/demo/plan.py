@@ -1,0 +1,112 @@
+"""From options to a plan: whatever can be refused is refused here, before anything runs."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+
+from tigon.tools.demo.presets import PRESETS, Preset, build_model
+from tigon.tools.demo.report import TOLERANCE, Run
+from tigon.tools.demo.train import Job
+from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
+
+__all__ = ["Plan", "make_plan", "pick_preset"]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Two runs, and what they train on. `model_class` and `parameters` describe their model."""
+
+    first: Run
+    second: Run
+    corpus: Corpus
+    tokens: Tokens
+    model_class: str
+    parameters: int
+
+
+def _at_least(least: int, value: int, option: str) -> None:
+    if value < least:
+        raise typer.BadParameter(f"must be at least {least}, got {value}", param_hint=option)
+
+
+def pick_preset(device: str, **given: Any) -> Preset:
+    """The device's preset with the options that were given (not None) in place of its own."""
+    given = {name: value for name, value in given.items() if value is not None}
+    if given.get("dtype", "float32") not in TOLERANCE:
+        raise typer.BadParameter(f"must be one of {', '.join(TOLERANCE)}, got {given['dtype']!r}", param_hint="--dtype")
+    preset = replace(PRESETS[torch.device(device).type], **given)
+    _at_least(1, preset.steps, "--steps")
+    _at_least(1, preset.batch, "--batch")
+    _at_least(2, preset.seq, "--seq")  # the first token of a sequence is nobody's target
+    _at_least(MIN_VOCAB, preset.vocab_size, "--vocab")
+    return preset
+
+
+def _rehearse(model_type: str, preset: Preset, patch: dict[str, Any]) -> tuple[str, int]:
+    """Build and patch the model without its memory; return its class and number of parameters."""
+    import tigon
+
+    try:
+        model = build_model(model_type, preset, "meta")
+    except Exception as error:  # transformers refuses in many ways
+        raise typer.BadParameter(str(error), param_hint="--model-type") from error
+    try:
+        tigon.patch(model, **patch)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--memory") from error
+    return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
+
+
+def _check_room(parameters: int, preset: Preset, device: str) -> None:
+    """Parameters, gradients and two moments must fit, whatever a step needs besides."""
+    import psutil
+
+    needed = parameters * 4 * getattr(torch, preset.dtype).itemsize * (2 if preset.take_turns else 1)
+    on_gpu = torch.device(device).type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
+    if needed > free:
+        raise typer.BadParameter(
+            f"must be a model that fits: {parameters / 1e6:,.0f}M parameters, gradients and optimizer states need "
+            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free",
+            param_hint="--model-type",
+        )
+
+
+def make_plan(
+    model_type: str, preset: Preset, *, device: str, seed: int, memory: str, text: Path | None, noise: bool
+) -> Plan:
+    """Check the options against each other and the machine, and tokenise the text.
+
+    Raises:
+        typer.BadParameter: naming the option, the rule and the value.
+    """
+    if not 0 <= seed < 2**64:
+        raise typer.BadParameter(f"must be at least 0 and below 2**64, got {seed}", param_hint="--seed")
+    try:
+        corpus = read_text(text)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error), param_hint="--text") from error
+    patch = {"memory": memory}
+    model_class, parameters = _rehearse(model_type, preset, patch)
+    _check_room(parameters, preset, device)
+    try:
+        tokens = tokenise(corpus, preset.vocab_size)
+    except OSError as error:
+        raise typer.BadParameter(
+            f"the cache must be a folder that can be written, got {str(cache_folder())!r} ({error.strerror}): name "
+            "another in the environment variable XDG_CACHE_HOME"
+        ) from error
+    if tokens.count < preset.seq:
+        raise typer.BadParameter(
+            f"must hold at least one sequence of {preset.seq} tokens, got {tokens.count} tokens in {corpus.name!r}",
+            param_hint="--text",
+        )
+    stock = Job(model_type, preset, device, seed, str(tokens.path))
+    if noise:
+        second = Run("reordered", "reordered", replace(stock, reverse=True))
+    else:
+        second = Run("tigon", "Tigon", replace(stock, patch=patch))
+    return Plan(Run("stock", "stock", stock), second, corpus, tokens, model_class, parameters)

@@ -1,0 +1,297 @@
+"""Levels of memory side by side: what a step takes, the largest batch that fits, how fast it would be."""
+
+import dataclasses
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tigon
+from tigon.hf.patch import MEMORY
+from tigon.tools.inspect.build import build, quietly
+from tigon.tools.plan.engines import OPTIMIZERS, STRATEGIES, Sharded, Whole, optimizer_costs
+from tigon.tools.plan.ledger import Work
+from tigon.tools.plan.positions import find_position_table
+from tigon.tools.plan.step import Step, count_step
+
+__all__ = ["DTYPES", "STOCK", "NotPlanned", "Rates", "Row", "Settings", "TooLong", "plan", "recommended", "seconds"]
+
+GIB = 2**30
+STOCK = "stock"  # the model without Tigon, beside the levels
+MOST = 2**16  # sequences a GPU that are tried
+MOST_GROWTH = 32  # from one batch that fits to the next that is tried
+
+# Of arithmetic, and of the parameters, gradients and states between steps.
+DTYPES = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "fp32": (torch.float32, torch.float32),
+    "mixed": (torch.bfloat16, torch.float32),
+}
+
+
+class NotPlanned(ValueError):
+    """The model cannot be planned; the message says why."""
+
+
+class TooLong(NotPlanned):
+    """The sequence has more tokens than the model has positions."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Rates of a GPU in a second of a long step. The defaults were measured on an H200 of 700 W in bf16."""
+
+    products: float = 660e12  # multiplications and additions
+    products_fp32: float = 50e12  # torch's default: not in TF32
+    attention: float = 420e12
+    traffic: float = 3.4e12  # bytes read and written
+    link: float = 350e9  # bytes to other GPUs of the host
+    host: float = 50e9  # bytes to the host
+
+    def seconds(self, work: Work, dtype: torch.dtype) -> float:
+        """Return the seconds of one stage of a step, in which the GPU computes while bytes are transferred."""
+        products = self.products_fp32 if dtype == torch.float32 else self.products
+        computes = work.products / products + work.attention / self.attention + work.traffic / self.traffic
+        return max(computes, work.exchanged / self.link, work.to_host / self.host)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a plan. `batch`, `seq` and the memories, in GiB, are those of one GPU.
+
+    Raises:
+        ValueError: A setting is out of range, or two do not go together.
+    """
+
+    seq: int
+    batch: int = 1
+    gpus: int = 1
+    gpu_memory: float = 139.8
+    host_memory: float = 128.0
+    reserve: float | None = None  # GiB that tensors do not get
+    optimizer: str = "adamw"
+    dtype: str = "bf16"
+    strategy: str | None = None
+    rates: Rates = Rates()
+
+    def __post_init__(self) -> None:
+        for name in ("seq", "batch", "gpus"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value}")
+        for name in ("gpu_memory", "host_memory"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} must be a positive number of GiB, got {getattr(self, name)}")
+        for name, choices in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("strategy", (None, *STRATEGIES))):
+            if getattr(self, name) not in choices:
+                known = ", ".join(choice for choice in choices if choice)
+                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+        if self.reserve is not None and not 0 <= self.reserve < self.gpu_memory:
+            raise ValueError(f"reserve must be from 0 to less than gpu_memory {self.gpu_memory}, got {self.reserve}")
+        if (self.engine == "single") != (self.gpus == 1) and self.engine != "fsdp":
+            needs = "one GPU" if self.engine == "single" else "at least two GPUs"
+            raise ValueError(f"strategy {self.engine} needs {needs}, got {self.gpus}")
+        if self.dtype == "mixed" and self.engine != "fsdp":
+            raise ValueError(f"dtype mixed needs strategy fsdp, which keeps fp32 shards, got strategy {self.engine}")
+        if self.budget <= 0:
+            raise ValueError(f"gpu_memory must leave something for tensors, got {self.gpu_memory} GiB")
+
+    @property
+    def engine(self) -> str:
+        """The strategy. If none was given, the number of GPUs decides."""
+        return self.strategy or ("single" if self.gpus == 1 else "fsdp")
+
+    @property
+    def reserved(self) -> float:
+        """GiB that tensors do not get: CUDA's context, NCCL's buffers, and gaps of the allocator."""
+        if self.reserve is not None:
+            return self.reserve
+        return 0.05 * self.gpu_memory + (1.0 if self.gpus == 1 else 2.0)
+
+    @property
+    def budget(self) -> int:
+        """Bytes for tensors."""
+        return int((self.gpu_memory - self.reserved) * GIB)
+
+    @property
+    def host_budget(self) -> int:
+        """Bytes of pinned memory."""
+        return int(self.host_memory * GIB)
+
+    def load(self, step: Step) -> float:
+        """Return the share of the memory that a step needs, on the GPU or the host; above 1 it does not fit."""
+        return max(step.peak / self.budget, step.host / self.host_budget)
+
+
+@dataclass(frozen=True)
+class Row:
+    """The plan of a level: a step at the given batch, and a step at the largest batch that fits."""
+
+    level: str
+    step: Step | None = None
+    # None if not even one sequence fits.
+    largest: Step | None = None
+    # The reason why the model cannot have this level.
+    reason: str = ""
+    # Tokens a second at the given batch and at the largest one, relative to the default level at the given batch.
+    speed: float = 0.0
+    largest_speed: float = 0.0
+    # Steps at the given batch and other lengths.
+    by_length: tuple[Step, ...] = ()
+
+    def fits(self, settings: Settings) -> bool:
+        """Return True if the given batch fits."""
+        return self.step is not None and settings.load(self.step) <= 1.0
+
+
+def seconds(step: Step, settings: Settings) -> float:
+    """Return the estimated seconds of a step."""
+    return sum(settings.rates.seconds(work, DTYPES[settings.dtype][0]) for work in step.work)
+
+
+def _tokens_a_second(step: Step, settings: Settings) -> float:
+    return step.batch * step.seq / seconds(step, settings)
+
+
+def _largest(count: Callable[[int], Step], first: int, settings: Settings) -> Step | None:
+    """Return the step of the largest batch that fits. The search begins at `first`; memory must grow with the batch."""
+    # `low` fits, and `high` does not.
+    low, high = 0, MOST + 1
+    known: dict[int, Step] = {}
+    guess = min(first, MOST)
+    while high - low > 1:
+        known[guess] = step = count(guess)
+        low, high = (guess, high) if settings.load(step) <= 1.0 else (low, guess)
+        near = sorted(known.values(), key=lambda step: abs(settings.load(step) - 1.0))[:2]
+        if len(near) < 2:
+            guess = 2 * low if low else high // 2
+        elif high > MOST or (len(known) % 6 and known[high].host <= settings.host_budget):
+            guess = _crossing(*near, settings)
+        else:  # Memory is not linear: some buffers grow in steps, and buffers of the host double.
+            guess = (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1, max(MOST_GROWTH * low, 1) if high > MOST else high)
+    return known.get(low)
+
+
+def _crossing(a: Step, b: Step, settings: Settings) -> int:
+    """Return the largest batch that fits if the memory of each stage is a line through two steps.
+
+    Each stage has its own line, because the peak of a small batch is in the optimizer's step, which does not grow.
+    """
+    fits = float(MOST)
+    lines = [(*peaks, settings.budget) for peaks in zip(a.peaks, b.peaks, strict=True)]
+    for at_a, at_b, most in (*lines, (a.host, b.host, settings.host_budget)):
+        slope = (at_b - at_a) / (b.batch - a.batch)
+        if slope > 0:
+            fits = min(fits, a.batch + (most - at_a) / slope)
+        elif at_a > most:
+            return 0
+    return int(max(fits, 0.0))
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
+
+
+def plan(
+    config: Any,
+    settings: Settings,
+    *,
+    trust_remote_code: bool = False,
+    levels: tuple[str, ...] = (STOCK, *MEMORY),
+    lengths: tuple[int, ...] = (),
+    search: bool = True,
+) -> Iterator[Row]:
+    """Yield a row for each level. The model is built on meta, without weights and without a GPU.
+
+    Args:
+        lengths: Further lengths of sequences at which a step is counted, for `Row.by_length`. Lengths beyond the
+            positions of the model are left out.
+        search: False does not search for the largest batch.
+
+    Raises:
+        TooLong: The model has a table of positions that ends before the sequence does.
+        NotPlanned: The model cannot be built or trained on meta.
+
+    Example:
+        >>> for row in plan(preset_config("Llama-3-8B"), Settings(seq=4096, batch=2)):
+        ...     print(row.level, row.step.peak)
+    """
+    try:
+        model, auto = build(config, trust_remote_code=trust_remote_code, attention=None)
+    except ValueError as error:
+        raise NotPlanned(str(error)) from error
+    compute, stored = DTYPES[settings.dtype]
+    for p in model.parameters():
+        if p.is_floating_point():
+            p.data = p.data.to(compute)
+    if getattr(model.config, "use_cache", False):
+        model.config.use_cache = False
+    model.train()
+    table = find_position_table(model, max(settings.seq, *lengths, 1))
+    if table is not None:
+        if table.positions < settings.seq:
+            raise TooLong(f"must be at most {table.positions} ({table.name} has no more positions), got {settings.seq}")
+        lengths = lengths and (tuple(seq for seq in lengths if seq <= table.positions) or (settings.seq,))
+    if settings.engine == "fsdp":
+        engine = Sharded(model, settings.gpus, stored)
+    else:
+        engine = Whole(model, settings.gpus)
+    shards = settings.gpus if settings.engine == "fsdp" else 1
+    sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
+    optimizer = optimizer_costs(settings.optimizer, sizes, stored)
+
+    def rows(level: str) -> Row:
+        counted: dict[tuple[int, int], Step] = {}
+
+        def count(batch: int, seq: int = settings.seq) -> Step:
+            if (batch, seq) not in counted:
+                with quietly():
+                    counted[batch, seq] = count_step(model, engine, optimizer, batch, seq)
+            return counted[batch, seq]
+
+        try:
+            step = count(settings.batch)
+            by_length = tuple(count(settings.batch, seq) for seq in lengths)
+        # The code of the model may raise anything on tensors without values.
+        except Exception as error:
+            name = type(model).__name__
+            raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {_one_line(error)}") from error
+        largest = _largest(count, settings.batch, settings) if search else None
+        return Row(level, step, largest, by_length=by_length)
+
+    base = patched = None
+    # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
+    # are recognised once and stay patched for all levels.
+    for level in sorted(levels, key=("default", *MEMORY, STOCK).index):
+        if level == STOCK:
+            if patched is not None:
+                patched.restore()
+            row = rows(level)
+        else:
+            try:
+                with quietly():
+                    patched = tigon.patch(model) if patched is None else patched
+                    report = tigon.patch(model, memory=level)
+            except ValueError as error:
+                yield Row(level, reason=str(error))
+                continue
+            try:
+                row = rows(level)
+            finally:
+                report.restore()
+        base = base or _tokens_a_second(row.step, settings)
+        largest = _tokens_a_second(row.largest, settings) / base if row.largest else 0.0
+        yield dataclasses.replace(row, speed=_tokens_a_second(row.step, settings) / base, largest_speed=largest)
+
+
+def recommended(rows: list[Row], settings: Settings, batch_given: bool) -> Row | None:
+    """Return the fastest level that fits, at the given batch or each at its largest one; None if none fits."""
+    if batch_given:
+        fitting = [row for row in rows if row.level != STOCK and row.fits(settings)]
+        return max(fitting, key=lambda row: row.speed, default=None)
+    fitting = [row for row in rows if row.level != STOCK and row.largest]
+    return max(fitting, key=lambda row: row.largest_speed, default=None)

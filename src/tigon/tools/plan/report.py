@@ -1,0 +1,174 @@
+"""A plan as a table and as JSON."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import tigon
+from tigon.tools.plan.planner import DTYPES, GIB, STOCK, Row, Settings, recommended, seconds
+from tigon.tools.plan.step import Step
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+__all__ = ["as_json", "assumptions", "print_plan"]
+
+
+def assumptions(settings: Settings) -> list[str]:
+    """Return the assumptions behind the numbers, as sentences."""
+    rates = settings.rates
+    products = rates.products_fp32 if settings.dtype == "fp32" else rates.products
+    said = [
+        "Memory: bytes of tensors at the worst moment of a step, after the first; no token is padding; attention by a "
+        f"fused kernel where the model calls torch's. {settings.reserved:.1f} of {settings.gpu_memory:.1f} GiB are "
+        "left to CUDA, NCCL and the allocator's gaps.",
+        f"Speed: products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f}, all else at "
+        f"{rates.traffic / 1e12:.1f} TB/s, {rates.host / 1e9:.0f} GB/s to the host, as in long steps on an H200; "
+        "small models wait for the host instead.",
+    ]
+    if settings.gpus > 1:
+        said.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s each way while they compute.")
+    if settings.engine == "fsdp":
+        said.append("FSDP2 as accelerate wraps it: a unit a layer, one of the embedding, one of last norm and head.")
+    return said
+
+
+def _size(step: Step | None) -> str:
+    return "-" if step is None else f"{step.peak / GIB:.1f}"
+
+
+# A column of the table: its heading, and a function that returns the cell of a level.
+_Column = tuple[str, Callable[[Row], str]]
+
+
+def _columns(settings: Settings) -> tuple[list[_Column], list[_Column]]:
+    """Return the columns about the given batch, and the columns about the largest batch of each level."""
+    of_largest = lambda text: lambda row: text(row.largest) if row.largest else "-"
+    at_batch = [
+        (f"GiB at batch {settings.batch}", lambda row: _size(row.step)),
+        ("kept for backward", lambda row: f"{row.step.kept / GIB:.1f}"),
+        ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
+        ("speed", lambda row: f"{row.speed:.2f}"),
+    ]
+    at_largest = [
+        ("largest batch", lambda row: f"{row.largest.batch:,}" if row.largest else "[red]none[/]"),
+        ("GiB", of_largest(_size)),
+        ("tokens a step", of_largest(lambda big: f"{big.batch * big.seq * settings.gpus:,}")),
+        ("speed", lambda row: f"{row.largest_speed:.2f}" if row.largest else "-"),
+    ]
+    return at_batch, at_largest
+
+
+def _table(rows: list[Row], columns: list[_Column], best: Row | None) -> "Table":
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = {row.level: [cell(row) for _, cell in columns] for row in rows if row.step is not None}
+    table = Table()
+    # A user copies the name of a level into `memory=`, so it is not cut in the narrowest terminal.
+    table.add_column("memory=", no_wrap=True, min_width=max(len(row.level) for row in rows))
+    for i, (heading, _) in enumerate(columns):
+        words = [*heading.split(), *(Text.from_markup(row[i]).plain for row in cells.values())]
+        table.add_column(heading, justify="right", min_width=max(map(len, words)))
+    for row in sorted(rows, key=lambda row: row.level != STOCK):
+        if row.step is None:
+            table.add_row(row.level, "-", style="dim")
+            continue
+        level = f"[bold]{row.level}[/]" if row is best else row.level
+        table.add_row(level, *cells[row.level])
+    return table
+
+
+def print_plan(
+    console: "Console",
+    name: str,
+    rows: list[Row],
+    settings: Settings,
+    batch_given: bool,
+    notes: list[str] | None = None,
+) -> None:
+    """Print the table, the recommended level and the assumptions. A narrow terminal gets the table in two parts."""
+    from rich.markup import escape
+
+    engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
+    title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
+    console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB a GPU\n")
+    best = recommended(rows, settings, batch_given)
+    at_batch, at_largest = _columns(settings)
+    table = _table(rows, at_batch + at_largest, best)
+    # Without this, the measured width is never more than that of the console.
+    unlimited = console.options.update(max_width=10**4)
+    if console.measure(table, options=unlimited).minimum <= console.width:
+        console.print(table)
+    else:
+        console.print(_table(rows, at_batch, best))
+        console.print(_table(rows, at_largest, best))
+    for note in notes or ():
+        console.print(escape(note), style="yellow")
+    for row in rows:
+        if row.reason:
+            console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
+    if any(row.step is not None and row.step.host for row in rows):
+        hosts = ", ".join(f"{row.step.host / GIB:.0f}" for row in rows if row.step is not None and row.step.host)
+        console.print(f"offload: {hosts} GiB of pinned memory a GPU at batch {settings.batch}.")
+    console.print(_advice(best, settings, batch_given))
+    console.print("Batches are of one GPU; speed is tokens a second, beside the default level at the batch asked for.")
+    for sentence in assumptions(settings):
+        console.print(sentence, style="dim")
+
+
+def _advice(best: Row | None, settings: Settings, batch_given: bool) -> str:
+    if best is None:
+        what = f"batch {settings.batch}" if batch_given else "even one sequence"
+        return f"[bold red]No level fits {what}[/]: take more GPUs with fsdp, a shorter sequence or a smaller batch."
+    batch = settings.batch if batch_given else best.largest.batch
+    return f"[bold green]Take tigon.patch(model, memory={best.level!r})[/], batch {batch} a GPU: the fastest that fits."
+
+
+def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
+    if step is None:
+        return None
+    stages = ("forward", "backward", "update")
+    return {
+        "batch": step.batch,
+        "peak_bytes": step.peak,
+        "fixed_bytes": step.fixed,
+        "kept_bytes": step.kept,
+        "host_bytes": step.host,
+        "fits": settings.load(step) <= 1.0,
+        "seconds": seconds(step, settings),
+        "tokens_a_second": step.batch * step.seq * settings.gpus / seconds(step, settings),
+        "peaks": dict(zip(stages, step.peaks, strict=True)),
+        "work": {stage: dataclasses.asdict(work) for stage, work in zip(stages, step.work, strict=True)},
+    }
+
+
+def as_json(
+    name: str, rows: list[Row], settings: Settings, batch_given: bool, notes: list[str] | None = None
+) -> dict[str, Any]:
+    """Return the whole plan as values that `json` can write."""
+    import torch
+    import transformers
+
+    best = recommended(rows, settings, batch_given)
+    arithmetic, stored = DTYPES[settings.dtype]
+    return {
+        "model": name,
+        "settings": {**dataclasses.asdict(settings), "strategy": settings.engine, "budget_bytes": settings.budget},
+        "dtypes": {"arithmetic": str(arithmetic), "stored": str(stored)},
+        "recommended": best and best.level,
+        "levels": {
+            row.level: {
+                "at_batch": _step_json(row.step, settings),
+                "largest": _step_json(row.largest, settings),
+                "relative_speed": row.speed,
+                "relative_speed_of_largest": row.largest_speed,
+                "reason": row.reason,
+            }
+            for row in rows
+        },
+        "notes": notes or [],
+        "assumptions": assumptions(settings),
+        "versions": {"tigon": tigon.__version__, "torch": torch.__version__, "transformers": transformers.__version__},
+    }

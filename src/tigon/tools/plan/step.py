@@ -1,0 +1,75 @@
+"""Count one training step of a model on meta: bytes at each stage, arithmetic and memory traffic."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+
+from tigon.tools.plan.engines import Optimizer, Sharded, Whole
+from tigon.tools.plan.ledger import Ledger, Work
+
+__all__ = ["Step", "count_step"]
+
+
+@dataclass(frozen=True)
+class Step:
+    """The memory and the work of one step on one GPU.
+
+    Attributes:
+        batch, seq: Number of sequences, and of tokens in each.
+        fixed: Bytes that are alive between steps: parameters, state of the optimizer, buffers.
+        kept: Bytes that the forward pass saves for backward.
+        host: Bytes of pinned host memory that the forward pass fills.
+        peaks: The most bytes alive in the forward pass, in backward and in the optimizer's step, `fixed` included.
+        work: Arithmetic and traffic of the forward pass, of backward and of the optimizer's step.
+    """
+
+    batch: int
+    seq: int
+    fixed: int
+    kept: int
+    host: int
+    peaks: tuple[int, int, int]
+    work: tuple[Work, Work, Work]
+
+    @property
+    def peak(self) -> int:
+        """The most bytes alive at any moment, as `torch.cuda.max_memory_allocated` counts them."""
+        return max(self.peaks)
+
+
+def _backward(loss: Tensor) -> None:
+    """Run backward within the ledger's modes, which recomputed layers need and `loss.backward()` would leave."""
+    one = torch.ones_like(loss)
+    _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, batch: int, seq: int) -> Step:
+    """Count a step of `batch` sequences of `seq` tokens on each GPU. The optimizer's state exists already.
+
+    Gradients are None before the step and after it. The model is on meta and in training mode.
+    """
+    with Ledger() as ledger:
+        engine.start(ledger)
+        for buffer in model.buffers():
+            ledger.own(buffer)
+        ledger.add(optimizer.state)
+        fixed, ledger.peak = ledger.live, ledger.live
+        try:
+            tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
+            loss = model(input_ids=tokens, labels=tokens).loss
+            kept, forward, there = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
+            ledger.peak = ledger.live
+            _backward(loss)
+            backward, back = ledger.peak, ledger.work.minus(there)
+        finally:
+            engine.finish(ledger)
+            update = ledger.live + optimizer.temporary  # with the gradients that there are
+            for p in model.parameters():
+                p.grad = None
+    there.exchanged, back.exchanged = engine.exchanged
+    update_work = Work(traffic=optimizer.traffic)
+    peaks, work = (forward, backward, update), (there, back, update_work)
+    return Step(batch, seq, fixed, kept, ledger.host, peaks, work)

@@ -1,0 +1,166 @@
+"""Configs of well-known decoders by name, with their public sizes: no network, no weights."""
+
+import difflib
+from typing import TYPE_CHECKING, Any
+
+from tigon.runtime.requirements import require
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+__all__ = ["PRESETS", "preset_config"]
+
+
+def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
+    return {"rope_type": "default", **scaling, "rope_theta": theta}
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "Llama-3-8B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _rope(500000.0),
+        "tie_word_embeddings": False,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    "Llama-3.2-1B": {
+        "model_type": "llama",
+        "vocab_size": 128256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _rope(
+            500000.0,
+            rope_type="llama3",
+            factor=32.0,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_position_embeddings=8192,
+        ),
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    "Qwen2-7B": {
+        "model_type": "qwen2",
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _rope(1000000.0),
+        "tie_word_embeddings": False,
+        "bos_token_id": 151643,
+        "eos_token_id": 151643,
+    },
+    "Qwen3-4B": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _rope(1000000.0),
+        "tie_word_embeddings": True,
+        "bos_token_id": 151643,
+        "eos_token_id": 151645,
+    },
+    # v0.1: later versions have the same layers, no window and other vocabularies.
+    "Mistral-7B": {
+        "model_type": "mistral",
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": _rope(10000.0),
+        "sliding_window": 4096,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    "Gemma-7B": {
+        "model_type": "gemma",
+        "vocab_size": 256000,
+        "hidden_size": 3072,
+        "intermediate_size": 24576,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _rope(10000.0),
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+    "Gemma-2-2B": {
+        "model_type": "gemma2",
+        "vocab_size": 256000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": _rope(10000.0),
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+        "bos_token_id": 2,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    },
+}
+
+
+def preset_config(name: str) -> "PretrainedConfig":
+    """A new config of the decoder that has this name; upper and lower case are the same. Needs transformers.
+
+    Raises:
+        ValueError: there is no such preset; it names the nearest.
+
+    Example:
+        >>> preset_config("Llama-3-8B").hidden_size
+        4096
+    """
+    require("tigon.tools.presets.preset_config", "transformers", extra="hf")
+    from transformers import AutoConfig
+
+    names = {preset.lower(): preset for preset in PRESETS}
+    if name.lower() not in names:
+        near = [names[key] for key in difflib.get_close_matches(name.lower(), names)]
+        hint = f" (did you mean {' or '.join(near)}?)" if near else ""
+        raise ValueError(f"preset_config: name must be one of {', '.join(PRESETS)}, got {name!r}{hint}")
+    return AutoConfig.for_model(**PRESETS[names[name.lower()]])

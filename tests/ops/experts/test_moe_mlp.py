@@ -1,0 +1,462 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tigon
+import tigon.ops.experts.moe_mlp as moe_module
+import tigon.ops.experts.routing as routing_module
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.experts import activation as expert_activation
+from tigon.ops.experts.activation import activation_gradients, activation_gradients_reference
+from tigon.ops.experts.grouped_linear import group_sums, grouped_linear, rows_of_groups
+from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp_reference
+from tigon.ops.experts.routing import Config, combine, combine_reference, route, spread, spread_reference
+
+T, K, E, H, INNER = 9, 3, 6, 16, 24
+
+
+def _normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+
+
+def _index(tokens: int = T, choices: int = K, experts: int = E) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.stack([torch.randperm(experts, generator=generator)[:choices] for _ in range(tokens)]).to(DEVICE)
+
+
+def _experts(dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
+    """Up and down, and biases if asked for."""
+    width = INNER if options.get("activation") == "relu2" else 2 * INNER
+    shapes = [(E, width, H), (E, H, INNER)]
+    shapes = [(*s[:1], *s[:0:-1]) for s in shapes] if options.get("transposed") else shapes
+    shapes += [(E, width), (E, H)] if options.get("biases") else []
+    return [(_normal(*s, seed=i).detach() / 4).to(dtype).requires_grad_() for i, s in enumerate(shapes)]
+
+
+def _call(function, index: Tensor, transposed: bool = False, **options):
+    """Of x, the weights of the router and the parameters of the experts."""
+
+    def call(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
+        named = dict(zip(("up_bias", "down_bias"), biases, strict=False))
+        return function(x, up, down, index, weights, transposed=transposed, **named, **options)
+
+    return call
+
+
+def _gpt_oss_gate(x: Tensor) -> Tensor:
+    gate, up = x[..., ::2].clamp(max=7.0), x[..., 1::2].clamp(-7.0, 7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+LAYOUTS = {
+    "plain": {},
+    "transposed": {"transposed": True},
+    "biases": {"biases": True},
+    "biases, transposed, gelu": {"biases": True, "transposed": True, "activation": "gelu"},
+    "gelu_tanh": {"activation": "gelu_tanh"},
+    "biases, no gate": {"biases": True, "activation": "relu2"},
+    "biases, transposed, a gate of one's own": {"biases": True, "transposed": True, "activation": _gpt_oss_gate},
+}
+every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+@one_in(2, layout=LAYOUTS, dtype=DTYPES, router_dtype=["same", torch.float32])
+def test_accuracy(layout, dtype, router_dtype):
+    weights = _normal(T, K, dtype=dtype if router_dtype == "same" else router_dtype)
+    tensors = [_normal(T, H, dtype=dtype), weights, *_experts(dtype, **layout)]
+    options = {name: value for name, value in layout.items() if name != "biases"}
+    run, reference = (_call(f, _index(), **options) for f in (tigon.moe_mlp, moe_mlp_reference))
+    assert_as_accurate_as_eager(run, reference, tensors)
+
+
+INDICES = {
+    "one choice": lambda: _index(choices=1),
+    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
+    "one token": lambda: _index(1),
+    "no tokens": lambda: torch.empty(0, K, dtype=torch.int64, device=DEVICE),
+    "int32": lambda: _index().int(),
+}
+
+
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_any_choice(index):
+    index = index()
+    tensors = [_normal(index.shape[0], H), _normal(*index.shape), *_experts(biases=True)]
+    got, expected = (outputs_and_gradients(_call(f, index), tensors) for f in (tigon.moe_mlp, moe_mlp_reference))
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@one_in(2, layout=LAYOUTS, absent={"E": E, "more": E + 7})
+def test_experts_of_other_ranks_add_nothing(layout, absent):
+    """Their rows are written by nobody: what is in that memory must not show, in results and in gradients."""
+    index = _index()
+    index[1::2, 1], index[4] = absent, absent
+    tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
+    options = {name: value for name, value in layout.items() if name != "biases"}
+    got, expected = (
+        outputs_and_gradients(_call(f, index, **options), tensors) for f in (tigon.moe_mlp, moe_mlp_reference)
+    )
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert (got[0][0][4] == 0).all()
+
+
+def test_experts_in_a_lower_precision_than_the_tokens():
+    """Products in the dtype of the weights, and the sum over experts rounded to that of the tokens, not before."""
+    dtype = torch.float16
+    tensors = [_normal(T, H), _normal(T, K), *_experts(dtype)]
+    assert tigon.moe_mlp(tensors[0], *tensors[2:], _index(), tensors[1]).dtype == torch.float32
+    assert_as_accurate_as_eager(_call(tigon.moe_mlp, _index()), _call(moe_mlp_reference, _index()), tensors)
+
+
+def test_larger_sums():
+    """Of hundreds of terms each, with weights of another size than one."""
+    t, e, h, inner, dtype = 40, 4, 128, 160, DTYPES[-1]
+    index, weights = _index(t, 2, e), (_normal(t, 2).detach().sigmoid() / 4).to(dtype).requires_grad_()
+    shapes = (e, 2 * inner, h), (e, h, inner), (e, 2 * inner), (e, h)
+    tensors = [(_normal(*s, seed=i).detach() * h**-0.5).to(dtype).requires_grad_() for i, s in enumerate(shapes)]
+    tensors = [_normal(t, h, dtype=dtype), weights, *tensors]
+    assert_as_accurate_as_eager(_call(tigon.moe_mlp, index), _call(moe_mlp_reference, index), tensors)
+
+
+# --- what backward takes -------------------------------------------------------------------------
+
+
+def _kept(run, tensors: list[Tensor]) -> int:
+    """Bytes that are kept for backward, beside the inputs."""
+    storages = {}
+    note = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+        run(*tensors)
+    return sum(size for start, size in storages.items() if start not in {t.data_ptr() for t in tensors})
+
+
+@pytest.mark.parametrize("layout", [x for x in LAYOUTS.values() if not callable(x.get("activation"))], ids=str)
+def test_only_the_first_product_is_kept(layout):
+    tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
+    options = {name: value for name, value in layout.items() if name != "biases"}
+    width = INNER if layout.get("activation") == "relu2" else 2 * INNER
+    order = T * K * (8 + 8 + 2) + E * 4  # the slot, the choice and the expert of each row, and where experts end
+    assert _kept(_call(tigon.moe_mlp, _index(), **options), tensors) == T * K * width * 4 + order
+
+
+def test_nothing_is_kept_where_no_gradient_will_be_asked_for(monkeypatch):
+    launcher, kept = moe_module.moe_forward, []
+    monkeypatch.setattr(moe_module, "moe_forward", lambda *args: kept.append(launcher(*args)[1]) or launcher(*args))
+    tensors, run = [_normal(T, H), _normal(T, K), *_experts()], _call(tigon.moe_mlp, _index())
+    with torch.no_grad():
+        run(*tensors)
+    run(*[x.detach() for x in tensors])
+    assert kept == [None, None]
+    assert run(*tensors).requires_grad
+    assert kept[2].shape == (T * K, 2 * INNER)
+
+
+NEEDS = {
+    "all": ("x weights up down up_bias down_bias", {"products": 2, "weights": 4, "spreads": 2}),
+    "frozen experts": ("x weights", {"products": 2, "weights": 0, "spreads": 1}),
+    "x": ("x", {"products": 2, "weights": 0, "spreads": 1}),
+    "the router": ("weights", {"products": 1, "weights": 0, "spreads": 1}),
+    "up": ("up", {"products": 1, "weights": 1, "spreads": 2}),
+    "down": ("down", {"products": 0, "weights": 1, "spreads": 1}),
+    "biases": ("up_bias down_bias", {"products": 1, "weights": 2, "spreads": 1}),
+    "the last bias": ("down_bias", {"products": 0, "weights": 1, "spreads": 1}),
+}
+
+
+@pytest.mark.parametrize(("needed", "expected"), NEEDS.values(), ids=NEEDS)
+def test_what_nobody_needs_is_not_computed(needed, expected, monkeypatch):
+    """Products of rows with experts, of rows with rows (of a bias with ones), and rows made of tokens in backward."""
+    counts = dict.fromkeys(expected, 0)
+
+    def counted(name: str, function):
+        def call(*args):
+            counts[name] += 1
+            return function(*args)
+
+        return call
+
+    names = "x", "weights", "up", "down", "up_bias", "down_bias"
+    tensors = dict(zip(names, [_normal(T, H), _normal(T, K), *_experts(biases=True)], strict=True))
+    run = _call(tigon.moe_mlp, _index())
+    full = dict(zip(names, outputs_and_gradients(run, list(tensors.values()))[1], strict=True))
+    some = [x.detach().requires_grad_(name in needed.split()) for name, x in tensors.items()]
+    y = run(*some)
+    for name, part in (
+        ("products", "grouped_product"), ("weights", "grouped_weight_gradient"), ("weights", "group_sums"),
+        ("spreads", "spread"),
+    ):  # fmt: skip
+        monkeypatch.setattr(moe_module, part, counted(name, getattr(moe_module, part)))
+    upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
+    got = torch.autograd.grad(y, [x for x in some if x.requires_grad], upstream)
+    assert counts == expected
+    for name, gradient in zip([n for n in names if n in needed.split()], got, strict=True):
+        torch.testing.assert_close(gradient, full[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("inner", [1, 17, 1030])
+@pytest.mark.parametrize("kind", ACTIVATIONS)
+def test_gradients_of_an_activation(kind, inner):
+    """One block and several; rows of no expert hold NaN, which must not show."""
+    index = _index(3)
+    index[1, 0] = E
+    routing, rows = route(index, E), 3 * K
+    h, da = _normal(rows, inner * ACTIVATIONS[kind][2]).detach(), _normal(rows, inner, seed=1).detach()
+    h[-1], da[-1], weights = torch.nan, torch.nan, _normal(3, K).detach()
+    expected = activation_gradients_reference(h, da, weights, routing, kind, True, True, True)
+    assert expected[2][1, 0] == 0
+    for asked in ((True, True, True), (True, False, True), (False, True, False), (False, False, True)):
+        given = da.clone() if asked[0] or asked[2] else None
+        got = activation_gradients(h, given, weights, routing, kind, *asked)
+        for a, b, wanted in zip(got, expected, asked, strict=True):
+            assert (a is None) == (not wanted)
+            if wanted:
+                a, b = (a[:-1], b[:-1]) if a.shape[0] == rows else (a, b)
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("inner", [1, 64, 768, 1024, 14336])
+def test_heuristic_of_an_activation(inner):
+    config = expert_activation.Config.heuristic(inner)
+    assert config.block <= 1024
+    assert 1 <= config.num_warps <= 4
+
+
+# --- spreading and combining ---------------------------------------------------------------------
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_a_route_sorts_rows_by_expert_and_keeps_the_order_of_the_tokens():
+    index = torch.tensor([[2, 0], [3, 2], [0, 5]], device=DEVICE)
+    found = route(index, 4)
+    assert found.slot.tolist() == [[2, 0], [4, 3], [1, 5]]
+    assert found.order.tolist() == [1, 4, 0, 3, 2, 5]
+    assert found.ends.tolist() == [2, 2, 4, 5]
+    assert found.absent.flatten().tolist() == [False] * 5 + [True]
+
+
+@pytest.mark.parametrize("h", [1, 17, 1030, 8200])
+def test_any_width(h):
+    """One block, several, and a row that does not fit in registers."""
+    index = _index(3)
+    index[1, 0] = E
+    routing = route(index, E)
+    for run, reference, tensors in (
+        (lambda x: spread(x, routing), lambda x: spread_reference(x, routing), [_normal(3, h)]),
+        (
+            lambda rows, w: combine(rows, w, routing),
+            lambda rows, w: combine_reference(rows, w, routing),
+            [_normal(3 * K, h), _normal(3, K)],
+        ),
+    ):
+        assert_as_accurate_as_eager(run, reference, tensors)
+
+
+@pytest.mark.kernels
+def test_a_gradient_that_nobody_needs_costs_nothing(monkeypatch):
+    made, launcher = [], routing_module.spread_tokens
+    monkeypatch.setattr(routing_module, "spread_tokens", lambda *args: made.append(args[-2:]) or launcher(*args))
+    routing, kept = route(_index(), E), []
+    for needs in ((True, False), (False, True)):
+        rows, weights = (x.requires_grad_(n) for x, n in zip((_normal(T * K, H), _normal(T, K)), needs, strict=True))
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = combine(rows, weights, routing)
+        y.sum().backward()
+        assert made.pop() == needs
+        # The rows are kept for the gradient of the weights alone.
+        assert (rows.data_ptr() in [t.data_ptr() for t in kept]) == needs[1]
+        kept.clear()
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("h", [1, 64, 1000, 2048, 7168, 8192, 8193, 16384])
+def test_heuristic(h):
+    config = Config.heuristic(h)
+    assert config.sum_block <= config.block
+    assert config.block >= h or h > 8192
+    assert all(1 <= warps <= 16 for warps in (config.sum_warps, config.num_warps))
+
+
+# --- grouped products ----------------------------------------------------------------------------
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("sizes", [(16, 24), (5, 7)], ids=["aligned", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_grouped_products(dtype, sizes, transposed):
+    """By torch's kernel or group by group, with groups of no rows, the first and the last among them."""
+    n, m = sizes
+    x, weight = _normal(9, n, dtype=dtype), _normal(4, n, m, dtype=dtype)
+    ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
+    stored = weight.detach().mT.contiguous().mT.requires_grad_() if transposed else weight
+    got = outputs_and_gradients(lambda x, w: grouped_linear(x, w, ends), [x, stored])
+    expected = outputs_and_gradients(lambda x, w: torch.cat((x[:5] @ w[1], x[5:] @ w[2])), [x, weight])
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_over_groups(dtype):
+    """A bias's gradient, in fp32 and rounded once: in half precision, 2048 ones and a quarter each."""
+    rows, ends = torch.full((4100, 8), 1.0, device=DEVICE, dtype=dtype), [0, 2049, 4098, 4098]
+    ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
+    rows[4098:] = torch.nan  # of no group
+    rows[2049] = 0.25
+    expected = torch.tensor([0.0, 2049.0, 2048.25, 0.0], device=DEVICE).to(dtype)[:, None].expand(4, 8)
+    assert torch.equal(group_sums(rows, ends), expected)
+    factors = torch.full((4100,), 0.5, device=DEVICE)
+    assert torch.equal(group_sums(rows, ends, factors), expected / 2)
+    bias = _normal(4, 8, dtype=dtype)
+    group = torch.zeros(4100, dtype=torch.int64, device=DEVICE)
+    group[:2049], group[2049:4098] = 1, 2
+    spread_bias = rows_of_groups(bias, group, ends)
+    assert torch.equal(spread_bias, bias[group])
+    assert torch.equal(torch.autograd.grad(spread_bias, bias, rows)[0], expected)
+
+
+# A user's functions [S, 2 I] -> [S, I]. Their backward gives the first product an upstream gradient whose strides,
+# dtype or address differ from those of the product.
+OWN = {
+    "interleaved": lambda h: torch.tanh(h[..., ::2]) * h[..., 1::2],
+    "halves": lambda h: F.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
+    "in place": lambda h: (h * 1.5)[:, : h.shape[1] // 2].sigmoid_(),
+    "transposed inside": lambda h: h.T.contiguous().sin()[: h.shape[1] // 2].T,
+    "an expanded sum": lambda h: h.sum(-1, keepdim=True).expand(-1, h.shape[1] // 2),
+    "a view from the second column on": lambda h: torch.cat((h[:, :1].detach(), h), 1)[:, 1 : 1 + h.shape[1] // 2],
+    "in fp32": lambda h: F.gelu(h.float()[:, ::2]),
+}
+
+
+@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+@pytest.mark.parametrize("sizes", [(16, 1), (16, 3), (16, 4), (5, 7), (1, 8), (8, 2)], ids=str)
+def test_odd_sizes_with_a_users_activation(sizes, own):
+    """Forward and backward take factors of any width, stride and address, if need be by another kernel."""
+    h, inner = sizes
+    tensors = [_normal(T, h), _normal(T, K), _normal(E, 2 * inner, h), _normal(E, h, inner)]
+    got, expected = (
+        outputs_and_gradients(_call(f, _index(), activation=own), tensors) for f in (tigon.moe_mlp, moe_mlp_reference)
+    )
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+ODD = {
+    "plain": {},
+    "biases": {"biases": True},
+    "transposed": {"transposed": True},
+    "biases, transposed": {"biases": True, "transposed": True},
+}
+FROZEN = {
+    "nothing": "",
+    "x": "x",
+    "the weights": "up down up_bias down_bias",
+    "all but up": "x weights down up_bias down_bias",
+    "all but down": "x weights up up_bias down_bias",
+    "all but x": "weights up down up_bias down_bias",
+    "the router": "weights",
+}
+
+
+@pytest.mark.no_interpreter("grouped products are torch's there too")
+@pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
+@pytest.mark.parametrize("layout", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_odd_sizes_in_every_layout(dtype, layout, frozen):
+    """Each gradient is one product, whose kernel is chosen by its own factors."""
+    h, inner = 8, 3
+    shapes = [(E, 2 * inner, h), (E, h, inner)]
+    shapes = [(*s[:1], *s[:0:-1]) for s in shapes] if layout.get("transposed") else shapes
+    shapes += [(E, 2 * inner), (E, h)] if layout.get("biases") else []
+    names = ("x", "weights", "up", "down", "up_bias", "down_bias")
+    tensors = [_normal(*s, seed=i, dtype=dtype).detach() for i, s in enumerate([(T, h), (T, K), *shapes])]
+    for name, x in zip(names, tensors, strict=False):
+        x.requires_grad_(name not in frozen.split())
+    options = {"activation": OWN["interleaved"], "transposed": layout.get("transposed", False)}
+    run, reference = (_call(f, _index(), **options) for f in (tigon.moe_mlp, moe_mlp_reference))
+    assert_as_accurate_as_eager(run, reference, tensors)
+
+
+def test_odd_sizes_without_rows_and_on_meta():
+    empty = torch.empty(0, K, dtype=torch.int64, device=DEVICE)
+    tensors = [_normal(0, 5), _normal(0, K), _normal(E, 6, 5), _normal(E, 5, 3)]
+    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, empty, activation=OWN["halves"]), tensors)
+    assert outputs[0].shape == (0, 5)
+    assert all((g == 0).all() for g in gradients)
+    nothing = [_normal(T, 8), _normal(T, K), _normal(E, 0, 8), _normal(E, 8, 0)]
+    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, _index(), activation=OWN["halves"]), nothing)
+    assert all((g == 0).all() for g in [*outputs, *gradients])
+    if DEVICE == "cpu" and not tigon.runtime.device.INTERPRETED:
+        on_meta = [_normal(*s).to("meta") for s in ((T, 5), (T, K), (E, 6, 5), (E, 5, 3))]
+        y = _call(tigon.moe_mlp, _index().to("meta"), activation=OWN["halves"])(*on_meta)
+        assert (y.shape, y.device.type) == ((T, 5), "meta")
+
+
+@pytest.mark.parametrize("sizes", [(8, 8), (8, 3), (5, 7)], ids=str)
+@pytest.mark.parametrize("needs", ["x weight", "x", "weight"])
+def test_grouped_products_are_differentiated_twice(sizes, needs):
+    n, m = sizes
+    x, weight = _normal(9, n, dtype=torch.float64), _normal(4, n, m, dtype=torch.float64)
+    ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
+    x.requires_grad_("x" in needs), weight.requires_grad_("weight" in needs)
+    assert torch.autograd.gradgradcheck(lambda x, w: grouped_linear(x, w, ends).sin(), (x, weight))
+
+
+STRIDES = {
+    "rows that share memory": lambda y: y[:1].expand(9, -1),
+    "columns that share memory": lambda y: y[:, :1].expand(-1, 8),
+    "every second column": lambda y: torch.stack((y, y), -1).flatten(1)[:, ::2],
+    "by columns": lambda y: y.T.contiguous().T,
+    "an odd address": lambda y: torch.cat((y[:, :1], y), 1)[:, 1:],
+}
+
+
+@pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_grouped_products_of_any_strides(dtype, strides):
+    ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
+    x, weight = _normal(9, 8, dtype=dtype), _normal(4, 8, 8, dtype=dtype)
+    dy = strides(_normal(9, 8, dtype=dtype, seed=3).detach())
+    expected = torch.autograd.grad(torch.cat((x[:5] @ weight[1], x[5:] @ weight[2])), (x, weight), dy)
+    for a, b in zip(torch.autograd.grad(grouped_linear(x, weight, ends), (x, weight), dy), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    got = grouped_linear(strides(x.detach()), weight, ends)
+    torch.testing.assert_close(
+        got, torch.cat((strides(x)[:5] @ weight[1], strides(x)[5:] @ weight[2])), rtol=1e-5, atol=1e-5
+    )
+
+
+def test_odd_sizes():
+    """Rows that begin at no multiple of 16 bytes, which grouped_mm refuses."""
+    x, up, down = _normal(T, 5), _normal(E, 14, 5), _normal(E, 5, 7)
+    weights = _normal(T, K)
+    got, expected = (f(x, up, down, _index(), weights) for f in (tigon.moe_mlp, moe_mlp_reference))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_bad_input():
+    x, up, down, index, weights = _normal(T, H), *_experts(), _index(), _normal(T, K)
+    bad = {
+        r"down_proj must have shape \(6, 16, 24\), got \(6, 24, 16\)": (x, up, down.mT, index, weights),
+        r"x must have shape \(9, 16\), got \(9, 8\)": (x[:, :8], up, down, index, weights),
+        r"top_k_index must have shape \(8, 3\), got \(9, 3\)": (x[1:], up, down, index, weights),
+        r"top_k_weights must have shape \(9, 3\), got \(9, 2\)": (x, up, down, index, weights[:, :2]),
+        r"must be \[T, H\], 3-D, 3-D and \[T, K\], got \(1, 9, 16\)": (x[None], up, down, index, weights),
+        r"up_proj and down_proj must have the same dtype": (x, up, down.double(), index, weights),
+    }
+    for message, arguments in bad.items():
+        with pytest.raises(ValueError, match=f"moe_mlp: .*{message}"):
+            tigon.moe_mlp(*arguments)
+    with pytest.raises(ValueError, match="moe_mlp: activation must be one of 'silu', 'gelu', .* got 'tanh'"):
+        tigon.moe_mlp(x, up, down, index, weights, activation="tanh")
+    with pytest.raises(TypeError, match="moe_mlp: top_k_index must be an int64 or int32 tensor, got torch.float32"):
+        tigon.moe_mlp(x, up, down, weights, weights)
+    with pytest.raises(TypeError, match="moe_mlp: x must be a Tensor, got NoneType"):
+        tigon.moe_mlp(None, up, down, index, weights)

@@ -1,0 +1,439 @@
+import types
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.head.chunks import DEFAULT_MIB, MOST_CHUNKS, chunk_size
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.testing import assert_accurate
+from tigon.tools.bench.inputs import Maker
+from tigon.tools.bench.inputs import linear_cross_entropy as bench_inputs
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "items": {"num_items": 5},
+    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01},
+    "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "reduction": "none"},
+}
+
+
+def _inputs(t: int = 23, h: int = 16, v: int = 101, bias: bool = True) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    shapes = [(t, h), (v, h), (v,)] if bias else [(t, h), (v, h)]
+    tensors = [torch.randn(shape, generator=generator).to(DEVICE).requires_grad_() for shape in shapes]
+    target = torch.randint(v, (t,), generator=generator)
+    target[2::4] = -100
+    return [*tensors, target.to(DEVICE)]
+
+
+def _in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tigon.ops.head.chunks as module
+
+    monkeypatch.setattr(module, "chunk_size", lambda *_: tokens)
+
+
+# 23 chunks of one token each take the interpreter too long.
+CHUNKS = {f"chunks of {n}": n for n in ([7, 23, 64] if INTERPRETED else [1, 7, 23, 64])}
+
+
+@one_in(2, options=OPTIONS, weighted={"": False, "class weights": True}, chunk=CHUNKS)
+def test_accuracy(options, weighted, chunk, monkeypatch):
+    """In fp32 each chunk adds its part of dW: the chunked sum may err as eager code does, and no more."""
+    _in_chunks_of(chunk, monkeypatch)
+    # On a GPU small products of other sizes take other kernels: more tokens for eager's largest error to be typical.
+    *tensors, target = _inputs(203 if DEVICE == "cuda" else 23)
+    generator = torch.Generator().manual_seed(chunk)
+    weight = (torch.rand(101, generator=generator) + 0.1).to(DEVICE) if weighted else None
+    assert_as_accurate_as_eager(
+        lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, weight=weight, **options),
+        lambda x, w, b: linear_cross_entropy_reference(x, w, target, linear_bias=b, weight=weight, **options),
+        tensors,
+        loss=True,
+    )
+
+
+@pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch.nn.functional has it from 2.13 on")
+def test_agrees_with_torch():
+    x, w, b, target = _inputs()
+    options = {"linear_bias": b, "label_smoothing": 0.1, "weight": torch.rand(101, device=DEVICE)}
+    ours, theirs = tigon.linear_cross_entropy(x, w, target, **options), F.linear_cross_entropy(x, w, target, **options)
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+    for a, e in zip(torch.autograd.grad(ours, (x, w, b)), torch.autograd.grad(theirs, (x, w, b)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+def test_leading_dimensions_and_gaps():
+    x, w, target = _inputs(24, bias=False)
+    flat = tigon.linear_cross_entropy(x, w, target, reduction="none")
+    shaped = tigon.linear_cross_entropy(x.view(2, 3, 4, 16), w, target.view(2, 3, 4), reduction="none")
+    assert torch.equal(shaped, flat.view(2, 3, 4))
+    columns = x.detach().t().contiguous().t().requires_grad_()
+    got = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [columns])
+    expected = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [x])
+    for a, e in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("retain", [False, True], ids=["last backward", "graph kept"])
+@pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
+def test_any_upstream_gradient(factor, retain):
+    *tensors, target = _inputs()
+    run = lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b)
+    expected = torch.autograd.grad(
+        linear_cross_entropy_reference(*tensors[:2], target, linear_bias=tensors[2]), tensors
+    )
+    got = torch.autograd.grad(run(*tensors), tensors, torch.tensor(factor, device=DEVICE), retain_graph=retain)
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, factor * e, rtol=1e-5, atol=1e-6)
+
+
+def test_twice_in_one_graph():
+    x, w, target = _inputs(bias=False)
+    both = lambda f: f(x, w, target) + 2 * f(x.flip(0), w, target)
+    got, expected = (
+        torch.autograd.grad(both(f), (x, w)) for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
+    )
+    for a, e in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+class _CountsProducts(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.sizes: list[tuple[int, int, int]] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket._qualified_op_name
+        if name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            a, b = args[-2:]
+            self.sizes.append((*a.shape, b.shape[1]))
+        return function(*args, **(kwargs or {}))
+
+    @property
+    def products(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def multiplications(self) -> int:
+        return sum(m * k * n for m, k, n in self.sizes)
+
+
+@pytest.mark.parametrize(
+    ("needs", "reduction", "products"),
+    [
+        pytest.param((True, True), "mean", 3, id="both"),
+        pytest.param((True, False), "mean", 2, id="frozen head"),
+        pytest.param((False, True), "mean", 2, id="frozen trunk"),
+        pytest.param((False, False), "mean", 1, id="loss only"),
+        pytest.param((True, True), "none", 4, id="both, any gradient"),
+    ],
+)
+def test_only_the_products_that_are_needed(needs, reduction, products):
+    x, w, target = _inputs(bias=False)
+    x.requires_grad_(needs[0])
+    w.requires_grad_(needs[1])
+    with _CountsProducts() as count:
+        loss = tigon.linear_cross_entropy(x, w, target, reduction=reduction)
+        if any(needs):
+            loss.sum().backward()
+    assert count.products == products
+    assert [p.grad is not None for p in (x, w)] == list(needs)
+
+
+IGNORED = {
+    "none": lambda t: torch.zeros(t, dtype=torch.bool),
+    "one in a hundred": lambda t: torch.arange(t) % 100 == 3,
+    "half": lambda t: torch.arange(t) % 2 == 1,
+    "all but one": lambda t: torch.arange(t) != 77,
+    "all": lambda t: torch.ones(t, dtype=torch.bool),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_entropy": True}], ids=str)
+@pytest.mark.parametrize(
+    "ignored",
+    [
+        name if name == "half" else pytest.param(name, marks=pytest.mark.no_interpreter("It takes 200 tokens long."))
+        for name in IGNORED
+    ],
+)
+def test_ignored_tokens_cost_nothing(ignored, options, monkeypatch):
+    """Products have the sizes of the valid rows; where fewer than one row in 64 is ignored, copies would cost more."""
+    _in_chunks_of(64, monkeypatch)
+    x, w, b, target = _inputs(200)
+    target = target.abs().masked_fill(IGNORED[ignored](200).to(DEVICE), -100)
+    valid = target != -100
+    computed = 200 if ignored == "one in a hundred" else int(valid.sum())
+    with _CountsProducts() as count:
+        result = tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
+        loss = result if isinstance(result, torch.Tensor) else result.loss
+        dx, dw, db = torch.autograd.grad(loss.sum(), (x, w, b))
+    assert count.multiplications == (4 if "reduction" in options else 3) * computed * 16 * 101
+    assert sum(n for n, *_ in count.sizes) >= computed
+    assert (dx[~valid] == 0).all()
+    assert (dx[valid] != 0).any(-1).all()
+    reference = {name: value for name, value in options.items() if name == "reduction"}
+    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, **reference)
+    torch.testing.assert_close(loss, expected, rtol=2e-6, atol=1e-6)
+    for a, e in zip((dx, dw, db), torch.autograd.grad(expected.sum(), (x, w, b)), strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.no_interpreter("The interpreter takes long for 1200 tokens, and the chunks are the same.")
+def test_the_last_chunks_share_what_is_left(monkeypatch):
+    x, w, target = _inputs(1200, bias=False)
+    _in_chunks_of(512, monkeypatch)
+    with torch.no_grad(), _CountsProducts() as count:
+        tigon.linear_cross_entropy(x, w, target.abs() % 101)
+    assert [n for n, *_ in count.sizes] == [512, 384, 304]
+
+
+def test_what_ignored_tokens_hold_does_not_matter():
+    """Padding may be anything; it is not multiplied, and all that is returned of it is finite."""
+    x, w, target = _inputs(bias=False)
+    clean = x.detach().clone().requires_grad_()
+    with torch.no_grad():
+        x[target == -100] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38], device=DEVICE).repeat(4)
+    asked = {"return_entropy": True, "return_log_probs": True, "return_predicted_tokens": True, "reduction": "none"}
+    got, expected = (tigon.linear_cross_entropy(i, w, target, z_loss=0.1, **asked) for i in (x, clean))
+    for a, e in zip(got, expected, strict=True):
+        assert (a is None and e is None) or torch.equal(a, e)
+    total = lambda result: (result.loss + result.entropy + result.log_probs).sum()
+    for a, e in zip(*(torch.autograd.grad(total(r), (i, w)) for r, i in ((got, x), (expected, clean))), strict=True):
+        assert torch.equal(a, e)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}, {"token_scaling": True}], ids=str)
+def test_not_a_number_gives_not_a_number(options, value):
+    """A logit of +inf or NaN has no finite loss; -inf is a class of probability zero."""
+    x, w, b, target = _inputs()
+    with torch.no_grad():
+        b[7] = value
+    loss = tigon.linear_cross_entropy(x, w, target, linear_bias=b, reduction="none", **options)
+    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, reduction="none", **options)
+    finite = expected.isfinite()
+    assert torch.equal(loss.isnan(), expected.isnan())
+    torch.testing.assert_close(loss[finite], expected[finite], rtol=1e-5, atol=1e-6)
+    if value != -torch.inf:
+        assert loss[target != -100].isnan().all()
+        assert tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options).isnan()
+
+
+class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most bytes that the tensors made inside held at one time."""
+
+    def __init__(self):
+        super().__init__()
+        self.live = self.peak = 0
+
+    def _died(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        inputs = {x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if _is_tensor(x)}
+        result = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if _is_tensor(x) and x.untyped_storage()._cdata not in inputs:
+                size = x.untyped_storage().nbytes()
+                self.live += size
+                weakref.finalize(x, self._died, size)
+        self.peak = max(self.peak, self.live)
+        return result
+
+
+def _is_tensor(x: object) -> bool:
+    return isinstance(x, torch.Tensor)
+
+
+@pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
+@pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"reduction": "none"}], ids=str)
+def test_no_logits_beyond_the_cap(options):
+    x, w, target = _inputs(1024, 4, 8192, bias=False)
+    with _Peak() as memory:
+        tigon.linear_cross_entropy(x, w, target, max_logits_mib=2, **options).sum().backward()
+    gradients = 4 * (x.numel() + w.numel())
+    # Above the gradients: the cap, what is small, and for softcap on a CPU one fp32 block more.
+    assert memory.peak <= gradients + 2.8 * 2**20 + 4 * 1024 * 32
+    with _Peak() as memory:
+        tigon.linear_cross_entropy(x, w, target, max_logits_mib=64, **options).sum().backward()
+    assert memory.peak > 10 * 2**20, "the check can fail"
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+@pytest.mark.parametrize("chunks", [8, 64])
+def test_many_chunks_do_not_wear_out_a_bf16_gradient(chunks, monkeypatch):
+    _in_chunks_of(512 // chunks, monkeypatch)
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 32, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for n in (512, 300))
+    target = torch.randint(300, (512,), generator=generator).to(DEVICE)
+    assert_as_accurate_as_eager(
+        lambda x, w: tigon.linear_cross_entropy(x, w, target),
+        lambda x, w: linear_cross_entropy_reference(x, w, target),
+        [x, w],
+        loss=True,
+    )
+
+
+def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> tuple[torch.Tensor, ...]:
+    case = types.SimpleNamespace(shape=(t, h, v), options={}, ignored=ignored, dtype=torch.bfloat16)
+    make = Maker(case, torch.device(DEVICE), torch.Generator(DEVICE).manual_seed(0))
+    return tuple(bench_inputs(make).tensors.values())
+
+
+def _gradients(function, x, w, target) -> list[torch.Tensor]:
+    return list(torch.autograd.grad(function(x, w, target), (x, w)))
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+@pytest.mark.parametrize("shape", [(600, 48, 384), (701, 33, 1001), (512, 32, 100), (600, 7, 641)], ids=str)
+def test_the_error_of_dw_against_one_product(shape, monkeypatch):
+    """On logits as peaked as a trained model's: as good as eager's one product if summed in fp32, 2x by default."""
+    x, w, target = _peaked(*shape)
+    exact = _gradients(linear_cross_entropy_reference, *(p.detach().double().requires_grad_() for p in (x, w)), target)
+    error = lambda given: [((g.double() - e).norm() / e.norm()).item() for g, e in zip(given, exact, strict=True)]
+    eager = error(_gradients(linear_cross_entropy_reference, x, w, target))
+    for chunks, acc_dtype, most in (
+        (1, None, 1.01), (8, None, 2.0), (30, None, 1.05),
+        (1, torch.float32, 1.05), (2, torch.float32, 1.05), (8, torch.float32, 1.05), (30, torch.float32, 1.05),
+    ):  # fmt: skip
+        _in_chunks_of(-(-shape[0] // chunks), monkeypatch)
+        run = lambda *inputs: tigon.linear_cross_entropy(*inputs, acc_dtype=acc_dtype)  # noqa: B023
+        dx, dw = error(_gradients(run, x, w, target))
+        assert dw <= most * eager[1], (chunks, acc_dtype)
+        assert dx <= 1.01 * eager[0], (chunks, acc_dtype)
+    # What fails this: chunks summed in bf16 without end.
+    monkeypatch.setattr("tigon.ops.head.chunks.MOST_CHUNKS", 10**6)
+    _in_chunks_of(shape[0] // 150, monkeypatch)
+    assert error(_gradients(tigon.linear_cross_entropy, x, w, target))[1] > 2 * eager[1]
+
+
+@pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_fp32_sum_makes_no_third_copy(reduction, monkeypatch):
+    """Above the gradients: one more buffer of the size of dW, the logits, and slabs that only a CPU needs."""
+    monkeypatch.setattr("tigon.ops.head.weight_gradient.SLAB_BYTES", 2**14)
+    generator = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(n, 512, generator=generator).bfloat16().requires_grad_() for n in (128, 8192))
+    target = torch.randint(8192, (128,), generator=generator)
+    peaks = []
+    for acc_dtype in (None, torch.float32):
+        with _Peak() as memory:
+            tigon.linear_cross_entropy(
+                x, w, target, max_logits_mib=4, acc_dtype=acc_dtype, reduction=reduction
+            ).sum().backward()
+        peaks.append(memory.peak - (x.nbytes + w.nbytes))
+        x.grad = w.grad = None
+    small = 3 * x.nbytes + 2**19
+    assert peaks[0] <= 4 * 2**20 + small
+    assert peaks[1] <= 4 * 2**20 + w.nbytes + small
+    assert peaks[1] >= w.nbytes, "the check can fail"
+
+
+def test_fp16_gradients_survive_a_loss_scale():
+    """1 / items is below what fp16 holds; the scale that arrives in backward brings the gradient back."""
+    x, w, target = _inputs(24, 16, 5000, bias=False)
+    x, w = (p.detach().half().requires_grad_() for p in (x, w * 0.1))
+    scale = torch.tensor(65536.0, device=DEVICE)
+    got = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, num_items=8192), (x, w), scale)
+    eager = torch.autograd.grad(linear_cross_entropy_reference(x, w, target, num_items=8192), (x, w), scale)
+    wide = [p.detach().double().requires_grad_() for p in (x, w)]
+    exact = torch.autograd.grad(linear_cross_entropy_reference(*wide, target, num_items=8192), wide, scale.double())
+    for triple in zip(got, eager, exact, strict=True):
+        assert_accurate(*triple)
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+@pytest.mark.parametrize("v", [32000, 128256, 256000])
+@pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 32768, 100_000])
+@pytest.mark.parametrize("mib", [None, 1, 64, 4096])
+@pytest.mark.parametrize("spare", [0, 4096])
+def test_chunks(tokens, v, mib, device, spare):
+    chunk = chunk_size(tokens, v, 2, mib, device, spare)
+    count = -(-tokens // chunk)
+    assert chunk >= 1
+    if mib is not None:
+        assert chunk == 1 or chunk * v * 2 <= mib * 2**20
+    elif device == "cuda":
+        budget = DEFAULT_MIB["cuda"] * 2**20 // (v * 2)
+        assert chunk <= budget + spare + 127, "memory does not grow with the number of tokens"
+        assert count <= MOST_CHUNKS or tokens > MOST_CHUNKS * (budget + spare)
+        assert chunk <= budget or count == MOST_CHUNKS
+
+
+def test_ignored_and_out_of_range_targets():
+    x, w, b, target = _inputs()
+    (dx,) = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, linear_bias=b), x)
+    assert (dx[target == -100] == 0).all()
+    everything = torch.full_like(target, -100)
+    loss = tigon.linear_cross_entropy(x, w, everything, linear_bias=b)
+    assert loss == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(loss, (x, w, b)))
+    target[0] = 101
+    loss = tigon.linear_cross_entropy(x, w, target, reduction="none")
+    assert loss.isnan().nonzero().tolist() == [[0]]
+    assert tigon.linear_cross_entropy(x, w, target).isnan()
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+def test_what_may_be_asked_for_beside_the_loss(options):
+    x, w, target = _inputs(bias=False)
+    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    result = tigon.linear_cross_entropy(x, w, target, z_loss=0.1, **asked, **options)
+    expected = tigon.cross_entropy(F.linear(x, w), target, z_loss=0.1, **asked, **options)
+    torch.testing.assert_close(result.loss, expected.loss)
+    torch.testing.assert_close(result.z_loss, expected.z_loss)
+    torch.testing.assert_close(result.token_accuracy, expected.token_accuracy)
+    assert torch.equal(result.predicted_tokens, expected.predicted_tokens)
+    torch.autograd.grad(result.loss.sum(), (x, w))
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+def test_autocast_casts_as_a_linear_layer_does():
+    x, w, target = _inputs(bias=False)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours = tigon.linear_cross_entropy(x, w, target)
+        theirs = F.cross_entropy(F.linear(x, w).float(), target)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for a, e in zip(torch.autograd.grad(ours, (x, w)), torch.autograd.grad(theirs, (x, w)), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, e, rtol=0.02, atol=1e-3)
+
+
+def test_module():
+    x, w, b, target = _inputs()
+    module = tigon.LinearCrossEntropyLoss(label_smoothing=0.1, softcap=5.0, max_logits_mib=1)
+    expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, label_smoothing=0.1, softcap=5.0)
+    torch.testing.assert_close(module(x, w, target, b), expected)
+    with pytest.raises(ValueError, match="LinearCrossEntropyLoss: an option must be one of .*got 'inplace'"):
+        tigon.LinearCrossEntropyLoss(inplace=True)
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_bad_input():
+    x, w, b, target = (t.detach() for t in _inputs())
+    for error, message, arguments, options in [
+        (
+            ValueError,
+            r"input must have shape \(..., H\) and linear_weight \(V, H\), got \(23, 15\) and \(101, 16\)",
+            (x[:, :15], w, target),
+            {},
+        ),
+        (ValueError, r"linear_weight must have shape \(V, H\), got \(101,\)", (x, w[:, 0], target), {}),
+        (ValueError, r"target must have shape \(23,\), got \(22,\)", (x, w, target[1:]), {}),
+        (ValueError, r"linear_bias must have shape \(101,\), got \(100,\)", (x, w, target), {"linear_bias": b[1:]}),
+        (ValueError, "must have the same dtype, got input torch.float16", (x.half(), w, target), {}),
+        (ValueError, "must have the same device", (x, w.to("meta"), target), {}),
+        (ValueError, "max_logits_mib must be at least 1 or None, got 0", (x, w, target), {"max_logits_mib": 0}),
+        (TypeError, "linear_weight must be a float32", (x, w.int(), target), {}),
+        (TypeError, "target must be an int64 or int32 tensor", (x, w, target.float()), {}),
+    ]:
+        with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
+            tigon.linear_cross_entropy(*arguments, **options)

@@ -1,0 +1,484 @@
+"""Processes on this machine: a vocabulary cut over ranks is exact, and accumulate_grad is safe under DDP and FSDP2.
+
+As a script it is one rank: python test_linear_cross_entropy_parallel.py STORE
+"""
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ranks import LIMIT, leave, run_ranks
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=pytest.mark.thorough)], ids=lambda n: f"{n} ranks")
+def test_ranks(ranks):
+    for output in run_ranks(__file__, ranks=ranks):
+        assert output.splitlines()[-1] == f"{len(_checks(ranks))} checks passed", output
+
+
+# --- a vocabulary cut over the ranks -------------------------------------------------------------
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "items": {"num_items": 5},
+    "label smoothing": {"label_smoothing": 0.2},
+    "softcap": {"softcap": 3.0},
+    "logit scale": {"logit_scale": 0.4},
+    "z-loss": {"z_loss": 0.1},
+    "token scaling": {"token_scaling": True},
+    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True},
+    "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "z_loss": 0.01, "token_scaling": True, "reduction": "none"},
+    "fp32 sum": {"acc_dtype": torch.float32},
+}
+if INTERPRETED:
+    OPTIONS = {name: OPTIONS[name] for name in ("plain", "all, none")}
+ASKED = {
+    "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
+    "return_log_probs": True, "return_entropy": True,
+}  # fmt: skip
+T, H = 26, 8
+
+
+def _rank_and_ranks() -> tuple[int, int]:
+    return dist.get_rank(), dist.get_world_size()
+
+
+def _tensors(v: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """The same on all ranks: x, weight and bias of the whole vocabulary, class weights, targets."""
+    generator = torch.Generator().manual_seed(v)
+    normal = lambda *shape: torch.randn(shape, generator=generator).to(dtype)
+    target = torch.randint(v, (T,), generator=generator)
+    target[2::4] = -100
+    x, w = normal(T, H).requires_grad_(), normal(v, H).requires_grad_()
+    return [x, w, normal(v).requires_grad_(), torch.rand(v, generator=generator) + 0.1, target]
+
+
+def _rows(v: int) -> slice:
+    """Of this rank."""
+    rank, ranks = _rank_and_ranks()
+    length = -(-v // ranks)
+    return slice(min(rank * length, v), min((rank + 1) * length, v))
+
+
+def _close(name: str, got: Tensor | None, expected: Tensor | None, rtol: float = 1e-5) -> None:
+    if expected is None:
+        assert got is None, name
+        return
+    if not expected.is_floating_point() or expected.numel() == 0:
+        assert got.shape == expected.shape, name
+        assert torch.equal(got, expected), name
+        return
+    size = max(1.0, expected.abs().max().item())
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-6 * size, msg=lambda m: f"{name}: {m}")
+
+
+def _results(result) -> dict[str, Tensor | None]:
+    return {"loss": result} if isinstance(result, Tensor) else result._asdict()
+
+
+def _total(results: dict[str, Tensor | None], parts: tuple[str, ...]) -> Tensor:
+    """All that is differentiable, weighted so that no gradient is one."""
+    factors = {"loss": 1.7, "log_probs": 0.3, "entropy": -0.6}
+    weigh = lambda y: torch.linspace(0.5, 1.5, y.numel()).view(y.shape) * y if y.dim() else y
+    return sum(factors[name] * weigh(results[name]).sum() for name in parts)
+
+
+def compare(v: int, parts: tuple[str, ...] = ("loss",), bias: bool = True, weighted: bool = False, **options) -> None:
+    """Losses and gradients of the cut head are those of the whole one."""
+    import tigon
+
+    rank, _ = _rank_and_ranks()
+    x, w, b, class_weight, target = _tensors(v)
+    rows = _rows(v)
+    if weighted:
+        options["weight"] = class_weight
+    whole = _results(tigon.linear_cross_entropy(x, w, target, linear_bias=b if bias else None, **options))
+    wanted = [x, w, b] if bias else [x, w]
+    dx, *expected = torch.autograd.grad(_total(whole, parts), wanted)
+
+    y = x.detach().clone().requires_grad_()
+    shards = [p.detach()[rows].clone().requires_grad_() for p in wanted[1:]]
+    cut = _results(
+        tigon.linear_cross_entropy(
+            y, shards[0], target, linear_bias=shards[1] if bias else None,
+            process_group=dist.group.WORLD, vocab_size=v, **options,
+        )
+    )  # fmt: skip
+    for name, value in whole.items():
+        _close(f"{name} of {v} on {rank}", cut[name], value)
+    total = _total(cut, parts)
+    again = torch.autograd.grad(total, [y, *shards], retain_graph=True)
+    for gradients in (again, torch.autograd.grad(total, [y, *shards])):
+        for name, got, e in zip(
+            ("dx", "dw", "db"), gradients, [dx, *(g[rows] for g in expected)], strict=False
+        ):  # fmt: skip
+            _close(f"{name} of {v} on {rank}", got, e)
+
+
+def _sizes() -> tuple[int, ...]:
+    """Equal shards; a last one with fewer rows; and with none (or, on two ranks, one)."""
+    ranks = dist.get_world_size()
+    return 12 * ranks, 5 * ranks - 1, 2 * (ranks - 1)
+
+
+def each_option() -> None:
+    for v in _sizes()[: 1 if INTERPRETED else None]:
+        for options in OPTIONS.values():
+            for weighted in (False, True):
+                compare(v, weighted=weighted, bias=not weighted, **options)
+
+
+def everything_returned() -> None:
+    for v in _sizes():
+        for options in ({}, {"reduction": "none", "label_smoothing": 0.1}, OPTIONS["all, none"]):
+            for parts in (("loss",), ("loss", "log_probs", "entropy"), ("entropy",), ("log_probs",)):
+                compare(v, parts, **ASKED, **options)
+
+
+def several_chunks() -> None:
+    """Ranks with more rows must not cut the tokens into other chunks: they would wait for one another for ever."""
+    import tigon.ops.head.chunks as module
+
+    # As under a budget of 48 logits; of 5 tokens of 9 or 10 rows, of 12 of 4 rows.
+    kept, module.chunk_size = module.chunk_size, lambda tokens, v, *_: max(1, min(tokens, 48 // v))
+    try:
+        for v in _sizes():
+            for options in ({}, {"reduction": "none"}, {"acc_dtype": torch.float32}):
+                compare(v, **options)
+            compare(v, ("loss", "log_probs", "entropy"), **ASKED)
+    finally:
+        module.chunk_size = kept
+
+
+def ignored_tokens() -> None:
+    import tigon
+
+    for v in _sizes():
+        rows = _rows(v)
+        x, w, b, _, target = _tensors(v)
+        for ignored in (torch.ones(T, dtype=torch.bool), torch.arange(T) != 3, torch.zeros(T, dtype=torch.bool)):
+            labels = target.abs().clamp(max=v - 1).masked_fill(ignored, -100)
+            expected = tigon.linear_cross_entropy(x, w, labels, linear_bias=b)
+            dx, dw = torch.autograd.grad(expected, (x, w))
+            shards = [p.detach()[rows].requires_grad_() for p in (w, b)]
+            loss = tigon.linear_cross_entropy(
+                x, shards[0], labels, linear_bias=shards[1], process_group=dist.group.WORLD, vocab_size=v,
+                valid_rows=tigon.ValidRows(labels),
+            )  # fmt: skip
+            got = torch.autograd.grad(loss, (x, shards[0]))
+            _close("loss", loss, expected)
+            _close("dx", got[0], dx)
+            _close("dw", got[1], dw[rows])
+            assert (got[0][ignored] == 0).all()
+
+
+def parts_that_need_no_gradient() -> None:
+    import tigon
+
+    v = _sizes()[1]
+    x, w, _, _, target = _tensors(v)
+    expected = tigon.linear_cross_entropy(x, w, target)
+    dx, dw = torch.autograd.grad(expected, (x, w))
+    shard = w.detach()[_rows(v)].requires_grad_()
+    run = lambda x, w: tigon.linear_cross_entropy(x, w, target, process_group=dist.group.WORLD, vocab_size=v)
+    _close("frozen head", torch.autograd.grad(run(x, shard.detach()), x)[0], dx)
+    _close("frozen trunk", torch.autograd.grad(run(x.detach(), shard), shard)[0], dw[_rows(v)])
+    with torch.no_grad():
+        _close("loss alone", run(x, shard), expected)
+    # Out of range, on whichever rank its neighbours are.
+    target[0] = v
+    losses = tigon.linear_cross_entropy(
+        x, shard, target, reduction="none", process_group=dist.group.WORLD, vocab_size=v
+    )
+    assert losses.isnan().nonzero().tolist() == [[0]]
+
+
+def compiled() -> None:
+    import tigon
+
+    x, w, b, _, target = _tensors(10)
+    shards = [p.detach()[_rows(10)].clone().requires_grad_() for p in (w, b)]
+    run = lambda x, w, b: tigon.linear_cross_entropy(
+        x, w, target, linear_bias=b, process_group=dist.group.WORLD, vocab_size=10
+    )
+    got, expected = (
+        [loss.detach(), *torch.autograd.grad(loss, (x, *shards))]
+        for loss in (torch.compile(run, fullgraph=True, backend="aot_eager")(x, *shards), run(x, *shards))
+    )
+    for a, e in zip(got, expected, strict=True):
+        _close("compiled", a, e)
+
+
+def half_precision() -> None:
+    """As exact as one rank's bf16, but for dx, of which each rank rounds its part."""
+    import tigon
+
+    v = 200
+    x, w, _, _, target = _tensors(v, torch.bfloat16)
+    exact = [p.detach().double().requires_grad_() for p in (x, w)]
+    run = lambda x, w, **cut: tigon.linear_cross_entropy(x, w, target, **cut)
+    logits = exact[0] @ exact[1].t()
+    dx, dw = torch.autograd.grad(nn.functional.cross_entropy(logits, target), exact)
+    one = torch.autograd.grad(run(x, w), (x, w))
+    shard = w.detach()[_rows(v)].requires_grad_()
+    got = torch.autograd.grad(run(x, shard, process_group=dist.group.WORLD, vocab_size=v), (x, shard))
+    error = lambda a, e: ((a.double() - e).norm() / e.norm()).item()
+    assert error(got[0], dx) <= 1.5 * error(one[0], dx)
+    assert error(got[1], dw[_rows(v)]) <= 1.2 * error(one[1][_rows(v)], dw[_rows(v)])
+
+
+def dtensor_heads() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    import tigon
+
+    _, ranks = _rank_and_ranks()
+    mesh = init_device_mesh("cpu", (ranks,))
+    group = mesh.get_group()
+    for v in _sizes():
+        x, w, b, _, target = _tensors(v)
+        expected = tigon.linear_cross_entropy(x, w, target, linear_bias=b)
+        dx, dw, db = torch.autograd.grad(expected, (x, w, b))
+
+        # As a plan of transformers or torchtitan leaves it; the uneven cut needs no vocab_size, which a DTensor knows.
+        head = nn.Linear(H, v)
+        with torch.no_grad():
+            head.weight.copy_(w)
+            head.bias.copy_(b)
+        parallelize_module(head, mesh, ColwiseParallel())
+        assert head.weight.placements == (Shard(0),)
+        y = x.detach().clone().requires_grad_()
+        run = lambda x, w, b, t: tigon.linear_cross_entropy(x, w, t, linear_bias=b, process_group=group)
+        loss = run(y, head.weight, head.bias, target)
+        loss.backward()
+        _close("loss", loss, expected)
+        _close("dx", y.grad, dx)
+        _close("dw", head.weight.grad.full_tensor(), dw)
+        _close("db", head.bias.grad.full_tensor(), db)
+
+        # Everything a DTensor.
+        whole = lambda t: distribute_tensor(t.detach(), mesh, [Replicate()])
+        z, weight = whole(x).requires_grad_(), distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_()
+        loss = run(z, weight, None, whole(target))
+        loss.backward()
+        expected = tigon.linear_cross_entropy(x, w, target)
+        dx, dw = torch.autograd.grad(expected, (x, w))
+        _close("loss", loss, expected)
+        assert z.grad.placements == (Replicate(),)
+        _close("dx", z.grad.to_local(), dx)
+        _close("dw", weight.grad.full_tensor(), dw)
+
+
+# --- what is refused -----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _refused(error: type, message: str):
+    with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
+        yield
+
+
+def refusals() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    import tigon
+
+    rank, ranks = _rank_and_ranks()
+    v = 7 * ranks
+    x, w, b, class_weight, target = _tensors(v)
+    shard = w.detach()[_rows(v)]
+    world = dist.group.WORLD
+    run = lambda w, **options: tigon.linear_cross_entropy(x, w, target, **options)
+
+    # A rank whose rows fit would go on and wait for the others: here none is asked whose do.
+    expected = min(8, max(0, v + 1 - 8 * rank))
+    if expected != 7:
+        message = rf"of a vocabulary of {v + 1} over {ranks} ranks, rank {rank} must hold {expected} rows .*, got 7"
+        with _refused(ValueError, message):
+            run(shard, process_group=world, vocab_size=v + 1)
+    with _refused(ValueError, "vocab_size must say how many rows the ranks of process_group hold together, got None"):
+        run(shard, process_group=world)
+    # Sizes that differ, and fit what each rank holds: the one thing that the others must be asked about.
+    if ranks == 2:
+        loss = run(w.detach()[7 * rank :][: 7 - rank], process_group=world, vocab_size=v - rank)
+        assert loss.isnan()
+    with _refused(ValueError, "vocab_size is the size of a vocabulary cut over a process_group, which is missing"):
+        run(shard, vocab_size=v)
+    with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
+        run(shard, process_group="tp")
+    with _refused(ValueError, rf"weight must have shape \({v},\), got \(7,\)"):
+        run(shard, process_group=world, vocab_size=v, weight=class_weight[:7])
+    with _refused(ValueError, r"linear_bias must have shape \(7,\)"):
+        run(shard, process_group=world, vocab_size=v, linear_bias=b.detach())
+    first = dist.new_group([0])
+    if rank:
+        with _refused(ValueError, f"process_group must contain this rank, {rank}"):
+            run(shard, process_group=first)
+
+    mesh = init_device_mesh("cpu", (ranks,))
+    place = lambda t, placement: distribute_tensor(t.detach(), mesh, [placement])
+    cut = place(w, Shard(0))
+    with _refused(ValueError, r"linear_weight is a DTensor \(Shard\(dim=0\),\): give the process_group"):
+        run(cut)
+    with _refused(ValueError, "linear_weight must be cut by rows over process_group, .* got"):
+        run(place(w, Shard(1)), process_group=world)
+    with _refused(ValueError, "linear_weight must be cut by rows over process_group"):
+        run(place(w, Replicate()), process_group=world)
+    with _refused(ValueError, "input must be replicated, and on no other dimension, got"):
+        tigon.linear_cross_entropy(place(x, Shard(1)), cut, target, process_group=world)
+    with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
+        run(cut, process_group="tp")
+    if rank == 0:
+        with _refused(ValueError, "linear_weight must be cut by rows over process_group, .* on DeviceMesh"):
+            run(cut, process_group=first)  # the mesh is not that group
+    parameter = nn.Parameter(cut)
+    parameter.grad = torch.zeros_like(parameter)
+    with _refused(ValueError, "accumulate_grad adds the whole dW, but linear_weight is a DTensor"):
+        run(parameter, process_group=world, accumulate_grad=True)
+    assert (parameter.grad.full_tensor() == 0).all()
+
+
+# --- a gradient that grows -----------------------------------------------------------------------
+
+
+class _Head(nn.Linear):
+    """A head whose forward is its loss."""
+
+    accumulate: bool | None = False  # None: the definition of the loss, in torch
+
+    def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
+        import tigon
+        from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+
+        if self.accumulate is None:
+            return linear_cross_entropy_reference(hidden, self.weight, target, linear_bias=self.bias)
+        assert (self.weight.grad is not None) >= self.grown
+        return tigon.linear_cross_entropy(
+            hidden, self.weight, target, linear_bias=self.bias, accumulate_grad=self.accumulate
+        )
+
+    grown = False  # whether there must be a gradient to add to
+
+
+class _Model(nn.Module):
+    def __init__(self, accumulate: bool | None, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.head = nn.Embedding(50, H), _Head(H, 50, bias=not tied)
+        self.head.accumulate = accumulate
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).tanh(), target)
+
+
+def _train(model: nn.Module, hold_back: Callable, grows: bool) -> dict[str, Tensor]:
+    """Two steps of three micro-batches, of which the last is reduced over the ranks; the last step's gradients."""
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inner = getattr(model, "module", model)
+    for _ in range(2):
+        model.zero_grad()
+        inner.head.grown = False
+        for i in range(3):
+            tokens, target = (torch.randint(50, (T,), generator=generator) for _ in range(2))
+            target[::5] = -100
+            with hold_back(i < 2):
+                model(tokens, target).backward()
+            inner.head.grown = grows
+    full = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g
+    return {name: full(p.grad) for name, p in inner.named_parameters()}
+
+
+def under_ddp() -> None:
+    from torch.nn.parallel import DistributedDataParallel
+
+    for as_view in (False, True):
+        for unused in (False, True):
+            for tied in (False, True):
+                made = []
+                for accumulate in (None, False, True):
+                    model = DistributedDataParallel(
+                        _Model(accumulate, tied), gradient_as_bucket_view=as_view, find_unused_parameters=unused
+                    )
+                    hold_back = lambda off, m=model: m.no_sync() if off else contextlib.nullcontext()
+                    made.append(_train(model, hold_back, grows=True))
+                for name, value in made[0].items():
+                    for got in made[1:]:
+                        _close(f"{name}, {as_view=}, {tied=}", got[name], value)
+    # And on every rank the same.
+    gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, made[1]["embedding.weight"])
+    assert all(torch.equal(other, gathered[0]) for other in gathered)
+
+
+def under_fsdp2() -> None:
+    """Inside the module's forward the weight is whole, and has a gradient as long as none was reduced."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    # Under the second the gradients of the micro-batches are summed in fp32, elsewhere: there is nothing to add to.
+    for policy, grows in ((None, True), (wide, False)):
+        made = []
+        for accumulate in (None, False, True):
+            model = _Model(accumulate)
+            for module in (model.head, model):
+                fully_shard(module, **({} if policy is None else {"mp_policy": policy}))
+
+            @contextlib.contextmanager
+            def hold_back(off: bool, model: nn.Module = model):
+                model.set_requires_gradient_sync(not off)
+                yield
+
+            made.append(_train(model, hold_back, grows))
+        for name, value in made[0].items():
+            _close(f"{name}, {grows=}", made[1][name], value, rtol=1e-5 if policy is None else 0.02)
+            _close(f"{name}, {grows=}", made[2][name], made[1][name])
+
+
+def accumulate_in_a_cut_head() -> None:
+    import tigon
+
+    v = _sizes()[1]
+    x, w, _, _, target = _tensors(v)
+    whole, shard = nn.Parameter(w.detach()), nn.Parameter(w.detach()[_rows(v)].clone())
+    for i in range(3):
+        tigon.linear_cross_entropy(x, whole, target.roll(i)).backward()
+        tigon.linear_cross_entropy(
+            x, shard, target.roll(i), process_group=dist.group.WORLD, vocab_size=v, accumulate_grad=True
+        ).backward()
+    _close("dw", shard.grad, whole.grad[_rows(v)])
+
+
+def _checks(ranks: int) -> list[Callable[[], None]]:
+    exact = [each_option, everything_returned, several_chunks]
+    if INTERPRETED:
+        return [each_option]
+    rest = [ignored_tokens, parts_that_need_no_gradient, compiled, half_precision, dtensor_heads, refusals]
+    return [*exact, *rest, accumulate_in_a_cut_head, *([under_ddp, under_fsdp2] * (ranks == 2))]
+
+
+if __name__ == "__main__":
+    rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that was not written holds NaN
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
+    for check in _checks(ranks):
+        check()
+        print(check.__name__, flush=True)
+    print(f"{len(_checks(ranks))} checks passed")
+    dist.destroy_process_group()
+    leave()

@@ -1,0 +1,254 @@
+"""`linear_cross_entropy` in the company it keeps: torch.compile, checkpointing, autocast, tied and frozen weights."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from op_cases import DEVICE, DTYPES, one_in
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.logits.cross_entropy import log_probs_and_entropy_reference
+
+ASKED = {
+    "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
+    "return_log_probs": True, "return_entropy": True,
+}  # fmt: skip
+
+
+def _inputs(t: int = 23, h: int = 16, v: int = 101, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(t)
+    normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+    target = torch.randint(v, (t,), generator=generator)
+    target[2::4] = -100
+    return [normal(t, h), normal(v, h), normal(v), target.to(DEVICE)]
+
+
+def _total(result) -> Tensor:
+    """A scalar to which all differentiable results contribute, by other amounts."""
+    if isinstance(result, Tensor):
+        return result.sum()
+    return result.loss.sum() + (result.log_probs * 0.3).sum() + result.entropy.square().sum() * 0.1
+
+
+def _same(got, expected) -> None:
+    for a, e in zip(got, expected, strict=True):
+        if e is None:
+            assert a is None
+        else:
+            size = e.abs().max().item() if e.is_floating_point() else 0.0
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6 * max(1.0, size))
+
+
+# --- torch.compile -------------------------------------------------------------------------------
+
+COMPILED = {
+    "all that may be returned": ASKED,
+    "returned, none": ASKED | {"reduction": "none"},
+    "fp32 sum": {"acc_dtype": torch.float32, "softcap": 5.0},
+    "options": {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "token_scaling": True, "num_items": 7.0},
+}
+
+
+def _compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
+def test_compile(options):
+    *tensors, target = _inputs()
+    run = lambda x, w, b, target: tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
+    got, expected = (f(*tensors, target) for f in (_compiled(run), run))
+    if isinstance(got, Tensor):
+        got, expected = [got], [expected]
+    _same(got, expected)
+    total = _total if len(got) > 1 else lambda r: r[0]
+    _same(*(torch.autograd.grad(total(r), tensors) for r in (got, expected)))
+
+
+@pytest.mark.thorough
+def test_compile_of_gradients_that_do_not_arrive():
+    """torch.compile makes zeros of them; each alone must be right too."""
+    *tensors, target = _inputs()
+    run = lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, **ASKED)
+    compiled = _compiled(run)
+    for pick in (lambda r: r.loss, lambda r: r.log_probs.sum(), lambda r: r.entropy.sum()):
+        _same(*(torch.autograd.grad(pick(f(*tensors)), tensors) for f in (compiled, run)))
+
+
+@pytest.mark.no_interpreter("The number of graphs does not depend on the kernels.")
+@pytest.mark.parametrize("options", [{}, {"acc_dtype": torch.float32, "return_entropy": True}], ids=str)
+def test_another_number_of_tokens_compiles_nothing(options):
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend=counter)
+    made = []
+    for t in (8, 23, 64, 129, 40):
+        x, w, _, target = _inputs(t)
+        result = compiled(x, w, target, **options)
+        loss = result if isinstance(result, Tensor) else result.loss
+        torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, target), rtol=1e-5, atol=1e-6)
+        torch.autograd.grad(loss, (x, w))
+        made.append(counter.frame_count)
+    assert made == [1, 2, 2, 2, 2], "one graph for the first number of tokens, one for all others"
+
+
+def test_compile_with_valid_rows():
+    """They need a number that the host knows; the graph has none, and finds the rows itself where that pays."""
+    x, w, _, target = _inputs()
+    early = tigon.ValidRows(target)
+    compiled = _compiled(lambda x, w, target: tigon.linear_cross_entropy(x, w, target, valid_rows=early))
+    torch.testing.assert_close(compiled(x, w, target), tigon.linear_cross_entropy(x, w, target))
+
+
+# --- activation checkpointing --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ASKED], ids=["mean", "none", "returned"])
+def test_activation_checkpointing(options, reentrant):
+    *tensors, target = _inputs()
+    run = lambda x, w, b: tigon.linear_cross_entropy(x.tanh(), w, target, linear_bias=b, **options)
+    checkpointed = lambda *args: checkpoint(lambda *a: _total(run(*a)), *args, use_reentrant=reentrant)
+    results = []
+    for f in (checkpointed, lambda *a: _total(run(*a))):
+        for x in tensors:
+            x.grad = None
+        (f(*tensors) * 3.0).backward()
+        results.append([x.grad for x in tensors])
+    _same(*results)
+
+
+# --- autocast ------------------------------------------------------------------------------------
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+@pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"acc_dtype": torch.float32}], ids=str)
+def test_autocast_with_fp32_weights(options, hidden, monkeypatch):
+    """The products are in bf16, as linear's; dW comes as the weight is, in fp32, and was never rounded to bf16."""
+    monkeypatch.setattr("tigon.ops.head.chunks.chunk_size", lambda *_: 64)
+    x, w, b, target = _inputs(200)
+    x = x.detach().to(hidden).requires_grad_()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
+    dx, dw, db = torch.autograd.grad(loss.sum(), (x, w, b))
+    assert loss.dtype == torch.float32
+    assert (dx.dtype, dw.dtype, db.dtype) == (hidden, torch.float32, torch.float32)
+
+    # What bf16 weights and a sum in fp32 give: its dW is the same, rounded.
+    narrow = [p.detach().bfloat16().requires_grad_() for p in (x, w, b)]
+    expected = tigon.linear_cross_entropy(
+        *narrow[:2], target, linear_bias=narrow[2], **options | {"acc_dtype": torch.float32}
+    )
+    assert torch.equal(loss, expected)
+    dx_narrow, dw_narrow, _ = torch.autograd.grad(expected.sum(), narrow)
+    assert torch.equal(dx.bfloat16(), dx_narrow)
+    assert torch.equal(dw.bfloat16(), dw_narrow)
+    error = (dw_narrow.float() - dw).norm() / dw.norm()
+    assert error > 1e-3, "the check can fail"
+
+    # d(logits) in bf16 are the same for both, so against them the unrounded sum is exact but for fp32's own roundings.
+    logits = F.linear(narrow[0], narrow[1], narrow[2]).detach().requires_grad_()
+    (dlogits,) = torch.autograd.grad(
+        tigon.cross_entropy(logits, target, reduction=options.get("reduction", "mean")).sum(), logits
+    )
+    exact = dlogits.double().t() @ narrow[0].detach().double()
+    assert (dw - exact).norm() / exact.norm() < 2e-6
+
+
+# --- weights and graphs --------------------------------------------------------------------------
+
+
+def test_tied_embeddings():
+    _, w, b, target = _inputs()
+    hidden = lambda: F.embedding(target.clamp(min=0), w).tanh()
+    _same(*(
+        torch.autograd.grad(f(hidden(), w, target, linear_bias=b), (w, b))
+        for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
+    ))  # fmt: skip
+
+
+def test_one_head_and_two_losses():
+    """As multi-token prediction has them: both gradients meet in the head."""
+    x, w, b, target = _inputs()
+    both = lambda f: f(x, w, target, linear_bias=b) + 0.5 * f(x.roll(1, 0), w, target.roll(2), linear_bias=b)
+    _same(*(
+        torch.autograd.grad(both(f), (x, w, b)) for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
+def test_one_loss_twice_in_a_graph(options):
+    """A loss that is used in two places receives the sum of two gradients."""
+    x, w, _, target = _inputs()
+    total = lambda loss: (loss * 0.5).sum() + loss.square().sum()
+    _same(*(
+        torch.autograd.grad(total(f(x, w, target, **options)), (x, w))
+        for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ASKED], ids=["mean", "none", "returned"])
+def test_a_graph_that_is_kept(options):
+    x, w, b, target = _inputs()
+    total = _total(tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options))
+    first, again = (
+        [g.clone() for g in torch.autograd.grad(total, (x, w, b), torch.tensor(s, device=DEVICE), retain_graph=True)]
+        for s in (2.0, -1.0)
+    )
+    _same([-2.0 * g for g in again], first)
+    _same(torch.autograd.grad(total, (x, w, b)), [g / 2 for g in first])
+    with pytest.raises(RuntimeError, match="a second time"):
+        torch.autograd.grad(total, (x, w, b))
+
+
+@one_in(
+    2,
+    options={"mean": {}, "none": {"reduction": "none"}, "returned": ASKED},
+    needs=[(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)],
+)
+def test_frozen_parts(needs, options):
+    *tensors, target = _inputs()
+    run = lambda x, w, b: _total(tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options))
+    expected = torch.autograd.grad(run(*tensors), tensors)
+    for x, need in zip(tensors, needs, strict=True):
+        x.requires_grad_(bool(need))
+    run(*tensors).backward()
+    for x, need, e in zip(tensors, needs, expected, strict=True):
+        assert x.grad is None if not need else torch.allclose(x.grad, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ASKED, {"num_items": 0}, {"acc_dtype": torch.float32}],
+                         ids=["mean", "none", "returned", "items", "fp32 sum"])  # fmt: skip
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_all_tokens_ignored(dtype, options):
+    """Zero, finite and differentiable; nothing of it comes from memory that was not written."""
+    *tensors, target = _inputs(dtype=dtype)
+    x, w, b = tensors
+    result = tigon.linear_cross_entropy(x, w, torch.full_like(target, -100), linear_bias=b, **options)
+    total = _total(result)
+    assert total == 0
+    assert all((g == 0).all() for g in torch.autograd.grad(total, tensors))
+    if not isinstance(result, Tensor):
+        assert result.token_accuracy == 0
+        assert (result.predicted_tokens == -1).all()
+        assert (result.log_probs == 0).all()
+        assert (result.entropy == 0).all()
+        assert result.z_loss == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_the_results_beside_the_loss_against_their_definition(reduction):
+    *tensors, target = _inputs()
+    x, w, b = tensors
+    got = tigon.linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction, **ASKED)
+    log_probs, entropy = log_probs_and_entropy_reference(F.linear(x, w, b), target, softcap=5.0)
+    _same((got.log_probs, got.entropy), (log_probs, entropy))
+    loss = linear_cross_entropy_reference(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction)
+    expected = loss.sum() + (log_probs * 0.3).sum() + entropy.square().sum() * 0.1
+    _same(torch.autograd.grad(_total(got), tensors), torch.autograd.grad(expected, tensors))

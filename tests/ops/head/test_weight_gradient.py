@@ -1,0 +1,208 @@
+"""dW as a sum over chunks: in fp32 in the memory of its own half-precision result, or in the dtype it comes in."""
+
+import weakref
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import tigon
+import tigon.ops.head.weight_gradient as module
+from op_cases import DEVICE
+from tigon.ops.head.weight_gradient import WeightGradient
+
+pytestmark = pytest.mark.no_interpreter("On CPU tensors the sum is made by torch's products alone.")
+
+BF16 = torch.bfloat16
+
+# Upper halves of 0 (V < 128), below and at 256 rows (rounded from a copy), and about 256 times powers of two, where
+# one more part begins; odd V leave one row more to the lower half.
+SIZES = [1, 2, 127, 128, 129, 255, 384, 511, 512, 513, 640, 641, 1023, 1024, 1025, 1151, 1152]
+SIZES += [n + more for n in (2048, 4096, 8192) for more in (-1, 0, 1, 127, 128, 129)]
+
+
+def _parts(v: int, h: int, chunks: int = 3, dtype: torch.dtype = BF16) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Integers, so that fp32 sums are exact in any order, and large enough for half precision to round them."""
+    generator = torch.Generator().manual_seed(v * 7 + h)
+    draw = lambda *shape: torch.randint(-64, 65, shape, generator=generator).to(DEVICE, dtype)
+    return [(draw(5 + i, v), draw(5 + i, h)) for i in range(chunks)]
+
+
+def _sum(parts) -> torch.Tensor:
+    return sum(dlogits.float().t() @ x.float() for dlogits, x in parts)
+
+
+def _made(weight: torch.Tensor, in_fp32: bool, parts, into: torch.Tensor | None = None) -> torch.Tensor:
+    dw = WeightGradient(weight, in_fp32, into)
+    for dlogits, x in parts:
+        dw.add(dlogits, x)
+    return dw.finish()
+
+
+class _Copies(TorchDispatchMode):
+    """Copies must not read what they write: on a GPU the parts of a copy run in any order."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket._qualified_op_name == "aten::copy_":
+            to, source = args[:2]
+            (a, b), (c, d) = ((x.data_ptr(), x.data_ptr() + x.nbytes) for x in (to, source))
+            assert to.numel() == 0 or b <= c or d <= a, "a copy overlaps itself"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("h", [1, 3, 8])
+@pytest.mark.parametrize("v", SIZES)
+def test_an_fp32_sum_is_rounded_once(v, h):
+    parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
+    expected = _sum(parts)
+    assert v * h < 10 or (expected.to(BF16) != expected).any(), "there is something to round"
+    with _Copies():
+        assert torch.equal(_made(weight, True, parts), expected.to(BF16))
+
+
+def test_the_order_of_the_rounding_matters():
+    """What the test above stands on: rows rounded from the last to the first are not what was summed."""
+    v, h = 4096, 8
+    parts = _parts(v, h)
+    dw = WeightGradient(torch.empty(v, h, dtype=BF16, device=DEVICE), True)
+    for part in parts:
+        dw.add(*part)
+    for start in range(dw.middle - 256, -1, -256):
+        dw.result[start : start + 256] = dw.upper[start : start + 256].clone()
+    dw.result[dw.middle :] = dw.lower
+    assert not torch.equal(dw.result, _sum(parts).to(BF16))
+    with _Copies(), pytest.raises(AssertionError, match="overlaps itself"):
+        dw.result[: dw.middle] = dw.upper
+
+
+def test_no_third_copy():
+    """Beside the result of V x H there is one buffer of its size, not an fp32 sum of twice that."""
+    v, h = 4096, 64
+    parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
+    # Not what a CPU needs to multiply half precision in fp32, a slab at a time.
+    made: list[int] = []
+
+    class Large(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+            result = function(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
+                size = result.untyped_storage().nbytes()
+                made.append(size)
+                weakref.finalize(result, made.remove, size)
+                assert sum(n for n in made if n >= weight.nbytes // 2) <= 2 * weight.nbytes
+            return result
+
+    with pytest.MonkeyPatch.context() as patch, Large():
+        patch.setattr(module, "SLAB_BYTES", 2**15)
+        dw = WeightGradient(weight, True)
+        for part in parts:
+            dw.add(*part)
+        result = dw.finish()
+    assert torch.equal(result, _sum(parts).to(BF16))
+
+
+@pytest.mark.parametrize("in_fp32", [False, True], ids=["", "in fp32"])
+@pytest.mark.parametrize("v", [7, 640, 641])
+def test_where_nothing_arrives_the_sum_is_zero(v, in_fp32):
+    weight = torch.empty(v, 3, dtype=BF16, device=DEVICE)
+    assert (_made(weight, in_fp32, []) == 0).all()
+    into = torch.ones(v, 3, dtype=torch.float32, device=DEVICE)
+    assert _made(weight, in_fp32, [], into) is into
+    assert (into == 1).all()
+
+
+@pytest.mark.parametrize("slab", [1, 100, 2**20], ids=lambda n: f"slabs of {n} bytes")
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@pytest.mark.parametrize("kind", [BF16, torch.float16], ids=str)
+def test_half_precision_products_add_up_unrounded_in_an_fp32_sum(kind, autocast, slab, monkeypatch):
+    """The gradient of an fp32 weight under autocast, and Megatron's main_grad."""
+    monkeypatch.setattr(module, "SLAB_BYTES", slab)
+    parts, weight = _parts(70, 5, dtype=kind), torch.empty(70, 5, device=DEVICE)
+    expected = _sum(parts)
+    with torch.autocast(DEVICE, BF16, enabled=autocast):
+        assert torch.equal(_made(weight, False, parts), expected)
+        into = torch.full((70, 5), 3.0, device=DEVICE)
+        assert _made(weight, False, parts, into) is into
+    assert torch.equal(into, expected + 3.0)
+
+
+def test_a_sum_in_another_half_precision():
+    """A bf16 weight under fp16 autocast."""
+    parts, weight = _parts(70, 5, chunks=1, dtype=torch.float16), torch.empty(70, 5, dtype=BF16, device=DEVICE)
+    torch.testing.assert_close(_made(weight, False, parts), _sum(parts).to(BF16), rtol=2**-7, atol=0)
+    assert torch.equal(_made(weight, True, parts), _sum(parts).to(BF16))
+
+
+def test_a_strided_weight_gets_a_dense_gradient():
+    weight = torch.empty(6, 70, dtype=BF16, device=DEVICE).t()
+    parts = _parts(70, 6)
+    made = _made(weight, True, parts)
+    assert made.is_contiguous()
+    assert torch.equal(made, _sum(parts).to(BF16))
+
+
+# --- fp64, whose sums are finer than the requested `acc_dtype` ---------------------------------------
+
+FP64 = {
+    "one chunk": {},
+    "several chunks": {"max_logits_mib": 1},
+    "a gradient for each token": {"reduction": "none"},
+    "a sum": {"reduction": "sum", "label_smoothing": 0.1, "softcap": 5.0},
+    "log-probabilities": {"return_log_probs": True, "return_entropy": True},
+}
+
+
+def _of_fp64(vocabulary: int, **options) -> list[Tensor]:
+    """Return the loss and the gradients of hidden states, weight and bias."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    shapes = (600, 8), (vocabulary, 8), (vocabulary,)
+    tensors = [torch.randn(s, generator=generator, dtype=torch.float64).to(DEVICE).requires_grad_() for s in shapes]
+    target = torch.randint(vocabulary, (600,), generator=generator)
+    target[::7] = -100
+    x, weight, bias = tensors
+    results = tigon.linear_cross_entropy(x, weight, target.to(DEVICE), linear_bias=bias, **options)
+    losses = [results] if isinstance(results, Tensor) else [y for y in results if y is not None]
+    sum(y.sum() for y in losses).backward()
+    return [*(y.detach() for y in losses), *(p.grad for p in tensors)]
+
+
+@pytest.mark.parametrize("vocabulary", [100, 129, 257, 300])
+@pytest.mark.parametrize("options", FP64.values(), ids=FP64)
+def test_a_sum_in_fp32_changes_nothing_for_fp64(options, vocabulary):
+    """The layout for half precision splits an fp32 sum into two halves. fp64 does not fit, and would lose digits."""
+    asked, plain = _of_fp64(vocabulary, acc_dtype=torch.float32, **options), _of_fp64(vocabulary, **options)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(asked, plain, strict=True))
+    assert {g.dtype for g in asked[-3:]} == {torch.float64}
+
+
+@pytest.mark.parametrize("buffer_dtype", [torch.float64, torch.float32], ids=str)
+def test_a_sum_in_fp32_that_is_added_to_fp64(buffer_dtype):
+    """With accumulate_grad the buffer is fp64, or an fp32 `main_grad`. Both are at least as fine as requested."""
+    x, weight = (torch.ones(n, 8, dtype=torch.float64, device=DEVICE) for n in (4, 257))
+    weight.requires_grad_()
+    target = torch.arange(4, device=DEVICE)
+    (expected,) = torch.autograd.grad(tigon.linear_cross_entropy(x, weight, target), weight)
+    if buffer_dtype == torch.float64:
+        weight.grad = torch.ones_like(weight)
+    else:
+        weight.main_grad = torch.ones(257, 8, device=DEVICE)
+    loss = tigon.linear_cross_entropy(x, weight, target, acc_dtype=torch.float32, accumulate_grad=True)
+    loss.backward()
+    total = weight.grad if buffer_dtype == torch.float64 else weight.main_grad
+    torch.testing.assert_close(total.double(), 1 + expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("v", [7, 64, 128, 300])
+def test_only_half_precision_splits_its_sum(v, dtype):
+    weight = torch.zeros(v, 3, dtype=dtype, device=DEVICE)
+    total = WeightGradient(weight, in_fp32=True)
+    assert total.split == (dtype == torch.float16)
+    assert total.lower.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    logits, x = torch.ones(2, v, dtype=dtype, device=DEVICE), torch.ones(2, 3, dtype=dtype, device=DEVICE)
+    total.add(logits, x)
+    total.add(logits, x)
+    assert torch.equal(total.finish(), torch.full_like(weight, 4.0))

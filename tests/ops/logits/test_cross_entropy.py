@@ -1,0 +1,341 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+from tigon.ops.logits.cross_entropy import cross_entropy_reference
+
+# Two classes, widths that fill no block, and one wider than a block of the kernel.
+SHAPES = [(20, 2), (23, 7), (4, 5, 100), (6, 5000)]
+
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "label smoothing": {"label_smoothing": 0.1},
+    "softcap": {"softcap": 3.0},
+    "logit scale": {"logit_scale": 0.25},
+    "z-loss": {"z_loss": 0.05},
+    "token scaling": {"token_scaling": True},
+    "items": {"num_items": 17},
+    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01},
+    "all, none": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "reduction": "none"},
+    "all, token scaling": {
+        "label_smoothing": 0.2,
+        "softcap": 5.0,
+        "logit_scale": 1.5,
+        "z_loss": 0.01,
+        "token_scaling": True,
+    },
+}
+
+
+def _logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * 4).to(DEVICE, dtype).requires_grad_()
+
+
+def _target(*shape: int, v: int, ignored: int = 3) -> torch.Tensor:
+    target = torch.randint(v, shape, generator=torch.Generator().manual_seed(v))
+    target.view(-1)[1::ignored] = -100
+    return target.to(DEVICE)
+
+
+def _class_weights(v: int) -> torch.Tensor:
+    return torch.rand(v, generator=torch.Generator().manual_seed(v)).to(DEVICE) + 0.1
+
+
+@one_in(
+    3,
+    shape=SHAPES,
+    options=OPTIONS,
+    weighted={"": False, "class weights": True},
+    inplace={"new buffer": False, "in place": True},
+)
+def test_accuracy(shape, options, weighted, inplace):
+    """Where the token scaling lets only likely targets count, gradients are differences of 1 / D and nearly that."""
+    target = _target(*shape[:-1], v=shape[-1])
+    weight = _class_weights(shape[-1]) if weighted else None
+    assert_as_accurate_as_eager(
+        lambda x: tigon.cross_entropy(x.clone(), target, weight, inplace=inplace, **options),
+        lambda x: cross_entropy_reference(x, target, weight, **options),
+        [_logits(*shape)],
+        loss=True,
+        terms=0.1 if "token_scaling" in options else 0.0,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_loss_is_fp32_whatever_the_logits_are(dtype):
+    logits, target = _logits(4, 50, dtype=dtype), _target(4, v=50)
+    loss = tigon.cross_entropy(logits, target)
+    assert loss.dtype == torch.float32
+    assert torch.autograd.grad(loss, logits)[0].dtype == dtype
+    torch.testing.assert_close(loss, F.cross_entropy(logits.float(), target), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.3])
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
+def test_agrees_with_torch(weighted, smoothing, reduction):
+    logits, target = _logits(9, 40), _target(9, v=40)
+    weight = _class_weights(40) if weighted else None
+    options = {"label_smoothing": smoothing, "reduction": reduction}
+    ours, theirs = (
+        tigon.cross_entropy(logits, target, weight, **options),
+        F.cross_entropy(logits, target, weight, **options),
+    )
+    torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
+    upstream = torch.rand_like(ours)
+    gradients = [torch.autograd.grad(y, logits, upstream)[0] for y in (ours, theirs)]
+    torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
+
+
+def test_in_place_writes_the_gradient_over_the_logits_and_only_on_request():
+    values, target = _logits(6, 30).detach(), _target(6, v=30)
+    plain = values.clone().requires_grad_()
+    hidden = plain * 1.0
+    before = hidden.detach().clone()
+    (expected,) = torch.autograd.grad(tigon.cross_entropy(hidden, target), hidden)
+    assert torch.equal(hidden, before)
+
+    hidden = plain * 1.0
+    loss = tigon.cross_entropy(hidden, target, inplace=True)
+    torch.testing.assert_close(hidden.detach(), expected)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert gradient.data_ptr() == hidden.data_ptr()
+
+
+def test_in_place_leaves_the_logits_alone_where_no_gradient_is_needed():
+    logits, target = _logits(6, 30).detach(), _target(6, v=30)
+    before = logits.clone()
+    tigon.cross_entropy(logits, target, inplace=True)
+    with torch.no_grad():
+        tigon.cross_entropy(logits.requires_grad_(), target, inplace=True)
+    assert torch.equal(logits, before)
+
+
+def test_in_place_is_noticed_by_whoever_kept_the_logits():
+    """exp saves its output for backward; after it is overwritten, autograd must refuse and not compute nonsense."""
+    x, target = _logits(6, 30), _target(6, v=30)
+    hidden = x.exp()
+    loss = tigon.cross_entropy(hidden, target, inplace=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_in_place_twice_backward_with_other_gradients():
+    values, target = _logits(6, 30).detach(), _target(6, v=30)
+    x = values.requires_grad_()
+    expected = torch.autograd.grad(tigon.cross_entropy(x * 1.0, target), x)[0]
+    loss = tigon.cross_entropy(x * 1.0, target, inplace=True)
+    for factor in (3.0, 0.0, 0.5):
+        (gradient,) = torch.autograd.grad(loss, x, loss.new_tensor(factor), retain_graph=True)
+        torch.testing.assert_close(gradient, factor * expected, rtol=1e-6, atol=1e-9)
+    (gradient,) = torch.autograd.grad(2 * loss, x)
+    torch.testing.assert_close(gradient, 2 * expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
+def test_ignored_rows_have_gradients_of_exactly_zero_whatever_they_hold(inplace):
+    logits, target = _logits(4, 30).detach(), torch.tensor([3, -100, 5, -100], device=DEVICE)
+    logits[1], logits[3] = torch.nan, torch.inf
+    logits.requires_grad_()
+    loss = tigon.cross_entropy(logits, target, inplace=inplace, label_smoothing=0.1, z_loss=0.1)
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert loss.isfinite()
+    assert (gradient[[1, 3]] == 0).all()
+    assert (gradient[[0, 2]] != 0).all()
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_all_rows_ignored_is_zero_and_differentiable(reduction):
+    logits, target = _logits(4, 30), torch.full((4,), -100, device=DEVICE)
+    result = tigon.cross_entropy(logits, target, reduction=reduction, return_z_loss=True, return_token_accuracy=True)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logits)
+    assert (result.loss == 0).all()
+    assert (gradient == 0).all()
+    assert result.token_accuracy == 0
+
+
+def test_another_ignore_index_may_be_a_class():
+    logits, target = _logits(6, 30), torch.tensor([0, 1, 2, 0, 3, 0], device=DEVICE)
+    expected = F.cross_entropy(logits, target, ignore_index=0)
+    torch.testing.assert_close(tigon.cross_entropy(logits, target, ignore_index=0), expected)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
+@pytest.mark.parametrize("bad", [30, 10**6, 2**40, -1, -101])
+def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad, inplace):
+    logits, target = _logits(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
+    hidden = logits * 1.0
+    loss = tigon.cross_entropy(hidden, target, reduction="none", inplace=inplace)
+    (gradient,) = torch.autograd.grad(loss.sum(), logits)
+    assert loss.isnan().tolist() == [False, True, False, False]
+    assert gradient.isnan().all(-1).tolist() == [False, True, False, False]
+    assert gradient[[0, 2, 3]].isfinite().all()
+    for reduction in ("mean", "sum"):
+        assert tigon.cross_entropy(logits, target, reduction=reduction, weight=_class_weights(30)).isnan()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_give_a_loss_that_is_not(value):
+    logits, target = _logits(3, 30).detach(), torch.tensor([3, 4, 5], device=DEVICE)
+    logits[1, 7] = value
+    loss = tigon.cross_entropy(logits, target, reduction="none")
+    assert loss.isnan().tolist() == [False, True, False]
+
+
+def test_masked_classes_may_be_minus_infinity():
+    logits, target = _logits(3, 6000).detach(), torch.tensor([3, 4, 5], device=DEVICE)
+    logits[:, 10:] = -torch.inf
+    logits.requires_grad_()
+    ours, theirs = tigon.cross_entropy(logits, target), F.cross_entropy(logits, target)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(torch.autograd.grad(ours, logits)[0], torch.autograd.grad(theirs, logits)[0])
+
+
+def test_what_may_be_asked_for_beside_the_loss():
+    logits, target = _logits(8, 30), _target(8, v=30)
+    result = tigon.cross_entropy(
+        logits, target, z_loss=0.1, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True
+    )
+    valid, lse, best = target != -100, logits.logsumexp(-1), logits.argmax(-1)
+    torch.testing.assert_close(result.z_loss, (0.1 * lse.square())[valid].mean())
+    torch.testing.assert_close(result.loss - result.z_loss, F.cross_entropy(logits, target), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.token_accuracy, (best == target)[valid].float().mean())
+    assert torch.equal(result.predicted_tokens, best.masked_fill(~valid, -1))
+    assert not result.z_loss.requires_grad
+    alone = tigon.cross_entropy(logits, target, return_predicted_tokens=True)
+    assert alone.z_loss is None
+    assert alone.token_accuracy is None
+
+
+def test_predicted_token_is_the_first_of_equals_and_found_in_any_block():
+    logits, target = torch.zeros(3, 9000, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    logits[1, [4097, 8999]] = 5.0
+    logits[2, 8999] = 5.0
+    result = tigon.cross_entropy(logits, target, return_predicted_tokens=True)
+    assert result.predicted_tokens.tolist() == [0, 4097, 8999]
+
+
+@pytest.mark.parametrize("items", [13, 13.0, torch.tensor(13), torch.tensor([13.0])], ids=str)
+def test_num_items_in_every_form(items):
+    logits, target = _logits(8, 30), _target(8, v=30)
+    expected = F.cross_entropy(logits, target, reduction="sum") / 13
+    torch.testing.assert_close(tigon.cross_entropy(logits, target, num_items=items), expected)
+
+
+def test_int32_targets():
+    logits, target = _logits(8, 30), _target(8, v=30)
+    assert torch.equal(tigon.cross_entropy(logits, target.int()), tigon.cross_entropy(logits, target))
+
+
+def test_none_as_ignore_index_is_torchs_default():
+    logits, target = _logits(8, 30), _target(8, v=30)
+    assert torch.equal(tigon.cross_entropy(logits, target, ignore_index=None), tigon.cross_entropy(logits, target))
+
+
+def test_one_class():
+    logits, target = _logits(5, 1), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    loss = tigon.cross_entropy(logits, target)
+    assert loss == 0
+    assert (torch.autograd.grad(loss, logits)[0] == 0).all()
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
+def test_fp16_gradients_survive_a_loss_scale(inplace):
+    """1 / items is below what fp16 holds; the scale that arrives in backward brings the gradient back."""
+    logits, target = _logits(4, 5000, dtype=torch.float16), _target(4, v=5000)
+    scale = torch.tensor(65536.0, device=DEVICE)
+    run = lambda f: torch.autograd.grad(f(logits * 1.0), logits, scale)[0].float()
+    got = run(lambda x: tigon.cross_entropy(x, target, num_items=8192, inplace=inplace))
+    expected = run(lambda x: F.cross_entropy(x.float(), target, reduction="sum") / 8192)
+    torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
+def test_rows_that_share_memory(inplace):
+    target = torch.tensor([0, 3, 15, 7], device=DEVICE)
+    for overlapping in (lambda: torch.randn(1, 16).expand(4, 16), lambda: torch.randn(64).unfold(0, 16, 1)[:4]):
+        torch.manual_seed(0)
+        logits = overlapping().to(DEVICE)
+        dense = logits.clone().requires_grad_()
+        logits.requires_grad_()
+        got = torch.autograd.grad(tigon.cross_entropy(logits, target, inplace=inplace), logits)[0]
+        torch.testing.assert_close(got, torch.autograd.grad(F.cross_entropy(dense, target), dense)[0])
+
+
+@pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
+def test_label_smoothing_of_logits_far_from_zero(weighted):
+    """A shift of all logits changes nothing, and must not eat the digits of the loss either."""
+    logits, target = _logits(16, 5000).detach(), _target(16, v=5000)
+    weight = _class_weights(5000) if weighted else None
+    shifted = logits + 1000.0
+    options = {"label_smoothing": 0.5, "weight": weight}
+    exact = cross_entropy_reference(shifted.double(), target, **options)
+    torch.testing.assert_close(tigon.cross_entropy(shifted, target, **options).double(), exact, rtol=1e-6, atol=0)
+
+
+def test_the_loss_stays_fp32_under_autocast():
+    logits, target = _logits(8, 300), _target(8, v=300)
+    run = lambda: tigon.cross_entropy(logits, target, _class_weights(300), label_smoothing=0.5)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        inside = run()
+    assert torch.equal(inside, run())
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_shapes_alone_on_meta():
+    logits = torch.randn(4, 10, device="meta", requires_grad=True)
+    loss = tigon.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device="meta"))
+    (gradient,) = torch.autograd.grad(loss, logits)
+    assert gradient.shape == (4, 10)
+
+
+def test_module():
+    logits, target = _logits(8, 30), _target(8, v=30)
+    module = tigon.CrossEntropyLoss(_class_weights(30), label_smoothing=0.1, softcap=5.0).to(DEVICE)
+    expected = cross_entropy_reference(logits, target, _class_weights(30), label_smoothing=0.1, softcap=5.0)
+    torch.testing.assert_close(module(logits, target), expected)
+    assert list(module.state_dict()) == ["weight"]
+    with pytest.raises(ValueError, match="CrossEntropyLoss: an option must be one of .*got 'soft_cap'"):
+        tigon.CrossEntropyLoss(soft_cap=5.0)
+
+
+SCALE = torch.nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_bad_input():
+    logits, target = torch.randn(4, 10, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
+    for error, message, arguments, options in [
+        (ValueError, r"target must have shape \(4,\), got \(3,\)", (logits, target[:3]), {}),
+        (TypeError, "target must be an int64 or int32 tensor, got torch.float32", (logits, target.float()), {}),
+        (TypeError, "target must be a Tensor, got list", (logits, [0]), {}),
+        (TypeError, "input must be a float32, .* got torch.int64", (logits.long(), target), {}),
+        (ValueError, r"input must have shape \(..., V\) with V > 0, got \(4, 0\)", (logits[:, :0], target), {}),
+        (ValueError, r"weight must have shape \(10,\), got \(9,\)", (logits, target, torch.ones(9, device=DEVICE)), {}),
+        (ValueError, "target must be on", (logits, target.to("meta")), {}),
+        (
+            ValueError,
+            "reduction must be one of .*, got 'avg'",
+            (logits, target),
+            {"reduction": "avg"},
+        ),
+        (ValueError, r"label_smoothing must be in \[0, 1\], got 1.5", (logits, target), {"label_smoothing": 1.5}),
+        (ValueError, "softcap must be positive and finite, got 0", (logits, target), {"softcap": 0}),
+        (ValueError, "z_loss must be finite and not negative, got -1", (logits, target), {"z_loss": -1}),
+        (ValueError, r"input must have shape \(..., V\) with V > 0, got \(\)", (logits[0, 0], target[0]), {}),
+        (TypeError, "ignore_index must be an int, got float", (logits, target), {"ignore_index": 1.5}),
+        (TypeError, "logit_scale must be a number, got Parameter", (logits, target), {"logit_scale": SCALE}),
+        (ValueError, "logit_scale must be finite, got nan", (logits, target), {"logit_scale": float("nan")}),
+        (TypeError, "softcap must be a number, got str", (logits, target), {"softcap": "30"}),
+        (TypeError, "num_items must be a number, got str", (logits, target), {"num_items": "4"}),
+        (ValueError, "num_items divides a mean", (logits, target), {"num_items": 3, "reduction": "sum"}),
+    ]:
+        before = logits.clone()
+        with pytest.raises(error, match=f"cross_entropy: {message}"):
+            tigon.cross_entropy(*arguments, inplace=True, **options)
+        assert torch.equal(logits, before)

@@ -1,0 +1,254 @@
+"""Log-probabilities and entropy beside the loss, both differentiable, and losses scaled by the target's probability."""
+
+import math
+import weakref
+
+import pytest
+import torch
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
+from tigon.ops.logits.token.kernels import Options, Upstream, Wants, gradient, gradient_scales, statistics
+
+# Two classes, widths that fill no block, and one wider than a block of the kernel.
+SHAPES = [(20, 2), (23, 7), (4, 5, 100), (6, 5000)]
+
+OPTIONS = {
+    "plain": {},
+    "none": {"reduction": "none"},
+    "softcap": {"softcap": 3.0},
+    "logit scale": {"logit_scale": 0.25},
+    "token scaling": {"token_scaling": True},
+    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True},
+}
+
+ASKED = {"return_log_probs": True, "return_entropy": True}
+
+
+def _logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return (torch.randn(shape, generator=generator) * 4).to(DEVICE, dtype).requires_grad_()
+
+
+def _target(*shape: int, v: int) -> torch.Tensor:
+    target = torch.randint(v, shape, generator=torch.Generator().manual_seed(v))
+    target.view(-1)[1::3] = -100
+    return target.to(DEVICE)
+
+
+def _run(x: torch.Tensor, target: torch.Tensor, weight=None, **options) -> tuple[torch.Tensor, ...]:
+    result = tigon.cross_entropy(x, target, weight, **ASKED, **options)
+    return result.loss, result.log_probs, result.entropy
+
+
+def _reference(x: torch.Tensor, target: torch.Tensor, weight=None, **options) -> tuple[torch.Tensor, ...]:
+    transform = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
+    return cross_entropy_reference(x, target, weight, **options), *log_probs_and_entropy_reference(
+        x, target, **transform
+    )
+
+
+@one_in(2, shape=SHAPES, options=OPTIONS, weighted={"": False, "class weights": True})
+def test_accuracy(shape, options, weighted):
+    """Random gradients arrive at all three outputs; of the entropy's, p log p and p H are subtracted."""
+    *rows, v = shape
+    target = _target(*rows, v=v)
+    weight = torch.rand(v, generator=torch.Generator().manual_seed(v)).to(DEVICE) + 0.1 if weighted else None
+    assert_as_accurate_as_eager(
+        lambda x: _run(x, target, weight, **options),
+        lambda x: _reference(x, target, weight, **options),
+        [_logits(*shape)],
+        loss=True,
+        terms=1.0,
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("output", range(3), ids=["loss", "log_probs", "entropy"])
+def test_only_one_of_the_outputs_is_used(output, dtype):
+    logits, target = _logits(9, 60, dtype=dtype), _target(9, v=60)
+    assert_as_accurate_as_eager(
+        lambda x: _run(x, target, z_loss=0.1)[output],
+        lambda x: _reference(x, target, z_loss=0.1)[output],
+        [logits],
+        loss=True,
+        terms=1.0 if output == 2 else 0.0,
+    )
+    assert _run(logits, target)[output].dtype == torch.float32
+
+
+def test_either_alone():
+    logits, target = _logits(9, 60), _target(9, v=60)
+    loss, log_probs, entropy = _run(logits, target)
+    alone = tigon.cross_entropy(logits, target, return_log_probs=True)
+    assert torch.equal(alone.log_probs, log_probs)
+    assert alone.entropy is None
+    alone = tigon.cross_entropy(logits, target, return_entropy=True)
+    assert torch.equal(alone.entropy, entropy)
+    assert torch.equal(alone.loss, loss)
+    assert alone.log_probs is None
+    with torch.no_grad():
+        assert torch.equal(tigon.cross_entropy(logits, target, inplace=True, **ASKED).entropy, entropy)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "token scaling"])
+@pytest.mark.parametrize("at", [slice(0, 10), slice(2050, 2060), slice(5990, 6000)], ids=["first", "middle", "last"])
+def test_classes_of_minus_infinity_count_for_nothing(at, scaled):
+    """Whole blocks of them too, before and after the finite ones."""
+    values, target = _logits(3, 6000).detach(), torch.tensor([3, 4, 5], device=DEVICE) + at.start
+    masked = torch.full_like(values, -torch.inf)
+    masked[:, at] = values[:, at]
+    masked.requires_grad_()
+    few = values[:, at].clone().requires_grad_()
+    got, expected = _run(masked, target, token_scaling=scaled), _run(few, target - at.start, token_scaling=scaled)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    upstream = [torch.rand_like(y) + 1 for y in got]
+    (gradient,), (kept,) = torch.autograd.grad(got, masked, upstream), torch.autograd.grad(expected, few, upstream)
+    torch.testing.assert_close(gradient[:, at], kept, rtol=1e-5, atol=1e-6)
+    assert gradient.count_nonzero() == kept.numel()
+    assert gradient.isfinite().all()
+
+
+def test_entropy_from_certain_to_even():
+    logits = torch.zeros(3, 5000, device=DEVICE)
+    logits[1, 4000] = 300.0
+    logits[2] += 1000.0
+    logits.requires_grad_()
+    entropy = tigon.cross_entropy(logits, torch.full((3,), 7, device=DEVICE), **ASKED).entropy
+    torch.testing.assert_close(entropy, torch.tensor([math.log(5000), 0.0, math.log(5000)], device=DEVICE))
+    (gradient,) = torch.autograd.grad(entropy.sum(), logits)
+    assert gradient.abs().max() < 1e-9
+
+
+def test_a_shift_of_all_logits_changes_nothing():
+    logits, target = _logits(7, 5000).detach(), _target(7, v=5000)
+    shifted = (logits + 1000.0).requires_grad_()
+    assert_as_accurate_as_eager(
+        lambda x: _run(x, target), lambda x: _reference(x, target), [shifted], loss=True, terms=1.0
+    )
+
+
+def test_ignored_rows_are_zero_whatever_they_hold():
+    logits, target = _logits(4, 30).detach(), torch.tensor([3, -100, 5, -100], device=DEVICE)
+    logits[1], logits[3] = torch.nan, torch.inf
+    logits.requires_grad_()
+    outputs = _run(logits, target, token_scaling=True, z_loss=0.1)
+    (gradient,) = torch.autograd.grad([y.sum() for y in outputs], logits)
+    for y in outputs[1:]:
+        assert (y[[1, 3]] == 0).all()
+        assert (y[[0, 2]] != 0).all()
+    assert (gradient[[1, 3]] == 0).all()
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("bad", [30, 10**6, 2**40, -1, -101])
+def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad):
+    logits, target = _logits(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
+    loss, log_probs, entropy = _run(logits, target, reduction="none", token_scaling=True, z_loss=0.1)
+    for values in (loss, log_probs):
+        assert values.isnan().tolist() == [False, True, False, False]
+    assert entropy.isfinite().all()
+    for output in (loss, log_probs):
+        (gradient,) = torch.autograd.grad(output.sum(), logits, retain_graph=True)
+        assert gradient.isnan().all(-1).tolist() == [False, True, False, False]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_give_results_that_are_not(value):
+    logits, target = _logits(3, 3000).detach(), torch.tensor([3, 4, 5], device=DEVICE)
+    logits[1, 2900] = value
+    for values in _run(logits, target, reduction="none"):
+        assert values.isnan().tolist() == [False, True, False]
+
+
+def test_token_scaling_is_a_constant_factor():
+    logits, target = _logits(8, 30), _target(8, v=30)
+    options = {"label_smoothing": 0.1, "z_loss": 0.1, "reduction": "none", "return_z_loss": True}
+    plain = tigon.cross_entropy(logits, target, return_log_probs=True, **options)
+    scaled = tigon.cross_entropy(logits, target, token_scaling=True, **options)
+    p = plain.log_probs.detach().exp()
+    torch.testing.assert_close(scaled.loss, p * plain.loss)
+    torch.testing.assert_close(scaled.z_loss, p * plain.z_loss)
+    assert scaled.log_probs is None
+    got, expected = (torch.autograd.grad(y.sum(), logits)[0] for y in (scaled.loss, p * plain.loss))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_in_place_leaves_the_logits_alone_where_their_outputs_need_them():
+    x, target = _logits(6, 30), _target(6, v=30)
+    for asked in ({"return_log_probs": True}, {"return_entropy": True}):
+        hidden = x * 1.0
+        result = tigon.cross_entropy(hidden, target, inplace=True, **asked)
+        assert torch.equal(hidden, x)
+        given = next(y for y in (result.log_probs, result.entropy) if y is not None)
+        (gradient,) = torch.autograd.grad(result.loss + given.sum(), hidden)
+        loss, log_probs, entropy = _reference(x, target)
+        expected = loss + (log_probs if "return_log_probs" in asked else entropy).sum()
+        torch.testing.assert_close(gradient, torch.autograd.grad(expected, x)[0], rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_may_be_used_again_and_shaped_as_the_target():
+    logits, target = _logits(2, 3, 50), _target(2, 3, v=50)
+    result = tigon.cross_entropy(logits, target.int(), **ASKED)
+    assert result.log_probs.shape == result.entropy.shape == target.shape
+    # A policy gradient with an entropy bonus, backward twice, with gradients that are expanded.
+    total = -(result.log_probs * 0.5).sum() - 0.1 * result.entropy.mean()
+    first, again = (torch.autograd.grad(total, logits, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    _, log_probs, entropy = _reference(logits, target)
+    (expected,) = torch.autograd.grad(-(log_probs * 0.5).sum() - 0.1 * entropy.mean(), logits)
+    torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_module_and_bad_input():
+    logits, target = _logits(8, 30), _target(8, v=30)
+    module = tigon.CrossEntropyLoss(token_scaling=True, **ASKED)
+    expected = tigon.cross_entropy(logits, target, token_scaling=True, **ASKED)
+    for a, b in zip(module(logits, target), expected, strict=True):
+        assert a is b is None or torch.equal(a, b)
+    with pytest.raises(TypeError, match="cross_entropy: token_scaling must be a bool, got 1.0"):
+        tigon.cross_entropy(logits, target, token_scaling=1.0)
+
+
+class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
+    """The most bytes that the tensors made inside held at one time."""
+
+    live = peak = 0
+
+    def _died(self, size: int) -> None:
+        self.live -= size
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        given = {
+            x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)
+        }
+        result = function(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if torch.is_tensor(x) and x.untyped_storage()._cdata not in given:
+                size = x.untyped_storage().nbytes()
+                self.live += size
+                weakref.finalize(x, self._died, size)
+        self.peak = max(self.peak, self.live)
+        return result
+
+
+@pytest.mark.no_interpreter("It measures the memory of the code that runs where no kernel does.")
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"logit_scale": 0.5}], ids=str)
+@pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_where_no_kernel_runs_two_blocks_in_fp32_are_all_that_is_held(dtype, entropy, options):
+    logits, target = torch.randn(16, 20_000).to(dtype), _target(16, v=20_000).cpu()
+    options, wants = Options(label_smoothing=0.1, **options), Wants(True, True, entropy, entropy)
+    scales, block = gradient_scales(target, None, None, 20_000, -100, True), 4 * logits.numel()
+    for overwrite in (False, True):
+        given = logits.clone()
+        with _Peak() as memory:
+            found = statistics(given, target, None, scales, options, wants, gradient_=overwrite)
+        assert memory.peak < 2.1 * block
+        assert overwrite or memory.peak > 0.9 * block, "the check can fail"
+    upstream = Upstream(None, found.log_probs if entropy else None, found.entropy if entropy else None)
+    with _Peak() as memory:
+        gradient(logits, target, None, scales, found, upstream, options, out=logits)
+    assert memory.peak < 2.1 * block

@@ -1,0 +1,209 @@
+import pytest
+import torch
+from torch import nn
+
+import tigon
+from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
+from tigon.ops.logits.softmax import Config, softmax_reference
+from tigon.runtime.device import Device
+
+# One feature, rows that fill no tile, widths on both sides of a power of two, and more than fits in registers.
+SHAPES = [(6, 1), (3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000), (2, 32768), (2, 32769), (3, 40960)]
+
+
+def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    # Of size one: with peaked rows the error of dx is the rounding of y times dy, a matter of luck for eager code too.
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+
+
+@pytest.fixture(params=["a row at once", "blocks"])
+def way(request, monkeypatch):
+    """Both ways of reading a row, for widths that are quick to test."""
+    if request.param == "blocks":
+        config = Config(block_m=1, block_n=64, lane=4, num_warps=1, fits=False)
+        monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
+    return request.param
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_accuracy(shape, dtype):
+    assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(*shape, dtype=dtype)])
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("poisoned", "way")
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 200])
+def test_accuracy_either_way(n):
+    assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(3, n)])
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("block_m", "keeps_y"), [(1, True), (4, True), (4, False)])
+def test_accuracy_of_tiles_of_several_rows(block_m, keeps_y, monkeypatch):
+    config = Config(block_m, 128, lane=4, num_warps=1, keeps_y=keeps_y)
+    monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
+    assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(11, 100)])
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("way")
+def test_peaked_rows():
+    x = (_input(8, 200) * 8).detach().requires_grad_()
+    got, expected = outputs_and_gradients(tigon.softmax, [x]), outputs_and_gradients(softmax_reference, [x])
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=3e-6, atol=5e-7)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_any_dimension(dim):
+    x = _input(4, 5, 6)
+    assert_as_accurate_as_eager(lambda x: tigon.softmax(x, dim), lambda x: softmax_reference(x, dim), [x])
+    torch.testing.assert_close(tigon.softmax(x, dim=dim), torch.softmax(x, dim))
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("way")
+def test_values_that_are_not_finite_are_as_in_torch():
+    """Masked scores: a row with one value left, rows of -inf alone (NaN), and what a diverged model makes."""
+    x = torch.randn(7, 200, device=DEVICE)
+    x[1, :150], x[2, 50:] = float("-inf"), float("-inf")
+    x[3], x[4, 64:128] = float("-inf"), float("-inf")
+    x[5, 70], x[6, 199] = float("nan"), float("inf")
+    y = tigon.softmax(x)
+    torch.testing.assert_close(y, torch.softmax(x, -1), rtol=1e-5, atol=1e-9, equal_nan=True)
+    assert y.isnan().all(-1).tolist() == [False, False, False, True, False, True, True]
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("way")
+def test_masked_features_get_no_gradient():
+    x = torch.randn(2, 200, device=DEVICE)
+    x[:, 20:130] = float("-inf")
+    _, (dx,) = outputs_and_gradients(tigon.softmax, [x.requires_grad_()])
+    assert (dx[:, 20:130] == 0).all()
+    assert dx.isfinite().all()
+
+
+@pytest.mark.kernels
+@pytest.mark.usefixtures("way")
+def test_far_from_zero():
+    """A shift of all values changes nothing, and the extremes of fp32 do not overflow."""
+    x = _input(2, 200)
+    top = torch.finfo(torch.float32).max
+    x.data[1, ::7], x.data[1, 1::7] = top, -top
+    assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [x])
+    lowest = torch.full((1, 200), -top, device=DEVICE)
+    torch.testing.assert_close(tigon.softmax(lowest), torch.full_like(lowest, 1 / 200))
+    whole = torch.arange(200.0, device=DEVICE)[None] % 5
+    assert torch.equal(tigon.softmax(whole), tigon.softmax(whole + 2.0**20))
+
+
+@pytest.mark.kernels
+def test_gaps_between_rows_and_between_batches():
+    wide = _input(4, 5, 3, 40)
+    for view in (lambda x: x[..., 3:30], lambda x: x[::2, :, 1], lambda x: x.transpose(1, 2), lambda x: x.mT):
+        got = outputs_and_gradients(lambda x: tigon.softmax(view(x)), [wide])  # noqa: B023
+        expected = outputs_and_gradients(lambda x: torch.softmax(view(x), -1), [wide])  # noqa: B023
+        for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kernels
+def test_a_dimension_of_one_may_have_any_stride():
+    x = torch.randn(120, device=DEVICE).as_strided((3, 1, 40), (40, 7, 1))
+    assert x.is_contiguous()
+    torch.testing.assert_close(tigon.softmax(x), torch.softmax(x, -1))
+
+
+@pytest.mark.kernels
+def test_keeps_only_the_result():
+    x, kept = _input(4, 64), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = tigon.softmax(x)
+    assert [t.data_ptr() for t in kept] == [y.data_ptr()]
+
+
+@pytest.mark.kernels
+def test_the_result_may_be_changed_in_place():
+    """Dropout on attention weights does; the change must not reach what backward needs unnoticed."""
+    x = _input(4, 64)
+    y = tigon.softmax(x)
+    y.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_keeps_its_dtype_under_autocast():
+    x = torch.randn(2, 8, device=DEVICE, dtype=torch.bfloat16 if not INTERPRETED else torch.float16)
+    with torch.autocast(x.device.type, dtype=torch.bfloat16):
+        assert tigon.softmax(x).dtype == x.dtype
+
+
+def test_scalars_and_no_features():
+    assert tigon.softmax(torch.tensor(3.0, device=DEVICE)).item() == 1.0
+    assert tigon.softmax(torch.tensor(3.0, device=DEVICE), 0).item() == 1.0
+    assert tigon.softmax(torch.randn(3, 0, device=DEVICE)).shape == (3, 0)
+
+
+@pytest.mark.kernels
+def test_rows_wider_than_32_bit_columns_are_torchs(monkeypatch):
+    import tigon.ops.logits.softmax as module
+
+    monkeypatch.setattr(module, "WIDEST", 64)
+    monkeypatch.setattr(module, "softmax_forward", None)
+    x = torch.randn(3, 65, device=DEVICE)
+    torch.testing.assert_close(tigon.softmax(x), torch.softmax(x, -1))
+
+
+def test_module_is_torchs():
+    x = torch.randn(3, 4, 48, device=DEVICE)
+    assert isinstance(tigon.Softmax(), nn.Softmax)
+    assert not tigon.Softmax().state_dict()
+    for dim in (-1, 2, 1):
+        torch.testing.assert_close(tigon.Softmax(dim)(x), nn.Softmax(dim)(x), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(tigon.Softmax()(x), nn.Softmax(dim=-1)(x), rtol=1e-6, atol=1e-6)
+    assert repr(tigon.Softmax()) == "Softmax(dim=-1)"
+
+
+DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("n", [1, 100, 1024, 4096, 5120, 16384, 32000, 32769, 262144])
+def test_heuristic(n, itemsize, backward, device):
+    config = Config.heuristic(n, itemsize, backward, device)
+    assert config.fits == (n <= (32768 if backward else 16384))
+    assert config.block_n >= n if config.fits else config.block_m == 1
+    assert 1 <= config.num_warps <= device.max_warps
+    assert config.num_warps * device.warp_size <= 1024
+    assert config.lane * itemsize == 16
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_bad_input():
+    x = torch.randn(3, 8, device=DEVICE)
+    with pytest.raises(TypeError, match="softmax: x must be a float32, bfloat16 or float16 tensor, got torch.int64"):
+        tigon.softmax(x.long())
+    with pytest.raises(TypeError, match="softmax: x must be a Tensor, got list"):
+        tigon.softmax([1.0])
+    with pytest.raises(TypeError, match="softmax: x must be a Tensor, got NoneType"):
+        tigon.softmax(None)
+    with pytest.raises(ValueError, match=r"softmax: dim must be in \[-2, 1\], got 2"):
+        tigon.softmax(x, 2)
+    with pytest.raises(ValueError, match=r"softmax: dim must be in \[-2, 1\], got -3"):
+        tigon.softmax(x, -3)
+    with pytest.raises(TypeError, match="softmax: dim must be an int, got float"):
+        tigon.softmax(x, 1.0)
+    with pytest.raises(TypeError, match="softmax: dim must be an int, got NoneType"):
+        tigon.softmax(x, None)
+    with pytest.raises(TypeError, match="Softmax: dim must be an int, got NoneType"):
+        tigon.Softmax(None)

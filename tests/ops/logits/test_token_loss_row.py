@@ -1,0 +1,59 @@
+"""The kernel that reads logits once: what it is given. Only a GPU runs it: tests/gpu/test_token_loss_row.py."""
+
+import pytest
+import torch
+
+from tigon.ops.logits.token import row as token_loss_row
+from tigon.ops.logits.token.row import Config, takes
+from tigon.ops.logits.token.types import LOSS_ALONE, Options, Wants
+from tigon.runtime.device import Device
+
+HOPPER = Device(132, 32, 227 * 1024, async_copy=True)
+AMPERE = Device(108, 32, 163 * 1024, async_copy=True)
+CONSUMER = Device(82, 32, 99 * 1024, async_copy=True)
+
+pytestmark = [
+    pytest.mark.skipif(token_loss_row.gluon is None, reason="this Triton has no Gluon"),
+    pytest.mark.no_interpreter("It launches no kernel."),
+]
+
+
+@pytest.mark.parametrize("device", [HOPPER, AMPERE, CONSUMER], ids=["hopper", "ampere", "consumer"])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("v", [4096, 32000, 50304, 65536, 128256, 151936, 256000])
+def test_the_slots_of_a_multiprocessors_programs_fit_and_hold_enough(v, itemsize, device):
+    config = Config.heuristic(v, itemsize, device)
+    if config is None:
+        assert v * itemsize > 2 * device.shared_memory
+        return
+    held = config.slots * config.block
+    assert config.programs_per_multiprocessor * (held * itemsize + 1024) <= device.shared_memory
+    assert config.programs_per_multiprocessor * config.num_warps <= 64
+    assert held >= 0.4 * v
+    assert config.block % (config.num_warps * 32 * config.lane) == 0
+    assert config.lane * itemsize == 16
+
+
+def test_two_passes_where_the_row_is_short_or_the_device_cannot():
+    assert Config.heuristic(2048, 2, HOPPER) is None
+    assert Config.heuristic(600_000, 2, HOPPER) is None
+    assert Config.heuristic(32000, 2, Device(304, 64, 65536)) is None
+
+
+def test_takes_rows_of_whole_vectors_and_the_plain_loss():
+    logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int64)
+    assert takes(logits, target, Options(z_loss=0.1, logit_scale=2.0), LOSS_ALONE)
+    assert takes(logits, target, Options(token_scaling=True), Wants(z_loss=True, log_probs=True))
+    assert not takes(logits, target, Options(), Wants(entropy=True))
+    assert not takes(logits, target, Options(), Wants(predicted=True))
+    assert not takes(logits, target, Options(softcap=30.0), LOSS_ALONE)
+    assert not takes(logits, target, Options(label_smoothing=0.1), LOSS_ALONE)
+    assert not takes(logits[:, :150], target, Options(), LOSS_ALONE)
+    assert not takes(logits[:, 2:146], target, Options(), LOSS_ALONE)
+    assert not takes(torch.zeros(4, 170)[:, :160], target, Options(), LOSS_ALONE)
+
+
+def test_targets_must_be_able_to_hold_the_index_to_ignore():
+    logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int32)
+    assert takes(logits, target, Options(), LOSS_ALONE)
+    assert not takes(logits, target, Options(ignore_index=2**40), LOSS_ALONE)

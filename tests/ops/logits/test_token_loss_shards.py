@@ -1,0 +1,218 @@
+"""A vocabulary cut into shards gives what it gives in one piece. Here one process holds all of them."""
+
+import pytest
+import torch
+
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from tigon.ops.logits.cross_entropy import cross_entropy_reference, log_probs_and_entropy_reference
+from tigon.ops.logits.token.kernels import (
+    Options,
+    Shard,
+    Statistics,
+    Upstream,
+    Wants,
+    combined_statistics,
+    gradient,
+    gradient_scales,
+    partial_statistics,
+    statistics,
+)
+
+# 2048 is a block of the kernels; the first of the cuts has nothing to combine.
+V = 5000
+CUTS = [(V,), (1, V - 1), (2100, 2900), (700, 2048, 2252), (3000, 2000, 0)]
+
+OPTIONS = {
+    "plain": {},
+    "label smoothing": {"label_smoothing": 0.2},
+    "softcap": {"softcap": 3.0},
+    "logit scale": {"logit_scale": 0.25},
+    "z-loss": {"z_loss": 0.05},
+    "token scaling": {"token_scaling": True},
+    "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True},
+}
+EVERYTHING = Wants(z_loss=True, predicted=True, log_probs=True, entropy=True)
+
+MORE = [pytest.param(sizes, marks=pytest.mark.thorough) if sizes in ((V,), (2100, 2900)) else sizes for sizes in CUTS]
+cuts = pytest.mark.parametrize("sizes", MORE, ids=str)
+
+
+def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Logits [M, V], targets [M] at both ends of shards, and class weights [V]."""
+    target = torch.tensor([0, 1, -100, 699, 700, 2100, 2748, V - 1], device=DEVICE)
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(len(target), V, generator=generator) * 4).to(DEVICE, dtype)
+    return logits, target, torch.rand(V, generator=generator).to(DEVICE) + 0.1
+
+
+def _shards(sizes: tuple[int, ...], v: int = V) -> list[Shard]:
+    return [Shard(sum(sizes[:p]), v) for p in range(len(sizes))]
+
+
+class _Sharded(torch.autograd.Function):
+    """Logits -> loss, z-loss, predictions, log-probabilities and entropy, by way of shards."""
+
+    @staticmethod
+    def forward(ctx, logits, target, weight, sizes, options, wants):
+        scales = gradient_scales(target, weight, None, logits.shape[1], options.ignore_index, False)
+        ctx.parts = list(zip(logits.split(sizes, 1), _shards(sizes, logits.shape[1]), strict=True))
+        partials = [partial_statistics(part, target, weight, options, shard, wants) for part, shard in ctx.parts]
+        assert all(partial.shape == (len(logits), 6) for partial in partials)
+        found = combined_statistics(torch.stack(partials), target, weight, scales, options, wants, sizes)
+        ctx.found, ctx.options, ctx.target, ctx.weight, ctx.scales = found, options, target, weight, scales
+        ctx.mark_non_differentiable(found.predicted)
+        return tuple(found[:1] + found[2:])
+
+    @staticmethod
+    def backward(ctx, dloss, _z_loss, _predicted, dlog_probs, dentropy):
+        found, parts = ctx.found, []
+        upstream = Upstream(
+            dloss, dlog_probs if len(found.log_probs) else None, dentropy if len(found.entropy) else None
+        )
+        for part, shard in ctx.parts:
+            out = torch.empty_like(part)
+            parts.append(gradient(part, ctx.target, ctx.weight, ctx.scales, found, upstream, ctx.options, out, shard))
+        return torch.cat(parts, 1), *[None] * 5
+
+
+def _sharded(x, target, weight, sizes, **options) -> tuple[torch.Tensor, ...]:
+    return _Sharded.apply(x, target, weight, sizes, Options(**options), EVERYTHING)
+
+
+def _whole(logits, target, weight, options: Options, upstream: Upstream) -> tuple[Statistics, torch.Tensor]:
+    scales = gradient_scales(target, weight, None, logits.shape[1], options.ignore_index, False)
+    found = statistics(logits, target, weight, scales, options, EVERYTHING)
+    out = torch.empty_like(logits)
+    return found, gradient(logits, target, weight, scales, found, upstream, options, out)
+
+
+@one_in(3, options=OPTIONS, sizes=CUTS)
+def test_accuracy(options, sizes):
+    logits, target, weight = _inputs()
+    transform = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
+
+    def run(x):
+        loss, _, _, log_probs, entropy = _sharded(x, target, weight, sizes, **options)
+        return loss, log_probs, entropy
+
+    def reference(x):
+        loss = cross_entropy_reference(x, target, weight, reduction="none", **options)
+        return loss, *log_probs_and_entropy_reference(x, target, **transform)
+
+    assert_as_accurate_as_eager(run, reference, [logits.requires_grad_()], loss=True, terms=1.0)
+
+
+@one_in(
+    2,
+    options={name: OPTIONS[name] for name in ("plain", "all")},
+    weighted={"": False, "class weights": True},
+    sizes=CUTS[1:],
+)
+def test_is_what_all_columns_in_one_piece_give(options, weighted, sizes):
+    logits, target, weight = _inputs()
+    weight, options = weight if weighted else None, Options(**options)
+    generator = torch.Generator().manual_seed(1)
+    upstream = Upstream(*(torch.randn(len(target), generator=generator).to(DEVICE) for _ in range(3)))
+    found, whole = _whole(logits, target, weight, options, upstream)
+    outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
+    for got, expected in zip(outputs, found[:1] + found[2:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
+    loss, _, _, log_probs, entropy = outputs
+    (parts,) = torch.autograd.grad((loss, log_probs, entropy), logits, tuple(upstream))
+    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    assert (parts[target == -100] == 0).all()
+
+
+@cuts
+def test_nothing_is_computed_that_is_not_asked_for(sizes):
+    logits, target, _ = _inputs()
+    loss, *others = _Sharded.apply(logits.requires_grad_(), target, None, sizes, Options(), Wants())
+    assert [len(y) for y in others] == [0, 0, 0, 0]
+    reference = cross_entropy_reference(logits, target, reduction="none")
+    torch.testing.assert_close(loss, reference, rtol=2e-6, atol=2e-6)
+    (got,), (expected,) = (torch.autograd.grad(y.sum(), logits) for y in (loss, reference))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    parts = zip(logits.detach().split(sizes, 1), _shards(sizes), strict=True)
+    for partial in (partial_statistics(part, target, None, Options(), shard, Wants()) for part, shard in parts):
+        assert (partial[:, 3:5] == 0).all()
+
+
+@one_in(2, dtype=[torch.float16, torch.float32], sizes=CUTS)
+def test_the_gradient_may_take_the_place_of_the_logits(dtype, sizes):
+    logits, target, weight = _inputs(dtype)
+    options, upstream = Options(**OPTIONS["all"]), Upstream(None, None, torch.ones(len(target), device=DEVICE))
+    found, expected = _whole(logits, target, weight, options, upstream)
+    scales = gradient_scales(target, weight, None, V, -100, False)
+    for part, shard in zip(logits.split(sizes, 1), _shards(sizes), strict=True):
+        gradient(part, target, weight, scales, found, upstream, options, out=part, shard=shard)
+    torch.testing.assert_close(logits, expected)
+
+
+@cuts
+def test_the_first_of_equal_logits_is_predicted(sizes):
+    logits, target = torch.zeros(5, V, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    logits[1, [2748, 4999]] = 5.0
+    logits[2, [0, 1, 4999]] = 5.0
+    logits[3, [2099, 2100]] = 5.0
+    logits[4] = -torch.inf
+    predicted = _sharded(logits, target, None, sizes)[2]
+    assert predicted.tolist() == [0, 2748, 0, 2099, 0]
+
+
+@one_in(2, smoothing={"": 0.0, "label smoothing": 0.1}, sizes=CUTS)
+def test_a_shard_of_nothing_but_minus_infinity(smoothing, sizes):
+    """Nor do the others, of logits far below zero, vanish beside it."""
+    logits, target, weight = _inputs()
+    logits = logits - 500.0
+    logits[:, 2090:] = -torch.inf
+    target = target.clamp(max=2000)
+    options = Options(label_smoothing=smoothing, z_loss=1e-6)
+    found, _ = _whole(logits, target, weight, options, Upstream())
+    outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
+    for got, expected in zip(outputs, found[:1] + found[2:], strict=True):
+        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    if not smoothing:  # with it a class of probability zero costs infinitely much
+        (got,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
+        assert got.isfinite().all()
+        assert (got[:, 2090:] == 0).all()
+
+
+@one_in(4, bad=[V, 2**40, -1, -101], sizes=CUTS)
+def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad, sizes):
+    logits, target, _ = _inputs()
+    target[4] = bad
+    loss, _, _, log_probs, entropy = _sharded(logits.requires_grad_(), target, None, sizes, token_scaling=True)
+    (got,) = torch.autograd.grad(loss.sum(), logits)
+    expected = [i == 4 for i in range(len(target))]
+    assert loss.isnan().tolist() == log_probs.isnan().tolist() == expected
+    assert got.isnan().all(-1).tolist() == got.isnan().any(-1).tolist() == expected
+    assert entropy.isfinite().all()
+
+
+@cuts
+def test_logits_that_are_not_finite_give_a_loss_that_is_not(sizes):
+    logits, target, _ = _inputs()
+    logits[1, 4000], logits[4, 0] = torch.inf, torch.nan
+    loss, _, _, log_probs, entropy = _sharded(logits, target, None, sizes)
+    for values in (loss, log_probs, entropy):
+        assert values.isnan().nonzero()[:, 0].tolist() == [1, 4]
+
+
+@cuts
+def test_ignored_rows_may_hold_anything(sizes):
+    logits, target, weight = _inputs()
+    logits[2] = torch.nan
+    outputs = _sharded(logits.requires_grad_(), target, weight, sizes, **OPTIONS["all"])
+    assert [y[2].item() for y in outputs] == [0, 0, -1, 0, 0]
+    (got,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
+    assert (got[2] == 0).all()
+    assert got.isfinite().all()
+
+
+def test_int32_targets_half_precision_weights_and_no_rows():
+    logits, target, weight = _inputs()
+    sizes = CUTS[3]
+    expected = _sharded(logits, target, weight.half().float(), sizes, **OPTIONS["all"])
+    for a, b in zip(_sharded(logits, target.int(), weight.half(), sizes, **OPTIONS["all"]), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    assert all(len(y) == 0 for y in _sharded(logits[:0], target[:0], weight, sizes))

@@ -1,0 +1,117 @@
+import pytest
+import torch
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager
+from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
+from tigon.runtime.device import runs_kernels
+
+KINDS = {
+    "silu": (tigon.swiglu, swiglu_reference),
+    "gelu": (tigon.geglu, geglu_reference),
+    "gelu_tanh": (
+        lambda gate, up=None: tigon.geglu(gate, up, approximate="tanh"),
+        lambda gate, up=None: geglu_reference(gate, up, approximate="tanh"),
+    ),
+}
+every_kind = pytest.mark.parametrize(("run", "reference"), KINDS.values(), ids=KINDS)
+
+
+def _tensor(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 3).to(DEVICE, dtype).requires_grad_()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 17), (2, 3, 64), (3, 1025), (2, 4096)], ids=str)
+@every_kind
+def test_accuracy(run, reference, shape, dtype, packed):
+    if packed:
+        tensors = [_tensor(*shape[:-1], 2 * shape[-1], dtype=dtype)]
+    else:
+        tensors = [_tensor(*shape, dtype=dtype), _tensor(*shape, dtype=dtype, seed=1)]
+    assert_as_accurate_as_eager(run, reference, tensors)
+
+
+@pytest.mark.kernels
+@every_kind
+def test_far_from_zero(run, reference):
+    """Where the gate saturates: no overflow, and the gradients vanish as they should."""
+    gate = torch.tensor([[-1e4, -100.0, -20.0, -5.0, 0.0, 5.0, 20.0, 100.0, 1e4]], device=DEVICE, requires_grad=True)
+    up = torch.ones_like(gate).detach().requires_grad_()
+    assert_as_accurate_as_eager(run, reference, [gate, up])
+
+
+@pytest.mark.kernels
+def test_a_frozen_input_costs_nothing(monkeypatch):
+    import tigon.ops.mlps.glu as module
+
+    made, backward = [], module.glu_backward
+    monkeypatch.setattr(module, "glu_backward", lambda *args: made.append(backward(*args)) or made[-1])
+    gate, up = _tensor(4, 64, dtype=torch.float32), _tensor(4, 64, dtype=torch.float32, seed=1).detach()
+    tigon.swiglu(gate, up).sum().backward()
+    if made:  # where the kernels run
+        assert [x.numel() for x in made[-1]] == [256, 0]
+
+
+def test_no_features():
+    empty = torch.randn(3, 0, device=DEVICE)
+    assert tigon.swiglu(empty, empty).shape == (3, 0)
+
+
+@pytest.mark.kernels
+def test_halves_of_one_tensor_given_apart():
+    packed = _tensor(4, 64, dtype=torch.float32)
+    gate, up = packed.chunk(2, -1)
+    assert torch.equal(tigon.swiglu(gate, up), tigon.swiglu(packed))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
+def test_one_node_of_autograd_whose_result_may_be_changed_in_place(packed):
+    """A view made outside the function is a node more; one made inside cannot be written to."""
+    tensors = [_tensor(2, 3, 64, dtype=torch.float32, seed=seed) for seed in range(1 if packed else 2)]
+    y = tigon.swiglu(*tensors)
+    expected = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
+    if runs_kernels(y):
+        assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node} == {"AccumulateGrad"}
+    got = torch.autograd.grad(y.mul_(2).sum(), tensors)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, 2 * b)
+
+
+@pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])
+def test_modules_have_the_parameters_of_hugging_face(mlp):
+    module = mlp(8, 24, bias=True).to(DEVICE)
+    assert set(module.state_dict()) == {
+        f"{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in ("weight", "bias")
+    }
+    x = torch.randn(2, 3, 8, device=DEVICE)
+    activation = (
+        torch.nn.functional.silu
+        if mlp is tigon.SwiGLUMLP
+        else lambda g: torch.nn.functional.gelu(g, approximate="tanh")
+    )
+    expected = module.down_proj(activation(module.gate_proj(x)) * module.up_proj(x))
+    torch.testing.assert_close(module(x), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_bad_input():
+    gate, up = torch.randn(2, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
+    with pytest.raises(ValueError, match=r"swiglu: up must have shape \(2, 8\), got \(2, 7\)"):
+        tigon.swiglu(gate, up[:, :7])
+    with pytest.raises(
+        ValueError, match=r"swiglu: packed gate and up must have an even last dimension, got shape \(2, 7\)"
+    ):
+        tigon.swiglu(gate[:, :7])
+    with pytest.raises(ValueError, match="geglu: gate and up must have the same dtype"):
+        tigon.geglu(gate, up.double())
+    with pytest.raises(ValueError, match="geglu: approximate must be one of 'none', 'tanh', got 'sigmoid'"):
+        tigon.geglu(gate, up, approximate="sigmoid")
+    with pytest.raises(TypeError, match="swiglu: gate must be a float32"):
+        tigon.swiglu(gate.int(), up.int())
+    with pytest.raises(TypeError, match="swiglu: gate must be a Tensor, got NoneType"):
+        tigon.swiglu(None)

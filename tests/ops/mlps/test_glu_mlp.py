@@ -1,0 +1,332 @@
+"""The gated MLP as one or two nodes: the products of eager code, and at every level the same bits of fewer tensors."""
+
+import contextlib
+import copy
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+from tigon.ops.mlps import glu_mlp
+from tigon.ops.mlps.glu import geglu_reference, glu_backward_into, glu_forward, swiglu_reference
+from tigon.runtime.products import multiply
+from tigon.testing import assert_accurate
+
+HIDDEN, INNER = 24, 40
+REFERENCES = {
+    "silu": swiglu_reference,
+    "gelu": geglu_reference,
+    "gelu_tanh": lambda gate, up: geglu_reference(gate, up, approximate="tanh"),
+}
+LEVELS = "default", "lean", "lean+mlp", "checkpoint"
+every_level = pytest.mark.parametrize("level", LEVELS)
+
+
+def _inputs(
+    *leading: int, dtype: torch.dtype = torch.float32, hidden: int = HIDDEN, inner: int = INNER
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (*leading, hidden), (inner, hidden), (inner, hidden), (hidden, inner)
+    make = lambda shape: torch.randn(shape, generator=generator) * (1.0 if len(shape) > 2 else shape[-1] ** -0.5)
+    return [make(shape).to(DEVICE, dtype).requires_grad_() for shape in shapes]
+
+
+def _mlp(level: str, *inputs: Tensor, activation: str = "silu") -> Tensor:
+    if level == "checkpoint":
+        return checkpoint(tigon.glu_mlp, *inputs, activation, use_reentrant=False)
+    with contextlib.nullcontext() if level == "default" else tigon.lean(mlp=level == "lean+mlp"):
+        return tigon.glu_mlp(*inputs, activation)
+
+
+def _gradients(inputs: list[Tensor], level: str, activation: str = "silu") -> list[Tensor]:
+    y = _mlp(level, *inputs, activation=activation)
+    leaves = [x for x in inputs if x.requires_grad]
+    return [y, *torch.autograd.grad(y.square().sum(), leaves)]
+
+
+@one_in(3, level=LEVELS, activation=list(REFERENCES), leading=[(1,), (3, 17), (2, 2, 5)], dtype=DTYPES)
+def test_accuracy(level, activation, leading, dtype):
+    def reference(x, gate, up, down):
+        return REFERENCES[activation](x @ gate.t(), x @ up.t()) @ down.t()
+
+    run = partial(_mlp, level, activation=activation)
+    assert_as_accurate_as_eager(run, reference, _inputs(*leading, dtype=dtype))
+
+
+@one_in(2, level=LEVELS[1:], activation=list(REFERENCES), dtype=DTYPES)
+def test_the_bits_of_the_default_level(level, activation, dtype):
+    inputs = _inputs(2, 9, dtype=dtype)
+    expected, given = (_gradients(inputs, name, activation) for name in ("default", level))
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@one_in(2, level=LEVELS, frozen=[(0,), (1, 2), (3,), (0, 1, 2), (0, 3), (1, 3), (1, 2, 3)])
+def test_frozen(level, frozen):
+    """Gradients of the others alone, the same as with all."""
+    inputs = _inputs(2, 9)
+    everything = _gradients(inputs, "default")
+    expected = [x for i, x in enumerate(everything) if i - 1 not in frozen]
+    for i in frozen:
+        inputs[i].requires_grad_(False)
+    given = _gradients(inputs, level)
+    assert len(given) == len(expected)
+    for a, b in zip(given, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("level", "frozen", "kept"),
+    [
+        ("default", (), {"x": 1, "gates": 2}),
+        ("lean+mlp", (), {"x": 1, "gates": 0}),
+        ("default", (1, 2, 3), {"x": 0, "gates": 2}),
+        ("lean+mlp", (1, 2, 3), {"x": 1, "gates": 0}),
+    ],
+    ids=str,
+)
+@pytest.mark.kernels
+def test_what_is_kept(level, frozen, kept):
+    inputs = _inputs(2, 9)
+    for i in frozen:
+        inputs[i].requires_grad_(False)
+    saved = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
+    with hooks:
+        y = _mlp(level, *inputs)
+    shapes = [tuple(t.shape) for t in saved.values() if not any(t.data_ptr() == p.data_ptr() for p in inputs[1:])]
+    assert sum(shape[-1] == HIDDEN for shape in shapes) == kept["x"]
+    assert sum(shape[-1] == INNER for shape in shapes) == kept["gates"]
+    assert y.shape == inputs[0].shape
+
+
+@pytest.mark.parametrize("least", [0, 2**60], ids=["long", "short"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_product(dtype, least):
+    a, b, c = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((600, 520), (512, 520), (600, 512)))
+    given, onto = multiply(a, b.t(), least=least), c.clone()
+    assert multiply(a, b.t(), onto=onto, least=least) is onto
+    exact = a.double() @ b.t().double()
+    for result, eager, expected in ((given, a @ b.t(), exact), (onto, torch.addmm(c, a, b.t()), c.double() + exact)):
+        assert (result - expected).abs().max() <= 2 * (eager - expected).abs().max()
+
+
+@every_level
+def test_a_second_backward(level):
+    """What is kept is not written over."""
+    inputs = _inputs(2, 9)
+    loss = _mlp(level, *inputs).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    second = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.kernels
+def test_checkpointing_does_not_repeat_the_last_product(monkeypatch):
+    """Three products forward, two of them again, six backward; and the gate once."""
+    gated = []
+    monkeypatch.setattr(glu_mlp, "glu_forward", lambda *args: gated.append(args) or glu_forward(*args))
+    inputs = _inputs(2, 9)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(_mlp("checkpoint", *inputs).sum(), inputs)
+    assert counter.get_total_flops() == 11 * 2 * 2 * 9 * HIDDEN * INNER
+    assert len(gated) == 1
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["all again", "products cached"])
+def test_a_second_backward_of_a_checkpoint(cached):
+    """A cache of products gives one pass."""
+    inputs, options = _inputs(2, 9), {}
+    if cached:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    expected = _gradients(inputs, "default")[1:]
+    loss = checkpoint(tigon.glu_mlp, *inputs, use_reentrant=False, **options).square().sum()
+    for retained in (True, False):
+        refused = cached and not retained
+        with pytest.raises(RuntimeError, match="extra time") if refused else contextlib.nullcontext():
+            given = torch.autograd.grad(loss, inputs, retain_graph=retained)
+            assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+def test_gradients_taken_inside_of_a_checkpoint():
+    """What is made again for them is also that of the backward around."""
+
+    def inner(checkpointed: bool, *inputs: Tensor) -> Tensor:
+        def region(x, *weights):
+            y = tigon.glu_mlp(x, *weights)
+            (dx,) = torch.autograd.grad(y.square().sum(), x, retain_graph=True)
+            return y * torch.sigmoid(1.0 + dx.detach())
+
+        return checkpoint(region, *inputs, use_reentrant=False) if checkpointed else region(*inputs)
+
+    inputs = _inputs(2, 9)
+    inputs[0] = inputs[0] * 1.0
+    given, expected = (torch.autograd.grad(inner(c, *inputs).sum(), inputs) for c in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@pytest.mark.kernels
+def test_gradients_taken_inside_of_a_checkpoint_that_runs_to_its_end():
+    """Those of the second run must not take what the first run's backward is to read."""
+
+    def region(x, *weights):
+        y = tigon.glu_mlp(x, *weights)
+        (dx,) = torch.autograd.grad(y.square().sum(), x)
+        return tigon.glu_mlp(x * torch.sigmoid(dx), *weights)
+
+    inputs = _inputs(2, 9)
+    inputs[0] = inputs[0] * 1.0
+    with set_checkpoint_early_stop(False):
+        y = checkpoint(region, *inputs, use_reentrant=False)
+    expected = region(*inputs)
+    given = [torch.autograd.grad(out.square().sum(), inputs[1:]) for out in (y, expected)]
+    assert torch.equal(y, expected)
+    assert all(torch.equal(a, b) for a, b in zip(*given, strict=True))
+
+
+@pytest.mark.kernels
+def test_backward_through_what_a_checkpoint_ran_again_is_refused():
+    """Its gate and up were those of the backward around, and are gone."""
+    made = []
+
+    def region(x, *weights):
+        made.append(tigon.glu_mlp(x, *weights))
+        return tigon.glu_mlp(made[-1], *weights)
+
+    inputs = _inputs(2, 9)
+    loss = checkpoint(region, *inputs, use_reentrant=False).square().sum()
+    torch.autograd.grad(loss, inputs)
+    assert len(made) == 2
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        torch.autograd.grad(made[1].sum(), inputs)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("level", ["default", "lean", "checkpoint"])
+def test_gradients_take_the_place_of_what_was_kept(level, monkeypatch):
+    """Not where it may be asked for again, nor where somebody else may have it."""
+    places = []
+
+    def watched(da, gate, up, kind, dgate, dup, product):
+        places.append(dgate is gate and dup is up)
+        glu_backward_into(da, gate, up, kind, dgate, dup, product)
+
+    monkeypatch.setattr(glu_mlp, "glu_backward_into", watched)
+    inputs = _inputs(2, 9)
+    loss = _mlp(level, *inputs).sum()
+    torch.autograd.grad(loss, inputs, retain_graph=True)
+    torch.autograd.grad(loss, inputs)
+    assert places == [False, True]
+    if level != "checkpoint":
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            loss = _mlp(level, *inputs).sum()
+        torch.autograd.grad(loss, inputs)
+        assert places[2:] == [False]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("level", ["default", "checkpoint"])
+def test_another_try_after_an_error_in_backward_is_refused(level, monkeypatch):
+    inputs = _inputs(2, 9)
+    y = _mlp(level, *inputs)
+    with monkeypatch.context() as broken:
+        broken.setattr(glu_mlp, "_gradients", lambda *args: (_ for _ in ()).throw(MemoryError("out of memory")))
+        with pytest.raises(MemoryError):
+            torch.autograd.grad(y, inputs, torch.ones_like(y))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation|a second time"):
+        torch.autograd.grad(y, inputs, torch.ones_like(y))
+
+
+@every_level
+def test_gradients_of_inputs_first_and_of_weights_later(level):
+    """As in pipelines without bubbles."""
+    inputs = _inputs(2, 9)
+    expected = _gradients(inputs, "default")[1:]
+    loss = _mlp(level, *inputs).square().sum()
+    given = [
+        *torch.autograd.grad(loss, inputs[:1], retain_graph=True),
+        *torch.autograd.grad(loss, inputs[1:]),
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])
+@pytest.mark.parametrize("change", ["hook", "bias", "adapter", "autocast", "dtype"])
+def test_layers_that_do_more_are_called(mlp, change):
+    torch.manual_seed(0)
+    model, x = mlp(HIDDEN, INNER, bias=change == "bias").to(DEVICE), torch.randn(2, 9, HIDDEN, device=DEVICE)
+    context = contextlib.nullcontext()
+    called = []
+    if change == "hook":
+        model.up_proj.register_forward_hook(lambda *args: called.append(1))
+    elif change == "adapter":
+
+        class Adapted(nn.Linear):
+            def forward(self, x):
+                called.append(1)
+                return super().forward(x) + 1.0
+
+        layer = Adapted(HIDDEN, INNER, bias=False).to(DEVICE)
+        layer.load_state_dict(model.gate_proj.state_dict())
+        model.gate_proj = layer
+    elif change == "autocast":
+        context = torch.autocast(DEVICE, torch.bfloat16)
+    elif change == "dtype":
+        model.down_proj.double()
+        with pytest.raises(RuntimeError, match="dtype|scalar type"):
+            model(x)
+        return
+    activate = REFERENCES[model.activation]
+    one_by_one = lambda model, x: model.down_proj(activate(model.gate_proj(x), model.up_proj(x)))
+    with context:
+        given, eager = model(x), one_by_one(model, x)
+    assert len(called) == (2 if change in ("hook", "adapter") else 0)
+    assert_accurate(given, eager, one_by_one(copy.deepcopy(model).double(), x.double()))
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"gate_weight": (INNER, 7)}, r"glu_mlp: gate_weight must have shape \[I, H\] .* got \(40, 7\)"),
+        ({"up_weight": (41, HIDDEN)}, r"glu_mlp: up_weight must have shape \(40, 24\), got \(41, 24\)"),
+        ({"down_weight": (HIDDEN, 41)}, r"glu_mlp: down_weight must have shape \[O, 40\], got \(24, 41\)"),
+    ],
+    ids=str,
+)
+def test_refuses(change, message):
+    shapes = {"gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN), "down_weight": (HIDDEN, INNER)} | change
+    weights = {name: torch.randn(shape, device=DEVICE) for name, shape in shapes.items()}
+    with pytest.raises(ValueError, match=message):
+        tigon.glu_mlp(torch.randn(2, HIDDEN, device=DEVICE), **weights)
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_refuses_an_activation():
+    x, *weights = _inputs(2)
+    with pytest.raises(ValueError, match="glu_mlp: activation must be one of .*got 'relu'"):
+        tigon.glu_mlp(x, *weights, activation="relu")
+
+
+def test_the_result_may_be_written():
+    """`hidden = mlp(hidden); hidden += residual`."""
+    inputs = _inputs(2, 5)
+    expected = torch.autograd.grad((tigon.glu_mlp(*inputs) * 2).square().sum(), inputs)
+    given = torch.autograd.grad(tigon.glu_mlp(*inputs).mul_(2).square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+
+
+@pytest.mark.kernels
+@every_level
+def test_gradients_taken_under_autocast(level):
+    """The forward pass ran without autocast. The gradients are computed in its dtype, with the same bits as outside."""
+    inputs = _inputs(2, 5)
+    loss = _mlp(level, *inputs).square().sum()
+    expected = torch.autograd.grad(loss, inputs, retain_graph=True)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        given = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))

@@ -1,0 +1,344 @@
+"""tigon.AdamW is torch's optimizer in all but the kernel: trainings, states and paths against torch's own."""
+
+import copy
+import importlib.util
+import pickle
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+import tigon.ops.optim.adamw
+from op_cases import DEVICE, DTYPES, INTERPRETED
+from ranks import LIMIT, leave, run_ranks
+from tigon.ops.optim.adamw_kernels import adamw_step
+
+SHAPES = [(1,), (5, 17), (0, 8), (3, 215)]
+OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def _parameters(dtype: torch.dtype = torch.float32, shapes=SHAPES) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(DEVICE, dtype)) for s in shapes]
+
+
+def _gradients(parameters: list[nn.Parameter], step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(p.shape, generator=generator).to(DEVICE, p.dtype) for p in parameters]
+
+
+def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: int = 3, first: int = 0) -> None:
+    for step in range(first, first + steps):
+        for p, g in zip(parameters, _gradients(parameters, step), strict=True):
+            p.grad = g
+        optimizer.step()
+
+
+def _launches(run) -> int:
+    """How many steps of tensors the kernel takes while `run` runs."""
+    with patch.object(tigon.ops.optim.adamw, "adamw_step", wraps=adamw_step) as called:
+        run()
+    return sum(len(call.args[0]) for call in called.call_args_list)
+
+
+def _assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
+    """Equal but for what fp32 loses in another order of the same operations."""
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=4e-6, atol=4e-6)
+
+
+TRAININGS = {
+    "plain": {},
+    "no decay": {"weight_decay": 0.0},
+    "lr tensor": {"lr": torch.tensor(1e-2)},
+    "lr tensor on the device": {"lr": torch.tensor(1e-2, device=DEVICE)},
+    "maximize": {"maximize": True},
+    "fused": {"fused": True},
+    "amsgrad": {"amsgrad": True},
+    "foreach": {"foreach": True},
+    "not foreach": {"foreach": False},
+    "not fused": {"fused": False},
+    "differentiable": {"differentiable": True},
+}
+BY_TORCH = {"amsgrad", "foreach", "not foreach", "not fused", "differentiable"}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_trains_as_torch(name):
+    """Ten steps; what the kernel does not do, or was not asked to, torch does."""
+    options = OPTIONS | TRAININGS[name]
+    ours, theirs = _parameters(), _parameters()
+    if name == "differentiable":
+        ours, theirs = ([p.detach() for p in x] for x in (ours, theirs))
+    optimizer, expected = tigon.AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    launches = _launches(lambda: _train(optimizer, ours, 10))
+    _train(expected, theirs, 10)
+    _assert_same(ours, theirs)
+    by_kernel = name not in BY_TORCH and (INTERPRETED or DEVICE == "cuda")
+    assert launches == (10 * len(ours) if by_kernel else 0)
+    for p, q in zip(ours, theirs, strict=True):
+        state, wanted = optimizer.state[p], expected.state[q]
+        assert state.keys() == wanted.keys()
+        for key in wanted:
+            assert (state[key].dtype, state[key].device) == (wanted[key].dtype, wanted[key].device)
+            torch.testing.assert_close(state[key], wanted[key], rtol=4e-6, atol=4e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_one_unit_from_torch_fused(dtype):
+    ours, theirs = _parameters(dtype), _parameters(dtype)
+    optimizer, expected = tigon.AdamW(ours, fused=True, **OPTIONS), torch.optim.AdamW(theirs, fused=True, **OPTIONS)
+    _train(optimizer, ours, 1)
+    _train(expected, theirs, 1)
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=torch.finfo(dtype).eps, atol=1e-6 if dtype == torch.float32 else 0.0)
+
+
+@pytest.mark.gpu
+def test_graphs_take_torchs_path_and_other_streams_their_own_table():
+    options = OPTIONS | {"fused": True, "capturable": True}
+    ours, theirs = _parameters(), _parameters()
+    optimizer, expected = tigon.AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        _train(optimizer, ours, 2)
+    torch.cuda.current_stream().wait_stream(stream)
+    aside = optimizer._tables[0][0]
+    _train(optimizer, ours, 1, first=2)
+    assert optimizer._tables[0][0].made_of != aside.made_of
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert _launches(optimizer.step) == 0
+    for step in (3, 4):
+        torch._foreach_copy_([p.grad for p in ours], _gradients(ours, step))
+        graph.replay()
+    _train(expected, theirs, 5)
+    _assert_same(ours, theirs)
+
+
+def test_a_step_that_is_captured_is_torchs():
+    parameters = _parameters(shapes=[(8,)])
+    optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True, capturable=True)
+    with patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+        assert _launches(lambda: _train(optimizer, parameters, 1)) == 0
+
+
+def test_groups_frozen_and_missing_gradients():
+    results = []
+    for kind in (tigon.AdamW, torch.optim.AdamW):
+        a, b, c, d = _parameters(shapes=[(4, 4)] * 4)
+        groups = [{"params": [a, b], "lr": 1e-1}, {"params": [c, d], "weight_decay": 0.0, "betas": (0.5, 0.6)}]
+        optimizer = kind(groups, **OPTIONS)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step in range(3):
+            a.grad, _, c.grad, d.grad = _gradients([a, b, c, d], step)
+            d.grad = d.grad if step else None
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        assert b not in optimizer.state
+        assert [optimizer.state[x]["step"].item() for x in (a, c, d)] == [3, 3, 2]
+        results.append([a, b, c, d])
+    _assert_same(*results)
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_state_dicts_go_both_ways(fused):
+    kinds = (tigon.AdamW, torch.optim.AdamW)
+    results = []
+    for first in kinds:
+        for second in kinds:
+            parameters = _parameters()
+            before = first(parameters, **OPTIONS, fused=fused)
+            _train(before, parameters, 2)
+            after = second(parameters, lr=9.0)
+            after.load_state_dict(before.state_dict())
+            _train(after, parameters, 2, first=2)
+            results.append(parameters)
+    for other in results[1:]:
+        _assert_same(results[0], other)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+def test_copies_go_on(way):
+    parameters = _parameters()
+    optimizer = tigon.AdamW(parameters, **OPTIONS)
+    _train(optimizer, parameters, 2)
+    copied = way(optimizer)
+    assert "_tables" not in vars(copied)  # addresses of others
+    others = copied.param_groups[0]["params"]
+    _train(copied, others, 2, first=2)
+    _train(optimizer, parameters, 2, first=2)
+    _assert_same(parameters, others)
+    assert parameters[1] is not others[1]
+
+
+def test_hooks_run_once_and_closures_give_the_loss():
+    torch.optim.AdamW(_parameters())  # from here on torch's own step calls hooks too
+    found = importlib.util.spec_from_file_location("imported_late", tigon.ops.optim.adamw.__file__)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    (p,) = parameters = _parameters(shapes=[(8,)])
+    optimizer, calls = module.AdamW(parameters, **OPTIONS), []
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def closure():
+        assert torch.is_grad_enabled()
+        loss = p.square().sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) > 0
+    assert calls == ["before", "after"]
+
+
+def test_a_step_inside_of_backward():
+    """One optimizer a parameter, which steps as its gradient is complete and lets it go."""
+    results = []
+    for kind in (tigon.AdamW, torch.optim.AdamW):
+        parameters = _parameters(shapes=[(8, 8), (8,)])
+        optimizers = {p: kind([p], **OPTIONS) for p in parameters}
+
+        def take(p, optimizers=optimizers):
+            optimizers[p].step()
+            optimizers[p].zero_grad()
+
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(take)
+        for _ in range(2):
+            (parameters[0] @ parameters[1]).square().sum().backward()
+        assert all(p.grad is None for p in parameters)
+        results.append(parameters)
+    _assert_same(*results)
+
+
+def test_autograd_sees_the_change():
+    (p,) = parameters = _parameters(shapes=[(8,)])
+    optimizer = tigon.AdamW(parameters)
+    p.grad = torch.ones_like(p)
+    y = p.square().sum()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+ODD = {
+    "transposed": lambda: nn.Parameter(torch.randn(4, 6, device=DEVICE).T),
+    "fp64": lambda: nn.Parameter(torch.randn(4, 6, device=DEVICE, dtype=torch.float64)),
+    "complex": lambda: nn.Parameter(torch.randn(4, 6, device=DEVICE, dtype=torch.complex64)),
+    "gradient of other strides": lambda: nn.Parameter(torch.randn(4, 6, device=DEVICE)),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_the_kernel_cannot_take_goes_to_torch(name):
+    """And leaves the others of its group to the kernel."""
+    torch.manual_seed(0)
+    odd, plain = ODD[name](), nn.Parameter(torch.randn(8, device=DEVICE))
+    theirs = [nn.Parameter(p.detach().clone()) for p in (odd, plain)]
+    optimizer, expected = tigon.AdamW([odd, plain], **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    for p, q in zip((odd, plain), theirs, strict=True):
+        p.grad = torch.randn_like(p)
+        if name.startswith("gradient") and p is odd:
+            p.grad = torch.randn(6, 4, device=DEVICE).T
+        q.grad = p.grad.clone()
+    launches = _launches(optimizer.step)
+    expected.step()
+    _assert_same([odd, plain], theirs)
+    assert launches == (1 if INTERPRETED or DEVICE == "cuda" else 0)
+
+
+def test_a_scaler_that_leaves_its_work_to_the_optimizer():
+    """With fused=True torch's GradScaler hands over the scale and what overflowed, and torch's kernel heeds them."""
+    (p,) = parameters = _parameters(shapes=[(8,)])
+    optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
+    before = p.detach().clone()
+    scaler.scale((p * float("inf")).sum()).backward()
+    assert _launches(lambda: scaler.step(optimizer)) == 0
+    assert torch.equal(p, before)
+    scaler.update()
+    optimizer.zero_grad()
+    scaler.scale(p.sum()).backward()
+    scaler.step(optimizer)
+    (q,) = theirs = [nn.Parameter(before)]
+    q.grad = torch.ones_like(q)
+    torch.optim.AdamW(theirs, **OPTIONS).step()
+    _assert_same(parameters, theirs)
+
+
+def test_a_state_of_another_shape_is_not_read_out_of_bounds():
+    (p,) = parameters = _parameters(shapes=[(8, 4)])
+    optimizer = tigon.AdamW(parameters)
+    _train(optimizer, parameters, 1)
+    optimizer.state[p]["exp_avg"] = torch.zeros(3, device=DEVICE)
+    with pytest.raises(RuntimeError, match="size"):
+        _train(optimizer, parameters, 1)
+
+
+def test_compiled_steps_are_taken_once_each():
+    parameters, theirs = (_parameters(shapes=[(8, 4)]) for _ in range(2))
+    optimizer, expected = tigon.AdamW(parameters, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
+    step = torch.compile(lambda: optimizer.step(), backend="eager")
+    for i in range(3):
+        parameters[0].grad = theirs[0].grad = _gradients(parameters, i)[0]
+        step()
+        expected.step()
+    _assert_same(parameters, theirs)
+
+
+def test_bad_arguments_are_torch_errors():
+    with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+        tigon.AdamW(_parameters(), lr=-1)
+    with pytest.raises(ValueError, match="Invalid beta parameter at index 1: 1.0"):
+        tigon.AdamW(_parameters(), betas=(0.9, 1.0))
+    with pytest.raises(RuntimeError, match="`fused` and `foreach` cannot be `True` together"):
+        tigon.AdamW(_parameters(), fused=True, foreach=True)
+
+
+def test_two_ranks_with_shards():
+    """FSDP2 on CPUs: torch's path, or in the interpreter the kernel on each rank's shards."""
+    for output in run_ranks(__file__, device="cpu"):
+        assert "same" in output
+
+
+def _two_ranks(store: str) -> None:
+    import os
+
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor
+
+    torch.set_num_threads(1)
+    rank = int(os.environ["RANK"])
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
+    results = []
+    for kind in (tigon.AdamW, torch.optim.AdamW):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))  # the last weight has one row: none for rank 1
+        fully_shard(model)
+        optimizer = kind(model.parameters(), **OPTIONS)
+        launches = 0
+        for _ in range(2):
+            model(torch.randn(4, 8)).square().sum().backward()
+            launches += _launches(optimizer.step)
+            optimizer.zero_grad()
+        assert launches == (8 if INTERPRETED and kind is tigon.AdamW else 0)
+        results.append([p.to_local().clone() for p in model.parameters()])
+        assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer.state.values())
+    assert any(p.numel() == 0 for p in results[0]) == (rank == 1)
+    _assert_same(*results)
+    print("same")
+    dist.destroy_process_group()
+    leave()
+
+
+if __name__ == "__main__":
+    import sys
+
+    _two_ranks(sys.argv[1])

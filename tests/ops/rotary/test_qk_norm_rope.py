@@ -1,0 +1,276 @@
+import functools
+import importlib
+
+import pytest
+import torch
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
+from tigon.ops.rotary.qk_norm_rope_kernels import Config
+from tigon.runtime.device import Device
+
+LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
+
+
+def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, weights="each", weight_dtype=None, stored="BSHD", axes=()):
+    generator = torch.Generator().manual_seed(hq * s + d)
+    normal = lambda *shape: (torch.randn(shape, generator=generator) * 2).to(DEVICE, dtype)
+    if stored == "BSHD":
+        q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
+    else:
+        q, k = normal(b, hq, s, d), normal(b, hk, s, d)
+    sizes = {"each": (d, d), "together": (hq * d, hk * d)}[weights]
+    scales = [(1 + torch.randn(n, generator=generator) / 3).to(DEVICE, weight_dtype or dtype) for n in sizes]
+    angles = torch.rand((*axes, b, s, r), generator=generator).to(DEVICE) * 100
+    return [*(x.requires_grad_() for x in (q, k, *scales)), angles.cos().to(dtype), angles.sin().to(dtype)]
+
+
+def _both(**options):
+    """The op and its definition, with the same options."""
+    return [functools.partial(f, **options) for f in (tigon.qk_norm_rope, qk_norm_rope_reference)]
+
+
+def _assert_close(results, expected, rtol=1e-5, atol=1e-5):
+    """Two results of `outputs_and_gradients`."""
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+SIZES = {
+    "equal heads": (2, 4, 4, 3, 16, 16),
+    "head counts that fill no tile": (1, 14, 2, 5, 64, 64),
+    "a part of the head": (2, 3, 1, 4, 80, 32),
+    "odd sizes": (1, 2, 1, 3, 10, 6),
+    "wide heads": (1, 40 if DEVICE == "cuda" else 9, 8 if DEVICE == "cuda" else 2, 2, 256, 256),
+    "one of each": (1, 1, 1, 1, 2, 2),
+}
+
+
+@pytest.mark.kernels
+@one_in(3, sizes=SIZES, dtype=DTYPES, layout=LAYOUTS, weights=["each", "together"])
+def test_accuracy(sizes, dtype, layout, weights):
+    inputs = _inputs(*sizes, dtype=dtype, weights=weights)
+    assert_as_accurate_as_eager(*_both(layout=layout), inputs)
+
+
+@pytest.mark.kernels
+@one_in(2, weights=["each", "together"], dtype=DTYPES, offset=[0.0, 1.0], rounding=["before_weight", "after_weight"])
+def test_accuracy_of_the_forms(weights, dtype, offset, rounding):
+    inputs = _inputs(2, 4, 2, 3, 16, 16, dtype=dtype, weights=weights, stored="BHSD")
+    assert_as_accurate_as_eager(*_both(eps=1e-5, offset=offset, rounding=rounding), inputs)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("rotary", [128, 64], ids=["the whole head", "half of the head"])
+def test_more_tiles_than_programs(rotary):
+    """The backward's programs take several tiles each, and add up the gradients of the weights over them."""
+    assert_as_accurate_as_eager(*_both(), _inputs(3, 20, 4, 3, 128, rotary))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("weights", ["each", "together"])
+def test_sections(layout, weights):
+    inputs = _inputs(2, 4, 2, 3, 24, 16, weights=weights, axes=(3,))
+    assert_as_accurate_as_eager(*_both(layout=layout, sections=(2, 3, 3)), inputs)
+
+
+# --- the modules and functions of Hugging Face ---------------------------------------------------
+
+
+def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
+    """What the attention of a model computes between its projections, [B, S, H D] each, and its scores."""
+    pytest.importorskip("transformers")
+    module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
+    norms = [getattr(module, norm)(weight.shape[0], eps=1e-5).to(DEVICE) for weight in (q_weight, k_weight)]
+
+    def call(q, k, q_weight, k_weight, cos, sin):
+        turned = []
+        for x, norm, weight in zip((q, k), norms, (q_weight, k_weight), strict=True):
+            normalise = lambda x, norm=norm, weight=weight: torch.func.functional_call(norm, {"weight": weight}, x)
+            b, h, s, d = x.shape
+            if together:
+                x = normalise(x.transpose(1, 2).reshape(b, s, h * d)).view(b, s, h, d)
+            else:
+                x = normalise(x.transpose(1, 2))
+            turned.append(x.transpose(1, 2))
+        return module.apply_rotary_pos_emb(*turned, cos, sin)
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("model", "norm", "weights", "options"),
+    [
+        ("qwen3", "Qwen3RMSNorm", "each", {}),
+        ("gemma3", "Gemma3RMSNorm", "each", {"offset": 1.0, "rounding": "after_weight"}),
+        ("olmo2", "Olmo2RMSNorm", "together", {"rounding": "after_weight"}),
+        ("olmo3", "Olmo3RMSNorm", "together", {"rounding": "after_weight"}),
+    ],
+)
+def test_equals_hugging_faces_modules(model, norm, weights, options):
+    op, definition = _both(eps=1e-5, **options)
+    inputs = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+    stock = _stock(model, norm, weights == "together", *inputs[2:4])
+    expected = outputs_and_gradients(stock, inputs)
+    results = outputs_and_gradients(definition, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
+    _assert_close(results, expected)
+    _assert_close(outputs_and_gradients(op, inputs), expected)
+
+
+# --- what may be missing, frozen, or elsewhere ---------------------------------------------------
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("given", [(), ("q",), ("k",)], ids=["no weight", "q's weight", "k's weight"])
+@pytest.mark.parametrize("weights", ["each", "together"])
+def test_without_weights(given, weights):
+    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+    q_weight, k_weight = q_weight if "q" in given else None, k_weight if "k" in given else None
+    inputs = [x for x in (q, k, q_weight, k_weight) if x is not None]
+
+    def call(function):
+        def run(q, k, *weight):
+            scales = (*weight, None) if "q" in given else (None, *weight) if "k" in given else (None, None)
+            return function(q, k, *scales, cos.to(q.dtype), sin.to(q.dtype))
+
+        return run
+
+    assert_as_accurate_as_eager(*map(call, (tigon.qk_norm_rope, qk_norm_rope_reference)), inputs)
+
+
+@pytest.mark.parametrize("weights", ["each", "together"])
+def test_without_keys_none_comes_back(weights):
+    q, k, q_weight, _, cos, sin = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+    both = outputs_and_gradients(lambda q, w: tigon.qk_norm_rope(q, k.detach(), w, None, cos, sin)[0], [q, q_weight])
+    alone = outputs_and_gradients(lambda q, w: tigon.qk_norm_rope(q, None, w, None, cos, sin)[0], [q, q_weight])
+    _assert_close(alone, both)
+    assert tigon.qk_norm_rope(q, None, q_weight, None, cos, sin)[1] is None
+    assert qk_norm_rope_reference(q, None, q_weight, None, cos, sin)[1] is None
+
+
+@pytest.mark.kernels
+def test_a_head_alone_is_all_heads():
+    """Weights of one head's size say "each head", which for one head is the same as all of them."""
+    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 1, 3, 16, 16, weights="together")
+    assert_as_accurate_as_eager(*_both(), [q, k, q_weight, k_weight, cos, sin])
+
+
+@pytest.mark.kernels
+def test_heads_may_stand_behind_the_sequence():
+    q, k, *others = _inputs(2, 4, 2, 3, 16, 16)
+    for weights in ("each", "together"):
+        q, k, *others = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
+        first = tigon.qk_norm_rope(q, k, *others)
+        second = tigon.qk_norm_rope(q.transpose(1, 2), k.transpose(1, 2), *others, unsqueeze_dim=2)
+        assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(first, second, strict=True))
+
+
+def test_the_result_keeps_the_layout_of_its_input():
+    q, k, *others = _inputs(2, 4, 2, 3, 16, 16, stored="BSHD")
+    turned = tigon.qk_norm_rope(q, k, *others)
+    assert [y.transpose(1, 2).is_contiguous() for y in turned] == [True, True]
+    gradients = torch.autograd.grad(turned, (q, k), turned)
+    assert [dx.transpose(1, 2).is_contiguous() for dx in gradients] == [True, True]
+
+
+@pytest.mark.kernels
+def test_slices_of_a_packed_projection():
+    packed = torch.randn(2, 3, 6 * 16, device=DEVICE, requires_grad=True)
+    _, _, *others = _inputs(2, 4, 2, 3, 16, 16)
+
+    def run(function):
+        q = packed[..., : 4 * 16].view(2, 3, 4, 16).transpose(1, 2)
+        k = packed[..., 4 * 16 :].view(2, 3, 2, 16).transpose(1, 2)
+        q, k = function(q, k, *others)
+        return q, k, torch.autograd.grad(q.square().sum() + k.cos().sum(), packed)[0]
+
+    for a, b in zip(run(tigon.qk_norm_rope), run(qk_norm_rope_reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
+def test_wider_weights_widen_the_result_as_the_product_does(rounding):
+    inputs = _inputs(1, 2, 1, 3, 8, 8, dtype=torch.float16, weight_dtype=torch.float32)
+    got, expected = (outputs_and_gradients(f, inputs) for f in _both(rounding=rounding))
+    assert [y.dtype for y in got[0]] == [y.dtype for y in expected[0]]
+    assert [g.dtype for g in got[1]] == [torch.float16] * 2 + [torch.float32] * 2
+    _assert_close(got, expected, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.kernels
+def test_frozen_inputs_cost_nothing(monkeypatch):
+    """Neither do outputs that nothing is computed from."""
+    import tigon.ops.rotary.qk_norm_rope as module
+
+    made, backward = [], module.qk_norm_rope_backward
+    monkeypatch.setattr(module, "qk_norm_rope_backward", lambda *args: made.append(backward(*args)) or made[-1])
+    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    q_out, k_out = tigon.qk_norm_rope(q, k.detach(), q_weight.detach(), k_weight, cos, sin)
+    (q_out.sum() + k_out.sum()).backward()
+    tigon.qk_norm_rope(q, k, q_weight, k_weight, cos, sin)[1].sum().backward()
+    if made:  # where the kernels run
+        assert [[x.numel() for x in results] for results in made] == [[q.numel(), 0, 16], [0, k.numel(), 16]]
+
+
+@pytest.mark.kernels
+def test_what_fits_no_workgroup_takes_the_reference(monkeypatch):
+    import tigon.ops.rotary.qk_norm_rope as module
+
+    monkeypatch.setattr(module, "WIDEST", 8)
+    monkeypatch.setattr(module, "qk_norm_rope_forward", None)
+    inputs = _inputs(2, 4, 2, 3, 16, 16, weights="together")
+    _assert_close(*(outputs_and_gradients(f, inputs) for f in _both()))
+
+
+def test_no_rotary_features():
+    inputs = _inputs(2, 4, 2, 3, 16, 0)
+    (q, k), _ = outputs_and_gradients(tigon.qk_norm_rope, inputs)
+    for y, x, weight in ((q, *inputs[:3:2]), (k, *inputs[1:4:2])):
+        torch.testing.assert_close(y, tigon.rms_norm(x, weight), rtol=1e-5, atol=1e-6)
+
+
+DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)]
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
+@pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (32, 128), (14, 64), (40, 128), (8, 1024), (128, 256)])
+def test_heuristic(heads, size, together, device):
+    config = Config.heuristic(heads, size, together, 2, device)
+    for block_h, warps in ((config.block_h, config.num_warps), (config.backward_block_h, config.backward_warps)):
+        assert block_h >= heads if together else block_h < 2 * heads
+        assert 1 <= warps <= device.max_warps
+        assert warps * device.warp_size <= 1024
+    tile = config.backward_block_h * size * 2
+    assert (config.num_stages - 1) * 2 * tile <= device.shared_memory
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_bad_input():
+    q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    call = lambda q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, **options: tigon.qk_norm_rope(
+        q, k, q_weight, k_weight, cos, sin, **options
+    )
+    with pytest.raises(ValueError, match=r"qk_norm_rope: q_weight must have shape \(16,\) or \(64,\), got \(7,\)"):
+        call(q_weight=q_weight[:7])
+    with pytest.raises(ValueError, match=r"qk_norm_rope: k_weight must have shape \(32,\), got \(16,\)"):
+        call(q_weight=q_weight.repeat(4))
+    with pytest.raises(ValueError, match="qk_norm_rope: k_weight must be None where k is"):
+        call(k=None)
+    with pytest.raises(ValueError, match="qk_norm_rope: q_weight and k_weight must have the same dtype"):
+        call(k_weight=k_weight.half())
+    with pytest.raises(TypeError, match="qk_norm_rope: q_weight must be a float32"):
+        call(q_weight=q_weight.long())
+    with pytest.raises(ValueError, match="qk_norm_rope: rounding must be one of 'before_weight', 'after_weight'"):
+        call(rounding="never")
+    with pytest.raises(ValueError, match="qk_norm_rope: eps must be finite and not negative, got -1"):
+        call(eps=-1)
+    with pytest.raises(ValueError, match=r"qk_norm_rope: k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)"):
+        call(k=k[:, :, 1:])
+    with pytest.raises(ValueError, match="qk_norm_rope: layout must be one of"):
+        call(layout="halves")

@@ -1,0 +1,362 @@
+import functools
+import importlib
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.rotary.rope import Config, axes_of, rope_reference
+
+LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
+
+
+def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD", axes=(), table="halves"):
+    generator = torch.Generator().manual_seed(hq * s + d)
+    normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype)
+    if stored == "BSHD":
+        q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
+    else:
+        q, k = normal(b, hq, s, d), normal(b, hk, s, d)
+    width = r // 2 if table == "once" else r
+    angles = torch.rand((*axes, 1 if shared else b, s, width), generator=generator).to(DEVICE) * 100
+    return [q.requires_grad_(), k.requires_grad_(), angles.cos().to(dtype), angles.sin().to(dtype)]
+
+
+def _both(*options, **keywords):
+    """The op and its definition, with the same options."""
+    return [functools.partial(f, *options, **keywords) for f in (tigon.rope, rope_reference)]
+
+
+def _assert_close(results, expected, rtol=1e-5, atol=1e-6):
+    """Two results of `outputs_and_gradients`."""
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
+
+
+SIZES = {
+    "equal heads": (2, 4, 4, 3, 16, 16),
+    "head counts that fill no tile": (1, 14, 2, 5, 64, 64),
+    "a part of the head": (2, 3, 1, 4, 80, 32),
+    "odd sizes": (1, 2, 1, 3, 10, 6),
+    "wide heads": (1, 40, 8, 2, 256, 256),
+    "one of each": (1, 1, 1, 1, 2, 2),
+}
+
+
+@pytest.mark.kernels
+@one_in(2, sizes=SIZES, dtype=DTYPES, stored=["BHSD", "BSHD"], layout=LAYOUTS)
+def test_accuracy(sizes, dtype, stored, layout):
+    assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, stored=stored))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("table", ["once", "pairs"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(2, 3, 1, 4, 80, 32), (1, 2, 1, 3, 10, 6)], ids=["a part of the head", "odd sizes"])
+def test_accuracy_with_other_tables(sizes, dtype, table, layout):
+    """Every entry of a table is a value of its own, so that an entry taken for its neighbour shows."""
+    inputs = _inputs(*sizes, dtype=dtype, table=table)
+    assert_as_accurate_as_eager(*_both(layout=layout, table=table), inputs)
+
+
+SECTIONS = [
+    pytest.param(16, (2, 3, 3), id="three"),
+    pytest.param(16, (1,) * 6 + (2,), id="alternating, then one"),
+    pytest.param(16, (0, 1, 1, 0, 1, 1, 4), id="two alternating, then the third"),
+    pytest.param(16, (8,), id="one axis"),
+    pytest.param(80, (0, 0, 40), id="the last axis, wider than a word of bits"),
+    pytest.param(6, (1, 1, 1), id="odd"),
+]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("shared", [False, True], ids=["a table each", "one table"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("r", "sections"), SECTIONS)
+def test_accuracy_with_sections(r, sections, layout, shared):
+    inputs = _inputs(2, 4, 2, 3, 80, r, shared=shared, axes=(3,))
+    assert_as_accurate_as_eager(*_both(layout=layout, sections=sections), inputs)
+
+
+# --- the functions of Hugging Face ---------------------------------------------------------------
+
+
+def _model(name: str):
+    pytest.importorskip("transformers")
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def _frequencies(*axes: int, r: int = 16) -> torch.Tensor:
+    return torch.rand((*axes, 2, 3, r // 2), generator=torch.Generator().manual_seed(7)).to(DEVICE) * 100
+
+
+def _twice(frequencies: torch.Tensor) -> list[torch.Tensor]:
+    """The tables that the op takes."""
+    angles = torch.cat((frequencies, frequencies), -1)
+    return [angles.cos(), angles.sin()]
+
+
+def _assert_equals(theirs, tables, frequencies, ours=None, **options):
+    """In fp32 the definition has the very bits of their function, given its own tables, and the op its values."""
+    ours = ours or _twice(frequencies)
+    for heads in (1, 2):
+        q, k, *_ = _inputs(2, 4, 2, 3, 24, 16)
+        q, k = (x.transpose(1, heads).detach().requires_grad_() for x in (q, k))
+        stock = functools.partial(theirs, cos=tables[0], sin=tables[1], unsqueeze_dim=heads)
+        expected = outputs_and_gradients(stock, [q, k])
+        op, definition = (functools.partial(f, unsqueeze_dim=heads) for f in _both(**options))
+        results = outputs_and_gradients(definition, [q, k, *ours])
+        assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
+        _assert_close(results, expected)
+        _assert_close(outputs_and_gradients(op, [q, k, *ours]), expected)
+
+
+def _on_a_part(function):
+    """Their function for the whole head, on the first 16 features."""
+
+    def call(q, k, cos, sin, unsqueeze_dim):
+        turned = function(q[..., :16], k[..., :16], cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return tuple(torch.cat((y, x[..., 16:]), -1) for x, y in zip((q, k), turned, strict=True))
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "partial"),
+    [
+        ("llama", "split_half", False),
+        ("glm4_moe", "split_half", True),
+        ("glm", "interleaved", True),
+        ("glm4", "interleaved", True),
+        ("ernie4_5", "interleaved", False),
+        ("helium", "interleaved", False),
+        ("deepseek_v3", "deinterleaved", False),
+    ],
+)
+def test_equals_hugging_faces_function(model, layout, partial):
+    module = _model(model)
+    function = module.apply_rotary_pos_emb_interleave if layout == "deinterleaved" else module.apply_rotary_pos_emb
+    _assert_equals(function if partial else _on_a_part(function), _twice(_frequencies()), _frequencies(), layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "table"), [("cohere", "interleaved", "pairs"), ("gpt_oss", "split_half", "once")]
+)
+def test_equals_hugging_faces_function_on_its_own_tables(model, layout, table):
+    angles = _frequencies() if table == "once" else torch.randn(2, 3, 16, device=DEVICE)
+    theirs, tables = _on_a_part(_model(model).apply_rotary_pos_emb), [angles.cos(), angles.sin()]
+    _assert_equals(theirs, tables, None, tables, layout=layout, table=table)
+
+
+@pytest.mark.parametrize(
+    ("model", "rotary", "given", "sections", "layout"),
+    [
+        ("qwen2_vl", "Qwen2VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
+        ("qwen2_5_vl", "Qwen2_5_VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
+        ("glm4v", "Glm4vTextRotaryEmbedding", (2, 3, 3), (2, 3, 3), "interleaved"),
+        # Frequencies 0 to 5 from axes 0, 1, 2, 0, 1, 2, the last two from the first.
+        ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", (4, 2, 2), (1,) * 6 + (2,), "split_half"),
+        # Height and width alternate, time follows. Their tables have all of height before all of width.
+        ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextRotaryEmbedding", (2, 2, 4), (0, 1, 1, 0, 1, 1, 4), "interleaved"),
+    ],
+)
+def test_equals_hugging_faces_sections(model, rotary, given, sections, layout):
+    """The rotary module picks the axes, or in other versions `apply_multimodal_rotary_pos_emb`."""
+    module, frequencies = _model(model), _frequencies(3)
+    if hasattr(module, "apply_multimodal_rotary_pos_emb"):
+        function, tables = module.apply_multimodal_rotary_pos_emb, _twice(frequencies)
+        theirs = _on_a_part(lambda *args, **options: function(*args, mrope_section=list(given), **options))
+    else:
+        pick = getattr(module, rotary).recomposition_frequencies
+        order = [0, 2, 1, 3, 4, 5, 6, 7] if model == "ernie4_5_vl_moe" else list(range(8))
+        sections_of = SimpleNamespace(mrope_section=list(given))
+        tables = [pick(sections_of, table[..., order]) for table in (frequencies.cos(), frequencies.sin())]
+        theirs = _on_a_part(module.apply_rotary_pos_emb)
+    _assert_equals(theirs, tables, frequencies, layout=layout, sections=sections)
+
+
+def test_equals_hugging_faces_function_of_one_tensor():
+    q, _, _, _ = _inputs(2, 4, 2, 3, 16, 16)
+    tables = _twice(_frequencies())
+    expected = outputs_and_gradients(lambda q: _model("gemma3n").apply_rotary_pos_emb(q, *tables), [q])
+    _assert_close(outputs_and_gradients(lambda q: tigon.rope(q, None, *tables)[0], [q]), expected)
+
+
+# --- tables, strides, frozen inputs --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_keys_none_comes_back(layout):
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    alone, nothing = tigon.rope(q, None, cos, sin, layout=layout)
+    assert nothing is None
+    assert torch.equal(alone, tigon.rope(q, k, cos, sin, layout=layout)[0])
+    assert rope_reference(q, None, cos, sin, layout=layout)[1] is None
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_axes_of_sections():
+    assert axes_of((2, 1, 3)) == "001222"
+    assert axes_of((1,) * 6 + (2,)) == "01201200"
+    assert axes_of((0, 1, 1, 0, 1, 1, 4)) == "12120000"
+    assert axes_of(None) == ""
+
+
+def test_only_one_output_used():
+    """The gradient of the other is not made up of zeros, and nothing is computed from it."""
+    for used in (0, 1):
+        q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+        tigon.rope(q, k, cos, sin)[used].sum().backward()
+        kept, other = (q, k) if used == 0 else (k, q)
+        assert kept.grad is not None
+        assert other.grad is None or not other.grad.any()
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("heads", [1, 2, 8, 14, 40])
+@pytest.mark.parametrize("size", [2, 64, 80, 128, 1024])
+def test_heuristic(heads, size):
+    config = Config.heuristic(heads, size)
+    assert 1 <= config.block_h < 2 * heads
+    assert config.block_h * size <= 2048
+
+
+@pytest.mark.kernels
+def test_one_table_for_the_whole_batch():
+    q, k, cos, sin = _inputs(3, 2, 1, 4, 16, 16, shared=True)
+    shared = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
+    each = outputs_and_gradients(tigon.rope, [q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)])
+    own = outputs_and_gradients(tigon.rope, [q, k, cos.repeat(3, 1, 1), sin.repeat(3, 1, 1)])
+    for results in (each, own):
+        for a, b in zip([*shared[0], *shared[1]], [*results[0], *results[1]], strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.kernels
+def test_tables_differ_between_batch_rows_and_between_halves():
+    """Each half of a row of the table is used for its own half: packed tables with unequal halves stay exact."""
+    q, k, _, _ = _inputs(2, 2, 2, 3, 8, 8)
+    cos, sin = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE)
+    got, expected = (outputs_and_gradients(f, [q, k, cos, sin]) for f in (tigon.rope, rope_reference))
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.kernels
+def test_heads_may_stand_behind_the_sequence():
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    first = tigon.rope(q, k, cos, sin)
+    second = tigon.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
+    assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.kernels
+def test_slices_of_a_packed_projection():
+    """q and k of Phi-3 are slices of one tensor: their rows have gaps."""
+    packed = torch.randn(2, 3, 6 * 16, device=DEVICE, requires_grad=True)
+    _, _, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+
+    def run(rope):
+        q = packed[..., : 4 * 16].view(2, 3, 4, 16).transpose(1, 2)
+        k = packed[..., 4 * 16 :].view(2, 3, 2, 16).transpose(1, 2)
+        q, k = rope(q, k, cos, sin)
+        return q, k, torch.autograd.grad(q.square().sum() + k.cos().sum(), packed)[0]
+
+    for a, b in zip(run(tigon.rope), run(rope_reference), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_the_result_keeps_the_layout_of_its_input():
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16, stored="BSHD")
+    turned = tigon.rope(q, k, cos, sin)
+    assert [y.shape for y in turned] == [q.shape, k.shape]
+    assert [y.transpose(1, 2).is_contiguous() for y in turned] == [True, True]
+
+
+@pytest.mark.kernels
+def test_overlapping_strides():
+    base = torch.randn(2, 40, device=DEVICE)
+    q = base.as_strided((2, 2, 3, 8), (40, 1, 8, 1)).requires_grad_()
+    _, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8)
+    got = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
+    expected = outputs_and_gradients(tigon.rope, [q.detach().clone().requires_grad_(), k, cos, sin])
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.kernels
+def test_a_frozen_input_costs_nothing(monkeypatch):
+    import tigon.ops.rotary.rope as module
+
+    made, turn = [], module.rope_turn
+    monkeypatch.setattr(module, "rope_turn", lambda *args: made.append(turn(*args)) or made[-1])
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    q, k = q * 1, (k * 1).detach()
+    outputs = tigon.rope(q, k, cos, sin)
+    if made:  # where the kernels run
+        (outputs[0].sum() + outputs[1].sum()).backward()
+        assert [x.numel() for x in made[-1]] == [q.numel(), 0]
+
+
+@pytest.mark.kernels
+def test_wider_tables_widen_the_result():
+    q, k, cos, sin = _inputs(1, 2, 1, 3, 8, 8, dtype=torch.float16)
+    got, expected = (outputs_and_gradients(f, [q, k, cos.float(), sin.float()]) for f in (tigon.rope, rope_reference))
+    assert [y.dtype for y in got[0]] == [y.dtype for y in expected[0]] == [torch.float32] * 2
+    assert [g.dtype for g in got[1]] == [torch.float16] * 2
+    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
+
+
+def test_the_dtype_of_the_result_may_be_given():
+    """Half precision turned by fp32 tables and rounded once."""
+    q, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8, dtype=torch.float16)
+    inputs = [q, k, cos.float(), sin.float()]
+    wide, got = (outputs_and_gradients(functools.partial(tigon.rope, dtype=d), inputs) for d in (None, torch.float16))
+    assert [y.dtype for y in [*got[0], *got[1]]] == [torch.float16] * 4
+    assert all(torch.equal(a, b.half()) for a, b in zip(got[0], wide[0], strict=True))
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+def test_bad_input():
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
+    with pytest.raises(ValueError, match="rope: table must be one of 'halves', 'once', 'pairs', got 'twice'"):
+        tigon.rope(q, k, cos, sin, table="twice")
+    with pytest.raises(ValueError, match="rope: R must be even and at most the head size 16, got R=32"):
+        tigon.rope(q, k, cos, sin, table="once")
+    with pytest.raises(ValueError, match="rope: sections need table 'halves', got 'pairs'"):
+        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=(2, 3, 3), table="pairs")
+    with pytest.raises(TypeError, match=r"rope: dtype must be of floating point \(.*\), got torch.int64"):
+        tigon.rope(q, k, cos, sin, dtype=torch.long)
+    with pytest.raises(ValueError, match=r"rope: q must have 4 dimensions, got shape \(4, 3, 16\)"):
+        tigon.rope(q[0], k, cos, sin)
+    with pytest.raises(ValueError, match=r"rope: k must have shape \(2, 2, 3, 16\), got \(2, 2, 2, 16\)"):
+        tigon.rope(q, k[:, :, 1:], cos, sin)
+    with pytest.raises(ValueError, match=r"rope: cos must have shape \(1 or 2, 3, R\), got \(2, 4, 16\)"):
+        tigon.rope(q, k, cos.repeat(1, 2, 1)[:, :4], sin.repeat(1, 2, 1)[:, :4])
+    with pytest.raises(ValueError, match="rope: R must be even and at most the head size 16, got R=15"):
+        tigon.rope(q, k, cos[..., :15], sin[..., :15])
+    with pytest.raises(ValueError, match="rope: unsqueeze_dim must be one of 1, 2, got 3"):
+        tigon.rope(q, k, cos, sin, unsqueeze_dim=3)
+    with pytest.raises(
+        ValueError, match="rope: layout must be one of 'split_half', 'interleaved', 'deinterleaved', got"
+    ):
+        tigon.rope(q, k, cos, sin, layout="halves")
+    with pytest.raises(ValueError, match=r"rope: cos must have shape \(3, 1 or 2, 3, R\), got \(2, 3, 16\)"):
+        tigon.rope(q, k, cos, sin, sections=(2, 3, 3))
+    with pytest.raises(ValueError, match=r"rope: cos must have shape \(1 or 2, 3, R\), got \(3, 2, 3, 16\)"):
+        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1))
+    for sections in ((2, 3, 4), (9, -1), (4.0, 4.0)):
+        with pytest.raises(ValueError, match=r"rope: sections must be lengths that sum up to R / 2 = 8, got \("):
+            tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=sections)
+    with pytest.raises(TypeError, match="rope: sections must be a sequence of ints, got int"):
+        tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=8)
+    with pytest.raises(TypeError, match="rope: q must be a Tensor, got NoneType"):
+        tigon.rope(None, k, cos, sin)
+    with pytest.raises(ValueError, match="rope: cos and sin must have the same dtype"):
+        tigon.rope(q, k, cos, sin.half())
+    with pytest.raises(TypeError, match="rope: sin must be a float32"):
+        tigon.rope(q, k, cos, sin.long())

@@ -1,0 +1,142 @@
+"""Launches: a variant that was compiled is found again for just the arguments that it was compiled for."""
+
+import itertools
+
+import pytest
+import torch
+
+import tigon
+from op_cases import INTERPRETED
+from tigon.ops.logits import softmax
+from tigon.ops.mlps import glu
+from tigon.ops.norms import kernels as norm
+from tigon.runtime import launch
+
+pytestmark = pytest.mark.no_interpreter("The interpreter compiles no variants.")
+
+if not INTERPRETED:
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.amd.compiler import HIPBackend
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from tigon.tools.compile.targets import CHIPS, recorded
+
+    BACKENDS = [CUDABackend, HIPBackend]
+else:
+    BACKENDS = []
+
+
+def _specialised(kernel, arguments, backend) -> tuple:
+    """What Triton itself chooses a variant by."""
+    return tuple(
+        native_specialize_impl(
+            backend, x, False, not p.do_not_specialize and type(x) is not float, not p.do_not_specialize_on_alignment
+        )
+        for p, x in zip(kernel.params, arguments, strict=False)
+    )
+
+
+class _Huge(torch.Tensor):
+    """Says that it lies in more than 2 GiB."""
+
+    def untyped_storage(self):
+        return type("Storage", (), {"nbytes": lambda _: 2**31, "size": lambda _: 2**31})()
+
+
+BASE = torch.zeros(64, dtype=torch.bfloat16)
+TENSORS = [None, BASE, BASE[1:], BASE[8:], BASE[:0], BASE.float(), BASE.half(), BASE.as_subclass(_Huge)]
+INTS = [-100, -16, -1, 0, 1, 2, 15, 16, 17, 4096, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, 2**33, 2**33 + 3]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_triton_tells_apart_has_keys_apart(backend, monkeypatch):
+    """Arguments of one key that Triton compiled twice for would run the wrong variant."""
+    monkeypatch.setattr(launch, "HIP", backend is HIPBackend)
+    kernel = softmax._forward_kernel  # x_ptr, y_ptr, stride_x, stride_y, M (not specialised), N
+    variants = {}
+    calls = [
+        *((x, y, 64, 64, 7, 64) for x, y in itertools.product(TENSORS, TENSORS)),
+        *((BASE, BASE, a, b, c, 64) for a, b, c in itertools.product(INTS, INTS, INTS)),
+    ]
+    for arguments in calls:
+        kinds = [torch.Tensor if isinstance(x, torch.Tensor) else type(x) for x in arguments]
+        key = (*kinds, launch._key_of(kernel, arguments)(*arguments))
+        assert variants.setdefault(key, found := _specialised(kernel, arguments, backend)) == found, arguments
+
+
+def test_keys_are_few_whatever_the_batch():
+    """A key that held the values would list, and hand to Triton, a variant for every length that comes by."""
+    kernel = glu._forward_kernel
+    keys = set()
+    for m in range(1, 2000):
+        arguments = (BASE, BASE, BASE, 0, 0, 0, m * 14336, m * 14)
+        keys.add(launch._key_of(kernel, arguments)(*arguments))
+    assert len(keys) == 1
+
+
+def test_absent_tensors_are_told_apart():
+    keys = set()
+    for absent in itertools.product([BASE, None], repeat=3):
+        arguments = (BASE, None, BASE, *absent)
+        keys.add((*map(type, arguments), launch._key_of(norm._forward_kernel, arguments)(*arguments)))
+    assert len(keys) == 8
+
+
+# --- what changes with the batch -----------------------------------------------------------------
+
+
+def _leaf(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+
+
+def _rotary(op, n: int, heads_first: bool, *weights: int, **options) -> None:
+    shapes = [(2, h, n, 64) if heads_first else (2, n, h, 64) for h in (6, 2)]
+    tables = torch.zeros(*((3,) if "sections" in options else ()), 1, n, 64, dtype=torch.bfloat16)
+    scales = [_leaf(w) for w in weights]
+    options["unsqueeze_dim"] = 1 if heads_first else 2
+    _run(lambda *tensors: op(*tensors, tables, tables, **options), *(_leaf(*shape) for shape in shapes), *scales)
+
+
+def _run(op, *tensors: torch.Tensor) -> None:
+    outputs = op(*tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [y.detach() for y in outputs])
+
+
+STEPS = {
+    "rms_norm": lambda n: _run(tigon.rms_norm, _leaf(n, 4096), _leaf(4096)),
+    "rms_norm of an odd width": lambda n: _run(tigon.rms_norm, _leaf(n, 77), _leaf(77)),
+    "rms_norm of wide rows": lambda n: _run(tigon.rms_norm, _leaf(n, 32768), _leaf(32768)),
+    "add_rms_norm": lambda n: _run(tigon.add_rms_norm, _leaf(2, n, 256), _leaf(2, n, 256), _leaf(256)),
+    "layer_norm": lambda n: _run(tigon.layer_norm, _leaf(n, 256), _leaf(256), _leaf(256)),
+    "rope": lambda n: _rotary(tigon.rope, n, False),
+    "rope, heads first": lambda n: _rotary(tigon.rope, n, True),
+    "rope sections": lambda n: _rotary(tigon.rope, n, False, sections=(8, 12, 12)),
+    "qk_norm_rope": lambda n: _rotary(tigon.qk_norm_rope, n, False, 64, 64),
+    "qk_norm_rope over all heads": lambda n: _rotary(tigon.qk_norm_rope, n, False, 384, 128),
+    "swiglu": lambda n: _run(tigon.swiglu, _leaf(n, 14336), _leaf(n, 14336)),
+    "swiglu of an odd width": lambda n: _run(tigon.swiglu, _leaf(n, 2 * 77)),
+    "relu2": lambda n: _run(tigon.relu2, _leaf(n, 256)),
+    "relu2 of an odd width": lambda n: _run(tigon.relu2, _leaf(n, 77)),
+    "softmax": lambda n: _run(tigon.softmax, _leaf(n, 4096)),
+    "softmax of wide rows": lambda n: _run(tigon.softmax, _leaf(n, 40000)),
+}
+
+
+@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def test_another_number_of_tokens_compiles_nothing(step):
+    def variants(n: int) -> set:
+        with recorded(CHIPS[0]) as launches:
+            step(n)
+        assert launches
+        found = set()
+        for each in launches:
+            constants = {p.name: each.arguments[p.name] for p in each.kernel.params if p.is_constexpr}
+            positional = [each.arguments[p.name] for p in each.kernel.params if not p.is_constexpr]
+            specialised = _specialised(each.kernel, positional, CUDABackend)
+            found.add((each.kernel.__name__, specialised, *constants.items(), *each.options.items()))
+        return found
+
+    expected = variants(48)
+    for n in (47, 16, 1, 33, 400):
+        assert variants(n) == expected

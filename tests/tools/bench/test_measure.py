@@ -1,0 +1,171 @@
+"""Measuring: what counts and what does not."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tigon.tools.bench import measure
+from tigon.tools.bench.accuracy import Bound
+from tigon.tools.bench.cases import Case
+from tigon.tools.bench.measure import CudaMeter, Meter, Roofline, Samples, kernel_windows
+from tigon.tools.bench.providers import Provider
+
+CPU = torch.device("cpu")
+
+
+def test_windows_open_at_two_markers_and_close_at_one():
+    names = ["flush", "m", "m", "a", "b", "m", "copy", "flush", "m", "m", "c", "m", "flush"]
+    events = [(name, float(start), 10.0 + start) for start, name in enumerate(names)]
+    assert kernel_windows(events, "m") == [[13.0, 14.0], [20.0]]
+
+
+@pytest.mark.parametrize(
+    "lost",
+    ["m a m flush m m b m", "a m flush m m b m", "m flush m m b m", "m m a flush m m b m", "m m b m flush m m a flush"],
+)
+def test_a_window_that_lost_a_marker_is_dropped(lost):
+    assert len(kernel_windows([(name, 0.0, 1.0) for name in lost.split()], "m")) == 1
+
+
+def test_floor_is_the_slower_of_memory_and_products():
+    roofline = Roofline(bytes_per_second=4e12, flops_per_second=8e14)
+    assert roofline.floor_ms(4_000_000_000, None) == pytest.approx(1.0)
+    assert roofline.floor_ms(None, 1_600_000_000_000) == pytest.approx(2.0)
+
+
+def doubled(op="swiglu", shape=(64, 1024), **options):
+    """A provider that allocates one output and one gradient buffer an input, bound to fp32 inputs."""
+    inputs = Case(op, "tiny", shape, dtype=torch.float32).make(CPU)
+    return Bound(Provider("double", lambda case: None, **options), lambda gate, up: (gate * up,), inputs)
+
+
+def test_peak_memory_on_a_cpu_counts_outputs_and_gradients_not_inputs():
+    size = 64 * 1024 * 4
+    assert Meter(CPU).peak_bytes(doubled()) == pytest.approx(3 * size, abs=4096)
+    # Copies of what a call destroys are inputs.
+    assert Meter(CPU).peak_bytes(doubled(destroys=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
+
+
+def test_where_no_gradient_is_wanted_the_forward_alone_is_called_without_one():
+    inputs = Case("linear_cross_entropy", "tiny", (8, 4, 16), no_grad=True).make(CPU)
+    modes = []
+
+    def run(*tensors):
+        modes.append(torch.is_grad_enabled())
+        return (tensors[0].sum(),)
+
+    bound = Bound(Provider("it", lambda case: None), run, inputs)
+    outputs, gradients = bound()
+    assert (len(outputs), gradients, modes) == (1, (), [False])
+    assert list(bound.results()) == ["output 0"]
+    assert bound.gradient_bytes == 0
+
+
+def test_of_several_outputs_the_loss_alone_is_differentiated():
+    inputs = Case("cross_entropy", "tiny", (8, 16)).make(CPU)
+    run = lambda input, target: (input.sum(), 2 * input)
+    outputs, (gradient,) = Bound(Provider("it", lambda case: None), run, inputs)()
+    assert len(outputs) == 2
+    assert gradient.eq(1).all()
+
+
+def test_a_round_on_a_cpu_samples_wall_time():
+    samples, meter = Samples(), Meter(CPU)
+    meter.round(doubled(), 4, samples)
+    assert len(samples.wall) == 4
+    assert samples.kernel == samples.host == []
+    assert meter.calls(0.001) == 20
+    assert meter.calls(1e4) == 1
+
+
+class FakeGpu:
+    """Stands in for torch.cuda and the profiler: a timeline of the kernels launched, each of 1 us."""
+
+    def __init__(self, monkeypatch, marker="at::cuda::(anonymous namespace)::spin_kernel(long)"):
+        self.timeline, self.clock = [], 0.0
+        properties = SimpleNamespace(total_memory=2**30, L2_cache_size=2**10)
+        for name, value in {
+            "get_device_properties": lambda device: properties,
+            "synchronize": lambda device=None: None,
+            "_sleep": lambda cycles: self.launch(marker),
+            "Event": lambda **_: SimpleNamespace(record=lambda: None, elapsed_time=lambda other: 7.0),
+            "reset_peak_memory_stats": lambda device: None,
+            "memory_allocated": lambda device: 100,
+            "max_memory_allocated": lambda device: 350,
+        }.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(measure, "_device_events", lambda profiler: self.timeline)
+        original = measure._quiet_profile
+
+        def profile(activities, **options):
+            self.timeline = []
+            return original([torch.profiler.ProfilerActivity.CPU], **options)
+
+        monkeypatch.setattr(measure, "_quiet_profile", profile)
+
+    def launch(self, name):
+        self.clock += 1.0
+        self.timeline.append((name, self.clock, 1.0))
+
+    def bound(self, kernels=3):
+        """A call that launches `kernels` kernels and destroys an input, whose renewal launches one more."""
+        bound = doubled(destroys=("gate",))
+        run, restore = bound._run, bound.restore
+
+        def launching(*tensors):
+            for _ in range(kernels):
+                self.launch("kernel")
+            return run(*tensors)
+
+        bound._run, bound.restore = launching, lambda: (self.launch("copy"), restore())
+        return bound
+
+    def meter(self):
+        meter = CudaMeter(CPU)
+        flush = SimpleNamespace(max=lambda: self.launch("reduce"))
+        meter._flush = flush
+        return meter
+
+
+def test_kernel_time_leaves_out_renewal_and_flush(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    samples, meter = Samples(), gpu.meter()
+    meter.round(gpu.bound(), 4, samples)
+    meter.round(gpu.bound(), 4, samples)
+    assert samples.kernel == [pytest.approx(3e-3)] * 8
+    assert samples.kernel_source == "profiler"
+    assert len(samples.wall) == len(samples.host) == 8
+    assert all(host <= wall for host, wall in zip(samples.host, samples.wall, strict=True))
+    assert meter.peak_bytes(gpu.bound()) == 250
+
+
+@pytest.mark.parametrize(("calls", "unmeasured"), [(1, 2), (4, 8), (20, 0)])
+def test_as_many_long_calls_go_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured):
+    gpu, samples, made = FakeGpu(monkeypatch), Samples(), []
+    meter, bound = gpu.meter(), gpu.bound()
+    run = bound._run
+    monkeypatch.setattr(bound, "_run", lambda *tensors: made.append(1) or run(*tensors))
+    meter.round(bound, calls, samples)
+    assert len(made) == 2 * calls + unmeasured
+    assert len(samples.wall) == len(samples.host) == len(samples.kernel) == calls
+
+
+def test_without_a_marker_events_time_the_call(monkeypatch):
+    gpu = FakeGpu(monkeypatch, marker="reduce")  # the same as the flush: nothing can be told apart
+    meter = gpu.meter()
+    meter._marker = None
+    samples = Samples()
+    meter.round(gpu.bound(), 2, samples)
+    assert (samples.kernel, samples.kernel_source) == ([7.0, 7.0], "events")
+
+
+def test_a_call_whose_kernels_were_lost_is_left_out(monkeypatch):
+    gpu = FakeGpu(monkeypatch)
+    meter = gpu.meter()
+    lossy = iter([3, 3, 3, 3, 2, 3])  # the first three are not measured
+    bound = gpu.bound()
+    monkeypatch.setattr(
+        bound, "_run", lambda gate, up: [gpu.launch("kernel") for _ in range(next(lossy))] and (gate * up,)
+    )
+    assert meter._kernel_ms(bound, 3) == [pytest.approx(3e-3)] * 2

@@ -1,0 +1,362 @@
+"""Providers: eager code is what Hugging Face models run, bit for bit, and all that run on a CPU pass the check."""
+
+import sys
+from dataclasses import replace
+from functools import partial
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from tigon.tools.bench import peers
+from tigon.tools.bench.accuracy import Bound, Errors, eager_results, exact_results, judge, typical_loss_error
+from tigon.tools.bench.cases import OPS, Case
+from tigon.tools.bench.eager import EAGER, SUMMED
+from tigon.tools.bench.providers import PROVIDERS, Provider, Unsupported, select, tigon_provider
+
+CPU = torch.device("cpu")
+SHAPES = {
+    "rope": (2, 8, 4, 2, 16),
+    "qk_norm_rope": (2, 8, 4, 2, 16),
+    "moe_mlp": (32, 64, 4, 32, 2),
+    "cross_entropy": (32, 512),
+    "cross_entropy_inplace": (32, 512),
+    "linear_cross_entropy": (32, 64, 512),
+    "kl_div": (32, 512),
+    "jsd": (32, 512),
+    "tvd": (32, 512),
+}
+
+
+def tiny(op, **options):
+    return Case(op, "tiny", SHAPES.get(op, (16, 64)), options=options)
+
+
+GEMMA = {"offset": 1.0, "rounding": "after_weight"}
+CASES = [tiny(op, **({"approximate": "tanh"} if op == "geglu" else {})) for op in OPS]
+CASES += [tiny(op, **GEMMA) for op in ("rms_norm", "add_rms_norm", "qk_norm_rope")]
+CASES += [
+    tiny("rope", layout="interleaved"),
+    tiny("rope", layout="deinterleaved"),
+    tiny("rope", sections=(4, 2, 2)),
+    tiny("kl_div", log_target=True),
+    tiny("jsd", from_logits=True),
+    tiny("jsd", beta=0.2),
+    tiny("linear_cross_entropy", softcap=30.0),
+    replace(tiny("linear_cross_entropy"), ignored=0.5, frozen=("linear_weight",)),
+    replace(tiny("linear_cross_entropy"), frozen=("input",)),
+    replace(tiny("linear_cross_entropy"), no_grad=True),
+    tiny("linear_cross_entropy", acc_dtype=torch.float32),
+    replace(tiny("linear_cross_entropy", return_log_probs=True, return_entropy=True), ignored=0.25),
+]
+CASES += [replace(case, dtype=torch.float32, model="tiny-fp32") for case in CASES]
+
+# Providers that run here; those of torch are as exact as they are.
+ON_A_CPU = [
+    (case, provider)
+    for case in CASES
+    for provider in PROVIDERS[case.op]
+    if not provider.needs_gpu and provider.autograd and provider.name != "compile"
+]
+
+
+def verdict_of(case, provider):
+    inputs = case.make(CPU)
+    exact, eager = exact_results(case, inputs), eager_results(case, inputs)
+    results = Bound(provider, provider.load(case), inputs).results()
+    return judge(results, eager, exact, typical_loss_error(case, inputs))
+
+
+@pytest.mark.parametrize(("case", "provider"), ON_A_CPU, ids=lambda value: value.name)
+def test_providers_agree(case, provider):
+    try:
+        verdict = verdict_of(case, provider)
+    except Unsupported as reason:
+        assert provider.name == "torch"
+        pytest.skip(str(reason))
+    if provider.name != "torch":
+        assert verdict.wrong == ""
+    assert 0 <= verdict.error < 0.03
+
+
+def test_every_op_has_tigon_first_and_peers():
+    for op, row in PROVIDERS.items():
+        names = [provider.name for provider in row]
+        assert names[:3] == ["tigon", "eager", "compile"], op
+        assert "liger" in names, op
+        assert len(set(names)) == len(names), op
+
+
+@pytest.mark.parametrize("case", [tiny("jsd"), tiny("rope")], ids=lambda case: case.op)
+def test_compiled_code_agrees(case):
+    compiled = next(provider for provider in PROVIDERS[case.op] if provider.name == "compile")
+    assert verdict_of(case, compiled).error < 0.03
+
+
+@pytest.mark.parametrize("judged_at_once", [2**20, 24])
+def test_a_wrong_gradient_is_named(monkeypatch, judged_at_once):
+    case = Case("rms_norm", "tiny", (16, 64))
+    inputs = case.make(CPU)
+    exact = exact_results(case, inputs)
+    eager = eager_results(case, inputs)
+    monkeypatch.setattr("tigon.tools.bench.accuracy.JUDGED_ELEMENTS", judged_at_once)
+    assert judge(eager, eager, exact).wrong == ""
+    for spoilt in (eager["gradient of weight"] * 1.1, torch.full_like(eager["gradient of weight"], torch.nan)):
+        assert "gradient of weight" in judge(eager | {"gradient of weight": spoilt}, eager, exact).wrong
+
+
+def test_a_loss_in_half_precision_is_judged_by_the_units_of_fp32():
+    case = tiny("cross_entropy")
+    inputs = case.make(CPU)
+    exact = exact_results(case, inputs)
+    eager = eager_results(case, inputs)
+    assert eager["output 0"].dtype == torch.float32
+    assert judge(eager | {"output 0": exact["output 0"].bfloat16()}, eager, exact).wrong.startswith("output 0")
+
+
+def test_exact_losses_agree_with_fp64_autograd(monkeypatch):
+    monkeypatch.setattr("tigon.tools.bench.accuracy.REFERENCE_ELEMENTS", 512 * 10)  # chunks of 10 rows, the last of 2
+    beside = {"return_log_probs": True, "return_entropy": True}
+    for op in (*SUMMED, "linear_cross_entropy"):
+        case = replace(tiny(op, **(beside if op == "linear_cross_entropy" else {})), ignored=0.25)
+        inputs = case.make(CPU)
+        wide = inputs.map(lambda _, x: x.double() if x.is_floating_point() else x)
+        eager = Provider("eager", EAGER[op])
+        exact, right = exact_results(case, inputs), Bound(eager, eager.load(case), wide).results()
+        assert exact.keys() == right.keys()
+        for name, value in exact.items():
+            torch.testing.assert_close(value.double(), right[name].double(), rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_loss_that_eager_code_gets_right_by_luck_is_no_measure(seed):
+    case = Case("linear_cross_entropy", "tiny", (32, 64, 512), options={"softcap": 30.0})
+    inputs = case.make(CPU, seed)
+    exact, typical = exact_results(case, inputs), typical_loss_error(case, inputs)
+    assert 5e-5 < typical < 5e-3  # logits near 10 in bf16 are off by 0.02 at most, and 32 tokens are averaged
+    lucky = exact | {"output 0": exact["output 0"].float()}
+    off = lambda error: exact | {"output 0": (exact["output 0"] + error).float()}
+    assert judge(off(3 * typical), lucky, exact, typical).wrong == ""
+    assert judge(off(6 * typical), lucky, exact, typical).wrong.startswith("output 0")
+    assert judge(off(3 * typical), lucky, exact).wrong.startswith("output 0")
+    assert judge(off(3 * typical), lucky, exact, typical).errors["output 0"].ratio == pytest.approx(3, rel=0.1)
+    assert judge(off(3 * typical), off(6 * typical), exact, typical).errors["output 0"].ratio == pytest.approx(0.5, 0.1)
+
+
+def test_errors_of_each_tensor_over_eagers():
+    case = tiny("linear_cross_entropy")
+    inputs = case.make(CPU)
+    exact, eager = exact_results(case, inputs), eager_results(case, inputs)
+    verdict = judge(eager, eager, exact)
+    assert list(verdict.errors) == ["output 0", "gradient of input", "gradient of linear_weight"]
+    assert [errors.ratio for errors in verdict.errors.values()] == [1.0] * 3
+    name = "gradient of linear_weight"
+    worse = (exact[name] + 1.5 * (eager[name].float() - exact[name])).float()
+    errors = judge(eager | {name: worse}, eager, exact).errors
+    assert errors[name].ratio == pytest.approx(1.5, rel=1e-3)
+    assert errors["gradient of input"].ratio == 1.0
+    assert Errors(1e-3, 0.0).ratio != Errors(1e-3, 0.0).ratio  # NaN
+    del eager[name]
+    assert judge(eager, eager | {name: worse}, exact).wrong == "gradient of linear_weight: missing"
+
+
+def test_a_revision_without_an_option_does_not_support_its_case():
+    def linear_cross_entropy(input, linear_weight, target, *, softcap=None):
+        return F.cross_entropy(F.linear(input, linear_weight).float(), target)
+
+    older = tigon_provider(
+        "linear_cross_entropy", SimpleNamespace(linear_cross_entropy=linear_cross_entropy), "tigon@x"
+    )
+    older.load(tiny("linear_cross_entropy", softcap=30.0))
+    with pytest.raises(Unsupported, match="no acc_dtype in this revision"):
+        older.load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
+
+
+# --- the bare products ---
+
+LINEAR = [case for case in CASES if case.op == "linear_cross_entropy"]
+
+
+@pytest.mark.parametrize("chunk", [8192, 10])
+@pytest.mark.parametrize("elements", [2**27, 512 * 7])
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_products_multiply_what_the_loss_multiplies(monkeypatch, case, elements, chunk):
+    """So what they return are its gradients, of the valid rows."""
+    monkeypatch.setattr(peers, "PREPARED_ELEMENTS", elements)
+    products, inputs = PROVIDERS[case.op][-1], case.make(CPU)
+    assert products.name == "products"
+    run = partial(products.load(case), chunk=chunk)
+    bound = Bound(products, run, products.prepare(case, inputs))
+    _, found = bound()
+    assert bound.gradient_bytes == sum(gradient.nbytes for gradient in found)
+    assert len(found) == len(inputs.wanted)
+    exact, eager = exact_results(case, inputs), eager_results(case, inputs)
+    valid = inputs.tensors["target"] >= 0
+    for name, gradient in zip(inputs.wanted, found, strict=True):
+        assert gradient.dtype == case.dtype
+        right, plain = exact[f"gradient of {name}"], eager[f"gradient of {name}"]
+        if name == "input":
+            right, plain = right[valid], plain[valid]
+        errors = judge({"it": gradient}, {"it": plain}, {"it": right}).errors["it"]
+        # In bf16 each further chunk rounds dW once more; in fp32 the order of the sums is all that differs.
+        assert errors.error <= (3 if chunk < len(valid) else 1.1) * errors.eager_error + 1e-6
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_products_do_nothing_but_the_products_of_the_floor(case):
+    products = PROVIDERS[case.op][-1]
+    prepared = products.prepare(case, case.make(CPU))
+    bound = Bound(products, products.load(case), prepared)
+    with FlopCounterMode(display=False) as counter:
+        bound()
+    assert counter.get_total_flops() == case.flops
+    assert ("dlogits" in prepared.tensors) is not case.no_grad  # a loss alone has one product
+    assert case.ignored == 0 or len(prepared.tensors["input"]) == round(case.shape[0] * (1 - case.ignored))
+
+
+def test_products_refuse_what_would_change_their_operands():
+    with pytest.raises(Unsupported, match=r"no label_smoothing=0\.1"):
+        PROVIDERS["linear_cross_entropy"][-1].load(tiny("linear_cross_entropy", label_smoothing=0.1))
+
+
+# --- peers that are not installed here, by stand-ins ---
+
+
+def install(monkeypatch, name, **contents):
+    """Make `import name` give a module with `contents`."""
+    path = name.split(".")
+    for i in range(len(path)):
+        module = ModuleType(".".join(path[: i + 1]))
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    vars(module).update(contents)
+
+
+class ChunkedLogProbs:
+    """The signature of TRL 1.16, its maths at once."""
+
+    @staticmethod
+    def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
+        assert (bias, temperature, chunk_size, logit_scale) == (None, 1.0, 77, 1.0)
+        logits = F.linear(hidden, weight).float()
+        log_p = torch.log_softmax(logits if softcap is None else softcap * torch.tanh(logits / softcap), -1)
+        entropy = -(log_p.exp() * log_p).sum(-1).detach() if "entropy" in outputs else None
+        return log_p.gather(-1, targets[:, None])[:, 0], entropy, None, None, None
+
+
+@pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
+def test_trl_scores_valid_positions_and_spreads_them(monkeypatch, case):
+    contents = {"_ChunkedLogProbFunction": ChunkedLogProbs, "_CHUNKED_LOGPROB_CHUNK_SIZE": 77}
+    install(monkeypatch, "trl.trainer.utils", **contents)
+    trl = next(provider for provider in PROVIDERS[case.op] if provider.name == "trl")
+    assert verdict_of(case, trl).wrong == ""
+
+
+def test_trl_names_what_is_missing(monkeypatch):
+    install(monkeypatch, "trl.trainer")
+    trl = next(provider for provider in PROVIDERS["linear_cross_entropy"] if provider.name == "trl")
+    with pytest.raises(ImportError, match=r"trl\.trainer\.utils"):
+        trl.load(tiny("linear_cross_entropy"))
+
+
+def test_liger_sums_in_the_dtype_of_the_case_and_refuses_what_it_lacks(monkeypatch):
+    made = []
+    install(monkeypatch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=lambda **o: made.append(o))
+    named = {provider.name: provider for provider in PROVIDERS["linear_cross_entropy"]}
+    named["liger"].load(tiny("linear_cross_entropy"))
+    named["liger"].load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
+    named["liger-fp32"].load(tiny("linear_cross_entropy", softcap=30.0))
+    dtypes = [None, torch.float32, torch.float32]
+    assert made == [{"softcap": s, "accum_dtype": d} for s, d in zip((None, None, 30.0), dtypes, strict=True)]
+    with pytest.raises(Unsupported, match="no return_entropy=True"):
+        named["liger"].load(tiny("linear_cross_entropy", return_entropy=True))
+
+
+def test_copies_are_made_of_what_is_destroyed_only():
+    case = tiny("rope")
+    inputs = case.make(CPU)
+    liger = next(provider for provider in PROVIDERS["rope"] if provider.name == "liger")
+
+    def overwrite(q, k, cos, sin):
+        with torch.no_grad():
+            q.zero_()
+        return 2.0 * q, 2.0 * k
+
+    bound = Bound(liger, overwrite, inputs)
+    before = inputs.tensors["q"].detach().clone()
+    (first, _), _ = bound()
+    assert torch.equal(inputs.tensors["q"], before)
+    assert first.eq(0).all()
+    bound.restore()
+    assert torch.equal(bound._inputs.tensors["q"], before)
+    assert bound._inputs.tensors["cos"].data_ptr() == inputs.tensors["cos"].data_ptr()
+
+
+def _hugging_face(name):
+    """A case, and what its model's own code computes."""
+    import transformers.models as models
+    from transformers.activations import ACT2FN
+
+    def norm(cls, x, weight):
+        return torch.func.functional_call(cls(x.shape[-1], eps=1e-6), {"weight": weight}, x)
+
+    def qk_norm_rope(cls, rope, q, k, q_weight, k_weight, cos, sin):
+        return rope(norm(cls, q, q_weight), norm(cls, k, k_weight), cos, sin)
+
+    def add_norm(x, residual, weight):
+        hidden = residual + x
+        return norm(models.llama.modeling_llama.LlamaRMSNorm, hidden, weight), hidden
+
+    llama, gemma2, gemma3 = (getattr(models, m) for m in ("llama", "gemma2", "gemma3"))
+    turn = llama.modeling_llama.apply_rotary_pos_emb
+    return {
+        "llama norm": (tiny("rms_norm"), partial(norm, llama.modeling_llama.LlamaRMSNorm)),
+        "gemma norm": (tiny("rms_norm", **GEMMA), partial(norm, gemma2.modeling_gemma2.Gemma2RMSNorm)),
+        "llama residual and norm": (tiny("add_rms_norm"), add_norm),
+        "llama rope": (tiny("rope"), turn),
+        "helium rope": (tiny("rope", layout="interleaved"), models.helium.modeling_helium.apply_rotary_pos_emb),
+        "deepseek rope": (
+            tiny("rope", layout="deinterleaved"),
+            models.deepseek_v3.modeling_deepseek_v3.apply_rotary_pos_emb_interleave,
+        ),
+        "qwen3 q and k": (
+            tiny("qk_norm_rope"), partial(qk_norm_rope, models.qwen3.modeling_qwen3.Qwen3RMSNorm, turn)
+        ),
+        "gemma3 q and k": (
+            tiny("qk_norm_rope", **GEMMA), partial(qk_norm_rope, gemma3.modeling_gemma3.Gemma3RMSNorm, turn)
+        ),
+        "nemotron activation": (tiny("relu2"), ACT2FN["relu2"]),
+    }[name]  # fmt: skip
+
+
+HUGGING_FACE = [
+    "llama norm", "gemma norm", "llama residual and norm", "llama rope", "helium rope", "deepseek rope",
+    "qwen3 q and k", "gemma3 q and k", "nemotron activation",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HUGGING_FACE)
+def test_eager_is_hugging_faces_code_bit_for_bit(name):
+    pytest.importorskip("transformers")
+    case, function = _hugging_face(name)
+    inputs = case.make(CPU)
+
+    def theirs(*tensors):
+        outputs = function(*tensors)
+        return outputs if isinstance(outputs, tuple) else (outputs,)
+
+    eager = Provider("eager", EAGER[case.op])
+    right = Bound(eager, theirs, inputs).results()
+    for key, value in Bound(eager, eager.load(case), inputs).results().items():
+        assert torch.equal(value, right[key]), key
+
+
+def test_select():
+    names = lambda words: [provider.name for provider in select("linear_cross_entropy", words)]
+    assert names(None) == ["tigon", "eager", "compile", "torch", "liger", "cce", "quack", "trl", "products"]
+    assert names("tigon,liger-fp32") == ["tigon", "liger-fp32"]
+    assert names("-compile,-cce,-quack") == ["tigon", "eager", "torch", "liger", "trl", "products"]
+    with pytest.raises(ValueError, match=r"bench: providers must be among .*got 'liga'"):
+        names("liga")

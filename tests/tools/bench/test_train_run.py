@@ -1,0 +1,242 @@
+"""`tigon bench train` from the command line, on a CPU: with workers in threads of this process, and as processes."""
+
+import functools
+import json
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from typer import testing
+
+from tigon.tools import cli
+from tigon.tools.bench.train import runner, worker
+from tigon.tools.training.child import ChildFailed
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    """What is trained on; the tokens of it are cached beside it."""
+    file = tmp_path_factory.mktemp("text") / "text.py"
+    file.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
+    return file
+
+
+@pytest.fixture
+def run(text, tmp_path, monkeypatch):
+    """Call the command; -> exit code, what it printed, the report (None if none was written)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent))
+    monkeypatch.setenv("COLUMNS", "200")
+    fixed = ("--model", "tiny", "--device", "cpu", "--text", text, "--out", tmp_path / "out", "--warmup", "1")
+
+    def call(*arguments):
+        result = testing.CliRunner().invoke(cli.app(), ["bench", "train", *map(str, fixed), *arguments])
+        report = tmp_path / "out" / "train.json"
+        return result.exit_code, result.output, json.loads(report.read_text()) if report.exists() else None
+
+    return call
+
+
+def one_thread(function):
+    """`function`, by a thread that computes alone; a number of threads belongs to the thread that sets it."""
+
+    @functools.wraps(function)
+    def alone(*args):
+        torch.set_num_threads(1)
+        return function(*args)
+
+    return alone
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    """Workers that are threads; returns the events of all of them."""
+    events = []
+    # Several threads for sizes as small as these would wait for each other.
+    monkeypatch.setattr(worker.Trainer, "__init__", one_thread(worker.Trainer.__init__))
+
+    class Thread:
+        def __init__(self, job, log, command, extra):
+            self.lines, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
+            self.thread = threading.Thread(target=self.work, args=(job,), daemon=True)
+            self.thread.start()
+
+        def work(self, job):
+            say = lambda event, **fields: self.answers.put({"event": event, **fields})
+            try:
+                worker.serve(job, 0, iter(self.lines.get, ""), say)
+            except Exception as error:
+                say("failed", out_of_memory=worker.is_out_of_memory(error), reason=repr(error))
+
+        def send(self, line):
+            self.lines.put(line)
+
+        def next_event(self):
+            event = self.answers.get(timeout=60)
+            events.append(event)
+            if event["event"] == "failed":
+                raise ChildFailed(event["reason"], event["out_of_memory"])
+            return event
+
+        def close(self):
+            self.lines.put("")
+            self.thread.join(60)
+
+    monkeypatch.setattr(runner, "Child", Thread)
+    return events
+
+
+def surprise(monkeypatch, act):
+    """Before each step of a worker, call `act(job, ids)`."""
+    step = worker.Trainer._step
+
+    def _step(self, ids):
+        act(self.job, ids)
+        return step(self, ids)
+
+    monkeypatch.setattr(worker.Trainer, "_step", _step)
+
+
+def rows_of(report, provider):
+    return [row for row in report["rows"] if row["provider"] == provider]
+
+
+def test_curves_agree_and_a_report_is_left(run, threads, tmp_path):
+    names = "stock,tigon,tigon-lean,liger"
+    code, output, report = run(
+        "--providers", names, "--batch", "2", "--seq", "48", "--steps", "12", "--curves", "--lr=3e-3"
+    )
+    assert code == 0, output
+    out = tmp_path / "out"
+    assert {file.name for file in out.iterdir()} == {
+        "config.json", "train.json", "train.md", "throughput.png", "memory.png", "loss.png",
+    }  # fmt: skip
+    assert report["settings"]["parameters"] == report["settings"]["parameters_of_a_rank"] > 100_000
+    assert "rms_norm" in report["settings"]["applied"]["tigon"]
+    for name in ("stock", "stock-reversed", "tigon", "tigon-lean"):
+        (row,) = rows_of(report, name)
+        assert (row["status"], len(row["losses"]), len(row["samples"]["seconds"])) == ("ok", 13, 12)
+        assert row["losses"][-1] < row["losses"][0] - 0.3  # it learns
+        assert row["tokens_per_second"] == pytest.approx(96 / row["step_seconds"])
+        assert row["allocated"] > 2**20
+    assert rows_of(report, "tigon")[0]["losses"] == rows_of(report, "tigon-lean")[0]["losses"]
+    assert rows_of(report, "stock")[0]["losses"] != rows_of(report, "stock-reversed")[0]["losses"]
+    assert rows_of(report, "liger")[0]["note"] == "needs a GPU"
+    assert report["curves"]["tigon"]["agrees"] is True
+    assert report["curves"]["tigon"]["largest"] < 1e-4
+    markdown = (out / "train.md").read_text()
+    assert "## Losses against stock's" in markdown
+    assert "| liger | 2 | 48 | - |" in markdown
+
+
+def test_losses_that_leave_the_noise_fail(run, threads, monkeypatch):
+    def forget(job, ids):
+        if job.provider == "tigon":
+            ids[:, 24:] = 0
+
+    surprise(monkeypatch, forget)
+    code, _, report = run("--providers", "stock,tigon", "--batch", "2", "--seq", "48", "--steps", "2", "--curves")
+    assert code == 1
+    assert report["curves"]["tigon"]["agrees"] is False
+    assert report["curves"]["stock-reversed"]["agrees"] is True
+
+
+@pytest.mark.thorough
+def test_out_of_memory_is_a_point_and_the_sweep_goes_on(run, threads, monkeypatch):
+    def full(job, ids):
+        if job.provider == "stock" and ids.shape[1] > 40:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
+
+    surprise(monkeypatch, full)
+    sweep = ("--sweep", "seq", "--sizes", "16,64", "--resolution", "32", "--steps", "2", "--rounds", "2")
+    code, output, report = run("--providers", "stock,tigon", *sweep)
+    assert code == 0, output
+    sizes = {name: [(row["seq"], row["status"]) for row in rows_of(report, name)] for name in ("stock", "tigon")}
+    assert sizes["stock"] == [(16, "ok"), (64, "out of memory"), (32, "ok")]
+    assert sizes["tigon"] == [(16, "ok"), (64, "ok")]
+    # The process goes on after a size that did not fit: one for each provider and round.
+    assert [event["event"] for event in threads].count("ready") == 4
+    assert all(len(row["samples"]["seconds"]) == 4 for row in report["rows"] if row["status"] == "ok")
+    assert "stock" in output.split("out of memory")[0]
+
+
+def test_a_provider_that_raises_is_a_line_and_ours_fails_the_command(run, threads, monkeypatch):
+    def refuse(job, ids):
+        raise RuntimeError(f"not with {job.provider}")
+
+    surprise(monkeypatch, refuse)
+    for provider, code in (("stock", 0), ("tigon", 1)):
+        found, _, report = run("--providers", provider, "--seq", "16", "--sweep", "seq")
+        assert found == code
+        assert [row["status"] for row in report["rows"]] == ["error"]
+        assert f"not with {provider}" in report["rows"][0]["note"]
+
+
+def press_ctrl_c():
+    raise KeyboardInterrupt
+
+
+def terminate():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)  # cut short by the signal
+
+
+@pytest.mark.parametrize("end", [press_ctrl_c, terminate])
+def test_an_end_keeps_what_was_measured(run, threads, monkeypatch, tmp_path, end):
+    class Impatient(runner.Child):
+        def next_event(self):
+            event = super().next_event()
+            if event["event"] == "step" and any(e["event"] == "point" for e in threads):
+                end()
+            return event
+
+    monkeypatch.setattr(runner, "Child", Impatient)
+    code, _, report = run("--providers", "stock,tigon", "--seq", "16", "--steps", "2")
+    assert code == cli.INTERRUPTED
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as before
+    assert report["settings"]["interrupted"] is True
+    assert [row["provider"] for row in report["rows"]] == ["stock"]
+    assert (tmp_path / "out" / "throughput.png").exists()
+
+
+def test_no_size_is_begun_when_time_is_over(run, threads):
+    code, _, report = run("--providers", "stock,tigon", "--seq", "16", "--steps", "2", "--budget", "1e-9")
+    assert code == 0
+    assert [row["status"] for row in report["rows"]] == ["skipped", "skipped"]
+    assert threads == []
+
+
+def test_a_refused_option_writes_nothing(run):
+    code, output, report = run("--providers", "stock,nobody")
+    assert code == 2
+    assert "got 'nobody'" in " ".join(output.replace("│", " ").split())
+    assert report is None
+
+
+def test_what_is_missing_is_named(run, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    _, output, _ = run()
+    assert "tigon bench train needs tokenizers: pip install 'tigon[demo]'" in output
+
+
+def test_ranks_share_the_model(run, request, tmp_path):
+    """Two processes under torchrun and FSDP2: half of the parameters each, and losses as of one stock process."""
+    pytest.importorskip("accelerate")
+    fixed = ("--seq", "32", "--steps", "2")
+    code, output, report = run("--providers", "tigon-lean", "--batch", "1", "--gpus=2", *fixed)
+    logs = [file.read_text() for file in (tmp_path / "out").glob("*.log")]
+    assert code == 0, (output, logs)
+    assert not any("SignalException" in log for log in logs)  # the group ended by itself
+    (lean,) = report["rows"]
+    assert lean["status"] == "ok", (output, logs)
+    assert report["settings"]["parameters_of_a_rank"] == pytest.approx(report["settings"]["parameters"] / 2, rel=0.01)
+    request.getfixturevalue("threads")
+    _, _, alone = run("--providers", "stock", "--batch", "2", *fixed)
+    (stock,) = alone["rows"]
+    assert stock["tokens_per_step"] == lean["tokens_per_step"] == 2 * 32
+    assert lean["losses"] == pytest.approx(stock["losses"], abs=1e-4)
+    assert len(lean["losses"]) == 3

@@ -1,0 +1,131 @@
+"""`tigon resources`: kernels compiled for a chip, what they take in a table, and a failure where that is too much."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from tigon.tools import cli
+from tigon.tools.bench.cases import CASES
+from tigon.tools.compile import command as resources
+from tigon.tools.compile.command import Usage, compiled
+from tigon.tools.compile.workloads import WORKLOADS
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """Call the command by its name; -> exit code, what it printed on one line."""
+    monkeypatch.setenv("COLUMNS", "160")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+
+    def call(*arguments):
+        result = CliRunner().invoke(cli.app(), ["resources", *arguments])
+        return result.exit_code, " ".join(result.output.replace("│", " ").split())
+
+    return call
+
+
+def test_one_op_on_one_chip(run, tmp_path):
+    code, output = run("--ops", "swiglu", "--chip", "sm_90", "--out", str(tmp_path / "table.json"))
+    assert code == 0, output
+    assert "kernel case chip threads registers spilled shared bytes" in output
+    assert "with a problem" in output
+    document = json.loads((tmp_path / "table.json").read_text())
+    assert document["versions"]["triton"]
+    rows = document["rows"]
+    assert {row["chip"] for row in rows} == {"sm_90"}
+    assert [row["kernel"] for row in rows] == ["glu._forward_kernel", "glu._backward_kernel"]
+    for row in rows:
+        assert row["case"].split()[0] == "swiglu"
+        assert 32 <= row["threads"] <= 1024
+        assert 8 <= row["registers"] <= 255
+        assert (row["spilled"], row["problem"]) == (0, "")
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "roofline" in c.tags], ids=lambda case: case.name)
+def test_the_shapes_of_the_benchmark_are_compiled(case):
+    op, inplace = case.op.removesuffix("_inplace"), case.op.endswith("_inplace")
+    heads = "{2} + {3} x {4}"
+    size = heads.format(*case.shape) if len(case.shape) == 5 else str(case.shape[-1])
+    names = [name for name in WORKLOADS if name.split()[0] == op and name.removesuffix(" in place").endswith(size)]
+    assert names
+    if op == "cross_entropy":
+        assert inplace in [name.endswith(" in place") for name in names]
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"spilled": 8}, "spills"),
+        ({"threads": 2048}, "more than 1024 threads"),
+        ({"shared": 10**6}, "more than 232448 bytes of shared memory"),
+        ({"spilled": 8, "threads": 2048}, "spills, more than 1024 threads"),
+        (ValueError("no such\ninstruction"), "does not compile: ValueError: no such\ninstruction"),
+    ],
+)
+def test_what_must_not_ship_is_named(monkeypatch, change, problem):
+    def found(launch, chip):
+        if isinstance(change, Exception):
+            raise change
+        return {"kernel": "k", "threads": 128, "registers": 32, "spilled": 0, "shared": 64} | change
+
+    monkeypatch.setattr("tigon.tools.compile.targets.resources", found)
+    usages = compiled("swiglu 14336", "sm_90")
+    assert [usage.problem for usage in usages] == [problem] * 2
+    assert usages[0].kernel == "glu._forward_kernel"
+
+
+def test_an_op_that_raises_is_a_line(monkeypatch):
+    def raising():
+        raise ValueError("not for this chip")
+
+    monkeypatch.setitem(WORKLOADS, "swiglu 14336", raising)
+    (usage,) = compiled("swiglu 14336", "sm_90")
+    assert usage.problem == "does not run: ValueError: not for this chip"
+
+
+def test_a_problem_fails_the_command_and_stands_in_the_table(run, monkeypatch, tmp_path):
+    usages = [
+        Usage("rms_norm._forward_kernel", "rms_norm 4096", "gfx90a", 256, 512, 12, 64, problem="spills"),
+        Usage("rms_norm._forward_kernel", "rms_norm 4096", "sm_80", problem="does not compile: E: a |\nb"),
+    ]
+    monkeypatch.setattr(resources, "_compile_all", lambda work, jobs, console: (list(usages), False))
+    code, output = run("--out", str(tmp_path / "table.md"))
+    assert code == 1
+    assert "rms_norm._forward_kernel, rms_norm 4096, gfx90a: spills" in output
+    assert "2 kernels compiled, 2 with a problem." in output
+    table = [line for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("|")]
+    assert (
+        table[2]
+        == "| rms_norm._forward_kernel | rms_norm 4096 | sm_80 | - | - | - | - | does not compile: E: a \\| b |"
+    )
+    assert table[3] == "| rms_norm._forward_kernel | rms_norm 4096 | gfx90a | 256 | 512 | 12 | 64 | spills |"
+
+
+def test_ctrl_c_prints_what_there_is(run, monkeypatch):
+    monkeypatch.setattr(resources, "_compile_all", lambda work, jobs, console: ([], True))
+    assert run()[0] == cli.INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ops", "rms_norm,sofmax"], "--ops: must be among rms_norm"),
+        (["--ops", "sofmax"], "got 'sofmax'"),
+        (["--chip", "sm_1"], "--chip: must be among sm_80, sm_90, sm_100, gfx90a, gfx942, gfx950, got 'sm_1'"),
+        (["--out", "table.txt"], "--out: must be a .md or .json file in a folder that is there, got 'table.txt'"),
+        (["--out", "no/such/folder.md"], "--out: must be a .md or .json file"),
+        (["--jobs", "0"], "--jobs"),
+    ],
+)
+def test_bad_options_are_refused(run, arguments, message):
+    code, output = run(*arguments)
+    assert code == 2
+    assert message in output
+
+
+def test_the_interpreter_is_refused(run, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    code, output = run()
+    assert code == 2
+    assert "resources: TRITON_INTERPRET must not be set" in output

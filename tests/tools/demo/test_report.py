@@ -1,0 +1,135 @@
+"""Comparison, tolerance, report.json and the pictures."""
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from tigon.tools.demo.plots import plot_loss, plot_speed_memory
+from tigon.tools.demo.presets import PRESETS, warmup_steps
+from tigon.tools.demo.report import TOLERANCE, Run, compare, print_table, write_json
+from tigon.tools.demo.train import Job
+from tigon.tools.training.text import Corpus, Tokens
+
+NAN = float("nan")
+
+
+def make_run(
+    name: str, losses: list[float], seconds: float = 1.0, peak: int = 100 * 2**20, dtype: str = "float32"
+) -> Run:
+    preset = replace(PRESETS["cpu"], steps=10, batch=2, seq=50, dtype=dtype)
+    job = Job("llama", preset, "cpu", 0, "tokens.npy")
+    return Run(name, name, job, {"parameters": 5}, losses, [seconds] * len(losses), peak)
+
+
+def test_equal_curves_agree():
+    comparison = compare(make_run("stock", [3.0, 2.0]), make_run("tigon", [3.0, 2.0]))
+    assert comparison.agree
+    assert comparison.loss_difference == 0
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("step", [0, 2])
+def test_tolerance_is_the_boundary(dtype, step):
+    relative = TOLERANCE[dtype].at(step)
+    curve = [4.0, 2.0, 1.0]
+    shift = lambda factor: [loss * (1 + factor * relative * (i == step)) for i, loss in enumerate(curve)]
+    stock = make_run("stock", curve, dtype=dtype)
+    assert compare(stock, make_run("tigon", shift(0.9), dtype=dtype)).agree
+    parted = compare(stock, make_run("tigon", shift(-1.1), dtype=dtype))
+    assert not parted.agree
+    assert parted.worst == parted.largest == step
+    assert parted.loss_difference == pytest.approx(1.1 * relative)
+
+
+def test_tolerance_is_tighter_at_the_start():
+    """What is allowed late is a fault early, even beside a larger difference that is allowed."""
+    stock = make_run("stock", [2.0] * 100)
+    late = TOLERANCE["float32"].at(99)
+    second = [2.0] * 100
+    second[99] *= 1 + 0.9 * late
+    assert compare(stock, make_run("tigon", second)).agree
+    second[0] *= 1 + 0.5 * late
+    comparison = compare(stock, make_run("tigon", second))
+    assert not comparison.agree
+    assert (comparison.largest, comparison.worst) == (99, 0)
+
+
+@pytest.mark.parametrize("losses", [[NAN, 2.0], [3.0, math.inf]], ids=["nan", "inf"])
+def test_a_loss_that_is_not_finite_never_agrees(losses):
+    finite = [3.0, 2.0]
+    assert not compare(make_run("stock", finite), make_run("tigon", losses)).agree
+    assert not compare(make_run("stock", losses), make_run("tigon", finite)).agree
+    assert not compare(make_run("stock", losses), make_run("tigon", losses)).agree
+
+
+def test_losses_below_one_are_compared_as_if_they_were_one():
+    assert compare(make_run("stock", [0.0]), make_run("tigon", [1e-6])).differences == [1e-6]
+    assert not compare(make_run("stock", [0.0]), make_run("tigon", [1e-4])).agree
+
+
+def test_curves_of_different_length_are_compared_as_far_as_both_go():
+    assert compare(make_run("stock", [3.0, 2.0, 1.0]), make_run("tigon", [3.0])).differences == [0.0]
+    assert compare(make_run("stock", [3.0]), make_run("tigon", [])) is None
+
+
+def test_ratios():
+    comparison = compare(make_run("stock", [3.0], 2.0, 200), make_run("tigon", [3.0], 1.0, 50))
+    assert comparison.step_time_ratio == 0.5
+    assert comparison.peak_memory_ratio == 0.25
+
+
+def test_median_leaves_the_warm_up_out():
+    run = make_run("stock", [1.0] * 8)
+    run.seconds = [9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert warmup_steps(8) == 3
+    assert run.step_seconds == 3.0
+    assert run.tokens_per_second == pytest.approx(100 / 3)
+
+
+@pytest.mark.parametrize(
+    ("stock", "tigon"),
+    [([3.0, 2.0], [3.0, 2.0]), ([3.0, 2.0], []), ([], []), ([NAN], [3.0])],
+    ids=["whole", "one run", "nothing", "nan"],
+)
+def test_everything_is_written_whatever_was_measured(tmp_path, stock, tigon):
+    runs = make_run("stock", stock), make_run("tigon", tigon, 0.5, 10 * 2**20 if tigon else 0)
+    comparison = compare(*runs)
+    console = Console(width=100)
+    with console.capture() as table:
+        print_table(console, *runs, comparison)
+    assert "nan" not in table.get()
+    write_json(
+        tmp_path / "report.json",
+        runs,
+        comparison,
+        corpus=Corpus("name", ["text"], truncated=False),
+        tokens=Tokens(tmp_path, 10, 300, cached=False),
+        interrupted=False,
+        failures={},
+    )
+    plot_loss(tmp_path / "loss.png", *runs, comparison, "subtitle")
+    plot_speed_memory(tmp_path / "speed_memory.png", *runs, "subtitle")
+
+    report = json.loads((tmp_path / "report.json").read_text(), parse_constant=lambda name: pytest.fail(name))
+    assert report["runs"]["tigon"]["losses"] == tigon
+    assert report["preset"]["batch"] == 2
+    assert report["environment"]["torch"]
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("loss.png", "speed_memory.png"))
+    if comparison is not None:
+        assert report["comparison"]["agree"] is comparison.agree
+
+
+def test_table_shows_both_runs_and_their_ratio():
+    runs = make_run("stock", [3.0], 2.0), make_run("tigon", [3.0], 1.0, 25 * 2**20)
+    console = Console(width=100)
+    with console.capture() as capture:
+        print_table(console, *runs, compare(*runs))
+    lines = capture.get()
+    assert "2,000 ms" in lines
+    assert "0.50x" in lines
+    assert "25 MiB" in lines
+    assert "0.25x" in lines
+    assert "tolerance" in lines

@@ -1,0 +1,308 @@
+"""`tigon inspect`: the table, JSON and errors, without a download; and docs/models.md is what it would write."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+typer_testing = pytest.importorskip("typer.testing")
+
+from hf.tiny import TYPES, WITHOUT  # noqa: E402
+from tigon.hf.patch import PARTS  # noqa: E402
+from tigon.tools import cli  # noqa: E402
+from tigon.tools.inspect.build import build, default_config, find_config  # noqa: E402
+from tigon.tools.inspect.inspection import GROUPS, inspect_config  # noqa: E402
+from tigon.tools.inspect.models_page import make_row, model_types, models_page, table  # noqa: E402
+
+PAGE = Path(__file__).parents[3] / "docs" / "models.md"
+
+SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch):
+    """Any use of the network is an error."""
+    import socket
+
+    def refused(*args, **kwargs):
+        raise AssertionError("the network was used")
+
+    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["inspect", *map(str, arguments)])
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with the config of a tiny Gemma 2, and no weights."""
+    transformers.Gemma2Config(**SIZE, num_key_value_heads=2, head_dim=16, final_logit_softcapping=7.0).save_pretrained(
+        tmp_path
+    )
+    return tmp_path
+
+
+def cells(output: str) -> list[list[str]]:
+    """The rows of the table."""
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line[:1] == "│"]
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+
+def test_a_model_type_is_its_default_config(run):
+    result = run("llama")
+    assert result.exit_code == 0, result.output
+    assert "LlamaForCausalLM (llama), 6.7B parameters" in result.output
+    rows = cells(result.output)
+    assert ["rms_norm", "LlamaRMSNorm", "65", "rms_norm, offset 0, rounded before the weight"] in rows
+    assert ["", "Linear", "225", ""] in rows
+    assert result.output.count("Blank: no op of Tigon computes this class.") == 1
+    assert "norms 65 of 65, MLPs and experts 32 of 32, rope 32 of 32, glue 64 of 64, loss 1 of 1" in result.output
+    assert "Head: lm_head, Linear, 4,096 to 32,000, weights of its own" in result.output
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "other name"])
+def test_a_folder_or_file(run, folder, what):
+    other = folder / "mine.json"
+    other.write_text((folder / "config.json").read_text())
+    result = run({"folder": folder, "file": folder / "config.json", "other name": other}[what])
+    assert result.exit_code == 0, result.output
+    assert "Gemma2ForCausalLM (gemma2)" in result.output
+    assert re.search(r"Head: lm_head, Linear, 64 to 131, tied to the embeddings, .*softcap 7", result.output)
+    assert ["glu", "Gemma2MLP", "2", "geglu (tanh)"] in cells(result.output)
+
+
+def test_a_folder_comes_before_a_type_of_its_name(run, folder, monkeypatch):
+    folder.rename(folder.parent / "llama")
+    monkeypatch.chdir(folder.parent)
+    assert "Gemma2ForCausalLM" in run("llama").output
+
+
+def test_what_stays_is_listed_with_its_reason(run):
+    result = run("seed_oss")  # dropout in its MLP
+    assert result.exit_code == 0
+    row = next(row for row in cells(result.output) if row[1] == "SeedOssMLP")
+    assert row[0] == "glu"
+    assert row[3].startswith("left alone: ")
+
+
+def test_every_module_is_counted_once(run, tmp_path):
+    assert run("qwen3_next", "--json", tmp_path / "out.json").exit_code == 0
+    found = json.loads((tmp_path / "out.json").read_text())
+    model, _ = build(default_config("qwen3_next"))
+    names = {name for part in found["parts"] for name in part["names"]}
+    assert len(names) + sum(found["others"].values()) == len(list(model.modules()))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model_class"),
+    [
+        ("llava", "LlavaForConditionalGeneration"),  # in the mapping of image-text models only
+        ("t5", "T5ForConditionalGeneration"),  # sequence to sequence
+        ("gemma3", "Gemma3ForConditionalGeneration"),
+    ],
+)
+def test_the_class_that_trains_the_whole_model(model_type, model_class):
+    assert type(build(default_config(model_type))[0]).__name__ == model_class
+
+
+def test_a_model_without_a_head_says_so(run):
+    result = run("siglip")
+    assert result.exit_code == 0
+    assert "no class with a language head for siglip" in result.output
+    assert "loss none found" in result.output
+    assert "Head:" not in result.output
+
+
+def test_every_part_is_in_a_group():
+    assert sorted(part for parts in GROUPS.values() for part in parts) == sorted(PARTS)
+
+
+def test_json_is_all_of_it(run, folder):
+    target = folder / "out.json"
+    assert run(folder, "--json", target).exit_code == 0
+    found = json.loads(target.read_text())
+    assert found["model"] == "Gemma2ForCausalLM"
+    assert found["model_type"] == "gemma2"
+    assert found["coverage"]["loss"] == {"replaced": 1, "found": 1}
+    assert set(found["coverage"]) == set(GROUPS)
+    glu = next(part for part in found["parts"] if part["part"] == "glu")
+    assert glu["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
+    assert glu["replaced"] is True
+    assert found["parameters"] == sum(
+        p.numel() for p in transformers.Gemma2ForCausalLM(find_config(str(folder))).parameters()
+    )
+
+
+# --- nothing is touched --------------------------------------------------------------------------
+
+
+def test_no_weights_and_no_random_state(folder):
+    torch.manual_seed(0)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    config = find_config(str(folder))
+    model, _ = build(config)
+    inspect_config(config)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+
+
+def test_a_model_too_large_for_any_machine_is_no_matter():
+    """A projection of the attention alone takes 64 GiB."""
+    config = transformers.LlamaConfig(hidden_size=8192 * 16, num_attention_heads=64, num_hidden_layers=2)
+    assert inspect_config(config).coverage()["norms"] == (5, 5)
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+def refused(result) -> str:
+    assert result.exit_code == 2, result.output
+    return re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
+
+
+def test_an_unknown_type_names_the_nearest(run):
+    message = refused(run("lama"))
+    assert "must be a model type, owner/name on the hub, or a file or folder that exists, got 'lama'" in message
+    assert f"; nearest types of transformers {transformers.__version__}: llama" in message
+
+
+@pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c", "config.json"])
+def test_a_path_that_is_not_there(run, model):
+    assert f"must be a file or folder that exists, got '{model}'" in refused(run(model))
+
+
+def test_a_folder_without_a_config(run, tmp_path):
+    assert "must have a config.json if it is a folder" in refused(run(tmp_path))
+
+
+def test_offline(run):
+    message = refused(run("nobody/no-such-model"))
+    assert "the config of 'nobody/no-such-model' cannot be read (OSError:" in message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "cannot be read"),
+        ("{}", "cannot be read .*model_type"),
+        (
+            '{"model_type": "lama"}',
+            "the model_type of .* must be one of transformers, got 'lama'; nearest types of .*: llama",
+        ),
+        ('{"model_type": "lama", "auto_map": {"AutoConfig": "a.B"}}', "--trust-remote-code allows it"),
+    ],
+    ids=["no JSON", "no type", "unknown type", "code of its own"],
+)
+def test_a_config_that_cannot_be_read(run, tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    assert re.search(message, refused(run(tmp_path)))
+
+
+def test_a_config_that_builds_no_model(run, tmp_path):
+    transformers.LlamaConfig(**SIZE).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "nonsense"}))
+    assert "no llama can be built from LlamaConfig as it is" in refused(run(tmp_path))
+
+
+def test_a_type_that_is_only_a_part(run):
+    assert "transformers has no model for a CsmDepthDecoderConfig by itself" in refused(run("csm_depth_decoder_model"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give either MODEL or --all"),
+        (("llama", "--all"), "give either MODEL or --all"),
+        (("llama", "--out", "x.md"), "--out goes with --all, --json with MODEL"),
+        (("--all", "--json", "x.json"), "--out goes with --all, --json with MODEL"),
+        (("llama", "--json", "/nowhere/x.json"), "must be in a folder that exists, got '/nowhere/x.json'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_options_that_do_not_go_together(run, arguments, message):
+    assert message in refused(run(*arguments))
+
+
+def test_code_of_a_repository_runs_only_when_allowed(run, tmp_path):
+    config = {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.MineLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(config | SIZE))
+    (tmp_path / "code.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class Mine(LlamaConfig):\n    model_type = 'mine'\n"
+        "class MineLM(LlamaForCausalLM):\n    config_class = Mine\n"
+    )
+    result = run(tmp_path, "--trust-remote-code")
+    assert result.exit_code == 0, result.output
+    assert "MineLM (mine)" in result.output
+    assert "loss 1 of 1" in result.output
+
+
+# --- the page ------------------------------------------------------------------------------------
+
+
+def test_the_page_says_what_is_replaced_left_and_not_built(monkeypatch):
+    from tigon.tools.inspect import models_page as module
+
+    monkeypatch.setattr(module, "model_types", lambda: ["llama", "reformer", "seed_oss"])
+    page = models_page()
+    assert "Of 3 types, 2 can be built" in page
+    assert "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | add + norm, products of one input |" in page
+    assert re.search(r"\| seed_oss \| .* \*left\*: SeedOssMLP \(1\) \|", page)
+    assert "\n1. its forward draws random numbers" in page
+    assert "- reformer: " in page
+
+
+def page_rows() -> dict[str, str]:
+    """The rows of the page by type, the numbers of reasons replaced by the reasons."""
+    text = PAGE.read_text(encoding="utf-8")
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, flags=re.M))
+    inline = lambda line: re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", line)
+    return {line.split(" | ")[0].strip("| "): inline(line) for line in text.splitlines() if line.startswith("| ")}
+
+
+def paragraphs() -> str:
+    """The page, or a skip where it is not there or of another version of transformers; line breaks are spaces."""
+    text = " ".join(PAGE.read_text(encoding="utf-8").split()) if PAGE.exists() else ""
+    if f"transformers {transformers.__version__}." not in text:
+        pytest.skip("no page of this version of transformers")
+    return text
+
+
+# Decoders with all parts, and types of which something is left, changed late, or is unusual.
+CURRENT = """bert cohere falcon_mamba gemma2 gpt2 gpt_neox llama mamba2 mixtral nanochat nemotron_h olmo phi4_multimodal
+qwen3_moe seed_oss zamba"""
+
+
+@pytest.mark.parametrize("model_type", CURRENT.split())
+def test_the_page_is_current(model_type):
+    paragraphs()
+    page = table([make_row(model_type)])
+    reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, flags=re.M))
+    row = next(line for line in page.splitlines() if line.startswith(f"| {model_type} "))
+    assert page_rows()[model_type] == re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", row)
+
+
+def test_the_totals_of_the_page_are_those_of_its_rows():
+    text, rows = paragraphs(), [row.split(" | ") for name, row in page_rows().items() if name in model_types()]
+    failed = {name.replace("\\", "") for name in re.findall(r"^- (\S+): ", PAGE.read_text("utf-8"), flags=re.M)}
+    assert f"Of {len(model_types())} types, {len(rows)} can be built" in text
+    assert {row[0].strip("| ") for row in rows} | failed == set(model_types())
+    replaced = [[not cell.startswith(("–", "*left*")) for cell in row[2:]] for row in rows]
+    for group, column in zip(GROUPS, zip(*replaced, strict=True), strict=True):
+        assert f"| {group} | {sum(column)} |" in text
+    assert f"replaced in {sum(map(all, replaced))} types, at least one in {sum(map(any, replaced))}." in text
+    assert f"the {len(TYPES)} decoders of transformers 5.17" in text
+    assert f"the tests build {len(TYPES) - len(WITHOUT)} small" in text
+    assert len(failed & set(TYPES) - set(WITHOUT)) == 6
+    assert "The tests build six of these" in text

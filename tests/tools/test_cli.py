@@ -1,0 +1,189 @@
+"""The command line without its commands' work: help, env, what is missing."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tigon.tools import cli
+from tigon.tools.environment import environment
+
+typer_testing = pytest.importorskip("typer.testing")
+
+
+@pytest.fixture
+def run():
+    return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), list(arguments))
+
+
+def test_help_names_every_command(run):
+    result = run("--help")
+    assert result.exit_code == 0
+    assert all(name in result.output for name in ("demo", "inspect", "bench", "resources", "env"))
+
+
+def test_env_prints_versions_and_devices(run):
+    result = run("env")
+    assert result.exit_code == 0
+    lines = dict(line.split(maxsplit=1) for line in result.output.splitlines())
+    assert {"python", "torch", "triton", "tigon", "platform", "cpu"} <= set(lines)
+    assert any(name.startswith("gpu") for name in lines)
+
+
+def test_environment_is_text():
+    assert all(isinstance(name, str) and isinstance(value, str) and value for name, value in environment().items())
+
+
+@pytest.mark.parametrize("command", ["demo", "inspect", "bench", "resources"])
+def test_help_of_a_command_is_its_own(run, command, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "200")
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"tigon {command}" in result.output
+    assert "--out" in result.output
+
+
+@pytest.mark.parametrize("command", [c for c in cli._COMMANDS if c.needs], ids=lambda command: command.name)
+def test_missing_extra_is_named(run, command, monkeypatch):
+    absent = command.needs[0]
+    monkeypatch.setitem(sys.modules, absent, None)  # The import fails as if the package were not installed.
+    result = run(command.name)
+    assert result.exit_code == 1
+    assert str(result.exception) == f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" or (
+        f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" in result.output
+    )
+
+
+def test_main_without_typer_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "typer", None)
+    with pytest.raises(SystemExit, match=r"needs typer: pip install 'tigon\[cli\]'"):
+        cli.main()
+
+
+def test_default_folder_is_new(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.time, "strftime", lambda pattern: "now")
+    assert cli.pick_folder(None) == Path("runs/now")
+    Path("runs/now").mkdir(parents=True)
+    assert cli.pick_folder(None) == Path("runs/now_2")
+    assert cli.pick_folder(None, "bench_") == Path("runs/bench_now")
+
+
+@pytest.mark.parametrize("out", [None, Path("new/er")], ids=["default", "given"])
+def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
+    import typer
+
+    monkeypatch.chdir(tmp_path)
+
+    def refuse(dir):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(cli.tempfile, "TemporaryFile", refuse)
+    with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
+        cli.pick_folder(out)
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    import typer
+
+    out = cli.pick_folder(tmp_path / "file")
+    out.write_text("made since")
+    with pytest.raises(typer.BadParameter, match=r"must be a folder that can be made, got .*\(File exists\)"):
+        cli.make_folder(out)
+    cli.make_folder(tmp_path / "a" / "b")
+    assert (tmp_path / "a" / "b").is_dir()
+
+
+UNWRITABLE = {
+    "in /proc": lambda folder: Path("/proc/x"),
+    "below a file": lambda folder: folder / "file" / "x",
+    "a name that is too long": lambda folder: folder / ("x" * 1000),
+    "below a name that is too long": lambda folder: folder / ("x" * 1000) / "x",
+}
+
+
+@pytest.mark.parametrize("place", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, tmp_path):
+    """Root is refused too, although `os.access` grants root every place."""
+    import typer
+
+    (tmp_path / "file").write_text("here")
+    path = place(tmp_path)
+    with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
+        cli.pick_folder(path)
+    with pytest.raises(typer.BadParameter, match="must be (a file that can be written|in a folder that exists), got"):
+        cli.check_file(path, "--json")
+    assert [x.name for x in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_file_that_can_be_written_stays_as_it_was(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("before")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (new, old, Path(os.devnull), tmp_path / "pipe"):  # Nothing reads the pipe yet.
+        cli.check_file(path, "--json")
+    assert not new.exists()
+    assert old.read_text() == "before"
+
+
+def test_a_folder_is_refused_as_a_file(tmp_path):
+    import typer
+
+    with pytest.raises(typer.BadParameter, match=r"must be a file that can be written, got .*\(Is a directory\)"):
+        cli.check_file(tmp_path, "--json")
+
+
+@pytest.mark.parametrize("content", ["text", lambda path: path.write_bytes(b"plot")], ids=["text", "function"])
+def test_a_full_disk_gives_an_error_of_one_line(content):
+    import typer
+
+    if not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full")
+    with pytest.raises(typer.BadParameter, match=r"must be a file that can be written, got '/dev/full' \(No space"):
+        cli.write_file(Path("/dev/full"), content, "--plot")
+
+
+# For each command: the arguments and the option whose path must be refused before anything is built.
+COMMANDS = {
+    "plan --json": (["plan", "llama"], "--json", "x.json"),
+    "plan --plot": (["plan", "llama"], "--plot", "x.png"),
+    "inspect --json": (["inspect", "llama"], "--json", "x.json"),
+    "inspect --all --out": (["inspect", "--all"], "--out", "x.md"),
+    "demo --out": (["demo", "--device", "cpu"], "--out", "x"),
+    "bench --out": (["bench", "--device", "cpu", "--ops", "rms_norm"], "--out", "x"),
+    "bench train --out": (["bench", "train", "--device", "cpu"], "--out", "x"),
+    "resources --out": (["resources", "--ops", "rms_norm"], "--out", "x.md"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "option", "name"), COMMANDS.values(), ids=COMMANDS)
+def test_every_command_refuses_its_output_before_the_work(arguments, option, name, monkeypatch):
+    pytest.importorskip("transformers")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    path = f"/proc/{name}"
+    runner = pytest.importorskip("typer.testing").CliRunner()
+    result = runner.invoke(cli.app(), [*arguments, option, path], env={"COLUMNS": "200"})
+    assert result.exit_code == 2, result.output
+    said = " ".join(result.output.split())
+    assert f"Invalid value for {option}: must be a f" in said
+    assert f"that can be written, got '{path}'" in said
+    assert "memory=" not in result.output  # No table of results was printed before.
+
+
+@pytest.mark.parametrize("name", ["tpu", "mps", "cpu:0", "cuda:-1", "cuda:99999", ""])
+def test_a_device_that_is_not_there_is_refused(name):
+    import typer
+
+    with pytest.raises(typer.BadParameter, match=f"got '{name}'"):
+        cli.pick_device(name)
+
+
+def test_importing_the_command_line_needs_no_extra():
+    """A name in sys.modules that is None makes its import fail, as if it were not installed."""
+    hidden = ("typer", "rich", "transformers", "matplotlib", "tokenizers", "psutil")
+    code = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import tigon.tools.cli, tigon.tools.environment"
+    subprocess.run([sys.executable, "-c", code], check=True)
