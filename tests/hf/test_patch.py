@@ -47,9 +47,10 @@ def test_every_part_is_recognised(make_model, model_type):
 def test_what_is_replaced_runs_the_ops(make_model, model_type, batch, monkeypatch):
     model = make_model(model_type)
     calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
+    families = {"rms_norm": "norms", "glu": "mlps", "rope": "rotary"}
     expected = {entry.part: entry.count for entry in tigon.patch(model, glue=False).replaced if entry.part in calls}
     for op in calls:
-        module = sys.modules[f"tigon.ops.{op}"]
+        module = sys.modules[f"tigon.ops.{families[op]}.{op}"]
         count = lambda *x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(*x)
         monkeypatch.setattr(module, "runs_kernels", count)
     model(**batch)

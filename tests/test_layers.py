@@ -1,0 +1,112 @@
+"""Imports run one way: from the tools down to the runtime, and between families of ops as few as there are."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import tigon
+
+PACKAGE = Path(tigon.__file__).parent
+
+# Each folder may import those before it. `ops` and what is below it need neither transformers nor a GPU.
+LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integrations", "tools")
+
+# Which families of ops may import another one, and why.
+FAMILIES = {
+    ("head", "logits"): "the head computes the losses of logits chunk by chunk",
+    ("experts", "mlps"): "an expert is an MLP, with the activations of one",
+    ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
+    ("adapters", "mlps"): "a projection with an adapter is a projection",
+    ("adapters", "norms"): "a norm may come before a projection with an adapter",
+    ("fp8", "mlps"): "activations are quantised where they are computed",
+    ("fp8", "norms"): "norms are quantised where they are computed",
+}
+
+# What stands beside the folders: the public names, the accuracy oracle, and the table of real shapes.
+ROOT_FILES = {"__init__", "testing", "workloads"}
+
+
+def _imported(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:
+    """Return every module of Tigon that a file imports, with the line."""
+    tree = ast.parse(file.read_text("utf-8"))
+    nodes = ast.walk(tree) if within_functions else iter(tree.body)
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tigon":
+            # `from tigon.tools import environment` may name a module.
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names if alias.name.partition(".")[0] == "tigon"]
+    return found
+
+
+def _files() -> list[Path]:
+    return [file for file in sorted(PACKAGE.rglob("*.py")) if file.parent != PACKAGE]
+
+
+@pytest.mark.parametrize("file", _files(), ids=lambda file: file.relative_to(PACKAGE).as_posix())
+def test_a_file_imports_only_what_is_below_it(file):
+    layer, *rest = file.relative_to(PACKAGE).with_suffix("").parts
+    for line, name in _imported(file):
+        parts = name.split(".")[1:]
+        if not parts or parts[0] not in LAYERS:
+            continue  # a public name of `tigon`, or `tigon.testing`
+        assert LAYERS.index(parts[0]) <= LAYERS.index(layer), f"line {line}: {layer} imports {name}"
+        if layer == parts[0] == "ops" and len(rest) > 1 and len(parts) > 1 and parts[1] != rest[0]:
+            assert (rest[0], parts[1]) in FAMILIES, f"line {line}: ops/{rest[0]} imports {name}"
+
+
+@pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("tools")])
+def test_only_the_tools_import_the_public_names(layer):
+    """A file of the package that imports `tigon` itself would be part of a circle."""
+    for file in (PACKAGE / layer).rglob("*.py"):
+        public = [line for line, name in _imported(file) if name.count(".") == 0 or not _is_module(name)]
+        assert not public, f"{file}: line {public[0]}"
+
+
+def _is_module(name: str) -> bool:
+    """Whether an import of this name, or of the module that has it, is of a file within a folder of the package."""
+    return name.split(".")[1] in LAYERS
+
+
+def test_no_circle():
+    """Imports at the top of files form no circle."""
+    modules = {}
+    for file in PACKAGE.rglob("*.py"):
+        parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+
+    def home(name: str) -> str:
+        """The module that an imported name is, or is in."""
+        return name if name in modules else name.rpartition(".")[0]
+
+    graph = {name: {home(found) for _, found in _imported(file, False)} - {name} for name, file in modules.items()}
+    done, path = set(), []
+
+    def visit(name: str) -> None:
+        assert name not in path, " -> ".join((*path[path.index(name) :], name))
+        if name in done or name not in graph:
+            return
+        path.append(name)
+        for other in sorted(graph[name]):
+            visit(other)
+        done.add(path.pop())
+
+    for name in sorted(graph):
+        visit(name)
+
+
+def test_there_is_no_other_folder():
+    folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders <= set(LAYERS)
+    assert {path.stem for path in PACKAGE.glob("*.py")} <= ROOT_FILES
+
+
+@pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("hf")])
+def test_nothing_below_hf_imports_transformers(layer):
+    for file in (PACKAGE / layer).rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            assert not any(name.partition(".")[0] == "transformers" for name in names), f"{file}:{node.lineno}"
