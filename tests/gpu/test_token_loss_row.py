@@ -8,7 +8,8 @@ from op_cases import assert_as_accurate_as_eager
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
 from tigon.ops.logits.token import row as token_loss_row
 from tigon.ops.logits.token.kernels import Options, Wants, statistics
-from tigon.ops.logits.token.row import Config
+from tigon.ops.logits.token.row import RowConfig
+from tigon.runtime.tuning import tuned
 
 OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}, {"token_scaling": True, "z_loss": 1e-3}]
 
@@ -44,13 +45,13 @@ def _check(m: int, v: int, dtype: torch.dtype, weighted: bool, options: dict) ->
     ("v", "slots"), [(4096, 4), (4000, 4), (4000, 2), (4000, 1), (16, 1), (16, 3), (10000, 2)], ids=str
 )
 @pytest.mark.parametrize("m", [1, 7, 700])
-def test_any_fit_of_row_and_slots(m, v, slots, dtype, options, monkeypatch, launches):
+def test_any_fit_of_row_and_slots(m, v, slots, dtype, options, launches):
     if m == 1 and "token_scaling" in options:
         pytest.skip("p_t, of a whole row one factor, is as exact as eager's over many rows; of one, luck decides")
     lane = 16 // dtype.itemsize
-    config = Config(slots, 2 * 128 * lane, lane, 4, 2)  # two rounds of 128 threads a slot
-    monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
-    _check(m, v, dtype, weighted=v == 4000, options=options)
+    block = 2 * 128 * lane  # two rounds of 128 threads a slot
+    with tuned(RowConfig, slots=slots, block=block, lane=lane, num_warps=4, programs_per_multiprocessor=2):
+        _check(m, v, dtype, weighted=v == 4000, options=options)
     assert launches
 
 
@@ -104,9 +105,7 @@ def test_is_the_same_from_run_to_run():
 
 
 @pytest.mark.parametrize(("v", "slots"), [(4000, 4), (4000, 1), (32000, 4)], ids=str)
-def test_an_ignored_row_sees_nothing_of_the_row_before_it_in_its_program(v, slots, monkeypatch, launches):
-    config = Config(slots, 2048, 8, 4, 1)
-    monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
+def test_an_ignored_row_sees_nothing_of_the_row_before_it_in_its_program(v, slots, launches):
     m = 4000  # many rows a program, half of them ignored
     logits = torch.randn(m, v, device="cuda", dtype=torch.bfloat16) * 1000  # exponentials overflow without their pivot
     labels = torch.randint(v, (m,), device="cuda")
@@ -116,7 +115,9 @@ def test_an_ignored_row_sees_nothing_of_the_row_before_it_in_its_program(v, slot
     for function, options in ((tigon.cross_entropy, {"inplace": True}), (cross_entropy_reference, {})):
         x = logits.clone().requires_grad_()
         hidden = x * 1.0
-        gradients += torch.autograd.grad(function(hidden, labels, reduction="sum", **options), x)
+        with tuned(RowConfig, slots=slots, block=2048, lane=8, num_warps=4, programs_per_multiprocessor=1):
+            loss = function(hidden, labels, reduction="sum", **options)
+        gradients += torch.autograd.grad(loss, x)
     assert launches
     assert (gradients[0][ignored] == 0).all()
     torch.testing.assert_close(gradients[0], gradients[1], rtol=2e-2, atol=1e-3)

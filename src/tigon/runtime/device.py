@@ -42,6 +42,7 @@ class Device:
     warp_size: int  # 32 on NVIDIA, 64 on the Instinct chips of AMD
     shared_memory: int  # bytes that one workgroup may use
     async_copy: bool = False  # from global to shared memory by single threads: NVIDIA since Ampere
+    arch: str = ""  # "sm_90", "gfx942" and so on; "" is the interpreter's
 
     @property
     def max_warps(self) -> int:
@@ -115,6 +116,8 @@ def _device(index: int) -> Device:
         # ROCm builds report no opt-in limit; the Instinct chips have 64 KiB.
         shared_memory=getattr(properties, "shared_memory_per_block_optin", 65536),
         async_copy=not HIP and properties.major >= 8,
+        # ROCm adds features to the name, as in "gfx942:sramecc+:xnack-".
+        arch=properties.gcnArchName.split(":")[0] if HIP else f"sm_{properties.major}{properties.minor}",
     )
 
 

@@ -7,11 +7,24 @@ import tigon
 import tigon.ops.experts.moe_mlp as moe_module
 import tigon.ops.experts.routing as routing_module
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.experts import activation as expert_activation
-from tigon.ops.experts.activation import activation_gradients, activation_gradients_reference
+from tigon.ops.experts.activation import (
+    ActivationConfig,
+    ActivationProblem,
+    activation_gradients,
+    activation_gradients_reference,
+)
 from tigon.ops.experts.grouped_linear import group_sums, grouped_linear, rows_of_groups
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp_reference
-from tigon.ops.experts.routing import Config, combine, combine_reference, route, spread, spread_reference
+from tigon.ops.experts.routing import (
+    RoutingConfig,
+    RoutingProblem,
+    combine,
+    combine_reference,
+    route,
+    spread,
+    spread_reference,
+)
+from tigon.runtime.device import EMULATED
 
 T, K, E, H, INNER = 9, 3, 6, 16, 24
 
@@ -222,7 +235,7 @@ def test_gradients_of_an_activation(kind, inner):
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("inner", [1, 64, 768, 1024, 14336])
 def test_heuristic_of_an_activation(inner):
-    config = expert_activation.Config.heuristic(inner)
+    config = ActivationConfig.heuristic(ActivationProblem(inner), EMULATED)
     assert config.block <= 1024
     assert 1 <= config.num_warps <= 4
 
@@ -276,7 +289,7 @@ def test_a_gradient_that_nobody_needs_costs_nothing(monkeypatch):
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("h", [1, 64, 1000, 2048, 7168, 8192, 8193, 16384])
 def test_heuristic(h):
-    config = Config.heuristic(h)
+    config = RoutingConfig.heuristic(RoutingProblem(h), EMULATED)
     assert config.sum_block <= config.block
     assert config.block >= h or h > 8192
     assert all(1 <= warps <= 16 for warps in (config.sum_warps, config.num_warps))

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 import tigon
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, one_in
-from tigon.ops.logits.divergence_kernels import Config
+from tigon.ops.logits.divergence_kernels import DivergenceConfig, DivergenceProblem
 from tigon.ops.logits.jsd import jsd_reference
 from tigon.ops.logits.kl_div import kl_div_reference
 from tigon.ops.logits.tvd import tvd_reference
@@ -455,9 +455,9 @@ DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
 @pytest.mark.parametrize("v", [1, 100, 32000, 128256, 262144])
-@pytest.mark.parametrize("jsd", [False, True])
-def test_heuristic(v, device, jsd):
-    config = Config.heuristic(v, device, jsd)
+@pytest.mark.parametrize("kind", ["kl", "jsd", "tvd"])
+def test_heuristic(v, device, kind):
+    config = DivergenceConfig.heuristic(DivergenceProblem(v, kind), device)
     assert config.block_v & (config.block_v - 1) == 0
     assert 1 <= config.num_warps <= device.max_warps
     assert config.block_v >= min(v, config.num_warps * device.warp_size)

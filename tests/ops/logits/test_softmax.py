@@ -4,8 +4,9 @@ from torch import nn
 
 import tigon
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.logits.softmax import Config, softmax_reference
+from tigon.ops.logits.softmax import SoftmaxConfig, SoftmaxProblem, softmax_reference
 from tigon.runtime.device import Device
+from tigon.runtime.tuning import tuned
 
 # One feature, rows that fill no tile, widths on both sides of a power of two, and more than fits in registers.
 SHAPES = [(6, 1), (3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000), (2, 32768), (2, 32769), (3, 40960)]
@@ -18,12 +19,13 @@ def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.fixture(params=["a row at once", "blocks"])
-def way(request, monkeypatch):
+def way(request):
     """Both ways of reading a row, for widths that are quick to test."""
-    if request.param == "blocks":
-        config = Config(block_m=1, block_n=64, lane=4, num_warps=1, fits=False)
-        monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
-    return request.param
+    if request.param == "a row at once":
+        yield
+    else:
+        with tuned(SoftmaxConfig, block_m=1, block_n=64, lane=4, num_warps=1, fits=False):
+            yield
 
 
 @pytest.mark.kernels
@@ -44,10 +46,9 @@ def test_accuracy_either_way(n):
 @pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("block_m", "keeps_y"), [(1, True), (4, True), (4, False)])
-def test_accuracy_of_tiles_of_several_rows(block_m, keeps_y, monkeypatch):
-    config = Config(block_m, 128, lane=4, num_warps=1, keeps_y=keeps_y)
-    monkeypatch.setattr(Config, "heuristic", staticmethod(lambda *problem: config))
-    assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(11, 100)])
+def test_accuracy_of_tiles_of_several_rows(block_m, keeps_y):
+    with tuned(SoftmaxConfig, block_m=block_m, block_n=128, num_warps=1, keeps_y=keeps_y):
+        assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(11, 100)])
 
 
 @pytest.mark.kernels
@@ -180,7 +181,7 @@ DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("n", [1, 100, 1024, 4096, 5120, 16384, 32000, 32769, 262144])
 def test_heuristic(n, itemsize, backward, device):
-    config = Config.heuristic(n, itemsize, backward, device)
+    config = SoftmaxConfig.heuristic(SoftmaxProblem(n, itemsize, backward), device)
     assert config.fits == (n <= (32768 if backward else 16384))
     assert config.block_n >= n if config.fits else config.block_m == 1
     assert 1 <= config.num_warps <= device.max_warps

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tigon.ops.logits.token import row as token_loss_row
-from tigon.ops.logits.token.row import Config, takes
+from tigon.ops.logits.token.row import RowConfig, RowProblem, takes
 from tigon.ops.logits.token.types import LOSS_ALONE, Options, Wants
 from tigon.runtime.device import Device
 
@@ -22,7 +22,7 @@ pytestmark = [
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("v", [4096, 32000, 50304, 65536, 128256, 151936, 256000])
 def test_the_slots_of_a_multiprocessors_programs_fit_and_hold_enough(v, itemsize, device):
-    config = Config.heuristic(v, itemsize, device)
+    config = RowConfig.heuristic(RowProblem(v, itemsize), device)
     if config is None:
         assert v * itemsize > 2 * device.shared_memory
         return
@@ -35,9 +35,9 @@ def test_the_slots_of_a_multiprocessors_programs_fit_and_hold_enough(v, itemsize
 
 
 def test_two_passes_where_the_row_is_short_or_the_device_cannot():
-    assert Config.heuristic(2048, 2, HOPPER) is None
-    assert Config.heuristic(600_000, 2, HOPPER) is None
-    assert Config.heuristic(32000, 2, Device(304, 64, 65536)) is None
+    assert RowConfig.heuristic(RowProblem(2048, 2), HOPPER) is None
+    assert RowConfig.heuristic(RowProblem(600_000, 2), HOPPER) is None
+    assert RowConfig.heuristic(RowProblem(32000, 2), Device(304, 64, 65536)) is None
 
 
 def test_takes_rows_of_whole_vectors_and_the_plain_loss():

@@ -4,7 +4,8 @@ import torch.nn.functional as F
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, outputs_and_gradients
-from tigon.ops.mlps.relu2 import Config, relu2_reference
+from tigon.ops.mlps.relu2 import ReLU2Config, ReLU2Problem, relu2_reference
+from tigon.runtime.device import EMULATED
 
 
 def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -116,7 +117,7 @@ def test_scalars_and_no_features():
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("itemsize", [2, 4])
 def test_heuristic(itemsize):
-    config = Config.heuristic(itemsize)
+    config = ReLU2Config.heuristic(ReLU2Problem(itemsize), EMULATED)
     assert config.block * itemsize == 2 * 16 * 32 * config.num_warps  # two accesses of 16 bytes a thread
 
 

@@ -1,13 +1,12 @@
-import dataclasses
-
 import pytest
 import torch
 import torch.nn.functional as F
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
-from tigon.ops.norms.kernels import Config
+from tigon.ops.norms.kernels import NormConfig
 from tigon.ops.norms.layer_norm import layer_norm_reference
+from tigon.runtime.tuning import tuned
 
 # One feature (all variance is eps), rows that fill no tile, widths on both sides of a power of two.
 SHAPES = [(3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
@@ -34,11 +33,9 @@ def test_accuracy(shape, dtype, parameters):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
-def test_accuracy_of_wide_rows_that_are_read_again(keeps_row, monkeypatch):
-    heuristic = Config.heuristic
-    config = lambda *args: dataclasses.replace(heuristic(*args), keeps_w=False, keeps_row=keeps_row)
-    monkeypatch.setattr(Config, "heuristic", config)
-    assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, _inputs((9, 100), FULL, FULL, FULL))
+def test_accuracy_of_wide_rows_that_are_read_again(keeps_row):
+    with tuned(NormConfig, keeps_w=False, keeps_row=keeps_row):
+        assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, _inputs((9, 100), FULL, FULL, FULL))
 
 
 @pytest.mark.kernels

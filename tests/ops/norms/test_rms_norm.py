@@ -1,14 +1,12 @@
-import dataclasses
-
 import pytest
 import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.norms import kernels as norm
-from tigon.ops.norms.kernels import Config
+from tigon.ops.norms.kernels import NormConfig, NormProblem
 from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.runtime.device import Device
+from tigon.runtime.tuning import tuned
 
 # Two features, rows that fill no tile, widths on both sides of a power of two.
 SHAPES = [(6, 2), (3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
@@ -183,7 +181,7 @@ DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)
 @pytest.mark.parametrize(("loads", "sums"), [(2, 0), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("n", [1, 100, 4096, 5120, 16384, 32768])
 def test_heuristic(n, loads, sums, device):
-    config = Config.heuristic(n, 2, device, loads, sums)
+    config = NormConfig.heuristic(NormProblem(n, 2, loads, sums), device)
     assert config.block_n >= n
     for warps in (config.num_warps, config.backward_warps):
         assert 1 <= warps <= device.max_warps
@@ -194,7 +192,7 @@ def test_heuristic(n, loads, sums, device):
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 def test_programs_of_the_backward_are_balanced_and_no_more_than_rows_ask_for():
-    config = Config.heuristic(4096, 2, DEVICES[0])
+    config = NormConfig.heuristic(NormProblem(4096, 2), DEVICES[0])
     assert (config.programs, config.block_m) == (132, 2)
     # 8192 pairs of rows are 63 for each of 131 programs, which 132 would not do sooner; 64 rows leave 16 partial sums.
     assert [config.balanced(m) for m in (0, 1, 4, 5, 64, 528, 529, 16384)] == [0, 1, 1, 2, 16, 132, 89, 131]
@@ -203,32 +201,27 @@ def test_programs_of_the_backward_are_balanced_and_no_more_than_rows_ask_for():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("n", [64, 700])
-def test_sums_over_rows_in_blocks_of_columns_are_the_same(n, monkeypatch):
+def test_sums_over_rows_in_blocks_of_columns_are_the_same(n):
     """Rows too wide for the registers take two launches: dx, then dweight in blocks of columns."""
     tensors = _three((37, n), [FULL] * 3)
     expected = outputs_and_gradients(tigon.add_rms_norm, tensors)[1]
-    heuristic = Config.heuristic
-    monkeypatch.setattr(norm, "COLUMNS", 128)
-    monkeypatch.setattr(
-        Config, "heuristic", lambda *args: dataclasses.replace(heuristic(*args), splits=True, keeps_row=False)
-    )
-    for a, b in zip(outputs_and_gradients(tigon.add_rms_norm, tensors)[1], expected, strict=True):
+    with tuned(NormConfig, splits=True, keeps_row=False, columns=128):
+        results = outputs_and_gradients(tigon.add_rms_norm, tensors)[1]
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_accuracy_of_wide_rows_that_are_read_again(offset, keeps_row, monkeypatch):
+def test_accuracy_of_wide_rows_that_are_read_again(offset, keeps_row):
     """From 16384 features on, the backward reads the weight again for every tile, and with some configs the row."""
-    heuristic = Config.heuristic
-    config = lambda *args: dataclasses.replace(heuristic(*args), keeps_w=False, keeps_row=keeps_row)
-    monkeypatch.setattr(Config, "heuristic", config)
-    assert_as_accurate_as_eager(
-        lambda *tensors: tigon.add_rms_norm(*tensors, offset=offset),
-        lambda *tensors: add_rms_norm_reference(*tensors, offset=offset),
-        _three((9, 100), [FULL] * 3),
-    )
+    with tuned(NormConfig, keeps_w=False, keeps_row=keeps_row):
+        assert_as_accurate_as_eager(
+            lambda *tensors: tigon.add_rms_norm(*tensors, offset=offset),
+            lambda *tensors: add_rms_norm_reference(*tensors, offset=offset),
+            _three((9, 100), [FULL] * 3),
+        )
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")

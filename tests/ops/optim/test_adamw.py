@@ -8,7 +8,9 @@ import torch
 
 from op_cases import DEVICE, DTYPES
 from tigon.ops.optim import adamw_kernels as adamw
-from tigon.ops.optim.adamw_kernels import Config, adamw_reference, adamw_step
+from tigon.ops.optim.adamw_kernels import AdamWConfig, AdamWProblem, adamw_reference, adamw_step
+from tigon.runtime.device import EMULATED
+from tigon.runtime.tuning import tuned
 from tigon.testing import assert_accurate
 
 # --- maths ---------------------------------------------------------------------------------------
@@ -20,7 +22,7 @@ from tigon.testing import assert_accurate
 @pytest.mark.parametrize("tensors", [False, True], ids=["numbers", "tensors"])
 def test_a_step_is_as_exact_as_one_rounding(dtype, step, tensors):
     """Each result is the fp64 one rounded to its dtype: half a unit in the last place, and fp32's own error."""
-    n = 2 * Config.heuristic(dtype.itemsize).block + 5
+    n = 2 * AdamWConfig.heuristic(AdamWProblem(dtype.itemsize), EMULATED).block + 5
     generator = torch.Generator().manual_seed(step)
     p, g, m = (torch.randn(n, generator=generator).to(DEVICE, dtype) for _ in range(3))
     v = torch.rand(n, generator=generator).to(DEVICE, dtype)
@@ -59,7 +61,7 @@ def test_decay_is_rounded_once():
 
 @pytest.mark.kernels
 def test_nothing_outside_is_touched():
-    n = Config.heuristic(4).block + 3
+    n = AdamWConfig.heuristic(AdamWProblem(4), EMULATED).block + 3
     base = [torch.full((n + 2,), 7.0, device=DEVICE) for _ in range(4)]
     adamw_step(*([x[1:-1]] for x in base), [1], 1e-2, (0.9, 0.999), 1e-8, 0.1)
     for x in base:
@@ -90,10 +92,17 @@ def _kernels(run) -> int:
 
 
 STEP = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-SMALL = Config(block=16, num_warps=1, span=4)
+
+
+@pytest.fixture
+def small_blocks():
+    """Blocks so short that small tensors take several, and spans of several blocks."""
+    with tuned(AdamWConfig, block=16, num_warps=1, span=4):
+        yield
 
 
 @pytest.mark.kernels
+@pytest.mark.usefixtures("small_blocks")
 def test_one_launch_finds_all_tensors():
     """Lengths on both sides of a block and of a span of blocks, and none between them."""
     sizes = [1, 15, 16, 17, 0, 63, 64, 65, 0, 0, 200, 3]
@@ -101,13 +110,14 @@ def test_one_launch_finds_all_tensors():
     steps = [float(1 + i) for i in range(len(sizes))]
     exact = [adamw_reference(*x, step, **STEP) for *x, step in zip(*tensors, steps, strict=True)]
     steps = [torch.tensor(x, device=DEVICE) for x in steps]
-    assert _kernels(lambda: adamw_step(*tensors, steps, **STEP, config=SMALL)) == 1
+    assert _kernels(lambda: adamw_step(*tensors, steps, **STEP)) == 1
     for x, wanted in zip(zip(*tensors, strict=True), exact, strict=True):
         for got, y in zip((x[0], x[2], x[3]), wanted, strict=True):
             torch.testing.assert_close(got, y, rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.kernels
+@pytest.mark.usefixtures("small_blocks")
 def test_a_launch_for_each_kind_of_tensors():
     """By dtypes, by alignment, by the number of the step: each in its own, and nothing beside them is touched."""
     kinds = [
@@ -121,7 +131,7 @@ def test_a_launch_for_each_kind_of_tensors():
     tensors = [[y for x, _ in kinds for y in x[i]] for i in range(4)]
     steps = [number for _, numbers in kinds for number in numbers]
     exact = [adamw_reference(*x, step, **STEP) for *x, step in zip(*tensors, steps, strict=True)]
-    assert _kernels(lambda: adamw_step(*tensors, steps, **STEP, config=SMALL)) == len(kinds)
+    assert _kernels(lambda: adamw_step(*tensors, steps, **STEP)) == len(kinds)
     for x, wanted in zip(zip(*tensors, strict=True), exact, strict=True):
         for got, y in zip((x[0], x[2], x[3]), wanted, strict=True):
             torch.testing.assert_close(got, y.to(got.dtype), rtol=4 * torch.finfo(got.dtype).eps, atol=2e-6)
@@ -131,9 +141,10 @@ def test_a_launch_for_each_kind_of_tensors():
 
 
 @pytest.mark.kernels
+@pytest.mark.usefixtures("small_blocks")
 def test_the_table_is_copied_only_when_something_moved():
     (p, g, m, v), tables = _tensors([100, 40]), {}
-    take = lambda g: adamw_step(p, g, m, v, [1, 1], **STEP, config=SMALL, tables=tables)
+    take = lambda g: adamw_step(p, g, m, v, [1, 1], **STEP, tables=tables)
     with torch.device("meta"):  # another device by default
         take(g)
     first = tables[0]

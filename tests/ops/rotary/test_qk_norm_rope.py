@@ -7,7 +7,7 @@ import torch
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
-from tigon.ops.rotary.qk_norm_rope_kernels import Config
+from tigon.ops.rotary.qk_norm_rope_kernels import QKNormRopeConfig, QKNormRopeProblem
 from tigon.runtime.device import Device
 
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
@@ -241,7 +241,7 @@ DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)
 @pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize(("heads", "size"), [(1, 2), (32, 128), (14, 64), (40, 128), (8, 1024), (128, 256)])
 def test_heuristic(heads, size, together, device):
-    config = Config.heuristic(heads, size, together, 2, device)
+    config = QKNormRopeConfig.heuristic(QKNormRopeProblem(heads, size, together, 2), device)
     for block_h, warps in ((config.block_h, config.num_warps), (config.backward_block_h, config.backward_warps)):
         assert block_h >= heads if together else block_h < 2 * heads
         assert 1 <= warps <= device.max_warps

@@ -7,7 +7,8 @@ import torch
 
 import tigon
 from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.rotary.rope import Config, axes_of, rope_reference
+from tigon.ops.rotary.rope import RopeConfig, RopeProblem, axes_of, rope_reference
+from tigon.runtime.device import EMULATED
 
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 
@@ -219,7 +220,7 @@ def test_only_one_output_used():
 @pytest.mark.parametrize("heads", [1, 2, 8, 14, 40])
 @pytest.mark.parametrize("size", [2, 64, 80, 128, 1024])
 def test_heuristic(heads, size):
-    config = Config.heuristic(heads, size)
+    config = RopeConfig.heuristic(RopeProblem(heads, size), EMULATED)
     assert 1 <= config.block_h < 2 * heads
     assert config.block_h * size <= 2048
 

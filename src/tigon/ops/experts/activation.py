@@ -16,6 +16,7 @@ for an activation without a gate.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -25,8 +26,9 @@ from torch import Tensor
 
 from tigon.ops.experts.routing import Routing
 from tigon.ops.mlps.glu import activation_and_slope
-from tigon.runtime.device import runs_kernels
+from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch
+from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["activation_gradients", "activation_gradients_reference"]
 
@@ -78,17 +80,26 @@ def activation_gradients_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
+class ActivationProblem(NamedTuple):
+    """What the launch parameters of `activation_gradients` depend on."""
+
+    inner: int  # I
+
+
+WARPS = ((256, 1), (512, 2), (1024, 4))  # for blocks of up to so many features
+
+
 @dataclass(frozen=True)
-class Config:
+class ActivationConfig(LaunchConfig):
     """Launch parameters: a program takes a row, `block` features at a time."""
 
     block: int
     num_warps: int
 
     @staticmethod
-    def heuristic(inner: int) -> "Config":
-        block = min(1024, triton.next_power_of_2(max(1, inner)))
-        return Config(block, num_warps=max(1, block // 256))
+    def heuristic(problem: ActivationProblem, device: Device) -> "ActivationConfig":
+        block = min(1024, triton.next_power_of_2(max(1, problem.inner)))
+        return ActivationConfig(block, rung(WARPS, block))
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -150,7 +161,8 @@ def activation_gradients(
     if not runs_kernels(h, da, weights):
         return activation_gradients_reference(h, da, weights, routing, kind, needs_dh, needs_activation, needs_dweights)
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
-    config, h, da = Config.heuristic(inner), h.contiguous(), None if da is None else da.contiguous()
+    config = ActivationConfig.choose(ActivationProblem(inner), device_of(h))
+    h, da = h.contiguous(), None if da is None else da.contiguous()
     dh = torch.empty_like(h) if needs_dh else None
     # A thread reads what it writes over.
     wa = (h.new_empty(len(h), inner) if da is None else da) if needs_activation else None

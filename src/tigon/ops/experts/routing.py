@@ -20,9 +20,10 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.autograd import first_order
-from tigon.runtime.device import cdiv, runs_kernels
+from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import block_of_row, dense_rows
+from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["Routing", "combine", "combine_reference", "route", "spread", "spread_reference"]
 
@@ -78,8 +79,19 @@ def combine_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
+class RoutingProblem(NamedTuple):
+    """What the launch parameters of `spread` and `combine` depend on."""
+
+    features: int  # H
+
+
+# Loads of 16 bytes a thread in bf16, K in flight in a sum: for blocks of up to so many features, the warps.
+SUM_WARPS = ((256, 1), (512, 2), (1024, 4))
+SPREAD_WARPS = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
+
+
 @dataclass(frozen=True)
-class Config:
+class RoutingConfig(LaunchConfig):
     """Launch parameters: a program sums `sum_block` features of a token, or spreads a token, `block` at a time."""
 
     sum_block: int
@@ -88,12 +100,11 @@ class Config:
     num_warps: int
 
     @staticmethod
-    def heuristic(h: int) -> "Config":
-        # Loads of 16 bytes a thread in bf16, K in flight in a sum. A token of up to 8192 features stays in registers.
-        block = triton.next_power_of_2(h) if h <= 8192 else 4096
+    def heuristic(problem: RoutingProblem, device: Device) -> "RoutingConfig":
+        h = problem.features
+        block = triton.next_power_of_2(h) if h <= 8192 else 4096  # a token of up to 8192 features stays in registers
         sum_block = min(block, 1024)
-        warps = lambda size, features: max(1, min(16, size // (32 * features)))
-        return Config(sum_block, warps(sum_block, 8), block, warps(block, 16))
+        return RoutingConfig(sum_block, rung(SUM_WARPS, sum_block), block, rung(SPREAD_WARPS, block))
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -163,7 +174,7 @@ def _fake_sum(rows, weights, slot, ends, dtype):
 def sum_rows_of_tokens(rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """rows [S, H], weights [T, K] or None (of 1) -> [T, H]."""
     y, h = _fake_sum(rows, weights, slot, ends, dtype), rows.shape[1]
-    config = Config.heuristic(h)
+    config = RoutingConfig.choose(RoutingProblem(h), device_of(rows))
     blocks = cdiv(h, config.sum_block)
     weights = weights if weights is None else weights.contiguous()
     launch(
@@ -186,7 +197,8 @@ def spread_tokens(
     """x [T, H] -> weights[t, k] * x[t] [S, H], and x[t] . rows[slot[t, k]] [T, K] of rows [S, H]; None if not asked."""
     made, dot = _fake_spread(x, rows, weights, slot, ends, dtype, makes_rows, makes_dot)
     x, stride = dense_rows(x)
-    config, contiguous = Config.heuristic(x.shape[-1]), lambda y: None if y is None else y.contiguous()
+    config = RoutingConfig.choose(RoutingProblem(x.shape[-1]), device_of(x))
+    contiguous = lambda y: None if y is None else y.contiguous()
     launch(
         _spread_kernel, slot.shape[0], x, contiguous(rows), contiguous(weights), slot, ends, made, dot,
         stride, x.shape[-1], ends.shape[0],

@@ -48,8 +48,9 @@ from tigon.runtime.autograd import first_order
 from tigon.runtime.device import HIP, INTERPRETED, Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import dense_rows
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["Config", "divergence", "native_log2"]
+__all__ = ["DivergenceConfig", "DivergenceProblem", "divergence", "native_log2"]
 
 LOWEST = tl.constexpr(-1e4)  # stands for -inf in differences; its exponential is zero
 EVERY = tl.constexpr(tl.PropagateNan.ALL)
@@ -58,8 +59,15 @@ EVERY = tl.constexpr(tl.PropagateNan.ALL)
 # --- configuration -------------------------------------------------------------------------------
 
 
+class DivergenceProblem(NamedTuple):
+    """What the launch parameters of a divergence depend on."""
+
+    vocabulary: int
+    kind: str  # "kl", "jsd" or "tvd"
+
+
 @dataclass(frozen=True)
-class Config:
+class DivergenceConfig(LaunchConfig):
     """Launch parameters: a program takes `span` blocks of `block_v` elements of one row."""
 
     block_v: int
@@ -67,10 +75,15 @@ class Config:
     num_warps: int
 
     @staticmethod
-    def heuristic(v: int, device: Device, jsd: bool) -> "Config":
-        block_v = min(max(triton.next_power_of_2(v), 64), 1024)
-        # The arithmetic of JSD wants longer loops: 0.761 ms for 0.771, from logits 1.94 for 2.12 (H200, 4096 x 128256).
-        return Config(block_v, 16 if jsd else 4, max(1, min(block_v // 256, 128 // device.warp_size)))
+    def heuristic(problem: DivergenceProblem, device: Device) -> "DivergenceConfig":
+        block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), 1024)
+        return DivergenceConfig(
+            block_v,
+            # The arithmetic of JSD wants longer loops: 0.761 ms for 0.771, from logits 1.94 for 2.12 (H200, 4096 x
+            # 128256).
+            span=16 if problem.kind == "jsd" else 4,
+            num_warps=max(1, min(block_v // 256, 128 // device.warp_size)),
+        )
 
 
 def native_log2(x: Tensor, device: Device) -> bool:
@@ -251,7 +264,7 @@ def _run(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """One pass over x and y: of loss ([] or [M, V]), G [M] and dx [M, V] those that are asked for."""
     (m, v), device = x.shape, device_of(x)
-    config = Config.heuristic(v, device, options.kind == "jsd")
+    config = DivergenceConfig.choose(DivergenceProblem(v, options.kind), device)
     parts = cdiv(v, config.block_v * config.span)
     elements = options.elements
     losses = x.new_empty((m, v if elements else parts), dtype=torch.float32) if loss else None

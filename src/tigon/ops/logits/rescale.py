@@ -5,17 +5,46 @@ where the one factor is one, it ends without touching the gradient. The buffers 
 place, unless the graph is kept for another backward, which must find them as they were.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.runtime.device import cdiv, device_of, runs_kernels
+from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["rescale", "rescaled"]
+__all__ = ["RescaleConfig", "RescaleProblem", "rescale", "rescaled"]
 
-BLOCK = 4096
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class RescaleProblem(NamedTuple):
+    """What the launch parameters of `rescale` depend on."""
+
+    columns: int  # N
+    itemsize: int  # bytes of an element of x
+
+
+@dataclass(frozen=True)
+class RescaleConfig(LaunchConfig):
+    """Launch parameters: at most `programs` programs take blocks of one row in turn."""
+
+    block: int
+    num_warps: int
+    programs: int
+
+    @staticmethod
+    def heuristic(problem: RescaleProblem, device: Device) -> "RescaleConfig":
+        # Few programs: nearly always all that they do is look at the factor.
+        return RescaleConfig(block=4096, num_warps=8, programs=8 * device.multiprocessors)
+
+
+# --- kernel --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["stride_factor", "M"])
@@ -31,17 +60,22 @@ def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BL
         tl.store(x_ptr + row * stride_x + cols, x * factor, mask=cols < N)
 
 
+# --- launchers -----------------------------------------------------------------------------------
+
+
 @on_device
 def rescale(x: Tensor, factor: Tensor) -> Tensor:
     """x [M, N] *= factor, [] or one value a row [M]."""
     if not runs_kernels(x):
         return x.mul_(factor[:, None] if factor.dim() else factor)
     if x.numel():
-        (m, n), blocks = x.shape, cdiv(x.shape[1], BLOCK)
-        # Few programs: nearly always all that they do is look at the factor.
-        programs = min(m * blocks, 8 * device_of(x).multiprocessors)
-        stride = factor.stride(0) if factor.dim() else 0
-        launch(_rescale_kernel, programs, x, factor, x.stride(0), stride, m, n, blocks, BLOCK=BLOCK, num_warps=8)
+        m, n = x.shape
+        config = RescaleConfig.choose(RescaleProblem(n, x.element_size()), device_of(x))
+        blocks, stride = cdiv(n, config.block), factor.stride(0) if factor.dim() else 0
+        launch(
+            _rescale_kernel, min(m * blocks, config.programs), x, factor, x.stride(0), stride, m, n, blocks,
+            BLOCK=config.block, num_warps=config.num_warps,
+        )  # fmt: skip
     return x
 
 

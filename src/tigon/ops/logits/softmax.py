@@ -11,6 +11,7 @@ Shapes: M = rows (all leading dimensions), N = features.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,6 +24,7 @@ from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import dense_rows
+from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["Softmax", "softmax", "softmax_reference"]
 
@@ -42,8 +44,21 @@ def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
 # --- configuration -------------------------------------------------------------------------------
 
 
+class SoftmaxProblem(NamedTuple):
+    """What the launch parameters of one direction of `softmax` depend on."""
+
+    features: int  # N
+    itemsize: int  # bytes of an element
+    backward: bool
+
+
+# For rows of up to so many features, which are read at once, the warps: 16 elements a thread and tensor. More threads
+# than 512 leave one program a multiprocessor, and no overlap.
+WARPS = ((2048, 4), (4096, 8), (16384, 16), (32768, 32))
+
+
 @dataclass(frozen=True)
-class Config:
+class SoftmaxConfig(LaunchConfig):
     """Launch parameters of one direction."""
 
     block_m: int  # rows a tile, where they fit
@@ -54,17 +69,16 @@ class Config:
     keeps_y: bool = True  # in registers, in backward; a wide row has none to spare and reads y again, from L1 or L2
 
     @staticmethod
-    def heuristic(n: int, itemsize: int, backward: bool, device: Device) -> "Config":
-        block_n, lane = max(triton.next_power_of_2(n), 16), 16 // itemsize
-        if block_n > (32768 if backward else 16384):
+    def heuristic(problem: SoftmaxProblem, device: Device) -> "SoftmaxConfig":
+        block_n, lane = max(triton.next_power_of_2(problem.features), 16), 16 // problem.itemsize
+        if block_n > (32768 if problem.backward else 16384):
             # 4096 x 128256 in bf16 on an H200: 0.636 + 1.031 ms, with 4096 and 8 warps 0.772 + 1.243, because of fewer
             # rows at a time more is still in L2. The forward of 32000 features: 0.264 for 0.272 in registers.
-            return Config(1, 16384, lane, num_warps=min(32, device.max_warps), fits=False)
+            return SoftmaxConfig(1, 16384, lane, num_warps=min(32, device.max_warps), fits=False)
         # A tile of about 2048 elements: several short rows, or one long row, per program.
         block_m = max(1, 2048 // block_n)
-        # 16 elements a thread and tensor; more threads than 512 leave one program a multiprocessor, and no overlap.
-        warps = max(4, min(block_n // 512, 16)) if block_n <= 16384 else 32
-        return Config(block_m, block_n, lane, min(warps, device.max_warps), keeps_y=block_n <= 16384)
+        num_warps = min(rung(WARPS, block_n), device.max_warps)
+        return SoftmaxConfig(block_m, block_n, lane, num_warps, keeps_y=block_n <= 16384)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -172,7 +186,8 @@ def softmax_forward(x: Tensor) -> Tensor:
     """x [..., N] -> y [..., N]."""
     y, n = x.new_empty(x.shape), x.shape[-1]
     x, stride_x = dense_rows(x)
-    m, config = x.numel() // n, Config.heuristic(n, x.element_size(), False, device_of(x))
+    m, problem = x.numel() // n, SoftmaxProblem(n, x.element_size(), backward=False)
+    config = SoftmaxConfig.choose(problem, device_of(x))
     launch(
         _forward_kernel, cdiv(m, config.block_m), x, y, stride_x, n, m, n,
         FITS=config.fits, EVEN=n == config.block_n and config.block_m == 1, BLOCK_M=config.block_m,
@@ -186,7 +201,8 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
     """dy, y [..., N] -> dx [..., N]."""
     dx, n = y.new_empty(y.shape), y.shape[-1]
     (dy, stride_dy), (y, stride_y) = dense_rows(dy), dense_rows(y)
-    m, config = y.numel() // n, Config.heuristic(n, y.element_size(), True, device_of(y))
+    m, problem = y.numel() // n, SoftmaxProblem(n, y.element_size(), backward=True)
+    config = SoftmaxConfig.choose(problem, device_of(y))
     launch(
         _backward_kernel, cdiv(m, config.block_m), dy, y, dx, stride_dy, stride_y, n, m, n,
         FITS=config.fits, EVEN=n == config.block_n and config.block_m == 1, KEEPS_Y=config.keeps_y,

@@ -6,16 +6,44 @@ once. Whoever needs it waits for no more than what was queued before: made where
 layers of a model are queued, it has long arrived when the loss is reached, and the device never runs out of work.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime import checks
-from tigon.runtime.device import runs_kernels
+from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
+from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["ValidRows", "as_targets"]
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class ValidRowsProblem(NamedTuple):
+    """What the launch parameters of the search for valid rows depend on."""
+
+    itemsize: int  # bytes of a target
+
+
+@dataclass(frozen=True)
+class ValidRowsConfig(LaunchConfig):
+    """Launch parameters of the one program, which looks at `block` targets at a time."""
+
+    block: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(problem: ValidRowsProblem, device: Device) -> "ValidRowsConfig":
+        return ValidRowsConfig(block=2048, num_warps=8)
+
+
+# --- kernel --------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -32,15 +60,25 @@ def _valid_rows_kernel(target_ptr, rows_ptr, count_ptr, M, ignore_index, BLOCK: 
     tl.store(count_ptr, count.to(tl.int64))
 
 
+# --- launcher ------------------------------------------------------------------------------------
+
+
 @on_device
 def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     """target [M] -> rows [M] int64, of which the first `count` are set, and count [1] int64."""
     if runs_kernels(target.new_empty(0, dtype=torch.float32)) and target.numel():
         rows, count = target.new_empty(target.numel(), dtype=torch.int64), target.new_empty(1, dtype=torch.int64)
-        launch(_valid_rows_kernel, 1, target, rows, count, target.numel(), ignore_index, BLOCK=2048, num_warps=8)
+        config = ValidRowsConfig.choose(ValidRowsProblem(target.element_size()), device_of(target))
+        launch(
+            _valid_rows_kernel, 1, target, rows, count, target.numel(), ignore_index,
+            BLOCK=config.block, num_warps=config.num_warps,
+        )  # fmt: skip
         return rows, count
     rows = (target != ignore_index).nonzero()[:, 0]
     return rows, torch.tensor([len(rows)], device="cpu")
+
+
+# --- public --------------------------------------------------------------------------------------
 
 
 def _version(x: Tensor) -> int:

@@ -11,7 +11,7 @@ s is the logistic function. Everything in fp32, rounded once. Shapes: M = rows, 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,9 +22,10 @@ from torch import Tensor
 from tigon.memory.lean import remade
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
-from tigon.runtime.device import runs_kernels
+from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher, on_device
 from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
+from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["geglu", "geglu_reference", "swiglu", "swiglu_reference"]
 
@@ -53,17 +54,23 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
 # --- configuration -------------------------------------------------------------------------------
 
 
+class GLUProblem(NamedTuple):
+    """What the launch parameters of a gated linear unit depend on."""
+
+    kind: Kind
+
+
 @dataclass(frozen=True)
-class Config:
+class GLUConfig(LaunchConfig):
     """Launch parameters: a program takes `block` features of one row (or of the whole tensor, if it has no gaps)."""
 
     block: int
-    num_warps: int = 4
+    num_warps: int
 
     @staticmethod
-    def heuristic(kind: Kind) -> "Config":
+    def heuristic(problem: GLUProblem, device: Device) -> "GLUConfig":
         # erf takes long enough to want more loads in flight: 0.93 ms for 1.01 (H200, 16384 x 14336).
-        return Config(block=2048 if kind == "gelu" else 1024)
+        return GLUConfig(block=2048 if problem.kind == "gelu" else 1024, num_warps=4)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -133,7 +140,7 @@ def _dense_halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int,
 
 
 def _launch(kernel, kind: str, tensors: tuple[Tensor, ...], strides: tuple[int, ...], **flags: bool) -> None:
-    config = Config.heuristic(kind)
+    config = GLUConfig.choose(GLUProblem(kind), device_of(tensors[0]))
     launch_blocks(
         kernel, tensors[0].shape[-1], tensors, strides, config.block, KIND=kind, **flags, num_warps=config.num_warps
     )

@@ -4,6 +4,7 @@ In fp32, rounded once. NaN stays NaN, and where x <= 0 dx is 0 whatever dy is, a
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,9 +16,10 @@ from tigon.memory.lean import remade
 from tigon.ops.mlps.projections import check_layer
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
-from tigon.runtime.device import runs_kernels
+from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher
 from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
+from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["ReLU2MLP", "relu2", "relu2_reference"]
 
@@ -33,17 +35,23 @@ def relu2_reference(x: Tensor) -> Tensor:
 # --- configuration -------------------------------------------------------------------------------
 
 
+class ReLU2Problem(NamedTuple):
+    """What the launch parameters of `relu2` depend on."""
+
+    itemsize: int  # bytes of an element
+
+
 @dataclass(frozen=True)
-class Config:
+class ReLU2Config(LaunchConfig):
     """Launch parameters: a program takes `block` features of one row (or of the whole tensor, if it has no gaps)."""
 
     block: int
     num_warps: int
 
     @staticmethod
-    def heuristic(itemsize: int) -> "Config":
+    def heuristic(problem: ReLU2Problem, device: Device) -> "ReLU2Config":
         # Two accesses of 16 bytes a thread and tensor.
-        return Config(block=4096 // itemsize, num_warps=4)
+        return ReLU2Config(block=4096 // problem.itemsize, num_warps=4)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -76,7 +84,7 @@ def _launch(kernel, y: Tensor, *inputs: Tensor) -> None:
         order = sorted(range(y.dim()), key=lambda i: (y.shape[i] == 1, y.stride(i)), reverse=True)
         y, *inputs = (x.permute(order) for x in (y, *inputs))
     rows = [dense_rows(x) for x in (*inputs, y)]
-    config = Config.heuristic(y.element_size())
+    config = ReLU2Config.choose(ReLU2Problem(y.element_size()), device_of(y))
     launch_blocks(
         kernel, y.shape[-1], tuple(x for x, _ in rows), tuple(stride for _, stride in rows), config.block,
         num_warps=config.num_warps,

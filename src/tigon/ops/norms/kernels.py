@@ -12,8 +12,8 @@ mean_features(g).
 Shapes: M = rows (all leading dimensions), N = features, P = programs of the backward.
 """
 
-import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,22 +23,41 @@ from torch import Tensor
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, launcher, on_device
 from tigon.runtime.rows import dense_rows
+from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["Config", "norm_again", "norm_backward", "norm_forward", "sum_rows"]
+__all__ = ["NormConfig", "NormProblem", "SumConfig", "norm_again", "norm_backward", "norm_forward", "sum_rows"]
 
 WIDEST = 32768  # wider rows do not fit in the registers of one workgroup; the references take them
 REGISTERS = 2**18  # bytes that the threads of one workgroup hold at most
-COLUMNS = 4096  # of a block, where dw and db are summed apart from dz
 DENSE = torch.contiguous_format
-SUM_BLOCK = (256, 32)  # partial sums and columns that a program of `_sum_kernel` takes at a time
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
+class NormProblem(NamedTuple):
+    """What the launch parameters of a norm depend on."""
+
+    features: int  # N
+    itemsize: int  # bytes of an element of z
+    loads: int = 2  # tensors [M, N] that the backward reads: dy, z, dtotal
+    sums: int = 1  # sums over rows that the backward keeps: dw, db
+
+
+# For rows of up to so many features: warps of the forward, then warps and programs per multiprocessor of the backward.
+# Measured on an H200 in bf16: in the backward short rows do better with many programs (655360 x 128: 0.145 ms for
+# 0.286), longer ones with few.
+LADDER = (
+    (1024, (8, 8, 4)),
+    (4096, (4, 4, 2)),
+    (8192, (16, 8, 1)),
+    (16384, (32, 32, 1)),
+)
+
+
 @dataclass(frozen=True)
-class Config:
-    """Launch parameters. `heuristic` is a pure function of the problem and the device, tested without a GPU."""
+class NormConfig(LaunchConfig):
+    """Launch parameters of the forward and the backward of all norms."""
 
     block_m: int  # rows a tile
     block_n: int
@@ -49,37 +68,34 @@ class Config:
     keeps_w: bool  # in registers through the backward's loop; a wide row has none to spare and reads w again
     keeps_row: bool  # dy and z, while the backward sums over features; otherwise it reads them again, from the L1 cache
     splits: bool  # dw and db are summed by a launch of their own, in blocks of columns
+    columns: int = 4096  # columns of a block of that launch
 
     @staticmethod
-    @functools.cache
-    def heuristic(n: int, itemsize: int, device: Device, loads: int = 2, sums: int = 1) -> "Config":
-        """`loads` tensors [M, N] are read by the backward (dy, z, dtotal), `sums` kept by it (dw, db)."""
+    def heuristic(problem: NormProblem, device: Device) -> "NormConfig":
+        n, itemsize, loads, sums = problem
         block_n = triton.next_power_of_2(n)
-        # Measured on an H200 in bf16. Several short rows, or a long one, a program. In backward short rows do better
-        # with many programs and no pipeline (655360 x 128: 0.145 ms for 0.286), longer ones with few and loads three
-        # tiles ahead; 16384 x 4096 takes 0.108 with pairs of rows, 0.109 without; layer norm has no registers for them.
-        short, even = block_n <= 1024, n == block_n
-        pairs = block_n == 4096 and sums == 1
-        block_m = 2 if pairs else max(1, min(16, 4096 // block_n))
-        if short or pairs or block_n == 8192:
-            backward_warps = 8
-        else:
-            backward_warps = 4 if block_n <= 4096 else 32 if even else 16  # masks take the registers of more threads
-        programs = 4 if short else 2 if block_n <= 4096 and not pairs else 1
+        num_warps, backward_warps, programs = rung(LADDER, block_n)
+        # Several short rows, or a long one, a program. Measured on an H200 in bf16: the backward of 16384 x 4096 takes
+        # 0.108 ms with pairs of rows, 0.109 without; layer norm has no registers for them.
+        block_m = max(1, min(16, 4096 // block_n))
+        if block_n == 4096 and sums == 1:
+            block_m, backward_warps, programs = 2, 8, 1
+        if block_n > 8192 and n != block_n:
+            backward_warps = 16  # masks take the registers of more threads
         tile = loads * block_m * block_n * itemsize  # the pipeline holds one for each stage but the last
         # Kept sums and a row must leave half of the registers to addresses, to loads in flight and to what is made.
         fits = lambda rows: (4 * max(sums, 1) + rows * itemsize) * block_n <= REGISTERS // 2
-        keeps_row = fits(loads)
-        pipelined = not short and keeps_row and block_n <= 8192
-        return Config(
+        # Short rows do better without a pipeline, longer ones with loads three tiles ahead.
+        pipelined = 1024 < block_n <= 8192 and fits(loads)
+        return NormConfig(
             block_m=block_m,
             block_n=block_n,
-            num_warps=min(8 if short else 4 if block_n <= 4096 else min(block_n // 512, 32), device.max_warps),
+            num_warps=min(num_warps, device.max_warps),
             backward_warps=min(backward_warps, device.max_warps),
             num_stages=3 if pipelined and programs * 2 * tile <= 0.6 * device.shared_memory else 1,
             programs=programs * device.multiprocessors,
             keeps_w=block_n < 16384,
-            keeps_row=keeps_row,
+            keeps_row=fits(loads),
             splits=not fits(2),
         )
 
@@ -89,6 +105,25 @@ class Config:
         """
         tiles, most = cdiv(m, self.block_m), max(1, self.programs // blocks)
         return cdiv(tiles, max(2, cdiv(tiles, most)))
+
+
+class SumProblem(NamedTuple):
+    """What the launch parameters of a sum over rows depend on."""
+
+    features: int  # N
+
+
+@dataclass(frozen=True)
+class SumConfig(LaunchConfig):
+    """Launch parameters of `sum_rows`: a program sums `block_n` columns, `block_p` partial sums at a time."""
+
+    block_p: int
+    block_n: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(problem: SumProblem, device: Device) -> "SumConfig":
+        return SumConfig(block_p=256, block_n=32, num_warps=8)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -233,9 +268,10 @@ def _sum_kernel(
 def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_out: Tensor | None = None) -> None:
     """partial [P, N] fp32 -> out [N], its sum over P; and likewise a second."""
     p, n = partial.shape
+    config = SumConfig.choose(SumProblem(n), device_of(partial))
     launch(
-        _sum_kernel, cdiv(n, SUM_BLOCK[1]), partial, second, out, second_out, p, n,
-        BLOCK_P=SUM_BLOCK[0], BLOCK_N=SUM_BLOCK[1], num_warps=8,
+        _sum_kernel, cdiv(n, config.block_n), partial, second, out, second_out, p, n,
+        BLOCK_P=config.block_p, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
 
 
@@ -268,7 +304,7 @@ def norm_forward(
     """
     made = y, total, statistics = _empty_forward(x, residual, weight, bias, eps, offset, centred, round_first)
     n, m = x.shape[-1], statistics.shape[1]
-    config = Config.heuristic(n, x.element_size(), device_of(x))
+    config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)
     residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
     launch(
@@ -288,7 +324,7 @@ def norm_again(z: Tensor, weight: Tensor | None, statistics: Tensor, offset: flo
     """
     y, _, _ = _empty_forward(z, None, weight, None, 0.0, offset, False, round_first)
     n, m = z.shape[-1], statistics.shape[1]
-    config = Config.heuristic(n, z.element_size(), device_of(z))
+    config = NormConfig.choose(NormProblem(n, z.element_size()), device_of(z))
     z, stride_z = dense_rows(z)
     launch(
         _forward_kernel, cdiv(m, config.block_m),
@@ -324,13 +360,13 @@ def norm_backward(
     )
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
-    config = Config.heuristic(n, z.element_size(), device, loads, sums)
+    config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
     dy, stride_dy = dense_rows(dy)
     z, stride_z = dense_rows(z)
     dtotal, stride_dtotal = (None, 0) if dtotal is None else dense_rows(dtotal)
     weight = weight if weight is None else weight.contiguous()
 
-    def run(config: Config, programs: int, dz: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
+    def run(config: NormConfig, programs: int, dz: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
         launch(
             _backward_kernel, programs,
             dy, dtotal, z, weight, statistics, dz, dw, db, stride_dy, stride_dtotal, stride_z, m, n, offset,
@@ -344,7 +380,7 @@ def norm_backward(
         dz = None
     if sums:
         if dz is None:
-            config = Config.heuristic(min(n, COLUMNS), z.element_size(), device, 2, sums)
+            config = NormConfig.choose(NormProblem(min(n, config.columns), z.element_size(), 2, sums), device)
             blocks = cdiv(n, config.block_n)
         programs = config.balanced(m, blocks)
         dw_parts, db_parts = (None if x is None else z.new_empty((programs, n), dtype=torch.float32) for x in (dw, db))

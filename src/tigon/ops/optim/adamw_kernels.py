@@ -12,20 +12,21 @@ Shapes: p, g, m, v of one parameter have N elements, without gaps. A step reads 
 14 bytes a parameter. One launch steps all parameters: it finds them by a table of their addresses.
 """
 
-import functools
 import math
 from array import array
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.runtime.device import cdiv
+from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, on_device
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["Config", "Table", "adamw_reference", "adamw_step"]
+__all__ = ["AdamWConfig", "AdamWProblem", "Table", "adamw_reference", "adamw_step"]
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -58,24 +59,28 @@ def adamw_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
+class AdamWProblem(NamedTuple):
+    """What the launch parameters of a step depend on."""
+
+    itemsize: int  # bytes of an element of the parameters
+
+
 @dataclass(frozen=True)
-class Config:
-    """Launch parameters: a program takes `block` elements; `eviction` is the L2 policy of loads and stores.
+class AdamWConfig(LaunchConfig):
+    """Launch parameters: a program takes `block` elements.
 
     `span` programs in a row share an entry of the map from programs to tensors: for 8e9 parameters in bf16 that makes
     it 4 MB, and a tensor's last span at most 7 programs that have nothing to do.
     """
 
     block: int
-    num_warps: int = 4
-    eviction: str = ""  # "" | "evict_first" | "evict_last", as Triton names them
-    span: int = 8
+    num_warps: int
+    span: int
 
     @staticmethod
-    @functools.cache
-    def heuristic(itemsize: int) -> "Config":
-        """For parameters of so many bytes an element: one access of 16 bytes a thread for each of the seven."""
-        return Config(block=4 * 32 * 16 // itemsize)
+    def heuristic(problem: AdamWProblem, device: Device) -> "AdamWConfig":
+        # One access of 16 bytes a thread, of 128, for each of the seven tensors.
+        return AdamWConfig(block=4 * 32 * 16 // problem.itemsize, num_warps=4, span=8)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -94,13 +99,13 @@ def _one_minus_exp(x):
 def _update(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, mask,
     step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps,
-    MAXIMIZE: tl.constexpr, EVICTION: tl.constexpr,
+    MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
     """One block: pointers to its elements, and which of them are inside (None: all)."""
-    g = tl.load(grad_ptr, mask=mask, eviction_policy=EVICTION).to(tl.float32)
-    m = tl.load(exp_avg_ptr, mask=mask, eviction_policy=EVICTION).to(tl.float32)
-    v = tl.load(exp_avg_sq_ptr, mask=mask, eviction_policy=EVICTION).to(tl.float32)
-    p = tl.load(param_ptr, mask=mask, eviction_policy=EVICTION).to(tl.float32)
+    g = tl.load(grad_ptr, mask=mask).to(tl.float32)
+    m = tl.load(exp_avg_ptr, mask=mask).to(tl.float32)
+    v = tl.load(exp_avg_sq_ptr, mask=mask).to(tl.float32)
+    p = tl.load(param_ptr, mask=mask).to(tl.float32)
     step_size = lr / _one_minus_exp(step * log_beta1)
     scale = 1.0 / tl.sqrt(_one_minus_exp(step * log_beta2))
     decay = lr * weight_decay
@@ -111,9 +116,9 @@ def _update(
     # Not p * (1 - decay), which rounds twice: a decay is often of the size of fp32's last digit.
     p = p - decay * p
     p = p - step_size * (m / (tl.sqrt(v) * scale + eps))
-    tl.store(param_ptr, p, mask=mask, eviction_policy=EVICTION)
-    tl.store(exp_avg_ptr, m, mask=mask, eviction_policy=EVICTION)
-    tl.store(exp_avg_sq_ptr, v, mask=mask, eviction_policy=EVICTION)
+    tl.store(param_ptr, p, mask=mask)
+    tl.store(exp_avg_ptr, m, mask=mask)
+    tl.store(exp_avg_sq_ptr, v, mask=mask)
 
 
 @triton.jit
@@ -135,7 +140,7 @@ def _step_kernel(
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,  # dtypes
     ALIGNED: tl.constexpr,  # all addresses to 16 bytes
     STEPS: tl.constexpr,  # whether the steps' numbers are in memory; else all are `step`
-    MAXIMIZE: tl.constexpr, EVICTION: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
+    MAXIMIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     row_ptr = rows_ptr + tl.load(owners_ptr + program // SPAN) * 8
@@ -154,12 +159,12 @@ def _step_kernel(
         if left >= BLOCK:
             _update(
                 param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, None,
-                step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE, EVICTION,
+                step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
             )  # fmt: skip
         else:
             _update(
                 param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, tl.arange(0, BLOCK) < left,
-                step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE, EVICTION,
+                step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
             )  # fmt: skip
 
 
@@ -188,7 +193,6 @@ def adamw_step(
     maximize: bool = False,
     *,
     tables: dict[int, Table] | None = None,
-    config: Config | None = None,
 ) -> None:
     """Of each tensor p, g, m, v [...], fp32 | bf16 | fp16, contiguous on one device: p, m and v become those after
     step number `steps[i]`, all in one launch, or one for each that differs in dtypes, device, alignment or number.
@@ -214,11 +218,12 @@ def adamw_step(
     )  # fmt: skip
     for position, (kind, found) in enumerate(launches.items()):
         index, *dtypes, aligned, number = kind
-        chosen = config or Config.heuristic(dtypes[0].itemsize)
         device = torch.device("cuda", index) if index >= 0 else params[0].device
-        table = tables[position] = _table(found, device, chosen.block * chosen.span, tables.get(position))
+        first = next(p for p in params if p.get_device() == index)
+        config = AdamWConfig.choose(AdamWProblem(dtypes[0].itemsize), device_of(first))
+        table = tables[position] = _table(found, device, config.block * config.span, tables.get(position))
         rate = lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else float(lr)
-        _launch(table.rows, table.owners, rate, number, numbers, dtypes, aligned, maximize, chosen)
+        _launch(table.rows, table.owners, rate, number, numbers, dtypes, aligned, maximize, config)
 
 
 def _table(found: list[int], device: torch.device, size: int, before: Table | None) -> Table:
@@ -247,7 +252,7 @@ def _launch(rows, owners, lr, number, numbers, dtypes, aligned, maximize, config
     p, g, m, v = (TYPES[x] for x in dtypes)
     launch(
         _step_kernel, owners.numel() * config.span, rows, owners, lr_ptr, number or 0.0, lr, *numbers,
-        P=p, G=g, M=m, V=v, ALIGNED=aligned, STEPS=number is None, MAXIMIZE=maximize, EVICTION=config.eviction,
+        P=p, G=g, M=m, V=v, ALIGNED=aligned, STEPS=number is None, MAXIMIZE=maximize,
         SPAN=config.span, BLOCK=config.block, num_warps=config.num_warps,
     )  # fmt: skip
 

@@ -13,8 +13,8 @@ Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R
 backward, T = B S tokens.
 """
 
-import functools
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -37,8 +37,9 @@ from tigon.ops.rotary.heads import (
 )
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["Config", "qk_norm_rope_backward", "qk_norm_rope_forward"]
+__all__ = ["QKNormRopeConfig", "QKNormRopeProblem", "qk_norm_rope_backward", "qk_norm_rope_forward"]
 
 WIDEST = 32768  # features normalised together; more do not fit in the registers of one workgroup
 
@@ -46,9 +47,26 @@ WIDEST = 32768  # features normalised together; more do not fit in the registers
 # --- configuration -------------------------------------------------------------------------------
 
 
+class QKNormRopeProblem(NamedTuple):
+    """What the launch parameters of `qk_norm_rope` depend on."""
+
+    heads: int  # of q or of k, the more of the two
+    head_size: int
+    together: bool  # a tile holds all heads, which are normalised together
+    itemsize: int  # bytes of an element of q
+
+
+# 4 x 4096 tokens, 32 + 8 heads of 128, bf16, H200. Forward: 0.094 ms with all 32 heads in a tile, 0.101 with 8.
+# Backward: 0.157 with 16 heads, three stages and three programs a multiprocessor; 0.190 with 8 warps and no pipeline.
+FORWARD_TILE, BACKWARD_TILE = 4096, 2048  # features of a tile of several heads
+# For tiles of up to so many features: warps of a program, and programs of the backward per multiprocessor.
+WARPS = ((4096, 4), (8192, 8), (16384, 16), (32768, 32))
+PROGRAMS = ((2048, 3), (4096, 2), (8192, 1))
+
+
 @dataclass(frozen=True)
-class Config:
-    """Launch parameters. `heuristic` is a pure function of the problem and the device, tested without a GPU.
+class QKNormRopeConfig(LaunchConfig):
+    """Launch parameters of the forward and the backward.
 
     A program of the forward takes one token, so many heads at a time, first those of q, then those of k. The backward's
     programs loop over such tiles of all tokens.
@@ -63,23 +81,19 @@ class Config:
     keeps_w: bool  # in registers through the backward's loop; a wide tile has none to spare and reads w again
 
     @staticmethod
-    @functools.cache
-    def heuristic(heads: int, head_size: int, together: bool, itemsize: int, device: Device) -> "Config":
-        """`heads` of q or of k, the more of the two; `together`: a tile holds them all."""
-        heads, size = triton.next_power_of_2(heads), triton.next_power_of_2(head_size)
-        most = lambda features: heads if together else max(1, min(heads, features // size))
-        tile = most(2048) * size
-        # 4 x 4096 tokens, 32 + 8 heads of 128, bf16, H200. Forward: 0.094 ms with all 32 heads in a tile, 0.101 with 8.
-        # Backward: 0.157 with 16 heads, three stages and three programs a multiprocessor; 0.190 with 8 warps and no
-        # pipeline.
-        return Config(
-            block_h=most(4096),
-            num_warps=min(max(most(4096) * size // 1024, 4), device.max_warps),
-            backward_block_h=most(2048),
-            backward_warps=min(max(tile // 1024, 4), device.max_warps),
-            # Tiles of dy and x for each stage but the last.
-            num_stages=3 if tile >= 2048 and 2 * 2 * tile * itemsize <= device.shared_memory // 2 else 1,
-            programs=device.multiprocessors * (1 if tile > 4096 else 2 if tile > 2048 else 3),
+    def heuristic(problem: QKNormRopeProblem, device: Device) -> "QKNormRopeConfig":
+        heads, size = triton.next_power_of_2(problem.heads), triton.next_power_of_2(problem.head_size)
+        most = lambda features: heads if problem.together else max(1, min(heads, features // size))
+        block_h, backward_block_h = most(FORWARD_TILE), most(BACKWARD_TILE)
+        tile = backward_block_h * size
+        loads = 2 * 2 * tile * problem.itemsize  # bytes: tiles of dy and x for each stage but the last
+        return QKNormRopeConfig(
+            block_h=block_h,
+            num_warps=min(rung(WARPS, block_h * size), device.max_warps),
+            backward_block_h=backward_block_h,
+            backward_warps=min(rung(WARPS, tile), device.max_warps),
+            num_stages=3 if tile >= 2048 and loads <= device.shared_memory // 2 else 1,
+            programs=device.multiprocessors * rung(PROGRAMS, tile),
             keeps_w=tile < 16384,
         )
 
@@ -262,10 +276,11 @@ def _backward_kernel(
 
 def _constants(
     q: Tensor, k: Tensor | None, cos: Tensor, heads: int, layout: str, axes: str, together: bool, backward: bool
-) -> tuple[Config, dict[str, object]]:
+) -> tuple[QKNormRopeConfig, dict[str, object]]:
     """The launch parameters, and the constexprs that both kernels take."""
     hq, hk, d = q.shape[heads], 0 if k is None else k.shape[heads], q.shape[3]
-    config = Config.heuristic(max(hq, hk), d, together, q.element_size(), device_of(q))
+    problem = QKNormRopeProblem(max(hq, hk), d, together, q.element_size())
+    config = QKNormRopeConfig.choose(problem, device_of(q))
     block_h, (x_paired, y_paired) = config.backward_block_h if backward else config.block_h, PAIRED[layout]
     return config, {
         "HQ": hq, "HK": hk, "X_PAIRED": x_paired, "Y_PAIRED": y_paired, "AXES": axis_bits(axes), "TOGETHER": together,

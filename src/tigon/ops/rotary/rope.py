@@ -18,7 +18,7 @@ Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -42,8 +42,9 @@ from tigon.ops.rotary.heads import (
 )
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, leave_absent
-from tigon.runtime.device import runs_kernels
+from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
+from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["rope", "rope_reference"]
 
@@ -107,18 +108,25 @@ def rope_reference(
 # --- configuration -------------------------------------------------------------------------------
 
 
+class RopeProblem(NamedTuple):
+    """What the launch parameters of `rope` depend on."""
+
+    heads: int  # of q or of k, the more of the two
+    head_size: int
+
+
 @dataclass(frozen=True)
-class Config:
+class RopeConfig(LaunchConfig):
     """Launch parameters: a program turns all heads of one token, `block_h` at a time."""
 
     block_h: int
     num_warps: int
 
     @staticmethod
-    def heuristic(heads: int, head_size: int) -> "Config":
+    def heuristic(problem: RopeProblem, device: Device) -> "RopeConfig":
+        heads, head_size = map(triton.next_power_of_2, problem)
         # 8 heads of 128 at a time; all 32 in one tile take 2 % longer (H200) and more registers.
-        block_h = max(1, min(triton.next_power_of_2(heads), 1024 // triton.next_power_of_2(head_size)))
-        return Config(block_h=block_h, num_warps=4)
+        return RopeConfig(block_h=max(1, min(heads, 1024 // head_size)), num_warps=4)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -192,7 +200,8 @@ def rope_turn(
     q_out, k_out = _fake(q, k, cos, sin, backward, heads, layout, axes, table, q_dtype, k_dtype)
     q, k = dense_features(q), dense_features(k)
     b, s, d, hq, hk = q.shape[0], q.shape[3 - heads], q.shape[3], q.shape[heads], 0 if k is None else k.shape[heads]
-    config, (x_paired, y_paired) = Config.heuristic(max(hq, hk), d), PAIRED[layout]
+    config = RopeConfig.choose(RopeProblem(max(hq, hk), d), device_of(q))
+    x_paired, y_paired = PAIRED[layout]
     launch(
         _rope_kernel, b * s,
         q, k, cos, sin, q_out, k_out, *head_strides(q, heads), *head_strides(k, heads),

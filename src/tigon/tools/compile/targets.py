@@ -45,7 +45,7 @@ def _chip(name: str, backend: str, arch: int | str, multiprocessors: int, shared
     return Chip(
         name,
         GPUTarget(backend, arch, warp_size),
-        Device(multiprocessors, warp_size, shared_kib * 1024, backend == "cuda"),
+        Device(multiprocessors, warp_size, shared_kib * 1024, backend == "cuda", name),
     )
 
 

@@ -22,7 +22,7 @@ from tigon.runtime.device import Device, simulated
 
 __all__ = ["H200", "Ledger", "Work"]
 
-H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_copy=True)
+H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_copy=True, arch="sm_90")
 
 BLOCK = 512  # bytes: the caching allocator rounds up to multiples of it
 

@@ -25,6 +25,9 @@ to -inf.
 Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -33,15 +36,17 @@ from torch import Tensor
 from tigon.ops.logits.token import row as token_loss_row
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transformed
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
-from tigon.ops.logits.token.scan import Config, columns, constants, scan
+from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, columns, constants, scan
 from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
 from tigon.ops.logits.token.types import LOSS_ALONE, Options, Shard, Statistics, Upstream, Wants
-from tigon.runtime.device import cdiv, device_of, runs_kernels
+from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher, on_device
+from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
-    "Config",
     "Options",
+    "ScalesConfig",
+    "ScalesProblem",
     "Shard",
     "Statistics",
     "Upstream",
@@ -53,6 +58,27 @@ __all__ = [
     "partial_statistics",
     "statistics",
 ]
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class ScalesProblem(NamedTuple):
+    """What the launch parameters of `gradient_scales` depend on."""
+
+    weighted: bool  # by class weights
+
+
+@dataclass(frozen=True)
+class ScalesConfig(LaunchConfig):
+    """Launch parameters of the one program, which looks at `block` targets or class weights at a time."""
+
+    block: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(problem: ScalesProblem, device: Device) -> "ScalesConfig":
+        return ScalesConfig(block=2048, num_warps=8)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -224,9 +250,10 @@ def gradient_scales(
     """target [M], weight [V] | None, num_items [] | None -> scales [3] fp32: 1 / D, 1 / N, W."""
     scales = target.new_empty(3, dtype=torch.float32)
     if runs_kernels(scales, weight):
+        config = ScalesConfig.choose(ScalesProblem(weight is not None), device_of(scales))
         launch(
             _scales_kernel, 1, target, weight, num_items, scales, target.numel(), v, ignore_index,
-            MEAN=mean, BLOCK=2048, num_warps=8,
+            MEAN=mean, BLOCK=config.block, num_warps=config.num_warps,
         )  # fmt: skip
         return scales
     return gradient_scales_torch(target, weight, num_items, v, ignore_index, mean, scales)
@@ -263,15 +290,16 @@ def statistics(
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = empty_statistics(logits, options, wants)
     if gradient_ and token_loss_row.takes(logits, target, options, wants):
-        row_config = token_loss_row.Config.heuristic(v, itemsize, device)
+        row_config = token_loss_row.RowConfig.choose(token_loss_row.RowProblem(v, itemsize), device)
         if row_config is not None:
             token_loss_row.row_losses(logits, target, weight, scales, result, options, row_config, device)
             return result
+    config = ScanConfig.choose(ScanProblem(v, itemsize), device)
     launch(
         _loss_kernel, m, logits, target, weight, scales,
         result.loss, result.lse, *(made if made.numel() else None for made in result[2:]),
         logits.stride(0), v, *_arguments(options),
-        TOKEN_SCALING=options.token_scaling, **constants(options, Config.heuristic(v, itemsize, device)),
+        TOKEN_SCALING=options.token_scaling, **constants(options, config),
     )  # fmt: skip
     if gradient_:
         gradient(logits, target, weight, scales, result, Upstream(), options, out=logits)
@@ -294,7 +322,7 @@ def gradient(
         return gradient_torch(
             logits, target, weight, scales, found, upstream, options, out, shard or Shard(0, v)
         )  # fmt: skip
-    config = Config.heuristic(v, logits.element_size(), device_of(logits))
+    config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
     blocks, dloss = cdiv(v, config.block_v), upstream.loss
     dense = lambda x: None if x is None else x.contiguous()
     launch(

@@ -14,6 +14,7 @@ the chunk need no exchange until the row's end.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from tigon.ops.logits.token.maths import LN2, LOG2E, target_weight, transformed
 from tigon.ops.logits.token.types import Options, Statistics, Wants
 from tigon.runtime.device import Device, cdiv
 from tigon.runtime.launch import launch
+from tigon.runtime.tuning import LaunchConfig
 
 try:
     from triton.experimental import gluon
@@ -35,7 +37,7 @@ try:
 except (ImportError, AttributeError):  # Triton before 3.5
     gluon = None
 
-__all__ = ["Config", "row_losses", "takes"]
+__all__ = ["RowConfig", "RowProblem", "row_losses", "takes"]
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -43,8 +45,15 @@ __all__ = ["Config", "row_losses", "takes"]
 RESERVED = 2048  # bytes of shared memory a program beside its slots: reductions, and what the driver takes
 
 
+class RowProblem(NamedTuple):
+    """What the launch parameters of the kernel that reads logits once depend on."""
+
+    vocabulary: int
+    itemsize: int  # bytes of a logit
+
+
 @dataclass(frozen=True)
-class Config:
+class RowConfig(LaunchConfig):
     """Launch parameters. Milliseconds are those of 8192 rows in bf16 on an H200."""
 
     slots: int
@@ -54,9 +63,10 @@ class Config:
     programs_per_multiprocessor: int
 
     @staticmethod
-    def heuristic(v: int, itemsize: int, device: Device) -> "Config | None":
-        """None where two passes are as good, or the device cannot do this."""
-        if gluon is None or not device.async_copy or v * itemsize < 8192:
+    def heuristic(problem: RowProblem, device: Device) -> "RowConfig | None":
+        """Return None where two passes are as good, or the device has no asynchronous copies."""
+        v, itemsize = problem
+        if not device.async_copy or v * itemsize < 8192:
             return None
         # Short rows: several programs overlap their phases. V = 32000: 0.284 (two passes 0.390), 50304: 0.450 (0.604).
         block, warps = 8192 // itemsize, 4
@@ -70,7 +80,7 @@ class Config:
             # V = 256000 keeps 45 % and still gains 4 %; with less on the chip there is nothing to gain.
             if slots * block < 0.4 * v:
                 return None
-        return Config(slots, block, 16 // itemsize, warps, together)
+        return RowConfig(slots, block, 16 // itemsize, warps, together)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -222,7 +232,7 @@ def takes(logits: Tensor, target: Tensor, options: Options, wants: Wants) -> boo
     """Whether the kernel computes this. A soft cap is bound by special functions and gains nothing here (2.47 for
     2.40 ms, 8192 x 128256 on an H200).
     """
-    plain = options.softcap is None and options.label_smoothing == 0
+    plain = gluon is not None and options.softcap is None and options.label_smoothing == 0
     plain = plain and not (wants.predicted or wants.entropy)
     # Rows past the last are given the target `ignore_index`, which must be one.
     plain = plain and (target.dtype == torch.int64 or abs(options.ignore_index) < 2**31)
@@ -231,7 +241,7 @@ def takes(logits: Tensor, target: Tensor, options: Options, wants: Wants) -> boo
 
 def row_losses(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, result: Statistics, options: Options,
-    config: Config, device: Device,
+    config: RowConfig, device: Device,
 ) -> None:  # fmt: skip
     """logits [M, V] -> their gradient in their place, and the statistics in `result`."""
     (m, v), rest = logits.shape, logits.shape[1] - config.slots * config.block

@@ -8,6 +8,7 @@ Shapes: V vocabulary, or the columns of a shard.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -15,15 +16,23 @@ import triton.language as tl
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, transformed
 from tigon.ops.logits.token.types import Options
 from tigon.runtime.device import Device
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["Config", "columns", "constants", "scan"]
+__all__ = ["ScanConfig", "ScanProblem", "columns", "constants", "scan"]
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
+class ScanProblem(NamedTuple):
+    """What the launch parameters of a pass over logits depend on."""
+
+    vocabulary: int  # of the shard, where there are several
+    itemsize: int  # bytes of a logit
+
+
 @dataclass(frozen=True)
-class Config:
+class ScanConfig(LaunchConfig):
     """Launch parameters: a program takes `block_v` logits at a time, each thread `lane` of them together."""
 
     block_v: int
@@ -31,14 +40,15 @@ class Config:
     num_warps: int
 
     @staticmethod
-    def heuristic(v: int, itemsize: int, device: Device) -> "Config":
+    def heuristic(problem: ScanProblem, device: Device) -> "ScanConfig":
         # 8192 x 128256 on an H200: 0.485 ms to read, 0.991 ms to read and write, at 4.33 and 4.24 TB/s; blocks of 4096
         # are as fast but short of registers with every option, 8192 take 5 % longer.
-        block_v = min(max(triton.next_power_of_2(v), 64), 2048)
-        return Config(block_v, 16 // itemsize, max(1, min(block_v // 512, 128 // device.warp_size)))
+        block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), 2048)
+        num_warps = max(1, min(block_v // 512, 128 // device.warp_size))
+        return ScanConfig(block_v, 16 // problem.itemsize, num_warps)
 
 
-def constants(options: Options, config: Config) -> dict[str, bool | int]:
+def constants(options: Options, config: ScanConfig) -> dict[str, bool | int]:
     """Constexprs of every kernel that reads logits, and its warps."""
     return {
         "SMOOTHING": options.label_smoothing != 0,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tigon.ops.logits.token.maths import transformed
 from tigon.ops.logits.token.reference import LOWEST, Sums, statistics_of, sums_torch
-from tigon.ops.logits.token.scan import Config, constants, scan
+from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, constants, scan
 from tigon.ops.logits.token.types import Options, Shard, Statistics, Wants
 from tigon.runtime.device import device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
@@ -116,12 +116,13 @@ def partial_statistics(
     (m, v), start = logits.shape, shard.start
     partials = logits.new_empty(m, 6, dtype=torch.float32)
     weighted = options.label_smoothing and weight is not None
+    config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
     launch(
         _partial_kernel, m, logits, target, weight if weighted else None,
         weight[start : start + v].sum(dtype=torch.float32) if weighted else None, partials,
         logits.stride(0), v, start, options.ignore_index, options.softcap or 0.0, options.logit_scale,
         PREDICTED=wants.predicted, ENTROPY=wants.entropy,
-        **constants(options, Config.heuristic(v, logits.element_size(), device_of(logits))),
+        **constants(options, config),
     )  # fmt: skip
     return partials
 

@@ -1,0 +1,92 @@
+"""Choose launch parameters as values, and override the choice in a block of a test or of a tuning script.
+
+Each family of kernels has one frozen dataclass of launch parameters, derived from `LaunchConfig`. Its `heuristic` is a
+pure function of the problem (a NamedTuple of sizes) and the device, so tests call it without a GPU. Launchers call
+`choose`, which returns what `heuristic` returns unless a `tuned` block overrides it. docs/tuning.md shows both.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+from tigon.runtime.device import Device
+
+__all__ = ["LaunchConfig", "rung", "tuned"]
+
+Value = TypeVar("Value")
+Config = TypeVar("Config", bound="LaunchConfig")
+
+# Fields that replace those of the heuristic's choice, by the class of the config.
+_overrides: dict[type, dict[str, object]] = {}
+
+
+class LaunchConfig:
+    """The base class of all launch parameters. A subclass is a frozen dataclass with a `heuristic`."""
+
+    @staticmethod
+    def heuristic(problem: NamedTuple, device: Device) -> "LaunchConfig | None":
+        """Return the launch parameters for a problem on a device: a pure function.
+
+        None means that the kernel cannot run there, or that another kernel is faster.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def choose(cls: type[Config], problem: NamedTuple, device: Device) -> Config | None:
+        """Return the heuristic's choice, with the fields that an enclosing `tuned` block overrides."""
+        config = _cached_heuristic(cls, problem, device)
+        fields = _overrides.get(cls)
+        if fields is None:
+            return config
+        return cls(**fields) if config is None else dataclasses.replace(config, **fields)
+
+
+@functools.cache  # Small models wait for the host, and a heuristic takes microseconds.
+def _cached_heuristic(cls: type[LaunchConfig], problem: NamedTuple, device: Device) -> LaunchConfig | None:
+    return cls.heuristic(problem, device)
+
+
+@contextlib.contextmanager
+def tuned(cls: type[LaunchConfig], **fields: object) -> Iterator[None]:
+    """Replace fields of every choice of one config class in the block, in every thread.
+
+    Autograd runs the backward of CUDA tensors in a thread of its own, so the override holds there too. Where the
+    heuristic returns None, `fields` must be complete. An inner block adds its fields to those of an outer one.
+
+    Raises:
+        TypeError: The class has no such field.
+
+    Example:
+        >>> from tigon.ops.logits.softmax import SoftmaxConfig
+        >>> with tuned(SoftmaxConfig, num_warps=8):
+        ...     tigon.softmax(torch.randn(3, 64)).shape
+        torch.Size([3, 64])
+    """
+    names = [field.name for field in dataclasses.fields(cls)]
+    for name in fields:
+        if name not in names:
+            raise TypeError(f"tuned: {cls.__name__} has the fields {', '.join(names)}, got {name!r}")
+    before = _overrides.get(cls)
+    _overrides[cls] = {**(before or {}), **fields}
+    try:
+        yield
+    finally:
+        if before is None:
+            del _overrides[cls]
+        else:
+            _overrides[cls] = before
+
+
+def rung(ladder: Sequence[tuple[int, Value]], size: int) -> Value:
+    """Return the value beside the first limit that is at least `size`; limits ascend, and the last value has none.
+
+    Example:
+        >>> rung([(1024, 4), (4096, 8), (8192, 16)], 3000)
+        8
+    """
+    for limit, value in ladder:
+        if size <= limit:
+            return value
+    return ladder[-1][1]
