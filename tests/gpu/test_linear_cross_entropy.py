@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tigon
+import tigon.runtime.cublaslt as cublaslt
 import tigon.runtime.products as products
 from op_cases import assert_as_accurate_as_eager
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
@@ -96,8 +97,8 @@ def test_products_of_fp32_and_fp16():
 
 def _chosen(monkeypatch: pytest.MonkeyPatch) -> list:
     """What `product` finds for each product from here on."""
-    found, find = [], products._plan
-    monkeypatch.setattr(products, "_plan", lambda *key: found.append(find(*key)) or found[-1])
+    found, find = [], cublaslt.plan
+    monkeypatch.setattr(cublaslt, "plan", lambda *key: found.append(find(*key)) or found[-1])
     return found
 
 
@@ -105,13 +106,13 @@ def test_the_kernels_that_are_wanted_are_found(monkeypatch):
     """Else each product is torch's: right, and slower, without a word."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the ping-pong kernels are Hopper's")
-    if products._library() is None:
+    if cublaslt._library() is None:
         pytest.skip(f"no cuBLASLt of CUDA {torch.version.cuda} was found")
     x, w, target = _peaked(2048, 4096, 32000)
     found = _chosen(monkeypatch)
     torch.autograd.grad(tigon.linear_cross_entropy(x, w, target), (x, w))
     assert len(found) == 2, "logits and dW; dx is torch's"
-    missing = [plan is None or plan.found is None for plan in found]
+    missing = [plan is None or plan.algorithm is None for plan in found]
     assert not any(missing), f"no ping-pong kernel for {sum(missing)} of {len(found)} products"
 
 

@@ -1,24 +1,33 @@
 """Launch Triton kernels with little overhead, and register launchers as custom operators."""
 
 import functools
+import logging
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 import triton
-from torch import library
-from triton.runtime.jit import JITFunction
+import triton.language as tl
+from torch import Tensor, library
 
 from tigon.runtime.device import HIP, PLAIN, simulation_of
+from tigon.runtime.torch_private import current_device, current_raw_stream, dispatch_modes
+from tigon.runtime.triton_private import JITFunction, has_direct_launch, is_hooked, positional_launch
 
-__all__ = ["COMPILE", "launch", "launcher", "on_device"]
+__all__ = ["COMPILE", "launch", "launch_method", "launcher", "on_device"]
+
+_log = logging.getLogger("tigon")
 
 # Options of every launch: Triton 3.10 stops fusing products and sums by default.
 COMPILE = {"enable_fp_fusion": True}
 
-# Compiled kernels by what their choice depends on: how to run them, the values of their constexprs, and what must live
-# as long: the key has a kernel's id, and Triton may unload a variant that nobody holds.
+# Variants that may be launched directly, by what Triton chooses a variant by. A value holds the launcher, its first
+# arguments and the values of the constexprs. It also holds the kernel, because the key has the kernel's id, and the
+# compiled variant, because Triton may unload one that nobody refers to.
 _variants: dict[tuple, tuple] = {}
+
+# Whether direct launches passed the self-check, by device.
+_verdicts: dict[int, bool] = {}
 
 _keys: dict[tuple, Callable] = {}  # of the types of a launch's arguments: the rest of what the choice depends on
 
@@ -50,8 +59,10 @@ def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: 
 
     `arguments` are all others, in the kernel's order: tensors or None, the first a tensor, then ints and floats.
 
-    Triton finds out anew at every launch which compiled variant the arguments call for (11 us); here it is looked up by
-    what that depends on, because small models wait for the host.
+    Triton derives from the arguments, at every launch, which compiled variant it needs (11 us). Small models wait for
+    the host, so from the second launch on the variant is looked up here and launched directly. That passes arguments by
+    position to an undocumented launcher. Only tested versions of Triton do so, and only on devices where the self-check
+    passed; every other launch goes through `kernel[grid]`.
     """
     if not programs:
         return
@@ -59,7 +70,8 @@ def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: 
     if device < 0 and (simulation := simulation_of(arguments[0].device)) is not None:
         simulation.launched(arguments)
         return
-    if device < 0 or _hooked():  # the interpreter's; a profiler's, which wants to be told of every launch
+    # The interpreter has no device, and a profiler's hooks are called by Triton alone.
+    if device < 0 or is_hooked():
         kernel[(programs,)](*arguments, **constants, **COMPILE)
         return
     kinds = (id(kernel), *map(type, arguments))
@@ -67,22 +79,97 @@ def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: 
     if key_of is None:
         key_of = _keys[kinds] = _key_of(kernel, arguments)
     key = (kinds, device, key_of(*arguments), *constants, *constants.values())
-    found = _variants.get(key)
-    if found is None:
+    variant = _variants.get(key)
+    if variant is None:
         compiled = kernel[(programs,)](*arguments, **constants, **COMPILE)
-        tail = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-        _variants[key] = compiled.run, compiled.function, compiled.packed_metadata, tail, (kernel, compiled)
+        if _launches_directly(kernel, device):
+            tail = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+            _variants[key] = *positional_launch(compiled), tail, (kernel, compiled)
     else:
-        run, function, metadata, tail, _ = found
-        stream = torch._C._cuda_getCurrentRawStream(device)
+        run, function, metadata, tail, _ = variant
+        stream = current_raw_stream(device)
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *tail)
 
 
-def _hooked() -> bool:
-    """Return whether launches must go through Triton itself, because a profiler has set its launch hooks."""
-    runtime = triton.knobs.runtime
-    # A hook is None or a function in Triton 3.4, and a chain of functions later.
-    return any(getattr(hook, "calls", hook) for hook in (runtime.launch_enter_hook, runtime.launch_exit_hook))
+# --- the self-check of direct launches -------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["n"])
+def _check_kernel(x_ptr, absent_ptr, out_ptr, stride, n, factor, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    """Write x * factor + SHIFT + 1000 * program, so that every argument and the grid change the result."""
+    program = tl.program_id(0)
+    offsets = program * BLOCK + tl.arange(0, BLOCK)
+    y = tl.load(x_ptr + offsets * stride, offsets < n, 0.0) * factor + SHIFT + 1000.0 * program
+    if absent_ptr is not None:
+        y += tl.load(absent_ptr)
+    tl.store(out_ptr + offsets, y, offsets < n)
+
+
+def _launches_directly(kernel: JITFunction, device: int) -> bool:
+    """Return whether variants of the kernel may be launched directly on the device.
+
+    The first call for a device at a time when the host may wait runs the self-check. The question comes only after a
+    launch through Triton, so a direct launch pays nothing for it.
+    """
+    if kernel is _check_kernel:
+        return True
+    if not has_direct_launch():
+        return False
+    verdict = _verdicts.get(device)
+    if verdict is None:
+        if not _may_wait():
+            return False
+        verdict = _verdicts[device] = _direct_launch_agrees(device)
+    return verdict
+
+
+def _may_wait() -> bool:
+    """Return whether the host may wait for the device, and new tensors are ordinary ones.
+
+    Waiting would end the capture of a CUDA graph, and raises in torch's synchronisation debug mode. A dispatch mode
+    counts or fakes the tensors that it sees.
+    """
+    if torch.cuda.is_current_stream_capturing() or torch.cuda.get_sync_debug_mode():
+        return False
+    return not dispatch_modes()
+
+
+def _check_tensors(device: int) -> tuple[Tensor, Tensor]:
+    """Return the input of the self-check and two outputs, whose different values remain where nothing is written."""
+    x = torch.arange(600, dtype=torch.float32, device=torch.device("cuda", device))
+    return x, torch.stack([torch.full_like(x[:300], value) for value in (-1.0, -2.0)])
+
+
+def _direct_launch_agrees(device: int) -> bool:
+    """Launch a small kernel through Triton and then directly, and return whether both write the same values."""
+    with torch.no_grad():
+        x, outputs = _check_tensors(device)
+        arguments, constants = (2, 300, 0.5), {"BLOCK": 128, "SHIFT": 3, "num_warps": 1}
+        try:
+            # `launch` stores the variant after the first launch, so the second one is direct.
+            for _ in range(2):
+                launch(_check_kernel, 3, x, None, outputs[0], *arguments, **constants)
+                outputs = outputs.flip(0)
+            agrees = torch.equal(outputs[0], outputs[1])
+        except Exception:
+            _log.debug("The self-check of direct launches raised on device %d.", device, exc_info=True)
+            agrees = False
+    if not agrees:
+        _log.warning(
+            "Triton %s launches kernels otherwise than Tigon expects on device %d: each launch goes through Triton and "
+            "takes about 10 us more of the host's time. Results are unaffected.", triton.__version__, device
+        )  # fmt: skip
+    return agrees
+
+
+def launch_method() -> str:
+    """Return how kernels are launched after the first time, for `tigon env`."""
+    if not has_direct_launch():
+        return f"through Triton (direct launches were not tested with Triton {triton.__version__})"
+    failed = [device for device, passed in _verdicts.items() if not passed]
+    if failed:
+        return f"through Triton on devices {failed}, where the self-check failed"
+    return "direct, once the self-check on the device has passed"
 
 
 def on_device(function: Callable) -> Callable:
@@ -93,7 +180,7 @@ def on_device(function: Callable) -> Callable:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
         device = args[0].get_device()  # -1 for the CPU
-        if device >= 0 and device != torch._C._cuda_getDevice():
+        if device >= 0 and device != current_device():
             with torch.cuda.device(device):
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
@@ -133,7 +220,7 @@ def launcher(fake: Callable) -> Callable[[Callable], Callable]:
                 args = [x.trigger_wait() if type(x) not in PLAIN and hasattr(x, "trigger_wait") else x for x in args]
             device = args[0].get_device()
             # As `guarded` has it, without one more call: small models wait for the host.
-            return function(*args) if device < 0 or device == torch._C._cuda_getDevice() else guarded(*args)
+            return function(*args) if device < 0 or device == current_device() else guarded(*args)
 
         return call
 

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+from tigon.runtime import cublaslt
+from tigon.runtime.launch import launch_method
+
 __all__ = ["cpu_name", "device_name", "environment", "versions"]
 
 _PACKAGES = ("tigon", "torch", "triton", "transformers", "tokenizers", "accelerate", "peft", "trl", "liger-kernel")
@@ -73,7 +76,8 @@ def environment() -> dict[str, str]:
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"
     facts.update(_accelerators())
-    for name in ("TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
+    facts |= {"launches": launch_method(), "cuBLASLt": cublaslt.state()}
+    for name in ("TIGON_CUBLASLT", "TRITON_INTERPRET", "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"):
         if name in os.environ:
             facts[name] = os.environ[name]
     return facts

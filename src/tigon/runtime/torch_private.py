@@ -1,0 +1,250 @@
+"""Every private or undocumented name of torch that Tigon needs to run a model, in one place.
+
+Each name states why it is needed, the versions of torch that it was seen in, and what happens without it: another way
+that is slower or keeps more memory, or one clear refusal. `tests/runtime/test_torch_private.py` asks each name for its
+known answers, so that a new version of torch fails there, by name.
+
+The names are bound once, at import, because small models wait for the host.
+"""
+
+import inspect
+import operator
+import types
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+__all__ = [
+    "AccumulateGrad",
+    "CastBackward",
+    "StorageWeakRef",
+    "any_global_hook",
+    "backward_id",
+    "current_device",
+    "current_raw_stream",
+    "disable_dynamo",
+    "dispatch_modes",
+    "has_init_group",
+    "increment",
+    "is_checkpoint_hook",
+    "is_recompute_hook",
+    "keeps_graph",
+    "process_group_of",
+    "require",
+    "reshape_without_view",
+    "saved_tensor_hooks",
+    "storage_id",
+]
+
+_C = torch._C
+_missing: dict[str, str] = {}
+
+
+def _refusal(name: str) -> Callable[..., NoReturn]:
+    """Return a function that raises the refusal of whatever needs the missing name."""
+
+    def refuse(*args: Any, **kwargs: Any) -> NoReturn:
+        raise RuntimeError(_missing[name])
+
+    return refuse
+
+
+def _find(path: str, default: Any = None) -> Any:
+    """Return `torch.<path>`. If this torch has none, record its name for `require` and return the default.
+
+    Without a default, the result is a function that raises a RuntimeError which names the missing function.
+    """
+    value: Any = torch
+    for part in path.split("."):
+        value = getattr(value, part, None)
+    if value is not None:
+        return value
+    _missing[path] = (
+        f"torch {torch.__version__} has no torch.{path}, which Tigon needs here; "
+        "docs/versions.md lists the versions that work"
+    )
+    return _refusal(path) if default is None else default
+
+
+def require(user: str, *paths: str) -> None:
+    """Refuse a feature, before it computes anything, if this torch lacks one of the names that the feature needs.
+
+    Raises:
+        RuntimeError: One of `torch.<path>` is missing. The message names the feature and the missing name.
+    """
+    for path in paths:
+        if path in _missing:
+            raise RuntimeError(f"{user}: {_missing[path]}")
+
+
+# --- the device ------------------------------------------------------------------------------------
+
+# The number of the current stream of a device: every launch needs it, and a `torch.cuda.Stream` object takes 1 us.
+# Seen in 2.8 to 2.13, in builds with CUDA. Without it: the object.
+current_raw_stream: Callable[[int], int] = getattr(
+    _C, "_cuda_getCurrentRawStream", lambda device: torch.cuda.current_stream(device).cuda_stream
+)
+
+# The current device, without the lazy initialisation of `torch.cuda.current_device`. Called only with a CUDA tensor at
+# hand. Seen in 2.8 to 2.13, in builds with CUDA. Without it: the public function.
+current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
+
+# The number of active dispatch modes, which count, fake or cache what torch does: cuBLASLt and the self-check of
+# launches stay out of them. Seen in 2.8 to 2.13. Without it: 1, so cuBLASLt is not used and no launch is direct.
+dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
+
+# --- autograd --------------------------------------------------------------------------------------
+
+# Whether the running backward retains its graph: only if not, saved tensors may be overwritten. Seen in 2.8 to 2.13.
+# Without it: True, so gradients are written into new memory.
+keeps_graph: Callable[[], bool] = getattr(_C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
+
+# A number of the running backward, or -1 outside of any. Seen in 2.8 to 2.13. Without it: `accumulate_grad` and
+# `tigon.lean(offload=True)` refuse to run.
+backward_id: Callable[[], int] = _find("_C._current_graph_task_id")
+
+# The innermost hooks of `torch.autograd.graph.saved_tensors_hooks` in this thread, as (pack, unpack), or None. The
+# argument is True. Seen in 2.8 to 2.13; 2.7 has none. Without it: `tigon.lean` refuses to run, and ops believe that
+# foreign hooks see what they save, so they overwrite nothing. That is what the function of three lines is for.
+_foreign_hooks = (lambda tensor: tensor, lambda tensor: tensor)
+saved_tensor_hooks: Callable[[bool], tuple[Callable, Callable] | None] = _find(
+    "_C._autograd._top_saved_tensors_default_hooks", lambda ignored: _foreign_hooks
+)
+
+
+def _pack_hook_name(owner: str) -> str | None:
+    """Return the qualified name of the function `pack_hook` that a class of `torch.utils.checkpoint` defines."""
+    init = getattr(getattr(torch.utils.checkpoint, owner, None), "__init__", None)
+    constants = getattr(getattr(init, "__code__", None), "co_consts", ())
+    codes = (x for x in constants if isinstance(x, types.CodeType))
+    return next((code.co_qualname for code in codes if code.co_name == "pack_hook"), None)
+
+
+# The hooks of the first run of a checkpointed region, and those of its recomputation, are local functions of two
+# private classes. Seen in 2.8 to 2.13. Both names are looked up in torch's code rather than assumed: if one of them
+# changes, both count as unknown and a warning says so, because knowing only one would let the backward of `glu_mlp`
+# overwrite tensors that a recomputation shares with it. Without them: checkpointed regions count as foreign hooks.
+_FIRST_RUN, _RECOMPUTE = _pack_hook_name("_checkpoint_hook"), _pack_hook_name("_recomputation_hook")
+_KNOWS_CHECKPOINT = _FIRST_RUN is not None and _RECOMPUTE is not None
+if not _KNOWS_CHECKPOINT:
+    warnings.warn(
+        f"tigon: torch {torch.__version__} names the hooks of torch.utils.checkpoint otherwise than torch 2.8 to 2.13. "
+        "Checkpointed MLPs therefore keep more memory, and changes of a checkpointed layer between its two runs are "
+        "not noticed.",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def is_checkpoint_hook(pack: Callable) -> bool:
+    """Return whether a pack hook belongs to a non-reentrant checkpoint, in its first run or its recomputation."""
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint" and _KNOWS_CHECKPOINT
+
+
+def is_recompute_hook(pack: Callable) -> bool:
+    """Return whether a pack hook belongs to the recomputation of a non-reentrant checkpoint.
+
+    Raises:
+        RuntimeError: The hook is one of `torch.utils.checkpoint` that is neither of the two known ones.
+    """
+    if not is_checkpoint_hook(pack):
+        return False
+    name = getattr(pack, "__qualname__", "")
+    if name not in (_FIRST_RUN, _RECOMPUTE):
+        raise RuntimeError(
+            f"tigon: torch {torch.__version__} saves tensors of a checkpointed region by {name!r}, which Tigon does "
+            "not know; docs/versions.md lists the versions that work"
+        )
+    return name == _RECOMPUTE
+
+
+def _node_types() -> tuple[type, type]:
+    """Return the types of the autograd nodes of a cast and of a leaf, from a cast of a leaf."""
+    with torch.inference_mode(False), torch.enable_grad():
+        node = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True).to(torch.float64).grad_fn
+    return type(node), type(node.next_functions[0][0])
+
+
+# The autograd nodes of a cast and of a leaf: `tigon.lean` recomputes casts, and keeps weights and their casts on the
+# device. The types are taken from a cast, not from the names "ToCopyBackward0" and "AccumulateGrad" that they have in
+# 2.8 to 2.13, so a new name changes nothing.
+CastBackward, AccumulateGrad = _node_types()
+
+# --- storages --------------------------------------------------------------------------------------
+
+# The address of the storage object, which tensors share exactly if they share memory; unlike `data_ptr()`, it also
+# tells meta tensors apart. Seen in 2.8 to 2.13. Without it: `tigon.lean` and `tigon plan` refuse to run.
+if hasattr(torch.UntypedStorage, "_cdata"):
+    storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+else:
+    storage_id = _find("UntypedStorage._cdata")
+
+# A reference that keeps the address of a storage from being used again, but not its memory. Seen in 2.8 to 2.13.
+# Without it: `tigon.lean(offload=True)` refuses to run.
+try:
+    from torch.multiprocessing.reductions import StorageWeakRef
+except ImportError:
+    StorageWeakRef = _find("multiprocessing.reductions.StorageWeakRef")
+
+# --- modules, optimizers, operators ----------------------------------------------------------------
+
+_GLOBAL_HOOKS = [
+    getattr(nn.modules.module, f"_global_{kind}_hooks", None)
+    for kind in ("forward_pre", "forward", "backward_pre", "backward")
+]
+_KNOWS_GLOBAL_HOOKS = None not in _GLOBAL_HOOKS
+
+
+def any_global_hook() -> bool:
+    """Return whether a hook is registered for every module, which a fused part would not call.
+
+    torch keeps these hooks in four private dicts, seen in 2.8 to 2.13. If one of them is missing the answer is True, so
+    parts that skip a module's call stay stock.
+    """
+    return any(_GLOBAL_HOOKS) if _KNOWS_GLOBAL_HOOKS else True
+
+
+# Keep `torch.compile` out of a method. Unlike `torch.compiler.disable` it does not import Dynamo, which takes seconds,
+# before the method is called. Seen in 2.8 to 2.13. Without it: the public function.
+disable_dynamo: Callable[[Callable], Callable] = getattr(torch, "_disable_dynamo", torch.compiler.disable)
+
+
+def has_init_group() -> bool:
+    """Return whether `torch.optim.AdamW` fills six lists in `_init_group`, where Tigon's step takes place.
+
+    Seen in 2.8 to 2.13; 2.6 has other parameters. Otherwise `tigon.AdamW` is torch's optimizer.
+    """
+    lists = ["params_with_grad", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    method = getattr(torch.optim.AdamW, "_init_group", None)
+    return method is not None and list(inspect.signature(method).parameters) == ["self", "group", *lists]
+
+
+def _increment_one_by_one(tensors: list[Tensor], value: float) -> None:
+    for x in tensors:
+        x.add_(value)
+
+
+# Add a number to many tensors in few launches. Seen in 2.8 to 2.13. Without it: one launch for each tensor.
+increment: Callable[[list[Tensor], float], Any] = getattr(torch, "_foreach_add_", _increment_one_by_one)
+
+# The same memory in another shape, which autograd does not treat as a view: a view that a node returns beside other
+# outputs may not be overwritten. Seen in 2.8 to 2.13. Without it: a copy.
+reshape_without_view: Callable[..., Tensor] = getattr(
+    torch.ops.aten, "_unsafe_view", lambda x, shape: x.view(shape).clone()
+)
+
+
+def process_group_of(name: str) -> Any:
+    """Return the process group of a name: operators of `torch.compile` have strings among their arguments, not groups.
+
+    Seen in 2.8 to 2.13. Without it, a loss whose vocabulary is sharded refuses to run.
+    """
+    return _resolve(name)
+
+
+_resolve = _find("distributed.distributed_c10d._resolve_process_group") if dist.is_available() else None

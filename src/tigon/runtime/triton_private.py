@@ -1,0 +1,50 @@
+"""Every private or undocumented name of Triton that Tigon uses outside its kernels, in one place.
+
+Each name states why it is needed, the versions of Triton that it was seen in, and what happens without it.
+`tests/runtime/test_triton_private.py` asks each name for its known answers, so that a new version fails there, by name.
+"""
+
+import types
+from typing import Any
+
+import triton
+from triton.runtime.jit import JITFunction
+
+__all__ = ["JITFunction", "has_direct_launch", "is_hooked", "positional_launch"]
+
+# `JITFunction` is the class of kernels: annotations name it, and `tigon resources` replaces its `run`. Its attributes
+# `params` (with `do_not_specialize`) and `arg_names` give the key of a direct launch. Seen in 3.4 to 3.9. Without the
+# class, `import tigon` raises an ImportError that names it.
+
+# The releases whose launchers were called as `positional_launch` describes: Triton may change the order of these
+# arguments in any release, and a launcher in C does not check them.
+LAUNCHES_TESTED = ("3.4", "3.6", "3.7")
+
+
+def has_direct_launch(version: str = triton.__version__) -> bool:
+    """Return whether kernels of this Triton release may be launched past `kernel[grid]`, by `positional_launch`."""
+    return any(version == release or version.startswith(f"{release}.") for release in LAUNCHES_TESTED)
+
+
+def positional_launch(compiled: Any) -> tuple:
+    """Return `(run, function, metadata)` of a compiled kernel.
+
+    `run(programs_x, programs_y, programs_z, stream, function, metadata, launch_metadata, enter_hook, exit_hook,
+    *arguments, *constants)` launches the kernel. `kernel[grid]` does the same after 11 us of other work. Seen in the
+    releases of `LAUNCHES_TESTED`; other releases use `kernel[grid]`.
+    """
+    return compiled.run, compiled.function, compiled.packed_metadata
+
+
+# Profilers put hooks on launches into `triton.knobs.runtime`. Seen in 3.4 to 3.9. Without them, no hook is seen, so a
+# profiler misses the launches after the first of each kernel.
+_runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+if not (hasattr(_runtime, "launch_enter_hook") and hasattr(_runtime, "launch_exit_hook")):
+    _runtime = types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
+
+
+def is_hooked() -> bool:
+    """Return whether a profiler has set a hook on launches, which only a launch through Triton itself calls."""
+    # A hook is None or a function in Triton 3.4, and a chain of functions later.
+    enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))

@@ -1,0 +1,112 @@
+"""The binding of cuBLASLt: calls fit the declared parameters, the library is torch's, and users can switch it off."""
+
+import ctypes
+import os
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tigon.runtime import cublaslt
+
+pytestmark = pytest.mark.no_interpreter("The binding runs no kernel.")
+
+
+class _Library:
+    """A cuBLASLt in Python behind C function pointers of the declared types. It proposes one kernel per product."""
+
+    def __init__(self, tile: int = cublaslt.PING_PONG_TILES["128x160"]) -> None:
+        self.calls, self.tile = [], tile
+        for name, parameters in cublaslt.SIGNATURES.items():
+            setattr(self, name, ctypes.CFUNCTYPE(ctypes.c_int, *parameters)(self._function(name)))
+
+    def _function(self, name: str):
+        def function(*arguments) -> int:
+            self.calls.append((name, arguments))
+            if name.endswith("Create"):
+                arguments[0][0] = len(self.calls)
+            elif name == "cublasLtMatmulAlgoGetHeuristic":
+                arguments[9][0] = 1
+            elif name == "cublasLtMatmulAlgoConfigGetAttribute":
+                values = {
+                    cublaslt.ALGO_CONFIG_ID: cublaslt.NVJET,
+                    cublaslt.ALGO_CONFIG_TILE_ID: self.tile,
+                    cublaslt.ALGO_CONFIG_SPLITK_NUM: 1,
+                }
+                ctypes.cast(arguments[2], ctypes.POINTER(ctypes.c_int32))[0] = values[arguments[1]]
+            return 0
+
+        return function
+
+    def arguments_of(self, name: str) -> list[tuple]:
+        return [arguments for called, arguments in self.calls if called == name]
+
+
+def _plan(monkeypatch, library: _Library) -> cublaslt.Plan:
+    monkeypatch.setattr(cublaslt, "_library", lambda: library)
+    monkeypatch.setattr(cublaslt, "current_raw_stream", lambda device: 77)
+    key = (torch.bfloat16, torch.float32, 2, 3, 4, (False, 3), (True, 3), 4, True, (16, 16, 16))
+    return cublaslt.Plan(ctypes.c_void_p(1), key)
+
+
+def test_a_product_passes_its_addresses_and_sizes(monkeypatch):
+    library = _Library()
+    plan = _plan(monkeypatch, library)
+    a, b, out = torch.zeros(2, 3).bfloat16(), torch.zeros(3, 4).bfloat16(), torch.zeros(2, 4)
+    assert plan.run(a, b, out)
+    (arguments,) = library.arguments_of("cublasLtMatmul")
+    assert (arguments[3], arguments[5]) == (b.data_ptr(), a.data_ptr())
+    assert (arguments[8], arguments[10]) == (out.data_ptr(), out.data_ptr())
+    assert (arguments[2][0], arguments[7][0]) == (1.0, 1.0)
+    assert arguments[14:] == (cublaslt.WORKSPACE, 77)
+    layouts = [arguments[1:] for arguments in library.arguments_of("cublasLtMatrixLayoutCreate")]
+    assert layouts == [(14, 3, 4, 3), (14, 3, 2, 3), (0, 4, 2, 4)]
+    created = sum(name.endswith("Create") for name, _ in library.calls)
+    del plan
+    assert sum(name.endswith("Destroy") for name, _ in library.calls) == created
+
+
+def test_a_kernel_that_is_not_ping_pong_is_not_used(monkeypatch):
+    plan = _plan(monkeypatch, _Library(tile=0))
+    assert plan.algorithm is None
+    assert not plan.run(*[torch.zeros(4, 4)] * 3)
+
+
+def test_every_function_is_declared():
+    library = SimpleNamespace(**{name: SimpleNamespace() for name in cublaslt.SIGNATURES})
+    cublaslt.declare(library)
+    for name, parameters in cublaslt.SIGNATURES.items():
+        function = getattr(library, name)
+        assert function.argtypes == parameters, name
+        assert function.restype is ctypes.c_int, name
+    del library.cublasLtMatmul
+    with pytest.raises(AttributeError):
+        cublaslt.declare(library)
+
+
+def _opened(monkeypatch, **environment: str) -> list:
+    """Return the calls of `CDLL` while the library of a torch for CUDA 13 is searched for, and none is loaded."""
+    calls = []
+
+    def open_library(*arguments, **options):
+        calls.append((arguments, options))
+        raise OSError
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(cublaslt, "HIP", False)
+    monkeypatch.setattr(ctypes, "CDLL", open_library)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert cublaslt._library.__wrapped__() is None
+    return calls
+
+
+def test_no_second_copy_of_the_library_is_loaded(monkeypatch):
+    ((arguments, options),) = _opened(monkeypatch)
+    assert arguments == ("libcublasLt.so.13",)
+    assert options["mode"] & os.RTLD_NOLOAD
+
+
+def test_the_switch(monkeypatch):
+    assert _opened(monkeypatch, TIGON_CUBLASLT="0") == []
+    assert "TIGON_CUBLASLT=0" in cublaslt.state()
