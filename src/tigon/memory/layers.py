@@ -1,10 +1,10 @@
 """Checkpointed layers: which layers may run twice, and whether their code has changed before the second run.
 
-Backward runs a checkpointed layer a second time. This gives wrong gradients if the second run computes other values than
-the first. A layer may therefore run twice only if no module in it changes or reads state that the second run would find
-changed, and if no forward hook must run once for each call. This judgement reads bytecode, which is slow. It depends on
-the classes, the forwards and the hooks of the modules in the layer, and comparing these is fast. Every call of the layer
-compares them, in 4 us for a layer of 13 modules.
+Backward runs a checkpointed layer a second time. This gives wrong gradients if the second run computes other values
+than the first. A layer may therefore run twice only if no module in it changes or reads state that the second run would
+find changed, and if no forward hook must run once for each call. This judgement reads bytecode, which is slow. It
+depends on the classes, the forwards and the hooks of the modules in the layer, and comparing these is fast. Every call
+of the layer compares them, in 4 us for a layer of 13 modules.
 """
 
 import weakref
@@ -31,7 +31,7 @@ def _reference(forward: Any) -> Any:
 
 
 def _read_code(layer: nn.Module) -> tuple[list, list]:
-    """Return two lists that decide which code a layer runs: its modules with their classes and forwards, and its hooks."""
+    """Return two lists that decide which code a layer runs: its modules with classes and forwards, and its hooks."""
     code, hooks, modules = [], [any_global_hook()], [layer]
     for module in modules:
         if module is None:
@@ -97,7 +97,7 @@ class LayerJudgement:
             return False
 
     def repeated(self, function: Callable, layer: nn.Module) -> Callable:
-        """Return a function for a checkpoint that calls a layer. In backward it raises an error if the code has changed."""
+        """Return a function for a checkpoint. In backward it raises an error if the code of the layer has changed."""
 
         def call(*args: Any) -> Any:
             if runs_again() and (change := self._change(layer)) is not None:

@@ -22,9 +22,9 @@ from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_sto
 
 __all__ = ["REPEATING", "CallWatch", "RepeatedCall", "foreign_hook"]
 
-# Engines, by the prefixes of their modules. Their hooks on a module only gather and shard its parameters, or convert its
-# inputs and outputs. The hooks that transformers leaves on layers for the outputs of a call (`output_hidden_states`) have
-# no effect outside of that call.
+# Prefixes of the Python modules of engines. The hooks of an engine only gather and shard parameters, or convert inputs
+# and outputs. The hooks that transformers leaves on layers for the outputs of a call (`output_hidden_states`) have no
+# effect outside of that call.
 _ENGINES = "torch.distributed.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations."
 _ENGINES += ("transformers.utils.output_capturing",)
 
@@ -69,12 +69,12 @@ def _state(module: nn.Module, x: Tensor) -> tuple | None:
     if x.device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return None
-        generator = torch.cuda.default_generators[x.device.index].get_offset()
+        generator_state = torch.cuda.default_generators[x.device.index].get_offset()
     elif x.device.type == "cpu":
-        generator = torch.default_generator.get_state()
+        generator_state = torch.default_generator.get_state()
     else:
         return None
-    return x._version, tuple(buffer._version for buffer in module.buffers()), generator
+    return x._version, tuple(buffer._version for buffer in module.buffers()), generator_state
 
 
 def _same_state(before: tuple, after: tuple | None) -> bool:
@@ -178,8 +178,8 @@ def _layout(x: Tensor) -> tuple:
 class _TensorState:
     """A weak reference to a tensor that a call reads, and the version of the tensor.
 
-    A view is identified by its base, shape, strides and offset, because FSDP creates new views of its flat parameter for
-    backward.
+    A view is identified by its base, shape, strides and offset, because FSDP creates new views of its flat parameter
+    for backward.
     """
 
     __slots__ = ("base", "layout", "ref", "version")
