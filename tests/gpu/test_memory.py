@@ -256,7 +256,7 @@ def test_the_norm_of_a_sum(n, dtypes):
             expected, one = y.detach().clone(), torch.ones_like(y, requires_grad=True)
             z = y * one
             # Of two dtypes it is kept.
-            assert len(tigon.memory.lean._block().known) == (dtypes[2] == torch.promote_types(*dtypes[:2]))
+            assert len(tigon.memory.lean._block().by_storage) == (dtypes[2] == torch.promote_types(*dtypes[:2]))
             del y
         (given,) = torch.autograd.grad(z.sum(), one)
         assert torch.equal(given, expected)

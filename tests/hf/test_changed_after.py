@@ -121,7 +121,7 @@ def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
 def test_a_hook_there_before_the_patch_keeps_the_loss_stock(make_model):
     model = make_model()
     HOOKS["mask"](model)
-    assert said_of_the_loss(model) == f"a hook on its head may change the logits (of {__name__})"
+    assert said_of_the_loss(model) == f"a hook on its head (by {__name__}) may change the logits"
 
 
 def test_a_hook_that_changes_the_input_of_the_head_is_seen(pair, batch, assert_same_step):

@@ -417,7 +417,7 @@ def test_without_gradients():
     with tigon.lean(), torch.no_grad():
         x = Step().x()
         y = tigon.rms_norm(x, None)
-        assert not tigon.memory.lean._block().known
+        assert not tigon.memory.lean._block().by_storage
     with torch.inference_mode(), tigon.lean():
         assert torch.equal(tigon.rms_norm(x, None), y)
 
@@ -624,7 +624,7 @@ def test_nothing_is_left(backward, inside):
             loss.backward()
         del x, y, z, products, loss
         assert step.kept() == set()
-        assert not inside or not (tigon.memory.lean._block().known or tigon.memory.lean._block().nodes)
+        assert not inside or not (tigon.memory.lean._block().by_storage or tigon.memory.lean._block().by_node)
         stack.close()
     finally:
         gc.enable()
@@ -651,4 +651,4 @@ def test_bytes_of_a_step_fall_back():
     with tigon.lean():
         for _ in range(3):
             total(step.product(tigon.rms_norm(step.x(), step.weight()))).backward()
-            assert not tigon.memory.lean._block().known
+            assert not tigon.memory.lean._block().by_storage

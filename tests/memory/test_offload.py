@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tigon
 from memory.steps import Step, assert_same_bits
 from tigon.memory import offload
-from tigon.memory.offload import Away, _Moved
+from tigon.memory.offload import Offloader, _Segment
 
 SIZE = 4 * 64 * 16  # bytes of an activation
 
@@ -22,30 +22,30 @@ class Record:
     """The passes of a test, and how often something was copied out and brought."""
 
     def __init__(self) -> None:
-        self.passes: list[Away] = []
+        self.passes: list[Offloader] = []
         self.out = self.brought = self.most = 0
 
 
 @pytest.fixture
 def record(monkeypatch) -> Record:
     """Everything of 1 KiB and more is copied one activation later, and leaves after another."""
-    monkeypatch.setattr(offload, "is_moved", lambda device: True)
+    monkeypatch.setattr(offload, "can_offload", lambda device: True)
     monkeypatch.setattr(offload, "SMALLEST", 1024)
     monkeypatch.setattr(offload, "WINDOW", 2 * SIZE)
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
-    record, copy, init, bring = Record(), offload._copy, Away.__init__, Away.bring_before
+    record, copy, init, bring = Record(), offload._copy, Offloader.__init__, Offloader.prefetch_before
 
     def counted(given, direction, *rest):
         record.out, record.brought = record.out + (direction == "out"), record.brought + (direction == "back")
         return copy(given, direction, *rest)
 
-    def watched(self: Away, moved: _Moved) -> None:
-        bring(self, moved)
-        record.most = max(record.most, self.ahead)
+    def watched(self: Offloader, segment: _Segment) -> None:
+        bring(self, segment)
+        record.most = max(record.most, self.prefetched_bytes)
 
     monkeypatch.setattr(offload, "_copy", counted)
-    monkeypatch.setattr(Away, "bring_before", watched)
-    monkeypatch.setattr(Away, "__init__", lambda self: (init(self), record.passes.append(self))[0])
+    monkeypatch.setattr(Offloader, "prefetch_before", watched)
+    monkeypatch.setattr(Offloader, "__init__", lambda self: (init(self), record.passes.append(self))[0])
     return record
 
 
@@ -71,11 +71,11 @@ def run(offloaded: bool, forward=chain, times: int = 1) -> tuple[Step, list]:
 
 def assert_nothing_is_left(record: Record) -> None:
     gc.collect()
-    for away in record.passes:
-        assert not any(moved() for moved in away.moved)
-        assert away.ahead == 0
-        assert not away.known
-        assert not away.leaving.moved
+    for offloader in record.passes:
+        assert not any(segment() for segment in offloader.segments)
+        assert offloader.prefetched_bytes == 0
+        assert not offloader.segments_by_key
+        assert not offloader.copy_queue.segments
 
 
 def test_all_but_the_last_leave(record):
@@ -121,7 +121,7 @@ def shared(step: Step) -> Tensor:
 def test_one_copy_for_all_who_saved_it(record):
     assert_same_bits(run(True, shared)[1], run(False, shared)[1])
     assert record.out == 1
-    assert len(record.passes[0].moved) == 2  # the products are too small
+    assert len(record.passes[0].segments) == 2  # the products are too small
     assert_nothing_is_left(record)
 
 
@@ -141,10 +141,10 @@ def test_parts(record):
 
 def test_a_half_is_moved_as_all_and_less_as_it_is():
     whole = torch.empty(64, 16)
-    assert offload._stretch(whole[:32]) == (0, 4096)
-    assert offload._stretch(whole[33:40]) == (33 * 64 // 512 * 512, 40 * 64)
-    assert offload._stretch(whole.t()) == (0, 4096)
-    assert offload._stretch(whole.view(-1)[1000:1003]) == (4000 // 512 * 512, 4012)
+    assert offload._byte_range(whole[:32]) == (0, 4096)
+    assert offload._byte_range(whole[33:40]) == (33 * 64 // 512 * 512, 40 * 64)
+    assert offload._byte_range(whole.t()) == (0, 4096)
+    assert offload._byte_range(whole.view(-1)[1000:1003]) == (4000 // 512 * 512, 4012)
 
 
 def test_parameters_stay(record):
@@ -155,11 +155,11 @@ def test_parameters_stay(record):
         y = F.linear(x, w) + F.linear(x, w.t()) + w * w.view(-1).view(32, 32)
         with torch.autocast("cpu", torch.bfloat16):
             z = F.linear(x, w)
-    assert not record.passes[0].moved
+    assert not record.passes[0].segments
     (y.sum() + z.sum()).backward()
     with tigon.lean(offload=True), torch.autocast("cpu", torch.bfloat16):
         F.linear(x * 1.0, w)
-    assert len(record.passes[1].moved) == 1
+    assert len(record.passes[1].segments) == 1
 
 
 def test_small_ones_stay(record):
@@ -320,12 +320,12 @@ def test_on_a_cpu_nothing_moves(monkeypatch):
 
 
 def test_who_holds_what_moves(record):
-    """Neither the block nor what was moved before keeps it."""
+    """Neither the block nor the segments that were saved before keep a storage alive."""
     x = torch.randn(64, 16, requires_grad=True)
     with tigon.lean(offload=True):
         y = (x * 1.0).square()
-        moved = record.passes[0].moved[0]
-        storage = StorageWeakRef(moved().here.untyped_storage())
+        segment = record.passes[0].segments[0]
+        storage = StorageWeakRef(segment().device_data.untyped_storage())
         del y
-        assert moved() is None
+        assert segment() is None
         assert storage.expired()

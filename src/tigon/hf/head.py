@@ -2,24 +2,23 @@
 
 Three places of the instance change, and no model's forward is copied:
 
-- `model.forward` notes the labels of the call, runs the stock forward, and takes the placeholder out of its output;
-- `head.forward`, reached through the head's own call (hooks that gather or shard weights fire as ever), returns a
-  placeholder of shape [1, 1, 3] where logits would be, after computing the loss of the call;
-- `model.loss_function` returns that loss, tied to the placeholder: the head's output stays in the graph, and what the
-  middle of the placeholder holds shows that nothing but what was learnt happened to it on the way. An assertion on
-  the placeholder's device fails if something did (`LOGITS_CHANGED`). Whatever else a model computes from its logits
-  raises at once (`tigon.hf.logits`); the ends of the placeholder hold NaN all the same, for engines that turn it into a
-  plain tensor.
+- `model.forward` reads the labels of the call, runs the stock forward, and replaces the placeholder in its output.
+- `head.forward` computes the loss of the call, and returns a placeholder of shape [1, 1, 3] in place of logits. The
+  model still calls the head as a module, so hooks that gather or shard weights run as usual.
+- `model.loss_function` returns that loss, tied to the placeholder, so that the head's output stays in the graph. The
+  middle element of the placeholder shows whether the model processed it exactly as it did when it was patched. If the
+  value differs, an assertion fails on the placeholder's device (`LOGITS_CHANGED`). Any other computation from the
+  logits raises an error at once (`tigon.hf.logits`). The outer elements of the placeholder are NaN, for engines that
+  convert it to a plain tensor, which raises no error.
 
-Before each fused call the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
-that were learnt, and the loss function that the model would choose with the one that was recognised. Where one of them
-differs, the call is stock.
+Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
+that were measured. It also compares the loss function that the model would choose with the one that was recognised. If
+one of them differs, the call is stock.
 
-Only in training mode with labels, or where `skip_logits=True` asks for it. Any other call, and any that this cannot
-honour, runs the stock code as it was.
-What the model does to its logits on the way to the loss (a soft cap, a scale) is measured by running the model's own
-forward around a stand-in body and head, and the outcome is checked there against the stock loss before anything is
-touched.
+A call is fused only in training mode with labels, or with `skip_logits=True`. All other calls, and calls with arguments
+that the fused loss does not support, run the stock code.
+`tigon.hf.learn` measures what the model does to its logits before the loss (a soft cap, a scale). It runs the model's
+own forward with a stand-in body and head, and compares the fused loss with the stock loss before it changes the model.
 
 Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
@@ -52,48 +51,55 @@ from tigon.runtime.stock import calls_are_stock, linears_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
 
-# What the standard loss reads; everything else that reaches it is ignored there, so it is here.
+# The options that the standard loss reads. It ignores all others, and so does the fused loss.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
-IGNORE_INDEX = -100  # its default
+# The default of the standard loss.
+IGNORE_INDEX = -100
 NUMBERS = (int, float)
 MODULE_STATE = vars(nn.Module()).keys()
-# How far the token may be from where the learnt scale and soft cap take it. A few operations in fp32 make 1e-6, a cast
-# to bf16 on the way makes 0.004.
+# The allowed relative error of the token at the loss. A few operations in fp32 cause an error of 1e-6, and a cast to
+# bf16 causes 0.004.
 EXACT, ROUNDED = 2e-5, 0.01
-# CUDA takes messages of up to 254 characters.
+# CUDA accepts messages of up to 254 characters.
 LOGITS_CHANGED = (
-    "tigon: the model or a hook changes the logits otherwise than when the model was patched, and the loss was "
-    "computed without them; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
+    "tigon: the model or a hook changes the logits otherwise than when the model was patched, but the loss was "
+    "computed without logits; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
 )
 
 
 def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of the standard loss, by name."""
+    """Return the arguments of a call of the standard loss, by name."""
     return {**dict(zip(("logits", "labels", "vocab_size", *LOSS_ARGUMENTS), args, strict=False)), **kwargs}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What was learnt of a model: enough to compute its loss from the inputs of its head."""
+    """The measured properties of a model that are needed to compute its loss from the inputs of its head."""
 
-    head: str  # name of the head, or of an adapter's wrapper around it, among the model's children
+    # The name, among the model's children, of the head or of an adapter's wrapper around it.
+    head: str
     vocabulary: int
     softcap: float | None
     logit_scale: float
-    positional: tuple[str, ...]  # arguments of the model's forward that may come by position
-    forwarded: frozenset[str]  # which of LOSS_ARGUMENTS the model hands on to its loss
-    loss_type: str | None  # of the model: a compiled graph is made again where it changes
-    settings: "Settings"  # numbers that the model's forward reads
-    unknown: frozenset[str]  # arguments of the loss that the standard one does not have: a call that gives one is stock
+    # The arguments of the model's forward that a caller may pass by position.
+    positional: tuple[str, ...]
+    # Those of LOSS_ARGUMENTS that the model passes to its loss.
+    forwarded: frozenset[str]
+    # The loss type of the model. torch.compile compiles another graph when it changes.
+    loss_type: str | None
+    # The numbers that the model's forward reads.
+    settings: "Settings"
+    # Arguments of the model's loss that the standard loss does not have. A call with one of them is stock.
+    unknown: frozenset[str]
 
     @property
     def token(self) -> float:
-        """What a placeholder holds where the head returns it: a value at which a scale and a soft cap show."""
+        """The value that the head writes into a placeholder. Another scale or soft cap would change its result."""
         return (self.softcap or 100.0) / self.logit_scale
 
     @property
     def token_at_loss(self) -> float:
-        """What it holds where it reaches the loss."""
+        """The value of a placeholder when it reaches the loss."""
         return 100.0 if self.softcap is None else self.softcap * math.tanh(1.0)
 
     def __str__(self) -> str:
@@ -102,17 +108,18 @@ class Spec:
         return ", ".join(["linear_cross_entropy in the head", *steps])
 
 
-class _Called:
-    """What a head in a stand-in of its wrapper returns: which head it is and what it was given."""
+class _HeadCall:
+    """The output of a head inside a stand-in of its wrapper: the head and its argument."""
 
-    def __init__(self, head: nn.Module, given: object) -> None:
-        self.head, self.given = head, given
+    def __init__(self, head: nn.Module, argument: object) -> None:
+        self.head, self.argument = head, argument
 
 
 def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.Module | None:
-    """The head that a call of `module` is a call of, and nothing else: itself, or one that its wrapper passes to.
+    """Return the head if a call of `module` only calls this head; None if it does more.
 
-    A wrapper of an adapter library decides in every call; it is asked by running its forward on nothing.
+    The head may be `module` itself. It may also be inside a wrapper of an adapter library, which chooses in every call.
+    Its choice is read from a run of its forward on a stand-in argument.
     """
     if is_head(module):
         return module
@@ -121,28 +128,31 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
 
     def twin(m: nn.Module) -> Any:
         if is_head(m):
-            return lambda x: _Called(m, x)
-        own = {k: copy.copy(v) for k, v in vars(m).items() if type(v) in (list, dict, set) and k not in MODULE_STATE}
-        return stand_in(m, {}, {name: child and twin(child) for name, child in m._modules.items()}, **own)
+            return lambda x: _HeadCall(m, x)
+        containers = {
+            k: copy.copy(v) for k, v in vars(m).items() if type(v) in (list, dict, set) and k not in MODULE_STATE
+        }
+        return stand_in(m, {}, {name: child and twin(child) for name, child in m._modules.items()}, **containers)
 
-    given = object()
+    argument = object()
     try:
-        result = None if foreign_forward(module) else type(module).forward(twin(module), given)
-    except Exception:  # it computes: there is more than the head
+        result = None if foreign_forward(module) else type(module).forward(twin(module), argument)
+    except Exception:  # The wrapper computes something, so it does more than call the head.
         return None
-    return result.head if type(result) is _Called and result.given is given else None
+    return result.head if type(result) is _HeadCall and result.argument is argument else None
 
 
-Settings = tuple[tuple[tuple[str, ...], Any], ...]  # paths of attributes from the model, and their values
+# Paths of attributes, which start at the model, and the values of these attributes.
+Settings = tuple[tuple[tuple[str, ...], Any], ...]
 
 
 def read_setting(model: nn.Module, path: tuple[str, ...]) -> Any:
-    """The attribute of a model that a path names: ("config", "vocab_size")."""
+    """Return the attribute of a model at a path such as ("config", "vocab_size")."""
     return functools.reduce(getattr, path, model)
 
 
 def changed_setting(model: nn.Module, settings: Settings) -> str | None:
-    """The first setting of a model that has another value than was learnt, as it is written in its forward."""
+    """Return the first setting of a model whose value has changed, as the forward spells it; None if none has."""
     for path, value in settings:
         try:
             now = read_setting(model, path)
@@ -154,10 +164,10 @@ def changed_setting(model: nn.Module, settings: Settings) -> str | None:
 
 
 def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
-    """A function that tells in a fraction of a microsecond whether all settings are the objects that were learnt.
+    """Return a function that checks, in a fraction of a microsecond, whether all settings are the recorded objects.
 
-    It reads the dicts of objects, because a config looks its attributes up by slow code of its own. Where it says False
-    or raises KeyError or AttributeError, `changed_setting` is to decide.
+    It reads the `__dict__` of objects, because a config class has slow code for attribute access. If it returns False
+    or raises KeyError or AttributeError, `changed_setting` must decide.
     """
     conditions = []
     for i, (path, _) in enumerate(settings):
@@ -169,50 +179,57 @@ def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
 
 
 def cut_by_rows(x: Any, *head: Tensor | None) -> bool:
-    """Whether tensor parallelism has cut a head by rows over the ranks of one mesh, which all have the same `x`."""
+    """Return whether tensor parallelism has sharded a head by rows over one mesh on which `x` is replicated."""
     if any(not hasattr(t, "placements") or t.device_mesh != x.device_mesh for t in (x, *head) if t is not None):
         return False
-    rows = all(t is None or t.placements[0].is_shard(0) for t in head)
-    return x.device_mesh.ndim == 1 and x.placements[0].is_replicate() and rows
+    is_sharded = all(t is None or t.placements[0].is_shard(0) for t in head)
+    return x.device_mesh.ndim == 1 and x.placements[0].is_replicate() and is_sharded
 
 
 @dataclass
 class Call:
-    """One fused forward: what its loss depends on, and what was made of it."""
+    """One fused forward: the arguments that its loss depends on, and the loss."""
 
-    head: nn.Module  # whose call computes the loss, and of no copy of it
+    # Only a call of this head computes the loss. A call of a copy of the head does not.
+    head: nn.Module
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
     num_items: Tensor | float | None
     ignore_index: int
-    multiplications: int  # of a product with the head
+    # The number of multiplications in one product with the head.
+    multiplications: int
     loss: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.find_targets()
 
     def find_targets(self) -> None:
-        """Shift the labels, and send the rows that count on their way to the host while the layers run."""
-        self.versions = self.versions_now()
-        self.targets = self.shift_labels  # [B, S]: labels where they are predicted
+        """Shift the labels, and start to copy the indices of valid rows to the host while the layers run."""
+        self.versions = self.read_versions()
+        # [B, S]: each label is at the position that predicts it.
+        self.targets = self.shift_labels
         if self.targets is None:
             self.targets = F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:].contiguous()
         self.valid_rows = find_rows(self.targets, self.ignore_index, self.multiplications)
 
-    def versions_now(self) -> list[int]:
-        """How often each tensor of labels has been written. A compiler orders reads and writes by itself."""
+    def read_versions(self) -> list[int]:
+        """Return the version of each tensor of labels. In compiled code, the compiler orders reads and writes."""
         if torch.compiler.is_compiling():
             return []
-        given = (self.labels, self.shift_labels)
-        return [x._version for x in given if x is not None and not x.is_inference()]
+        labels = (self.labels, self.shift_labels)
+        return [x._version for x in labels if x is not None and not x.is_inference()]
 
 
 @dataclass(eq=False)
 class FusedLoss(threading.local):
-    """What the three replaced places share. It holds no module: a copied head stays small, a deleted model goes."""
+    """State that the three replacements share.
+
+    It holds no module, so that a copy of the head stays small and a deleted model frees its memory.
+    """
 
     spec: Spec
-    call: Call | None = None  # of this thread
+    # The fused call of this thread.
+    call: Call | None = None
 
     def __post_init__(self) -> None:
         self._has_settings = settings_check(self.spec.settings)
@@ -221,18 +238,20 @@ class FusedLoss(threading.local):
         return FusedLoss, (self.spec,)
 
     def __deepcopy__(self, memo: dict) -> "FusedLoss":
-        return self  # its calls nest: a copied head, as adapter libraries train one, is still the model's
+        # The model also calls copies of the head, which adapter libraries train. They share this state.
+        return self
 
     def is_place(self, place: Any) -> bool:
         return isinstance(place, (HeadForward, LossFunction)) and place.fused is self
 
     def is_head(self, module: nn.Module) -> bool:
         """Return True for the head, or a copy of it, if its class and forward are those that were recognised."""
-        found = find_replacement(module)
-        return found is not None and self.is_place(found.recipe) and linears_are_stock() and found.holds()
+        replacement = find_replacement(module)
+        is_ours = replacement is not None and self.is_place(replacement.recipe)
+        return is_ours and linears_are_stock() and replacement.holds()
 
     def changed_setting(self, model: nn.Module) -> str | None:
-        """Return the first setting whose value differs from the learnt one, or None."""
+        """Return the first setting whose value has changed, or None."""
         if not torch.compiler.is_compiling():
             try:
                 if self._has_settings(model):
@@ -242,63 +261,68 @@ class FusedLoss(threading.local):
         return changed_setting(model, self.spec.settings)
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
-        """The call to compute in the head, or None where the stock code is to run."""
-        spec, asked = self.spec, kwargs.pop("skip_logits", None)
+        """Return the call whose loss the head computes, or None if the stock code must run."""
+        spec, skip_logits = self.spec, kwargs.pop("skip_logits", None)
         by_position = dict(zip(spec.positional, args, strict=False))
-        if asked and kwargs.get("labels") is None and "labels" not in by_position and "shift_labels" in spec.forwarded:
-            kwargs["labels"] = kwargs.get("shift_labels")  # without labels it would not go to its loss
-        given = {**by_position, **kwargs}
-        labels, kept = given.get("labels"), given.get("logits_to_keep", 0)
-        wanted = model.training if asked is None else asked
-        if not wanted or not isinstance(labels, Tensor) or not (isinstance(kept, int) and kept == 0):
+        has_labels = kwargs.get("labels") is not None or "labels" in by_position
+        if skip_logits and not has_labels and "shift_labels" in spec.forwarded:
+            # Without labels the model would not call its loss.
+            kwargs["labels"] = kwargs.get("shift_labels")
+        arguments = {**by_position, **kwargs}
+        labels, logits_to_keep = arguments.get("labels"), arguments.get("logits_to_keep", 0)
+        is_fused = model.training if skip_logits is None else skip_logits
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if not is_fused or not isinstance(labels, Tensor) or not keeps_all:
             return None
-        # The head or the loss was exchanged since (resized embeddings, an adapter): it is theirs now.
-        # torch computes forward derivatives of its own operators alone.
-        derives = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+        # torch computes forward-mode derivatives only of its own operators.
+        uses_forward_mode = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
         loss_function = model.loss_function
-        if not self.is_place(loss_function) or derives:
+        # The loss function may have been replaced since the patch. The call is then stock.
+        if not self.is_place(loss_function) or uses_forward_mode:
             return None
         if (change := loss_function.change(model) or self.changed_setting(model)) is not None:
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: {change} of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
-        called = getattr(model, spec.head)
-        is_hooked = foreign_hook(called) or any_global_hook() or not calls_are_stock(called)
-        if (head := called_head(called, self.is_head)) is None or is_hooked:
+        child = getattr(model, spec.head)
+        is_hooked = foreign_hook(child) or any_global_hook() or not calls_are_stock(child)
+        # The head may have been replaced since the patch, by resized embeddings or an adapter.
+        if (head := called_head(child, self.is_head)) is None or is_hooked:
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
-        read = {name: given[name] for name in spec.forwarded if name in given}
-        num_items = read.get("num_items_in_batch")
-        one_number = num_items.dim() == 0 if isinstance(num_items, Tensor) else type(num_items) in (int, float)
-        if any(name in given for name in spec.unknown) or not (one_number or num_items is None):
+        options = {name: arguments[name] for name in spec.forwarded if name in arguments}
+        num_items = options.get("num_items_in_batch")
+        is_number = num_items.dim() == 0 if isinstance(num_items, Tensor) else type(num_items) in (int, float)
+        if any(name in arguments for name in spec.unknown) or not (is_number or num_items is None):
             return None
-        multiplications = labels.numel() * spec.vocabulary * head.in_features  # its weight may not be there yet
-        ignore_index, shift_labels = read.get("ignore_index", IGNORE_INDEX), read.get("shift_labels")
+        # An engine may gather the weight of the head later, so its shape cannot be read here.
+        multiplications = labels.numel() * spec.vocabulary * head.in_features
+        ignore_index, shift_labels = options.get("ignore_index", IGNORE_INDEX), options.get("shift_labels")
         return Call(head, labels, shift_labels, num_items, ignore_index, multiplications)
 
 
 @dataclass(eq=False)
 class CausalLMForward:
-    """Recipe for the model's forward. In fused training `logits` of the result is `SKIPPED_LOGITS`, in tuples too."""
+    """Recipe for the model's forward. After a fused call, the logits of the output, or tuple, are `SKIPPED_LOGITS`."""
 
     fused: FusedLoss
 
     def __call__(self, model: nn.Module, *args, **kwargs) -> Any:
-        # A hook may call the model within a call of it.
-        around, self.fused.call = self.fused.call, self.fused.begin(model, args, kwargs)
+        # A hook may call the model inside a call of the model.
+        outer_call, self.fused.call = self.fused.call, self.fused.begin(model, args, kwargs)
         call = self.fused.call
         try:
             outputs = type(model).forward(model, *args, **kwargs)
         finally:
-            self.fused.call = around
+            self.fused.call = outer_call
         if call is None or call.loss is None:
             return outputs
-        # nn.DataParallel puts the outputs of its replicas together, and knows tensors and None.
+        # nn.DataParallel gathers the outputs of its replicas, and accepts only tensors and None.
         skipped = None if getattr(model, "_is_replica", False) else SKIPPED_LOGITS
         if isinstance(outputs, tuple):
             return tuple(skipped if is_placeholder(x) else x for x in outputs)
-        # In place: the output keeps what a model has added to it, by key or by attribute.
+        # The output is changed in place, because a model may have added keys or attributes to it.
         if isinstance(outputs, dict):
             outputs["logits"] = skipped
         else:
@@ -308,7 +332,7 @@ class CausalLMForward:
 
 @dataclass(eq=False)
 class HeadForward:
-    """Recipe for the head's forward: the loss of the current call, if there is one."""
+    """Recipe for the head's forward: it computes the loss if the current call is fused."""
 
     fused: FusedLoss
     live = ("weight", "bias")
@@ -316,18 +340,20 @@ class HeadForward:
 
     def __call__(self, head: nn.Module, hidden: Tensor) -> Tensor:
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
-        cut = cut_by_rows(hidden, weight, head.bias)
+        is_sharded = cut_by_rows(hidden, weight, head.bias)
         if (
             call is None
             or call.head is not head
             or call.loss is not None
             or hidden.shape[:-1] != call.targets.shape
-            or weight.shape != (spec.vocabulary, hidden.shape[-1])  # a shard: its logits are not all
-            or not (cut or type(weight) in PLAIN)  # another DTensor, a quantised weight
+            # A shard of the weight gives only a part of the logits.
+            or weight.shape != (spec.vocabulary, hidden.shape[-1])
+            # The weight may be another DTensor or quantised.
+            or not (is_sharded or type(weight) in PLAIN)
         ):
             return type(head).forward(head, hidden)
-        # The model's own forward, or a hook, may have written into the labels since the call began.
-        if torch.compiler.is_compiling() or call.versions_now() != call.versions:
+        # The model's forward or a hook may have written to the labels since the call began.
+        if torch.compiler.is_compiling() or call.read_versions() != call.versions:
             call.find_targets()
         targets = call.targets.to(hidden.device)
         call.loss = linear_cross_entropy(
@@ -340,22 +366,22 @@ class HeadForward:
             logit_scale=spec.logit_scale,
             num_items=call.num_items,
             valid_rows=call.valid_rows if targets is call.targets else None,
-            process_group=weight.device_mesh.get_group() if cut else None,
+            process_group=weight.device_mesh.get_group() if is_sharded else None,
         )
-        # In the graph of the loss, and no view: FSDP2 dislikes views as outputs.
+        # The token is in the graph of the loss. FSDP2 does not work well with outputs that are views.
         token = call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss
-        # Anomaly detection would take the NaN in the gradient of a soft cap, which goes nowhere, for an error.
-        watched = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
-        end = torch.full_like(token, spec.token if watched else torch.nan)
+        # Anomaly detection would report the NaN in the gradient of a soft cap, although nothing uses that gradient.
+        detects_anomalies = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
+        end = torch.full_like(token, spec.token if detects_anomalies else torch.nan)
         placeholder = torch.cat((end, token, end), -1)
-        if not cut:
+        if not is_sharded:
             return as_placeholder(placeholder, (*hidden.shape[:-1], spec.vocabulary))
-        # As it would be gathered.
+        # The output has the placements that logits would have.
         return type(weight).from_local(placeholder, hidden.device_mesh, hidden.placements, run_check=False)
 
 
 class _WithoutSlot:
-    """A model as its class's own property sees it where nothing was assigned to `slot`."""
+    """A view of a model in which nothing was assigned to `slot`. The property of the model's class runs on it."""
 
     __slots__ = ("_model", "_slot")
 
@@ -363,8 +389,9 @@ class _WithoutSlot:
         self._model = model
         self._slot = slot
 
+    # `super()` checks the type of an object by this property.
     @property
-    def __class__(self) -> type:  # `super()` accepts an object by it
+    def __class__(self) -> type:
         return type(self._model)
 
     def __getattr__(self, name: str) -> Any:
@@ -374,10 +401,10 @@ class _WithoutSlot:
 
 
 class LossFunction:
-    """`model.loss_function`: the loss that the head computed in this call, or the stock function.
+    """The replacement of `model.loss_function`: it returns the loss of the head in a fused call, else the stock loss.
 
-    The stock function is the one that was assigned to the model before the patch. Where none was, it is the one that
-    the model's class chooses at the moment: by its property, its `loss_type` and transformers' table of losses.
+    The stock function is the one that was assigned to the model before the patch. If none was assigned, it is the one
+    that the model's class chooses now, by its property, its `loss_type` and transformers' table of losses.
     """
 
     def __init__(
@@ -393,7 +420,7 @@ class LossFunction:
 
     @staticmethod
     def of(fused: FusedLoss, model: nn.Module) -> "LossFunction":
-        """The function to assign to a model. Its property, if it has one, reads it from the instance."""
+        """Return the function to assign to a model. If its class has a property, that reads it from the instance."""
         slot = (
             "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
         )
@@ -403,29 +430,29 @@ class LossFunction:
         return LossFunction, (self.fused, self.model(), self.slot, self.assigned, self.guard)
 
     def choose(self, model: nn.Module) -> Callable:
-        """The loss function that the model would use without this one."""
+        """Return the loss function that the model would use without this one."""
         if self.assigned is not None:
             return self.assigned
-        chosen = type(model).loss_function
-        if isinstance(chosen, property):
-            return chosen.fget(_WithoutSlot(model, self.slot))
+        attribute = type(model).loss_function
+        if isinstance(attribute, property):
+            return attribute.fget(_WithoutSlot(model, self.slot))
         static = inspect.getattr_static(type(model), "loss_function")
         return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
 
     def stock(self) -> Callable:
-        """The loss function that the model would use without this one, or the last one if the model is gone."""
+        """Return the loss function that the model would use without this one; the last one if the model was deleted."""
         model = self.model()
         if model is not None and not torch.compiler.is_compiling():
             return self.choose(model)
         if model is not None:
-            # A compiler cannot follow the choice: the guard looks at it, and remembers it.
+            # A compiler cannot trace the choice. `change` lets the guard make it, and the guard stores the function.
             self.change(model)
         return self.guard.function
 
     def change(self, model: nn.Module) -> str | None:
         """Return the reason why the model's own loss is not the one that was recognised, or None."""
         if torch.compiler.is_compiling():
-            # The comparison is for the compiler, which makes another graph where the type changes.
+            # The comparison lets the compiler compile another graph when the loss type changes.
             is_same_type = getattr(model, "loss_type", None) == self.fused.spec.loss_type
             is_same = self._is_same_for_graph() and (is_same_type or self.assigned is not None)
         else:
@@ -434,12 +461,12 @@ class LossFunction:
 
     @torch._dynamo.assume_constant_result
     def _is_same_for_graph(self) -> bool:
-        """The whole check, once for each graph."""
+        """Return whether the loss function is unchanged. A compiler runs this check once for each graph."""
         model = self.model()
         return model is not None and self.guard.holds(self.choose(model))
 
-    def leave(self, model: nn.Module) -> None:
-        """Give the model its own loss back, if this is still in its place."""
+    def remove(self, model: nn.Module) -> None:
+        """Restore the loss function of the model, unless something else has replaced this one."""
         if vars(model).get(self.slot) is self:
             del vars(model)[self.slot]
             vars(model).update({} if self.assigned is None else {self.slot: self.assigned})
@@ -448,34 +475,34 @@ class LossFunction:
         call = self.fused.call
         if call is None or call.loss is None:
             return self.stock()(*args, **kwargs)
-        given = loss_arguments(args, kwargs)
-        logits, labels = given["logits"], given["labels"]
+        arguments = loss_arguments(args, kwargs)
+        logits, labels = arguments["logits"], arguments["labels"]
         tolerance = EXACT if is_exact(logits) else ROUNDED
         logits = logits.full_tensor() if hasattr(logits, "placements") else as_tensor(logits)
         if (
             logits.shape != PLACEHOLDER_SHAPE
             or not (labels is call.labels or labels.device != call.labels.device)
-            or not _same(given.get("num_items_in_batch"), call.num_items)
-            or not _same(given.get("shift_labels"), call.shift_labels)
-            or given.get("ignore_index", IGNORE_INDEX) != call.ignore_index
-            or call.versions_now() != call.versions
+            or not _is_same(arguments.get("num_items_in_batch"), call.num_items)
+            or not _is_same(arguments.get("shift_labels"), call.shift_labels)
+            or arguments.get("ignore_index", IGNORE_INDEX) != call.ignore_index
+            or call.read_versions() != call.versions
         ):
             raise RuntimeError(
-                "tigon: the model gave its loss other arguments than it was called with, or wrote into its labels "
-                "between its head and its loss, or called its head twice, and the head has computed the loss already; "
-                "use tigon.patch(model, loss=False) for this model"
+                "tigon: the head has computed the loss already, and then the model called its loss function with "
+                "other arguments than it was called with, or wrote into its labels between the head and the loss "
+                "function, or called its head twice; use tigon.patch(model, loss=False) for this model"
             )
         token = logits[..., 1]
         change = token.detach().float() / self.fused.spec.token_at_loss - 1.0
         is_changed = change.abs() > tolerance
         if is_changed.device.type in ("cpu", "cuda"):
-            # On a GPU the kernel of this assertion fails, because a comparison on the host would wait for the GPU.
+            # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
             torch._assert_async(~is_changed.any(), LOGITS_CHANGED)
-        # Other devices, and builds of torch without assertions in kernels, have no better sign than NaN.
+        # Other devices, and builds of torch without assertions in kernels, return NaN in place of an error.
         factor = torch.ones_like(change).masked_fill(is_changed, torch.nan).sum()
-        # Nothing is added: the sum keeps the head's output in the graph, whose hooks gather sharded weights.
+        # The added term is zero. It keeps the head's output in the graph, because hooks on it gather sharded weights.
         return call.loss * factor + 0.0 * token.sum()
 
 
-def _same(given: Any, used: Any) -> bool:
-    return given is used or (not isinstance(given, Tensor) and not isinstance(used, Tensor) and given == used)
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

@@ -1,8 +1,8 @@
-"""Learn how a causal language model gets from its head to its loss, by running its own forward on stand-ins.
+"""Learn how a causal language model computes its loss from its head, by running its own forward on stand-ins.
 
-The body is a stub that returns random hidden states, the head a stub that returns given logits or a linear layer of a
-few features: no weight of the model is read, so it may be on meta, sharded or quantised. The logits have the real
-vocabulary, so that code which addresses single entries shows.
+The body is a stub that returns random hidden states. The head is a stub that returns chosen logits, or a linear layer
+of a few features. No weight of the model is read, so the weights may be on meta, sharded or quantised. The logits have
+the size of the real vocabulary, so that code which reads single entries is noticed.
 """
 
 import contextlib
@@ -63,11 +63,11 @@ BATCH, LENGTH, FEATURES = 2, 5, 4
 
 
 class NotUnderstood(Exception):
-    """Why a model's loss stays stock."""
+    """The reason why a model's loss stays stock."""
 
 
 class _BodyOutputs(tuple):
-    """The outputs of a body: a tuple of hidden states, with every other field empty."""
+    """The outputs of a body: a tuple of hidden states. Every other field is None."""
 
     def __getattr__(self, name: str) -> Tensor | None:
         if name.startswith("__"):
@@ -76,10 +76,10 @@ class _BodyOutputs(tuple):
 
 
 class _Stub:
-    """In place of a child of the model: a body that gives `outputs`; what is given features gives them back.
+    """A stand-in for a child of the model. It returns its first floating-point argument, or `outputs` without one.
 
-    Its attributes are those of the child, its children are stubs, and its tensors are on meta: a loss that depends on
-    their values cannot be learnt.
+    Its attributes are those of the child. Its children are stubs. Its tensors are on meta, so that a loss that depends
+    on their values raises an error and stays stock.
     """
 
     def __init__(self, child: nn.Module, outputs: _BodyOutputs) -> None:
@@ -98,26 +98,30 @@ class _Stub:
         return _Stub(value, self._outputs) if isinstance(value, nn.Module) else value
 
 
-def _twin(model: nn.Module, head: str, replaced: Callable, seed: int, hidden: Tensor | None = None) -> nn.Module:
-    """The model with `replaced` as its head, a stub for what else has parameters, random parameters of its own."""
+def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Tensor | None = None) -> nn.Module:
+    """Return a stand-in of the model: its head is `new_head`, and stubs replace its other children with parameters.
+
+    Tensors of the model itself are random.
+    """
     outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES) if hidden is None else hidden,))
     stub = lambda child: child if child is None or without_parameters(child) else _Stub(child, outputs)
     children = {name: stub(child) for name, child in model._modules.items()}
     tensors = own_tensors(model).items()
-    own = {name: normal(seed, *t.shape) for name, t in tensors if t is not None and t.is_floating_point()}
-    twin = stand_in(model, own, children | {head: replaced}, training=True)
-    # A forward may count in a buffer; a probe must not.
-    counters = {name: t for name, t in model._buffers.items() if t is not None and name not in own}
+    random = {name: normal(seed, *t.shape) for name, t in tensors if t is not None and t.is_floating_point()}
+    twin = stand_in(model, random, children | {head: new_head}, training=True)
+    # A forward may count its calls in a buffer, and the stand-in must not change the buffers of the model.
+    counters = {name: t for name, t in model._buffers.items() if t is not None and name not in random}
     vars(twin)["_buffers"] = vars(twin)["_buffers"] | {name: t.detach().clone() for name, t in counters.items()}
     return twin
 
 
 def _run(twin: nn.Module, **kwargs) -> Any:
-    known = inspect.signature(type(twin).forward).parameters
-    # Auxiliary outputs (a router's loss) are added by the model's own code, of what only the body knows.
-    inputs = {name: False for name in known if name.startswith("output_")}
+    parameters = inspect.signature(type(twin).forward).parameters
+    # The model's own code computes auxiliary outputs (a router's loss) from values that only the real body has.
+    inputs = {name: False for name in parameters if name.startswith("output_")}
     inputs["input_ids"] = torch.zeros(BATCH, LENGTH, dtype=torch.long)
-    if "attention_mask" in known:  # some forwards drop what is masked from the loss
+    # Some forwards exclude masked tokens from the loss.
+    if "attention_mask" in parameters:
         inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
         inputs["attention_mask"][0, -2:] = 0
     return twin.forward(**inputs, **kwargs)
@@ -131,20 +135,21 @@ def _labels(vocabulary: int, seed: int) -> Tensor:
 
 
 def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Tensor, frozenset[str]]:
-    """What the loss gets when the head returns `logits`: the logits, and which of its options arrive."""
-    seen: list[dict[str, Any]] = []
+    """Return the logits and the names of the options that the loss gets when the head returns `logits`."""
+    loss_calls: list[dict[str, Any]] = []
 
     def loss_function(*args, **kwargs) -> Tensor:
-        seen.append(loss_arguments(args, kwargs))
+        loss_calls.append(loss_arguments(args, kwargs))
         return torch.zeros(())
 
-    calls = []
+    head_calls = []
 
     def stub(hidden: Tensor) -> Tensor:
-        calls.append(hidden)
+        head_calls.append(hidden)
         return logits.clone()
 
-    stub.weight = logits  # its dtype is asked for
+    # Some forwards read the dtype of the head's weight.
+    stub.weight = logits
     twin = _twin(model, head, stub, seed)
     twin.loss_function = loss_function
     labels = _labels(logits.shape[-1], seed)
@@ -153,21 +158,23 @@ def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Te
     if not any(p.kind is p.VAR_KEYWORD for p in forward.values()):
         options = {name: value for name, value in options.items() if name in forward}
     outputs = _run(twin, labels=labels, **options)
-    if len(calls) != 1 or len(seen) > 1:
-        raise NotUnderstood(f"its forward calls the head {len(calls)} times, model.loss_function {len(seen)} times")
-    if not seen:
+    if len(head_calls) != 1 or len(loss_calls) > 1:
+        raise NotUnderstood(
+            f"its forward calls the head {len(head_calls)} times, model.loss_function {len(loss_calls)} times"
+        )
+    if not loss_calls:
         raise NotUnderstood("its forward computes its loss without model.loss_function")
-    if seen[0]["labels"] is not labels:
+    if loss_calls[0]["labels"] is not labels:
         raise NotUnderstood("its forward changes the labels before the loss")
     if getattr(outputs, "logits", None) is None:
         raise NotUnderstood("its output has no logits")
-    forwarded = frozenset(name for name, value in options.items() if seen[0].get(name) is value)
-    return seen[0]["logits"], forwarded
+    forwarded = frozenset(name for name, value in options.items() if loss_calls[0].get(name) is value)
+    return loss_calls[0]["logits"], forwarded
 
 
 def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None, float, frozenset[str]]:
-    """softcap, logit_scale and the options that reach the loss."""
-    found = []
+    """Return softcap, logit_scale and the names of the options that reach the loss."""
+    results = []
     for seed in (0, 1):
         logits = (normal(seed, BATCH, LENGTH, vocabulary) * torch.logspace(-3, 3, LENGTH)[:, None]).double()
         logits[0, 0, :3] = torch.tensor([1.0, 2.0**-30, (seed + 1) * 1e30])
@@ -181,14 +188,14 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
         expected = logits * scale if softcap is None else softcap * torch.tanh(logits * scale / softcap)
         if scale <= 0 or not torch.allclose(processed.double(), expected, rtol=1e-6, atol=0):
             raise NotUnderstood("its forward does more to the logits than a scale and a soft cap")
-        found.append((softcap, scale, forwarded))
-    if found[0] != found[1]:
+        results.append((softcap, scale, forwarded))
+    if results[0] != results[1]:
         raise NotUnderstood("what its forward does to the logits is not the same each time")
-    return found[0]
+    return results[0]
 
 
 def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
-    """Install the replacements; returns the function that undoes them."""
+    """Install the replacements, and return the function that undoes this."""
     fused = FusedLoss(spec)
     undo = [install(model, CausalLMForward(fused))]
     undo += [install_guarded(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
@@ -198,9 +205,9 @@ def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
     def restore() -> None:
         for step in undo:
             step()
-        for head in filter(fused.is_head, model.modules()):  # copies that an adapter library made
+        for head in filter(fused.is_head, model.modules()):  # An adapter library may have copied the head.
             uninstall(head, find_replacement(head))
-        loss_function.leave(model)
+        loss_function.remove(model)
 
     return restore
 
@@ -215,60 +222,60 @@ def _leaves(head: nn.Module, x: Tensor) -> list[Tensor]:
 
 
 def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
-    """The fused loss of a twin of the model must be its stock loss, whatever options the loss gets."""
+    """Raise NotUnderstood if the fused loss of a stand-in of the model is not its stock loss, for any loss options."""
     labels, other = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
     cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
     cases += [{"shift_labels": other}, {"ignore_index": int(labels[0, 1])}]
     weight = normal(7, spec.vocabulary, FEATURES) * 20
-    own = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, spec.vocabulary)})
+    tensors = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, spec.vocabulary)})
     for case in cases:
         if not case.keys() <= spec.forwarded:
             continue
         targets = torch.where(labels == -100, case["ignore_index"], labels) if "ignore_index" in case else labels
-        found = []
+        outcomes = []
         for is_fused in (False, True):
-            hidden, layer = normal(9, BATCH, LENGTH, FEATURES), stand_in(head, own)
+            hidden, layer = normal(9, BATCH, LENGTH, FEATURES), stand_in(head, tensors)
             twin = _twin(model, spec.head, layer, 9, hidden)
             if is_fused:
                 attach(twin, spec)
             results: list[Any] = []
             run = functools.partial(_run_loss, twin, results, labels=targets, **case)
-            found.append((gradients(run, _leaves(layer, hidden)), results[0].loss.detach()))
+            outcomes.append((gradients(run, _leaves(layer, hidden)), results[0].loss.detach()))
         if results[0].logits is not SKIPPED_LOGITS:
-            raise NotUnderstood("its output keeps the logits out of reach")
-        (stock, expected), (fused, loss) = found
+            raise NotUnderstood("its output has logits that cannot be replaced")
+        (stock, expected), (fused, loss) = outcomes
         if expected.dtype != loss.dtype or not torch.allclose(loss, expected, rtol=1e-5, atol=1e-6):
-            given = ", ".join(case) or "labels"
+            options = ", ".join(case) or "labels"
             raise NotUnderstood(
-                f"its loss is not the standard one ({float(expected):.6g} for {float(loss):.6g} with {given})"
+                f"its loss is not the standard one (it is {float(expected):.6g}, not {float(loss):.6g}, with {options})"
             )
         if not same_gradients(fused, stock):
             raise NotUnderstood("the gradients of its loss are not those of the standard one")
 
 
 def _is_linear(head: nn.Module) -> bool:
-    """Whether the head is x W^T + b of its parameters `weight` and `bias`, and so are its gradients."""
+    """Return whether the head computes x W^T + b from its parameters `weight` and `bias`, and the gradients of this."""
     if head._modules or set(own_tensors(head)) != {"weight", "bias"}:
         return False
     if not all(type(getattr(head, name, None)) is int for name in ("in_features", "out_features")):
         return False
     linear = lambda module, x: nn.functional.linear(x, module.weight, module.bias)
     for dtype, training in itertools.product((FP32, BF16), (True, False)):
-        own = {"weight": normal(0, 7, 3, dtype=dtype)}
-        own |= {} if head.bias is None else {"bias": normal(1, 7, dtype=dtype)}
-        found = []
+        tensors = {"weight": normal(0, 7, 3, dtype=dtype)}
+        tensors |= {} if head.bias is None else {"bias": normal(1, 7, dtype=dtype)}
+        outcomes = []
         for forward in (type(head).forward, linear):
-            twin, x = stand_in(head, own, training=training), normal(2, 2, 5, 3, dtype=dtype)
+            twin, x = stand_in(head, tensors, training=training), normal(2, 2, 5, 3, dtype=dtype)
             run = functools.partial(forward, twin, x)
-            found.append((run(), gradients(run, _leaves(twin, x))))
-        (y, given), (expected, stock) = found
-        if not same_bits(y, expected) or not same_gradients(given, stock):
+            outcomes.append((run(), gradients(run, _leaves(twin, x))))
+        (y, actual), (expected, stock) = outcomes
+        if not same_bits(y, expected) or not same_gradients(actual, stock):
             return False
     return True
 
 
 def _linears(head: nn.Module) -> list[nn.Module]:
-    """The head itself, or what a wrapper keeps of it: its largest linear layers."""
+    """Return the head itself, or the largest linear layers inside a wrapper, which are the head and its copies."""
     size = lambda m: (getattr(m, "out_features", None), getattr(m, "in_features", None))
     leaves = [m for m in head.modules() if not m._modules and all(type(n) is int for n in size(m))]
     return [m for m in leaves if size(m) == max(map(size, leaves))] if head._modules else [head]
@@ -280,27 +287,27 @@ def _argument_names(function: Callable) -> list[str]:
 
 
 def _own_names(cls: type[nn.Module]) -> set[str]:
-    """Attributes that a model's forward loads, and those that the methods load that its author wrote beside it."""
+    """Return the attributes that a model's forward loads, and those that the model's own methods load in it."""
     names: set[str] = set()
-    pending, seen = ["forward"], set()
+    pending, done = ["forward"], set()
     bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
     bases = [base for base in bases if base.__module__ != "transformers.modeling_utils"]
     while pending:
         name = pending.pop()
-        seen.add(name)
+        done.add(name)
         for value in (vars(base)[name] for base in bases if name in vars(base)):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if inspect.isfunction(function):
                 attributes = code_use(innermost(function).__code__).attributes
                 names |= attributes
-                pending += sorted(attributes - seen)
+                pending += sorted(attributes - done)
     return names
 
 
 def _settings(model: nn.Module, places: list[Place]) -> tuple[tuple[tuple[str, ...], Any], ...]:
-    """The numbers that a model's own forward reads from it and from its config, and what may become one: None.
+    """Return the numbers that a model's own forward reads from the model and its config. None counts as a number.
 
-    A scale or a soft cap that is changed later is found by them, on the host and exactly.
+    By comparing them, the host notices exactly if a scale or a soft cap is changed later.
     """
     names, settings = _own_names(type(model)), {}
     for place in places:
@@ -314,7 +321,7 @@ def _settings(model: nn.Module, places: list[Place]) -> tuple[tuple[tuple[str, .
 
 
 def learn_loss(model: nn.Module) -> Spec | str | None:
-    """How to compute the loss of a model in its head; a reason if that must stay stock; None without a head."""
+    """Return how to compute the loss of a model in its head; a reason if the loss stays stock; None without a head."""
     if not callable(getattr(model, "get_output_embeddings", None)) or not hasattr(type(model), "loss_function"):
         return None
     head = model.get_output_embeddings()
@@ -323,26 +330,26 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
         return "its head is not a direct child of the model"
     heads = _linears(head)
-    if (called := called_head(head, lambda m: m in heads)) is None:
+    if (linear := called_head(head, lambda m: m in heads)) is None:
         return f"its head ({type(head).__name__}) does more than call one linear layer"
-    for each in (head, *heads):
-        sharded = hasattr(getattr(each, "weight", None), "placements")
-        if (foreign := foreign_forward(each)) and not (sharded and wrapped_forward(each)):
-            return f"{type(each).__name__}: {foreign}"
+    for layer in (head, *heads):
+        is_sharded = hasattr(getattr(layer, "weight", None), "placements")
+        if (foreign := foreign_forward(layer)) and not (is_sharded and wrapped_forward(layer)):
+            return f"{type(layer).__name__}: {foreign}"
     if (origin := foreign_hook(head)) is not None:
-        return f"a hook on its head may change the logits (of {origin})"
+        return f"a hook on its head (by {origin}) may change the logits"
     if not calls_are_stock(head):
         return "the call of its head was replaced, and may change the logits"
     loss_function = model.loss_function
-    # Another may have a state, and options among its keyword arguments, that no probe finds.
+    # Any other function may have state or keyword options that no probe finds.
     if not inspect.isfunction(loss_function) or not written_in(loss_function).startswith("transformers."):
         return f"its loss function was replaced (by {written_in(loss_function)})"
-    head = called
+    head = linear
     try:
         reach = explore(model)
         with reach.preserved(), probing():
-            if odd := [each for each in heads if not _is_linear(each)]:
-                return f"its head ({type(odd[0]).__name__}) is not a plain linear layer"
+            if others := [layer for layer in heads if not _is_linear(layer)]:
+                return f"its head ({type(others[0]).__name__}) is not a plain linear layer"
             if not (type(head.weight) in PLAIN or hasattr(head.weight, "placements")):
                 return f"the weight of its head is a {type(head.weight).__name__}"
             softcap, scale, forwarded = _measure(model, name, head.out_features)

@@ -1,1 +1,1 @@
-"""Less memory for backward: what is made again there, and what waits in the memory of the host."""
+"""Less memory for backward: saved tensors that backward recomputes, and saved tensors that move to the host."""

@@ -1,4 +1,4 @@
-"""The saved-tensor hooks of a block of `lean`, and what they know of the tensors that they may be given."""
+"""The saved-tensor hooks of a block of `lean`, and the tensors that these hooks recognise."""
 
 import weakref
 from collections.abc import Callable
@@ -7,28 +7,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.memory.offload import Away
-from tigon.memory.recipe import Elsewhere, Recipe, Result, cast
+from tigon.memory.offload import Offloader
+from tigon.memory.recipe import PackedTensor, Recomputation, SavedResult, cast
 from tigon.memory.repeating import CallWatch, RepeatedCall
 
 __all__ = ["Block"]
 
 
-class _Known:
-    """A live tensor, its version, and how it is kept: result `index` of a recipe, or elsewhere."""
+class _Entry:
+    """A live tensor, its version, and the source of its values: result `index` of a recomputation, or a packed one."""
 
-    __slots__ = ("how", "index", "node", "ref", "version")
+    __slots__ = ("index", "node", "ref", "source", "version")
 
-    def __init__(self, x: Tensor, forget: Callable, how: Recipe | Elsewhere, index: int = 0) -> None:
-        # Of the tensor, not of its storage: its version tells of writing through any view. It lives as long as these.
-        self.ref, self.version, self.how, self.index = weakref.ref(x, forget), x._version, how, index
+    def __init__(self, x: Tensor, forget: Callable, source: Recomputation | PackedTensor, index: int = 0) -> None:
+        # The reference is to the tensor and not to its storage, because the tensor's version counts writes through any
+        # view. The tensor lives as long as its views.
+        self.ref, self.version, self.source, self.index = weakref.ref(x, forget), x._version, source, index
         self.node = x.grad_fn, x.output_nr
 
     def current(self, t: Tensor) -> Tensor | None:
-        """The tensor, if `t`, of its storage, has nothing but its values."""
+        """Return the tensor if its values are unchanged and `t`, which shares its storage, has its dtype; else None."""
         x = self.ref()
-        unchanged = x is not None and x._version == self.version == t._version and x.dtype == t.dtype
-        return x if unchanged else None
+        is_unchanged = x is not None and x._version == self.version == t._version and x.dtype == t.dtype
+        return x if is_unchanged else None
 
 
 class Block:
@@ -36,33 +37,42 @@ class Block:
 
     def __init__(self, outer: tuple[Callable, Callable] | None) -> None:
         self.outer = outer
-        self.mlp = False  # whether gate and up are made again too
-        self.away: Away | None = None  # what is left goes there
-        self.known: dict[int, _Known] = {}  # by storage
-        self.nodes: dict[tuple, _Known] = {}  # by what computed it, for its casts
+        # True if the gate and up projections are recomputed too.
+        self.mlp = False
+        # Moves the remaining saved tensors to the host.
+        self.offloader: Offloader | None = None
+        # Finds an entry by the storage of its tensor.
+        self.by_storage: dict[int, _Entry] = {}
+        # Finds an entry by the autograd node that computed its tensor. Casts of the tensor are recognised by it.
+        self.by_node: dict[tuple, _Entry] = {}
 
-    def learn(self, x: Tensor, how: Recipe | Elsewhere, index: int = 0) -> None:
+    def add(self, x: Tensor, source: Recomputation | PackedTensor, index: int = 0) -> None:
+        """Note from which source backward gets the values of `x`."""
         key = x.untyped_storage()._cdata
 
         def forget(ref: weakref.ref | None = None) -> None:
-            if key in self.known and (ref is None or self.known[key].ref is ref):
-                self.nodes.pop(self.known.pop(key).node, None)
+            if key in self.by_storage and (ref is None or self.by_storage[key].ref is ref):
+                self.by_node.pop(self.by_storage.pop(key).node, None)
 
         forget()
-        self.known[key] = new = _Known(x, forget, how, index)
-        if type(how) is Recipe:
-            self.nodes[new.node] = new
+        self.by_storage[key] = entry = _Entry(x, forget, source, index)
+        if type(source) is Recomputation:
+            self.by_node[entry.node] = entry
 
     def remember(self, results: Tensor | tuple, function: Callable, args: tuple) -> None:
+        """Note that `function(*args)` recomputes `results`."""
         results = results if isinstance(results, tuple) else (results,)
-        recipe = None
+        recomputation = None
         for i, y in enumerate(results):
             if type(y) is Tensor and y.requires_grad and _is_whole(y):
-                recipe = recipe or Recipe(function, args, results, y.device)
-                self.learn(y, recipe, i)
+                recomputation = recomputation or Recomputation(function, args, results, y.device)
+                self.add(y, recomputation, i)
 
     def call(self, module: nn.Module, x: Tensor) -> Any:
-        """`module(x)`, which the same call makes again; kept if that would give other values or do more than that."""
+        """Return `module(x)`, and recompute it in backward by the same call if that call gives the same values.
+
+        Otherwise, or if the call has side effects, the result is saved for backward.
+        """
         watch = CallWatch.of(module, x)
         y = module(x)
         if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
@@ -71,57 +81,64 @@ class Block:
             self.remember(y, RepeatedCall(module, watch), (x,))
         return y
 
-    def find(self, t: Tensor) -> tuple[_Known, Tensor] | None:
-        """What is known of a tensor or of that which it is a view of."""
-        known = self.known.get(t.untyped_storage()._cdata)
-        x = None if known is None else known.current(t)
-        return None if x is None else (known, x)
+    def find(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
+        """Return the entry of `t`, or of the tensor that `t` is a view of, and the tensor of that entry."""
+        entry = self.by_storage.get(t.untyped_storage()._cdata)
+        x = None if entry is None else entry.current(t)
+        return None if x is None else (entry, x)
 
-    def makes(self, t: Tensor) -> bool:
-        """Whether a tensor is a result that can be made again, or a view of one."""
-        found = self.find(t) if type(t) is Tensor else None
-        return found is not None and type(found[0].how) is Recipe
+    def can_recompute(self, t: Tensor) -> bool:
+        """Return whether `t` is a result that can be recomputed, or a view of one."""
+        match = self.find(t) if type(t) is Tensor else None
+        return match is not None and type(match[0].source) is Recomputation
 
-    def find_cast(self, t: Tensor) -> tuple[_Known, Tensor] | None:
-        """The same for a cast of a result, which from here on is a result itself."""
-        made = t if t._base is None else t._base
-        node = made.grad_fn
-        if type(node).__name__ != "ToCopyBackward0" or made._version or not _is_whole(made):
+    def find_cast(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
+        """Return the same as `find` if `t` is a cast of a result, or a view of such a cast.
+
+        The cast then becomes a result that can be recomputed.
+        """
+        base = t if t._base is None else t._base
+        node = base.grad_fn
+        if type(node).__name__ != "ToCopyBackward0" or base._version or not _is_whole(base):
             return None
-        known = self.nodes.get(node.next_functions[0])
-        y = None if known is None else known.ref()
-        if y is None or known.current(y) is None or y.device != made.device or y.shape != made.shape:
+        entry = self.by_node.get(node.next_functions[0])
+        y = None if entry is None else entry.ref()
+        if y is None or entry.current(y) is None or y.device != base.device or y.shape != base.shape:
             return None
-        self.learn(made, Recipe(cast, (y, made.dtype), (made,), made.device))
+        self.add(base, Recomputation(cast, (y, base.dtype), (base,), base.device))
         return self.find(t)
 
     def pack(self, t: Tensor) -> Any:
-        if type(t) is not Tensor or t.layout is not torch.strided:  # parameters among others
-            return self.keep(t, None)
-        found = self.find(t) or self.find_cast(t)
-        if found is not None:
-            known, x = found
-            if type(known.how) is Recipe:
-                if known.how.keep(self.pack):
-                    return Result(known.how, known.index, x, t)
+        """Return what autograd saves in place of `t`. This is the pack hook of the block."""
+        # Parameters are not of type Tensor, so they take this path.
+        if type(t) is not Tensor or t.layout is not torch.strided:
+            return self.save(t, None)
+        match = self.find(t) or self.find_cast(t)
+        if match is not None:
+            entry, x = match
+            if type(entry.source) is Recomputation:
+                if entry.source.save_args(self.pack):
+                    return SavedResult(entry.source, entry.index, x, t)
             elif t is x:
-                return known.how
-        return self.keep(t, found)
+                return entry.source
+        return self.save(t, match)
 
-    def keep(self, t: Tensor, found: tuple | None) -> Any:
+    def save(self, t: Tensor, match: tuple | None) -> Any:
+        """Return what autograd saves for a tensor that is not recomputed."""
         if self.outer is None:
-            whole = self.away is not None and type(t) is Tensor and t.layout is torch.strided
-            if whole and (saved := self.away.keep(t)) is not None:
+            is_plain = self.offloader is not None and type(t) is Tensor and t.layout is torch.strided
+            if is_plain and (saved := self.offloader.save(t)) is not None:
                 return saved
-            # A leaf as it is: engines exchange the values of parameters. Another without its history, which may end in
-            # the very node that saves it.
+            # Leaves are saved themselves, because FSDP and ZeRO swap the data of parameters. Other tensors are
+            # detached: the graph of such a tensor may contain the node that saves it, which would be a reference cycle.
             return t if t.is_leaf else t.detach(), t._version
-        kept = Elsewhere(self.outer[0](t), self.outer[1])
-        if type(t) is Tensor and found is None:
-            self.learn(t, kept)  # an op and the recipe of its result keep the same inputs
-        return kept
+        packed = PackedTensor(self.outer[0](t), self.outer[1])
+        if type(t) is Tensor and match is None:
+            # An op and the recomputation of its result save the same inputs, so they share the packed tensor.
+            self.add(t, packed)
+        return packed
 
 
 def _is_whole(y: Tensor) -> bool:
-    """Whether a tensor has a storage of its own, without gaps: every view of that is one of a tensor like it."""
+    """Return whether a tensor fills its storage without gaps, so that each view of the storage is a view of it."""
     return 0 < y.numel() * y.element_size() == y.untyped_storage().nbytes() and y.layout is torch.strided

@@ -1,16 +1,17 @@
-"""Lean activations: what an op makes cheaply is not kept for backward, but made again there.
+"""Lean activations: backward recomputes what an op can recompute cheaply, instead of saving it.
 
-    forward     y = norm(x);  q = y Wq^T;  k = y Wk^T          autograd keeps x for the norm and y for the products
-    lean        each product keeps, in place of y, the recipe norm(x), of which x is kept anyway
-    backward    the first product that asks makes y, the last one that takes it lets it go
+    forward     y = norm(x);  q = y Wq^T;  k = y Wk^T          autograd saves x for the norm, and y for both products
+    lean        In place of y, each product saves the call norm(x). The norm saves x in any case.
+    backward    The first product that unpacks the call recomputes y. The last one frees y.
 
-The function of an op is decorated with `remade`: its results can be made again by the same call. Inside `lean()` a
-saved-tensor hook sees what any layer saves, a plain linear one, an adapter's or a quantised one. Where that is such a
-result (found by its storage, so a view of it too), or a cast of one, the layer keeps the recipe. The bits are the same;
-where something was written in place since, the tensor is kept, or backward refuses.
+An op decorates a function with `remade` if the same call recomputes the function's results. A saved-tensor hook inside
+`lean()` sees every tensor that any layer saves, whether the layer is a plain linear one, an adapter or a quantised one.
+If the tensor is such a result, a view of one (recognised by its storage) or a cast of one, the hook saves the call in
+place of the tensor. The recomputed bits are the same. If a tensor was written in place since, the hook saves the
+result, or backward raises an error.
 
-A block of `lean()` belongs to the thread that enters it, as saved-tensor hooks do, and knows of results as long as they
-and it live.
+A block of `lean()` belongs to the thread that enters it, as saved-tensor hooks do. It recognises a result as long as
+the result and the block exist.
 """
 
 import contextlib
@@ -25,7 +26,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tigon.memory.block import Block
-from tigon.memory.offload import Away
+from tigon.memory.offload import Offloader
 from tigon.memory.recipe import unpack
 
 __all__ = [
@@ -42,21 +43,24 @@ __all__ = [
     "runs_again",
 ]
 
-# The innermost saved-tensor hooks of this thread: torch calls no others.
+# Returns the innermost saved-tensor hooks of this thread, the only ones that torch calls.
 _innermost = torch._C._autograd._top_saved_tensors_default_hooks
 
-_open = 0  # blocks of `lean`, in any thread
-_open_mlp = 0  # those with `mlp=True`
-_in_one = False  # whether a graph is being traced of what is made again as one
+# The number of open blocks of `lean` in all threads.
+_open = 0
+# The number of those with `mlp=True`.
+_open_mlp = 0
+# True while torch.compile traces a region that backward recomputes as a whole.
+_is_in_region = False
 _lock = threading.Lock()
 _NOT_COMPILED = (
-    "lean: offload=True cannot be had under torch.compile, whose graphs save all they keep at their end; "
-    "compile the layers and leave the block outside, or use mlp=True"
+    "lean: offload=True cannot be had under torch.compile, because a compiled graph saves all its tensors at its end; "
+    "compile only the layers, so that the block of lean is outside of the graphs, or use mlp=True"
 )
 
 
 def _block() -> Block | None:
-    """The block whose hooks torch calls now in this thread."""
+    """Return the block whose hooks torch calls at this point in this thread, or None."""
     hooks = _innermost(True)
     block = None if hooks is None else getattr(hooks[0], "__self__", None)
     return block if type(block) is Block else None
@@ -66,49 +70,53 @@ def _block() -> Block | None:
 
 
 def is_lean() -> bool:
-    """Whether what is computed here is in a block of `lean`: an op may make again what it would keep."""
+    """Return whether this call is in a block of `lean`. An op may then recompute what it would save."""
     if torch.compiler.is_compiling():
         return _open > 0
     return bool(_open) and _block() is not None
 
 
 def remakes_mlp() -> bool:
-    """Whether what is computed here is in a block of `lean(mlp=True)`: gate and up are made again too."""
+    """Return whether this call is in a block of `lean(mlp=True)`, which also recomputes the gate and up projections."""
     if torch.compiler.is_compiling():
         return _open_mlp > 0
     return bool(_open_mlp) and (block := _block()) is not None and block.mlp
 
 
 def in_checkpoint() -> bool:
-    """Whether what is computed here is in a region of `torch.utils.checkpoint`, not reentrant.
+    """Return whether this call is in a region of non-reentrant `torch.utils.checkpoint`.
 
-    It runs again up to the last operator that saves something: a product that is part of a node is done twice there.
+    Backward recomputes such a region up to the last operator that saves a tensor. A product inside an autograd node
+    therefore runs twice there.
     """
     hooks = None if torch.compiler.is_compiling() else _innermost(True)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 
 def runs_again() -> bool:
-    """Whether what is computed here is what a checkpoint runs again in backward: for the first run, whose it is."""
+    """Return whether a checkpoint recomputes this call in backward. The saved tensors then belong to the first run."""
     return in_checkpoint() and "_recomputation_hook" in _innermost(True)[0].__qualname__
 
 
 def is_seen_by_nobody() -> bool:
-    """Whether what an op saves here is kept for it alone: by a checkpoint's first run, plain `lean`, or no hooks."""
+    """Return whether no saved-tensor hook outside Tigon sees what an op saves here.
+
+    That is true in the first run of a checkpoint, in a plain block of `lean`, and without hooks.
+    """
     if torch.compiler.is_compiling():
         return False
     if _innermost(True) is None or in_checkpoint():
         return not runs_again()
-    return (block := _block()) is not None and block.outer is None and block.away is None
+    return (block := _block()) is not None and block.outer is None and block.offloader is None
 
 
 def remembers() -> bool:
-    """Whether `remember` does anything here."""
+    """Return whether `remember` has an effect here."""
     return bool(_open) and not torch.compiler.is_compiling() and _block() is not None
 
 
 def remember(results: Tensor | tuple[Tensor | None, ...], function: Callable, *args: Any) -> None:
-    """Note that `function(*args)` makes `results` again, bit for bit."""
+    """Note that `function(*args)` recomputes `results` with the same bits."""
     if remembers():
         _block().remember(results, function, args)
 
@@ -117,17 +125,17 @@ def _policy(*args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-# By a policy, because without one torch 2.11 forgets the operators inside an autograd function.
-_in_graph = functools.partial(
+# The checkpoint has a policy because without one torch 2.11 ignores the operators inside an autograd function.
+_checkpoint_in_graph = functools.partial(
     checkpoint, use_reentrant=False, context_fn=functools.partial(create_selective_checkpoint_contexts, _policy)
 )
 
 
 def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
-    """Decorate a function of an op: called again with the same arguments, by position, it makes the same results.
+    """Decorate a function of an op whose results are recomputed by a call with the same positional arguments.
 
-    They are remembered if the first `inputs` arguments are themselves made again, or None: for an op that does not keep
-    these for its own backward.
+    Results are recomputed only if each of the first `inputs` arguments is recomputed itself, or None. This is for an op
+    that does not save these arguments for its own backward.
     """
     if function is None:
         return functools.partial(remade, inputs=inputs)
@@ -136,11 +144,12 @@ def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
     def call(*args: Any) -> Any:
         if not _open:
             return function(*args)
-        if torch.compiler.is_compiling():  # tells the partitioner of the graph to make them again
-            plain = inputs or _in_one or not torch.is_grad_enabled()
-            return function(*args) if plain else _in_graph(function, *args)
+        if torch.compiler.is_compiling():
+            # The checkpoint tells the partitioner of the graph to recompute the results.
+            is_plain = inputs or _is_in_region or not torch.is_grad_enabled()
+            return function(*args) if is_plain else _checkpoint_in_graph(function, *args)
         results = function(*args)
-        if (block := _block()) is not None and all(x is None or block.makes(x) for x in args[:inputs]):
+        if (block := _block()) is not None and all(x is None or block.can_recompute(x) for x in args[:inputs]):
             block.remember(results, function, args)
         return results
 
@@ -148,28 +157,29 @@ def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
 
 
 def call(module: nn.Module, x: Tensor) -> Any:
-    """`module(x)`, for a gate or up projection: made again in backward if `remakes_mlp()`.
+    """Return `module(x)` for a gate or up projection. Backward recomputes it if `remakes_mlp()` is true.
 
-    Kept all the same where another call might give other values, or do more: a module that draws random numbers or
-    writes its buffers, one with hooks other than those that shard.
+    The result is saved all the same if a second call might give other values or have side effects. That is so for a
+    module that draws random numbers or writes its buffers, and for one with hooks that were not added to shard it.
     """
-    again = remakes_mlp() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return _block().call(module, x) if again else module(x)
+    is_recomputed = remakes_mlp() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    return _block().call(module, x) if is_recomputed else module(x)
 
 
 def remade_mlp(function: Callable, *args: Any) -> Any:
-    """`function(*args)`, for an MLP up to its last product: its projections by `call`, then the gate.
+    """Return `function(*args)`, the part of an MLP before its last product. It runs the projections by `call`.
 
-    Under torch.compile they are made again as one: the partitioner keeps what one region of a graph takes of another.
+    Under torch.compile, backward recomputes the function as one region of the graph, because the partitioner saves
+    every tensor that one region reads from another.
     """
-    global _in_one
+    global _is_in_region
     if not (torch.compiler.is_compiling() and _open_mlp and torch.is_grad_enabled()):
         return function(*args)
-    _in_one = True
+    _is_in_region = True
     try:
-        return _in_graph(function, *args)
+        return _checkpoint_in_graph(function, *args)
     finally:
-        _in_one = False
+        _is_in_region = False
 
 
 # --- public ----------------------------------------------------------------------------------------
@@ -177,32 +187,35 @@ def remade_mlp(function: Callable, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
-    """Keep nothing for backward that Tigon's ops make again cheaply, in this thread's forward passes in the block.
+    """Recompute cheap results of Tigon's ops in backward, for forward passes of this thread in the block.
 
-    Outputs of norms and gates, and heads that are normalised, then turned: layers that would save them save how to make
-    them. Every gradient has the same bits. Backward may run anywhere. Saved-tensor hooks around the block keep what is
-    left; those in it take what is saved under them. Under `torch.compile` the graph makes them again. Also a decorator.
-    A block in a block adds its options.
+    These results are the outputs of norms and gates, and heads that are normalised and then rotated. A layer that would
+    save one of them saves the call that recomputes it. All gradients have the same bits. Backward may run inside or
+    outside the block. Saved-tensor hooks around the block receive all tensors that are still saved. Saved-tensor hooks
+    inside the block receive the tensors that layers save under them. Under `torch.compile` the graph recomputes the
+    results. `lean` is also a decorator. A block inside another block adds its options.
 
     Args:
-        mlp: Also call the gate and up projections of gated MLPs again, of Tigon's modules and of models that are
-            patched: two of the nine products of the MLP are done twice, and the MLP keeps only its input.
-        offload: Also move what is left, tensors of a GPU of 1 MiB and more, to pinned host memory on a side stream; it
-            comes back before backward asks for it. Parameters stay, and all does on other devices, in a CUDA graph,
-            and where hooks are around the block. Results must not be written in place before they have left.
+        mlp: Also recompute the gate and up projections of gated MLPs, in Tigon's modules and in patched models. Two of
+            the nine products of the MLP then run twice, and the MLP saves only its input.
+        offload: Also copy the remaining saved tensors of a GPU, of 1 MiB and more, to pinned host memory on a side
+            stream. They are copied back before backward needs them. Parameters stay on the device. All tensors stay on
+            other devices, in a CUDA graph, and in a block with saved-tensor hooks around it. A result must not be
+            written in place before it has been copied.
 
     Raises:
-        TypeError: An option is no bool.
-        RuntimeError: Saved-tensor hooks are forbidden here, or `offload` is asked for under `torch.compile`. In
-            backward, an input of such an op was written in place since.
+        TypeError: An option is not a bool.
+        RuntimeError: Saved-tensor hooks are forbidden here, or `offload` is True under `torch.compile`. Backward raises
+            it if an input of such an op was written in place after the call.
 
-    Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; of chosen
-    ops, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", arXiv:2205.05198.
+    Source: recomputation, Chen et al., "Training Deep Nets with Sublinear Memory Cost", arXiv:1604.06174; recomputation
+    of selected ops, Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+    arXiv:2205.05198.
 
     Example:
         >>> x, norm, linear = torch.randn(2, 8, requires_grad=True), tigon.RMSNorm(8), torch.nn.Linear(8, 4)
         >>> with tigon.lean():
-        ...     y = linear(norm(x))  # keeps x, and not what the norm gives
+        ...     y = linear(norm(x))  # saves x, and not the output of the norm
         >>> y.sum().backward()
     """
     global _open, _open_mlp
@@ -219,24 +232,26 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
             _open, _open_mlp = _open - 1, _open_mlp - mlp
         return
     outer = _innermost(True)
-    if in_checkpoint():  # it keeps nothing anyway, and counts what is saved
+    # A checkpoint saves nothing in any case, and it counts the saved tensors.
+    if in_checkpoint():
         yield
         return
-    inside = _block()
-    block = inside or Block(outer)
-    before = block.mlp, block.away
-    block.mlp, block.away = mlp or block.mlp, (Away() if offload and block.away is None else block.away)
+    enclosing = _block()
+    block = enclosing or Block(outer)
+    before = block.mlp, block.offloader
+    block.mlp = mlp or block.mlp
+    block.offloader = Offloader() if offload and block.offloader is None else block.offloader
     with _lock:
         _open, _open_mlp = _open + 1, _open_mlp + mlp
     try:
-        with contextlib.nullcontext() if inside else saved_tensors_hooks(block.pack, unpack):
+        with contextlib.nullcontext() if enclosing else saved_tensors_hooks(block.pack, unpack):
             yield
     finally:
-        if block.away is not before[1]:
-            block.away.end()
-        block.mlp, block.away = before
-        if inside is None:
-            block.known.clear()
-            block.nodes.clear()
+        if block.offloader is not before[1]:
+            block.offloader.end()
+        block.mlp, block.offloader = before
+        if enclosing is None:
+            block.by_storage.clear()
+            block.by_node.clear()
         with _lock:
             _open, _open_mlp = _open - 1, _open_mlp - mlp

@@ -1,14 +1,18 @@
-"""Saved tensors on the host: out on a side stream while forward goes on, and back on another before backward asks.
+"""Saved tensors on the host: copied out on a side stream during forward, and prefetched on another one for backward.
 
-    forward     half a window of bytes after a tensor was saved, a side stream waits until it is there and copies it to
-                pinned memory; a whole window after, the stream that computes waits for the copy and lets it go
-    backward    who takes one has those brought that were saved before it, up to a window that nobody has taken yet
+    forward     When half a window of further bytes has been saved after a tensor, a side stream copies the tensor to
+                pinned memory. After a whole window, the compute stream waits for that copy, and the device memory is
+                freed.
+    backward    A node that unpacks a tensor starts to prefetch the tensors that were saved before it, up to a window of
+                prefetched bytes that no node has unpacked yet.
 
-So a device holds at most two windows of what was saved; the last half never leaves. The host waits for nothing: events
-order the streams. Memory is let go in the order of the stream that computes, which can take it again at once.
+The device therefore holds at most two windows of saved tensors, and the last half window never leaves it. The host
+waits for nothing, because events order the streams. Memory is freed in the order of the compute stream, which can reuse
+it at once.
 
-Several that save one tensor or views of it share one copy; it is brought once in each backward, and let go when the
-last of them has taken it. Pinned memory is that of torch's caching allocator, which gives it again in the next step.
+Nodes that save the same tensor, or views of it, share one copy. Each backward copies it back once, and frees it when
+the last of these nodes has unpacked it. Torch's caching allocator provides the pinned memory, and reuses it in the next
+step.
 """
 
 import collections
@@ -24,16 +28,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.runtime.device import simulation_of
 
-__all__ = ["Away"]
+__all__ = ["Offloader"]
 
-SMALLEST = 2**20  # bytes; what is smaller stays
-WINDOW = 2**29  # bytes: a Llama-3-8B's layer keeps 0.3 GiB of 8192 tokens
-WINDOW_TENSORS = 4  # or so many of the largest but one: an attention asks for them at once
-ALIGNED = 512  # as the device's allocator aligns
+# Tensors of fewer bytes stay on the device.
+SMALLEST = 2**20
+# In bytes: a layer of Llama-3-8B saves 0.3 GiB for 8192 tokens.
+WINDOW = 2**29
+# The window holds at least this many tensors of the second largest size, because an attention unpacks them together.
+WINDOW_TENSORS = 4
+# In bytes, as the allocator of the device aligns its blocks.
+ALIGNED = 512
 
 
-def is_moved(device: torch.device) -> bool:
-    """Whether tensors of a device go to the host: those of a GPU, which captures no graph just now."""
+def can_offload(device: torch.device) -> bool:
+    """Return whether tensors of a device go to the host. Only those of a GPU that captures no CUDA graph now do."""
     if simulation_of(device) is not None:
         return True
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -48,24 +56,28 @@ def _side_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy(given: Tensor, direction: str, device: torch.device, stream: torch.cuda.Stream | None) -> tuple:
-    """A copy of bytes, "out" or "back", made on the side stream once `stream` is here; and the event of its end."""
+def _copy(source: Tensor, direction: str, device: torch.device, stream: torch.cuda.Stream | None) -> tuple:
+    """Copy bytes "out" to the host or "back" on a side stream, after the present work of `stream`.
+
+    Returns:
+        The copy, and the event of its end.
+    """
     if stream is None:
-        made = given.clone()
+        copy = source.clone()
         if (simulation := simulation_of(device)) is not None:
-            simulation.copied(made, direction == "out")
-        return made, None
-    empty = functools.partial(torch.empty, given.shape, dtype=given.dtype)
-    made = empty(device="cpu", pin_memory=True) if direction == "out" else empty(device=device)
+            simulation.copied(copy, direction == "out")
+        return copy, None
+    empty = functools.partial(torch.empty, source.shape, dtype=source.dtype)
+    copy = empty(device="cpu", pin_memory=True) if direction == "out" else empty(device=device)
     side = _side_stream(device, direction)
     side.wait_stream(stream)
     with torch.cuda.stream(side):
-        made.copy_(given, non_blocking=True)
-        return made, side.record_event()
+        copy.copy_(source, non_blocking=True)
+        return copy, side.record_event()
 
 
 def _is_weight(t: Tensor) -> bool:
-    """Whether a tensor is a parameter, a view of one, or its cast by autocast, which keeps that for others."""
+    """Return whether a tensor is a parameter, a view of one, or a cast of one by autocast, which caches such casts."""
     base = t if t._base is None else t._base
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return True
@@ -73,8 +85,8 @@ def _is_weight(t: Tensor) -> bool:
     return type(node).__name__ == "ToCopyBackward0" and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
 
 
-def _stretch(t: Tensor) -> tuple[int, int]:
-    """The bytes of its storage that a tensor needs; all of them, if that is half of them."""
+def _byte_range(t: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a tensor needs, or the whole storage if it needs at least half of it."""
     size, whole = t.element_size(), t.untyped_storage().nbytes()
     start = t.storage_offset() * size // ALIGNED * ALIGNED
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
@@ -82,187 +94,202 @@ def _stretch(t: Tensor) -> tuple[int, int]:
     return (0, whole) if 2 * (end - start) >= whole else (start, end)
 
 
-class _Moved:
-    """A stretch of a storage that was saved: `here` while the device has it, on `host` once it is on its way."""
+class _Segment:
+    """A byte range of a saved storage. `device_data` or `host_data` holds the bytes, or both do."""
 
-    def __init__(self, away: "Away", t: Tensor, start: int, end: int) -> None:
-        self.ahead = False  # brought, and not yet taken
-        self.host: Tensor | None = None
-        self.event: torch.cuda.Event | None = None  # of a copy that the stream that computes has not waited for
-        self.away, self.index, self.size = away, len(away.moved), end - start
-        self.storage = StorageWeakRef(t.untyped_storage())  # no other gets its address while this is here
-        self.source, self.version = t.detach(), t._version  # shares the counter of writes
+    def __init__(self, offloader: "Offloader", t: Tensor, start: int, end: int) -> None:
+        # True if the segment was copied back and no node has unpacked it yet.
+        self.is_prefetched = False
+        self.host_data: Tensor | None = None
+        # The end of a copy that the compute stream has not waited for.
+        self.event: torch.cuda.Event | None = None
+        self.offloader, self.index, self.size = offloader, len(offloader.segments), end - start
+        # No other storage gets the address of this one while the weak reference exists.
+        self.storage = StorageWeakRef(t.untyped_storage())
+        # The alias shares the version counter of the saved tensor. It is None once the device memory has been freed.
+        self.alias, self.version = t.detach(), t._version
         self.device, self.stream = t.device, _stream(t.device)
         whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
-        self.here: Tensor | None = whole[start:end]
-        self.start, self.written = start, False
-        # How many saved it and how many took it in this round of backward; which backward all of them have.
-        self.savers, self.taken, self.round, self.done = 0, 0, 1, -2
+        self.device_data: Tensor | None = whole[start:end]
+        self.start, self.was_written = start, False
+        # `savers` counts the nodes that saved the segment, and `users` those that unpacked it in this generation. A new
+        # generation starts whenever the segment is copied back. `last_backward` is the backward in which all nodes have
+        # unpacked it.
+        self.savers, self.users, self.generation, self.last_backward = 0, 0, 1, -2
 
-    def send(self) -> None:
-        self.host, self.event = _copy(self.here, "out", self.device, self.stream)
+    def copy_out(self) -> None:
+        self.host_data, self.event = _copy(self.device_data, "out", self.device, self.stream)
 
-    def check(self) -> None:
-        """Note whether what was saved has been written since: the copy may have the one or the other."""
-        self.written = self.written or (self.source is not None and self.source._version != self.version)
+    def check_version(self) -> None:
+        """Note whether the saved tensor has been written since: the copy may hold the values before or after that."""
+        self.was_written = self.was_written or (self.alias is not None and self.alias._version != self.version)
 
-    def wait(self) -> None:
-        """The stream that computes waits for the copy that reads or writes what is here."""
+    def wait_for_copy(self) -> None:
+        """Make the compute streams wait for the copy that reads or writes `device_data`."""
         event, self.event = self.event, None
         if event is not None:
-            for stream in tuple(self.away.streams.get(self.device, ())):
+            for stream in tuple(self.offloader.streams.get(self.device, ())):
                 stream.wait_event(event)
 
-    def let_go(self) -> None:
-        self.check()
-        self.wait()
-        self.source = self.here = None
+    def free_device_data(self) -> None:
+        self.check_version()
+        self.wait_for_copy()
+        self.alias = self.device_data = None
 
-    def bring(self) -> None:
-        self.here, self.event = _copy(self.host, "back", self.device, self.stream)
-        self.round, self.taken = self.round + 1, 0
+    def copy_back(self) -> None:
+        self.device_data, self.event = _copy(self.host_data, "back", self.device, self.stream)
+        self.generation, self.users = self.generation + 1, 0
 
-    def bytes(self, saver: "_Saved") -> Tensor:
-        """Those of the storage, on the device, for one that saved them."""
-        self.check()
-        if self.written:
+    def unpack(self, view: "_SavedView") -> Tensor:
+        """Return the bytes on the device, for a node that saved `view`."""
+        self.check_version()
+        if self.was_written:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"[{saver.dtype} {list(saver.shape)}], which was on its way to the host"
+                f"[{view.dtype} {list(view.shape)}], which was being copied to the host"
             )
         stream = _stream(self.device)
-        if stream != self.stream:  # its memory belongs to the other, which might use it again too early
-            return _elsewhere(self, stream)
-        if self.here is None:
-            self.bring()
-        if self.ahead:
-            self.ahead, self.away.ahead = False, self.away.ahead - self.size
-        if self.source is None:
-            self.wait()
-        here = self.here
-        if saver.round != self.round:
-            saver.round, self.taken = self.round, self.taken + 1
-        if self.taken >= self.savers and self.host is not None:
-            self.done = torch._C._current_graph_task_id()
-            self.let_go()
-        return here
+        # The memory belongs to the stream of the forward pass, which might reuse it too early.
+        if stream != self.stream:
+            return _data_for_stream(self, stream)
+        if self.device_data is None:
+            self.copy_back()
+        if self.is_prefetched:
+            self.is_prefetched, self.offloader.prefetched_bytes = False, self.offloader.prefetched_bytes - self.size
+        if self.alias is None:
+            self.wait_for_copy()
+        data = self.device_data
+        if view.generation != self.generation:
+            view.generation, self.users = self.generation, self.users + 1
+        if self.users >= self.savers and self.host_data is not None:
+            self.last_backward = torch._C._current_graph_task_id()
+            self.free_device_data()
+        return data
 
     def __del__(self) -> None:
-        if self.ahead:
-            self.away.ahead -= self.size
+        if self.is_prefetched:
+            self.offloader.prefetched_bytes -= self.size
         if self.event is not None and not sys.is_finalizing():
-            self.wait()
+            self.wait_for_copy()
 
 
-def _elsewhere(moved: _Moved, stream: torch.cuda.Stream) -> Tensor:
-    """The bytes for a stream other than that of the forward pass, by themselves."""
-    if moved.source is not None:
-        moved.here.record_stream(stream)
-        return moved.here
-    stream.wait_stream(moved.stream)  # which may have to wait for the host's copy itself
-    made, event = _copy(moved.host, "back", moved.device, stream)
+def _data_for_stream(segment: _Segment, stream: torch.cuda.Stream) -> Tensor:
+    """Return the bytes for a stream other than that of the forward pass. A copy for this stream is not shared."""
+    if segment.alias is not None:
+        segment.device_data.record_stream(stream)
+        return segment.device_data
+    # The stream of the forward pass may itself have to wait for the copy to the host.
+    stream.wait_stream(segment.stream)
+    data, event = _copy(segment.host_data, "back", segment.device, stream)
     stream.wait_event(event)
-    return made
+    return data
 
 
-class _Saved:
-    """A tensor that was saved, as a view of what was moved."""
+class _SavedView:
+    """What a node saves in place of a tensor: a view of a segment."""
 
-    __slots__ = ("dtype", "moved", "offset", "round", "shape", "strides")
+    __slots__ = ("dtype", "generation", "offset", "segment", "shape", "strides")
 
-    def __init__(self, moved: _Moved, t: Tensor) -> None:
-        self.moved, self.round, self.dtype = moved, 0, t.dtype
+    def __init__(self, segment: _Segment, t: Tensor) -> None:
+        self.segment, self.generation, self.dtype = segment, 0, t.dtype
         self.shape, self.strides = t.shape, t.stride()
-        self.offset = t.storage_offset() - moved.start // t.element_size()
-        moved.savers += 1
+        self.offset = t.storage_offset() - segment.start // t.element_size()
+        segment.savers += 1
 
-    def take(self) -> Tensor:
-        moved, away = self.moved, self.moved.away
-        with torch.no_grad(), away.lock:
-            here = moved.bytes(self)
-            away.bring_before(moved)
-        # What never left the device has its offset there, a copy starts with the stretch.
-        first = here.storage_offset() // self.dtype.itemsize
-        empty = torch.empty(0, dtype=self.dtype, device=here.device)
-        return empty.set_(here.untyped_storage(), first + self.offset, self.shape, self.strides)
+    def unpack(self) -> Tensor:
+        segment, offloader = self.segment, self.segment.offloader
+        with torch.no_grad(), offloader.lock:
+            data = segment.unpack(self)
+            offloader.prefetch_before(segment)
+        # Data that never left the device starts at its offset in the storage. A copy starts with the segment.
+        first = data.storage_offset() // self.dtype.itemsize
+        empty = torch.empty(0, dtype=self.dtype, device=data.device)
+        return empty.set_(data.untyped_storage(), first + self.offset, self.shape, self.strides)
 
 
 class _Queue:
-    """What was saved last, up to `limit` bytes, but one at least."""
+    """The segments that were pushed last, up to a limit of bytes. The last one stays even if it exceeds the limit."""
 
     def __init__(self) -> None:
-        self.moved: collections.deque[weakref.ref[_Moved]] = collections.deque()
+        self.segments: collections.deque[weakref.ref[_Segment]] = collections.deque()
         self.size = 0
 
-    def push(self, moved: _Moved, limit: int) -> Iterator[_Moved]:
-        """Add one, and yield those that are too many."""
-        self.moved.append(weakref.ref(moved))
-        self.size += moved.size
-        while self.size > limit and len(self.moved) > 1:
-            if (first := self.moved.popleft()()) is None:  # dropped since, with others perhaps
-                self.size = sum(m.size for ref in self.moved if (m := ref()) is not None)
+    def push(self, segment: _Segment, limit: int) -> Iterator[_Segment]:
+        """Append a segment, then remove and yield the first ones until the queue holds at most `limit` bytes."""
+        self.segments.append(weakref.ref(segment))
+        self.size += segment.size
+        while self.size > limit and len(self.segments) > 1:
+            if (first := self.segments.popleft()()) is None:
+                # This segment was freed since, and perhaps others too.
+                self.size = sum(s.size for ref in self.segments if (s := ref()) is not None)
             else:
                 self.size -= first.size
                 yield first
 
 
-class Away:
-    """What a forward pass in a block moves to the host."""
+class Offloader:
+    """Moves the saved tensors of the forward passes in a block to the host."""
 
     def __init__(self) -> None:
-        self.moved: list[weakref.ref[_Moved]] = []  # in the order in which they were saved
-        self.known: dict[tuple, weakref.ref[_Moved]] = {}
-        self.staying, self.leaving = _Queue(), _Queue()
-        self.streams: dict[torch.device, set] = {}  # those that compute
-        self.window, self.largest = WINDOW, [0, 0]  # bytes
-        self.ahead = 0  # bytes that were brought and not yet taken
+        # All segments, in the order in which they were saved.
+        self.segments: list[weakref.ref[_Segment]] = []
+        self.segments_by_key: dict[tuple, weakref.ref[_Segment]] = {}
+        # Segments whose copy has not started, and segments whose device memory is not freed yet.
+        self.device_queue, self.copy_queue = _Queue(), _Queue()
+        # The compute streams of each device.
+        self.streams: dict[torch.device, set] = {}
+        # Both are bytes; `largest` holds the two largest sizes.
+        self.window, self.largest = WINDOW, [0, 0]
+        # Bytes that were copied back and that no node has unpacked yet.
+        self.prefetched_bytes = 0
         self.lock = threading.RLock()
 
-    def keep(self, t: Tensor) -> _Saved | None:
-        """How a tensor is kept for backward; None if it stays."""
-        if not is_moved(t.device) or t.numel() == 0 or t.dtype.is_complex or t.is_neg() or _is_weight(t):
+    def save(self, t: Tensor) -> _SavedView | None:
+        """Return what autograd saves in place of `t`; None if `t` stays on the device."""
+        if not can_offload(t.device) or t.numel() == 0 or t.dtype.is_complex or t.is_neg() or _is_weight(t):
             return None
-        storage, (start, end) = t.untyped_storage(), _stretch(t)
+        storage, (start, end) = t.untyped_storage(), _byte_range(t)
         if end - start < SMALLEST:
             return None
         with torch.no_grad(), self.lock:
             for key in ((storage._cdata, 0, storage.nbytes(), t._version), (storage._cdata, start, end, t._version)):
-                moved = self.known[key]() if key in self.known else None
-                if moved is not None and not moved.written:
-                    return _Saved(moved, t)
-            # One that is far larger than all others stays: a loss keeps the gradient of the head for the very next.
+                segment = self.segments_by_key[key]() if key in self.segments_by_key else None
+                if segment is not None and not segment.was_written:
+                    return _SavedView(segment, t)
+            # A tensor that is far larger than all others stays. One example is the gradient of the head: the loss
+            # saves it, and its backward runs first.
             self.largest = sorted((*self.largest, end - start))[1:]
             self.window = max(self.window, WINDOW_TENSORS * self.largest[0])
             if end - start > self.window:
                 return None
             if (stream := _stream(t.device)) is not None:
                 self.streams.setdefault(t.device, set()).add(stream)
-            moved = _Moved(self, t, start, end)
-            self.known[key] = weakref.ref(moved)
-            self.moved.append(self.known[key])
-            for first in self.staying.push(moved, self.window // 2):
-                if first.source is not None and first.host is None:
-                    first.send()
-                    for last in self.leaving.push(first, self.window // 2):
-                        if last.source is not None:
-                            last.let_go()
-            return _Saved(moved, t)
+            segment = _Segment(self, t, start, end)
+            self.segments_by_key[key] = weakref.ref(segment)
+            self.segments.append(self.segments_by_key[key])
+            for first in self.device_queue.push(segment, self.window // 2):
+                if first.alias is not None and first.host_data is None:
+                    first.copy_out()
+                    for last in self.copy_queue.push(first, self.window // 2):
+                        if last.alias is not None:
+                            last.free_device_data()
+            return _SavedView(segment, t)
 
-    def bring_before(self, moved: _Moved) -> None:
-        """Bring what backward will ask for after `moved`."""
-        task, index, stream = torch._C._current_graph_task_id(), moved.index, _stream(moved.device)
-        if stream != moved.stream:
+    def prefetch_before(self, segment: _Segment) -> None:
+        """Copy back the segments that were saved before this one, because backward unpacks them next."""
+        task, index, stream = torch._C._current_graph_task_id(), segment.index, _stream(segment.device)
+        if stream != segment.stream:
             return
-        while self.ahead < self.window and index > 0:
+        while self.prefetched_bytes < self.window and index > 0:
             index -= 1
-            before = self.moved[index]()
-            if before is None or before.here is not None or before.written or before.done == task:
+            before = self.segments[index]()
+            if before is None or before.device_data is not None or before.was_written or before.last_backward == task:
                 continue
-            if before.device == moved.device and before.stream == stream:
-                before.bring()
-                before.ahead, self.ahead = True, self.ahead + before.size
+            if before.device == segment.device and before.stream == stream:
+                before.copy_back()
+                before.is_prefetched, self.prefetched_bytes = True, self.prefetched_bytes + before.size
 
     def end(self) -> None:
-        """The forward pass is over: what has not left stays, because backward asks for it first."""
-        self.known.clear()
-        self.staying, self.leaving = _Queue(), _Queue()
+        """End the forward pass. Segments that are on the device stay there, because backward unpacks them first."""
+        self.segments_by_key.clear()
+        self.device_queue, self.copy_queue = _Queue(), _Queue()

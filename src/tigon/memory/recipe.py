@@ -1,4 +1,4 @@
-"""What lean activations keep in place of a tensor: the call that makes it again, or what other hooks made of it."""
+"""What lean activations save for backward in place of a tensor: the call that recomputes it, or a packed tensor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Elsewhere", "Recipe", "Result", "cast", "unpack"]
+__all__ = ["PackedTensor", "Recomputation", "SavedResult", "cast", "unpack"]
 
 
 def _stream(device: torch.device) -> int:
@@ -14,81 +14,87 @@ def _stream(device: torch.device) -> int:
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:
-    if device.type == "meta":  # it has none
+    # Autocast does not exist on meta.
+    if device.type == "meta":
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-class Recipe:
-    """A call that makes results again, shared by all who saved one of them.
+class Recomputation:
+    """A call that recomputes its results in backward. All autograd nodes that saved one of the results share it.
 
-    Tensors of one dimension, the parameters of norms, are copied: engines that shard a model take those away between
-    forward and backward, and give them back for the backward of their own module alone.
+    The constructor copies tensors of one dimension, which are the parameters of norms. Engines that shard a model free
+    these parameters between forward and backward, and gather them only for the backward of the module that holds them.
     """
 
     __slots__ = (
-        "args", "autocast", "device", "function", "given", "kept", "left", "round", "savers", "stream", "strides",
-        "values",
+        "arg_versions", "args", "autocast", "device", "function", "generations", "pending", "saved_args", "savers",
+        "stream", "strides", "values",
     )  # fmt: skip
 
     def __init__(self, function: Callable, args: tuple, results: tuple[Tensor | None, ...], device: torch.device):
         self.function, self.args = function, list(args)
-        self.given: dict[int, tuple[Tensor, int]] = {}  # which of the arguments are tensors; and their versions
-        self.kept: dict[int, Any] | None = None  # the same, as they are kept for backward, once somebody saves a result
+        # Maps the index of a tensor argument to the tensor and its version.
+        self.arg_versions: dict[int, tuple[Tensor, int]] = {}
+        # Maps the same indices to the packed tensors. It is None until a node saves a result.
+        self.saved_args: dict[int, Any] | None = None
         for i, x in enumerate(args):
             if isinstance(x, Tensor):
                 if x.dim() > 1:
-                    self.given[i], self.args[i] = (x, x._version), None
+                    self.arg_versions[i], self.args[i] = (x, x._version), None
                 else:
                     self.args[i] = x.detach().clone()
         self.strides = [None if y is None else y.stride() for y in results]
         self.device, self.stream, self.autocast = device, _stream(device), _autocast(device)
-        # Of each result: itself while it is needed, how many saved it, how many have yet to take it, how often made.
+        # Each list has one entry for each result. `values` holds the result while a node still needs it, `savers`
+        # counts the nodes that saved it, `pending` counts those that have not unpacked it yet, and `generations` counts
+        # how often it was recomputed.
         n = len(results)
         self.values: list[Tensor | None] = [None] * n
-        self.savers, self.left, self.round = [0] * n, [0] * n, [0] * n
+        self.savers, self.pending, self.generations = [0] * n, [0] * n, [0] * n
 
-    def keep(self, pack: Callable[[Tensor], Any]) -> bool:
-        """Keep the arguments for backward, if they still are what the results were made of."""
-        if self.kept is None:
-            if any(x._version != version for x, version in self.given.values()):
+    def save_args(self, pack: Callable[[Tensor], Any]) -> bool:
+        """Save the arguments for backward. Return False if one of them was written in place since the call."""
+        if self.saved_args is None:
+            if any(x._version != version for x, version in self.arg_versions.values()):
                 return False
-            self.kept = {i: pack(x) for i, (x, _) in self.given.items()}
-            self.given = {}
+            self.saved_args = {i: pack(x) for i, (x, _) in self.arg_versions.items()}
+            self.arg_versions = {}
         return True
 
-    def make(self, own_stream: bool) -> list[Tensor | None]:
-        """All results anew, on the stream of the forward pass or on another."""
+    def recompute(self, is_forward_stream: bool) -> list[Tensor | None]:
+        """Recompute all results on the current stream, which is or is not the stream of the forward pass."""
         args = self.args.copy()
-        for i, kept in self.kept.items():
-            args[i] = x = unpack(kept)
-            if not own_stream:  # its memory belongs to the other, which might use it again too early
+        for i, packed in self.saved_args.items():
+            args[i] = x = unpack(packed)
+            # The memory belongs to the stream of the forward pass, which might reuse it too early.
+            if not is_forward_stream:
                 x.record_stream(torch.cuda.current_stream(self.device))
-        plain = not torch.is_grad_enabled() and _autocast(self.device) == self.autocast
-        results = self.function(*args) if plain else self._as_in_forward(args)
+        is_plain = not torch.is_grad_enabled() and _autocast(self.device) == self.autocast
+        results = self.function(*args) if is_plain else self._call_as_in_forward(args)
         results = results if isinstance(results, tuple) else (results,)
         return [y if y is None else _with_strides(y, s) for y, s in zip(results, self.strides, strict=True)]
 
-    def _as_in_forward(self, args: list) -> Any:
+    def _call_as_in_forward(self, args: list) -> Any:
         kind, enabled = self.device.type, self.autocast is not None
         with torch.no_grad(), torch.autocast(kind, self.autocast, enabled, cache_enabled=False):
             return self.function(*args)
 
-    def take(self, i: int, result: "Result") -> Tensor:
-        """Result i for one of its savers; it is held until each of them has taken it."""
+    def result(self, i: int, saved: "SavedResult") -> Tensor:
+        """Return result `i` for one of the nodes that saved it, and hold it until all of them have unpacked it."""
         if _stream(self.device) != self.stream:
-            return self.make(False)[i]
+            return self.recompute(False)[i]
         value = self.values[i]
         if value is None:
-            made = self.make(True)
-            value = made[i]
+            results = self.recompute(True)
+            value = results[i]
             for j, savers in enumerate(self.savers):
                 if savers and self.values[j] is None:
-                    self.values[j], self.left[j], self.round[j] = made[j], savers, self.round[j] + 1
-        if result.round != self.round[i]:
-            result.round = self.round[i]
-            self.left[i] -= 1
-            if self.left[i] <= 0:
+                    self.values[j], self.pending[j], self.generations[j] = results[j], savers, self.generations[j] + 1
+        if saved.generation != self.generations[i]:
+            saved.generation = self.generations[i]
+            self.pending[i] -= 1
+            if self.pending[i] <= 0:
                 self.values[i] = None
         return value
 
@@ -99,37 +105,38 @@ def _with_strides(y: Tensor, strides: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(y.shape, strides, dtype=y.dtype, device=y.device).copy_(y)
 
 
-class Result:
-    """A result of a recipe, or a view `t` of it, as one of its savers keeps it."""
+class SavedResult:
+    """What one autograd node saves in place of `t`, which is the result `y` of a recomputation or a view of it."""
 
-    __slots__ = ("index", "recipe", "round", "view")
+    __slots__ = ("generation", "index", "recomputation", "view")
 
-    def __init__(self, recipe: Recipe, index: int, y: Tensor, t: Tensor) -> None:
-        self.recipe, self.index, self.round = recipe, index, 0
+    def __init__(self, recomputation: Recomputation, index: int, y: Tensor, t: Tensor) -> None:
+        self.recomputation, self.index, self.generation = recomputation, index, 0
         view = t.shape, t.stride(), t.storage_offset()
         self.view = None if view == (y.shape, y.stride(), 0) else view
-        recipe.savers[index] += 1
+        recomputation.savers[index] += 1
 
-    def take(self) -> Tensor:
-        value = self.recipe.take(self.index, self)
+    def unpack(self) -> Tensor:
+        value = self.recomputation.result(self.index, self)
         return value if self.view is None else value.as_strided(*self.view)
 
 
-class Elsewhere:
-    """A tensor as the hooks around the block keep it: on the host, say."""
+class PackedTensor:
+    """A tensor that the saved-tensor hooks around the block of `lean` have packed, for example onto the host."""
 
-    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
-        self.packed, self.unpack = packed, unpack
+    def __init__(self, packed: Any, unpack_hook: Callable[[Any], Tensor]) -> None:
+        self.packed, self.unpack_hook = packed, unpack_hook
 
-    def take(self) -> Tensor:
-        return self.unpack(self.packed)
+    def unpack(self) -> Tensor:
+        return self.unpack_hook(self.packed)
 
 
-def unpack(kept: Any) -> Tensor:
-    if type(kept) is not tuple:
-        return kept.take()
-    # Hooks turn off autograd's own check.
-    x, version = kept
+def unpack(packed: Any) -> Tensor:
+    """Return the tensor that `Block.pack` has packed. This is the unpack hook of the block."""
+    if type(packed) is not tuple:
+        return packed.unpack()
+    # Saved-tensor hooks disable autograd's own check of the version.
+    x, version = packed
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

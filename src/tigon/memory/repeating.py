@@ -1,9 +1,10 @@
-"""Modules that backward calls again: which may be, and whether a second call computes what the first one did.
+"""Calls of modules that backward repeats: which calls allow it, and whether both calls give the same values.
 
-A projection is recomputed by calling its module. That is right only if the call is a function of its input and of
-state that stays: it draws no random numbers, writes nothing, and has no hooks that are to see one call. `CallWatch`
-finds that out around the first call. `RepeatedCall` remembers what the first call read, and refuses the second one
-where any of it has changed: an adapter that was switched off, merged or exchanged, a weight, a hook, a setting.
+Backward recomputes a projection by calling its module. This is correct only if the call is a function of its input and
+of state that does not change: it draws no random numbers, writes nothing, and has no hook that must run once for each
+call of the model. `CallWatch` checks this around the first call. `RepeatedCall` records the state that the first call
+read. It raises an error in place of the second call if any of that state has changed: an adapter that was switched off,
+merged or replaced, a weight, a hook or a setting.
 """
 
 import functools
@@ -21,13 +22,14 @@ from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_sto
 
 __all__ = ["REPEATING", "CallWatch", "RepeatedCall", "foreign_hook"]
 
-# Whose hooks on a module only gather and shard what is in it, or convert what goes in and out. Those that transformers
-# leaves on layers for the outputs of a call (`output_hidden_states`) do nothing outside of that call.
+# Prefixes of the Python modules of engines. The hooks of an engine only gather and shard parameters, or convert inputs
+# and outputs. The hooks that transformers leaves on layers for the outputs of a call (`output_hidden_states`) have no
+# effect outside of that call.
 _ENGINES = "torch.distributed.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations."
 _ENGINES += ("transformers.utils.output_capturing",)
 
-# Packages whose layers, quantised ones and adapters, give the same at every call but for torch's random numbers and
-# buffers, which are compared.
+# Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's
+# random numbers and of buffers, which `CallWatch` compares.
 REPEATING = frozenset(("torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "deepspeed", "tigon"))
 
 
@@ -41,7 +43,7 @@ def _is_plain(module: nn.Module) -> bool:
 
 
 def foreign_hook(module: nn.Module) -> str | None:
-    """Return the Python module that wrote a forward hook of a module, if it is none of an engine; None otherwise."""
+    """Return the Python module that defines a forward hook of a module, if no engine defines it; None otherwise."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return None
     origins = (origin_of(h) for hooks in (module._forward_pre_hooks, module._forward_hooks) for h in hooks.values())
@@ -49,30 +51,30 @@ def foreign_hook(module: nn.Module) -> str | None:
 
 
 def _does_more(module: nn.Module) -> bool:
-    """Return whether a call has hooks that may do more than gather parameters, or was replaced.
+    """Return whether the call of a module was replaced, or has hooks that may do more than gather parameters.
 
     Such code must run once for each call of the model.
     """
-    is_changed = any_global_hook() or not calls_are_stock(module)
-    return is_changed or any(foreign_hook(m) is not None for m in module.modules())
+    is_replaced = any_global_hook() or not calls_are_stock(module)
+    return is_replaced or any(foreign_hook(m) is not None for m in module.modules())
 
 
 def _state(module: nn.Module, x: Tensor) -> tuple | None:
-    """What a call changes if it draws random numbers, as dropout does, or writes to its input or to a buffer.
+    """Return state that a call changes if it draws random numbers, as dropout does, or writes its input or a buffer.
 
-    None where that cannot be told: then the call is not made again.
+    Return None if this state cannot be read. Backward does not repeat the call then.
     """
     if _is_plain(module):
         return x._version, (), None
     if x.device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return None
-        drawn = torch.cuda.default_generators[x.device.index].get_offset()
+        generator_state = torch.cuda.default_generators[x.device.index].get_offset()
     elif x.device.type == "cpu":
-        drawn = torch.default_generator.get_state()
+        generator_state = torch.default_generator.get_state()
     else:
         return None
-    return x._version, tuple(buffer._version for buffer in module.buffers()), drawn
+    return x._version, tuple(buffer._version for buffer in module.buffers()), generator_state
 
 
 def _same_state(before: tuple, after: tuple | None) -> bool:
@@ -83,12 +85,12 @@ def _same_state(before: tuple, after: tuple | None) -> bool:
 
 
 class _Surroundings:
-    """The Python state that a call of a module and of its children can reach, as it was at one moment."""
+    """A snapshot of the Python state that a call of a module and of its children can reach."""
 
     def __init__(self, module: nn.Module) -> None:
         parts = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in REPEATING]
         reaches = [explore(part) for part in parts]
-        # Generators of random numbers and iterators change without any sign.
+        # Random number generators and iterators change without a sign that could be compared.
         self.is_watchable = not any(reach.unwatchable for reach in reaches)
         self.checks = [(weakref.ref(p), r.check()) for p, r in zip(parts, reaches, strict=True)]
 
@@ -103,7 +105,7 @@ _known_surroundings: "weakref.WeakKeyDictionary[nn.Module, _Surroundings]" = wea
 
 
 def _surroundings(module: nn.Module) -> _Surroundings:
-    """What a call of the module can reach, as it is now."""
+    """Return a snapshot of the state that a call of the module can reach now."""
     known = _known_surroundings.get(module)
     if known is None or not known.is_unchanged():
         known = _known_surroundings[module] = _Surroundings(module)
@@ -111,7 +113,7 @@ def _surroundings(module: nn.Module) -> _Surroundings:
 
 
 class CallWatch:
-    """What one call of a module must leave as it is, if the same call is to be made again."""
+    """State that one call of a module must not change, so that backward may repeat the call."""
 
     __slots__ = ("module", "state", "surroundings")
 
@@ -120,17 +122,17 @@ class CallWatch:
 
     @staticmethod
     def of(module: nn.Module, x: Any) -> "CallWatch | None":
-        """The watch to take before `module(x)`; None if that call must not be made again."""
+        """Return a watch that starts before `module(x)`; None if backward must not repeat that call."""
         state = None if type(x) is not Tensor or _does_more(module) else _state(module, x)
         if state is None:
             return None
         return CallWatch(module, state, None if _is_plain(module) else _surroundings(module))
 
     def may_repeat(self, x: Tensor) -> bool:
-        """Whether the call, which has been made, left everything as it was."""
+        """Return whether the call, which has ended, changed none of the watched state."""
         around = self.surroundings
-        is_watched = around is None or (around.is_watchable and around.is_unchanged())
-        return is_watched and _same_state(self.state, _state(self.module, x))
+        is_unchanged = around is None or (around.is_watchable and around.is_unchanged())
+        return is_unchanged and _same_state(self.state, _state(self.module, x))
 
 
 # --- the second call -------------------------------------------------------------------------------
@@ -148,10 +150,10 @@ _MODULE_STATE = frozenset(vars(nn.Module()))
 
 @functools.cache
 def _setting_names(cls: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that the code of a module's class and of its bases mentions, without those that every module has.
+    """Return the names in the code of a module's class and of its bases, without the names that every module has.
 
-    The second set holds those that the class itself has a plain value for. Engines keep counters of their own on
-    modules, which none of the classes' functions read.
+    The second set contains those names that have a plain value in the class itself. Attributes with other names are
+    ignored, because engines store counters on modules, and no function of the class reads these.
     """
     names: set[str] = {"training"}
     for base in cls.__mro__:
@@ -169,37 +171,38 @@ def _version(x: Tensor) -> int:
     return -1 if x.is_inference() else x._version
 
 
-def _place(x: Tensor) -> tuple:
+def _layout(x: Tensor) -> tuple:
     return x.shape, x.stride(), x.storage_offset()
 
 
 class _TensorState:
-    """A tensor that a call reads, and its version. It is not kept alive.
+    """A weak reference to a tensor that a call reads, and the version of the tensor.
 
-    A view is told by its base and its place in that: FSDP makes the views of its flat parameter anew for backward.
+    A view is identified by its base, shape, strides and offset, because FSDP creates new views of its flat parameter
+    for backward.
     """
 
-    __slots__ = ("base", "place", "ref", "version")
+    __slots__ = ("base", "layout", "ref", "version")
 
     def __init__(self, x: Tensor) -> None:
         self.ref, self.version = weakref.ref(x), _version(x)
         base = None if x.is_inference() else x._base
-        self.base, self.place = (None, None) if base is None else (weakref.ref(base), _place(x))
+        self.base, self.layout = (None, None) if base is None else (weakref.ref(base), _layout(x))
 
     def change(self, x: Any) -> str | None:
-        """What happened to the tensor since, which now is `x`; None if it has the same values."""
+        """Return how the tensor, which now is `x`, was changed since; None if its values are the same."""
         if x is not None and self.ref() is x:
             return None if _version(x) == self.version else "was written in place"
-        # Engines exchange a shard for the whole, and what is on the host for an empty tensor.
+        # Engines swap a shard for the whole tensor, and replace a tensor on the host by an empty one.
         if any(t is not None and (hasattr(t, "placements") or t.is_meta) for t in (self.ref(), x)):
             return None
         base = None if self.base is None else self.base()
-        is_same = base is not None and isinstance(x, Tensor) and x._base is base and _place(x) == self.place
+        is_same = base is not None and isinstance(x, Tensor) and x._base is base and _layout(x) == self.layout
         return None if is_same else "is another tensor"
 
 
-def _frozen(value: Any) -> Any:
-    """A setting as it is now: containers by what they hold."""
+def _snapshot(value: Any) -> Any:
+    """Return a copy of a setting that later changes of a container do not affect. Elements are not copied."""
     if isinstance(value, Tensor):
         return _TensorState(value)
     if isinstance(value, dict):
@@ -215,34 +218,36 @@ def _is_same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and is_simple(a) and a == b
 
 
-_State = dict[tuple[str, str], Any]  # by the path of a child and the name of what is read of it
+# Maps the path of a child and the name of an attribute to the value that a call reads.
+_State = dict[tuple[str, str], Any]
 
 
 def _add_reads(state: _State, module: nn.Module, path: str) -> None:
-    """Note what a call reads of a module itself: its class's forward, its settings, its tensors."""
-    own, kind = vars(module), type(module)
+    """Add the state that a call reads from a module, without its children: its forward, its settings, its tensors."""
+    attributes, kind = vars(module), type(module)
     names, defaults = _setting_names(kind)
     state[path, "class"] = kind
-    state[path, "forward"] = kind.forward, own.get("forward")
+    state[path, "forward"] = kind.forward, attributes.get("forward")
     for name in defaults:
         state[path, name] = getattr(kind, name)
-    for name, value in own.items():
+    for name, value in attributes.items():
         if name in names:
-            state[path, name] = value if is_simple(value) else _frozen(value)
-    for tensors in (own["_parameters"], own["_buffers"]):
+            state[path, name] = value if is_simple(value) else _snapshot(value)
+    for tensors in (attributes["_parameters"], attributes["_buffers"]):
         for name, x in tensors.items():
             state[path, name] = None if x is None else _TensorState(x)
-    state[path, "children"] = tuple(own["_modules"].values())
+    state[path, "children"] = tuple(attributes["_modules"].values())
 
 
-def _reads(module: nn.Module) -> _State:
-    """What a call reads of a module and its children."""
+def _read_state(module: nn.Module) -> _State:
+    """Return the state that a call reads from a module and its children."""
     state: _State = {}
     if type(module) is nn.Linear and not module._modules:
-        own = vars(module)
-        state["", "class"], state["", "forward"] = nn.Linear, (nn.Linear.forward, own.get("forward"))
-        for name in ("weight", "bias"):  # FSDP assigns views of its flat parameter as plain attributes
-            x = own[name] if name in own else module._parameters.get(name)
+        attributes = vars(module)
+        state["", "class"], state["", "forward"] = nn.Linear, (nn.Linear.forward, attributes.get("forward"))
+        # FSDP assigns views of its flat parameter as plain attributes.
+        for name in ("weight", "bias"):
+            x = attributes[name] if name in attributes else module._parameters.get(name)
             state["", name] = None if x is None else _TensorState(x)
         return state
     for path, child in module.named_modules():
@@ -251,8 +256,8 @@ def _reads(module: nn.Module) -> _State:
 
 
 def _changes(before: _State, module: nn.Module) -> Iterator[str]:
-    """What of a module's state differs now, as clauses."""
-    now = _reads(module)
+    """Yield a clause for each part of a module's state that has changed."""
+    now = _read_state(module)
     names = before if before.keys() == now.keys() else {**before, **now}
     for key in names:
         a, b = before.get(key), now.get(key)
@@ -260,25 +265,25 @@ def _changes(before: _State, module: nn.Module) -> Iterator[str]:
             continue
         name = ".".join(filter(None, key))
         if isinstance(a, _TensorState) or isinstance(b, _TensorState):
-            known, other = (a, b) if isinstance(a, _TensorState) else (b, a)
-            if (change := known.change(other.ref() if isinstance(other, _TensorState) else None)) is not None:
+            tensor_state, other = (a, b) if isinstance(a, _TensorState) else (b, a)
+            if (change := tensor_state.change(other.ref() if isinstance(other, _TensorState) else None)) is not None:
                 yield f"its {name} {change}"
         elif not _is_same(a, b):
             yield f"its {name} was changed"
 
 
 class RepeatedCall:
-    """`module(x)` for backward, as the forward pass made it.
+    """The call `module(x)` of the forward pass, which backward repeats.
 
     Raises:
-        RuntimeError: What the call reads has changed since.
+        RuntimeError: The state that the call reads has changed since the forward pass.
     """
 
     __slots__ = ("is_stock", "module", "state", "surroundings")
 
     def __init__(self, module: nn.Module, watch: CallWatch) -> None:
         self.module, self.surroundings = module, watch.surroundings
-        self.state, self.is_stock = _reads(module), linears_are_stock()
+        self.state, self.is_stock = _read_state(module), linears_are_stock()
 
     def __call__(self, x: Tensor) -> Tensor:
         if (change := self._change()) is not None:
@@ -292,13 +297,13 @@ class RepeatedCall:
         return self.module(x)
 
     def _change(self) -> str | None:
-        """What the call would read otherwise than in the forward pass; None if nothing."""
+        """Return a clause that says which state has changed since the forward pass; None if none has."""
         if (change := next(_changes(self.state, self.module), None)) is not None:
             return change
         if linears_are_stock() != self.is_stock:
-            return "torch's own forward of linear layers was replaced or put back"
+            return "the forward of torch.nn.Linear was replaced or restored"
         if _does_more(self.module):
             return "a hook was registered on it, or its call was replaced"
         if self.surroundings is not None and not self.surroundings.is_unchanged():
-            return "what its forward reads was changed"
+            return "an object that its forward reads was changed"
         return None
