@@ -2,16 +2,21 @@
 
 import copy
 import importlib
+import inspect
 import os
+import re
 import subprocess
 import sys
 import warnings
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 import tigon
+from tigon.hf.levels import LEVELS
+from tigon.hf.patch import PARTS, MemoryLevel
 from tigon.testing import assert_accurate
 
 REPLACED = {"rms_norm", "glu", "rope", "glue", "loss"}
@@ -48,8 +53,8 @@ def test_what_is_replaced_runs_the_ops(make_model, model_type, batch, monkeypatc
     model = make_model(model_type)
     calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
     expected = {entry.part: entry.count for entry in tigon.patch(model, glue=False).replaced if entry.part in calls}
-    for op in calls:
-        module = sys.modules[f"tigon.ops.{op}"]
+    for op, path in (("rms_norm", "norms.rms_norm"), ("glu", "mlps.glu"), ("rope", "rotary.rope")):
+        module = sys.modules[f"tigon.ops.{path}"]
         count = lambda *x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(*x)
         monkeypatch.setattr(module, "runs_kernels", count)
     model(**batch)
@@ -369,6 +374,21 @@ def test_bad_options_are_refused_before_anything_is_touched(make_model, options,
 def test_only_modules_can_be_patched():
     with pytest.raises(TypeError, match=r"patch: model must be a torch\.nn\.Module or a model type, got dict"):
         tigon.patch({})
+
+
+def test_the_signature_names_and_documents_every_option():
+    parameters = inspect.signature(tigon.patch).parameters
+    options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert options == dict.fromkeys(PARTS, True) | {"memory": "default"}
+    documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
+    assert documented[: 1 + len(options)] == ["model", *options]
+    assert set(get_args(MemoryLevel)) == set(LEVELS)
+
+
+def test_patched_has_the_arguments_of_patch():
+    assert inspect.signature(tigon.patched).parameters == inspect.signature(tigon.patch).parameters
+    with pytest.raises(TypeError, match="unknown option 'swiglu'"), tigon.patched(nn.Linear(2, 2), swiglu=True):
+        pass
 
 
 # --- AutoModelForCausalLM and imports ------------------------------------------------------------

@@ -2,9 +2,10 @@
 
 import contextlib
 import functools
+import inspect
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Literal, ParamSpec, get_args
 
 from torch import nn
 
@@ -39,20 +40,21 @@ PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
     "loss": (learn_loss, attach),
 }
 OPTIONS = (*PARTS, "memory")
-MEMORY = tuple(LEVELS)
+# The names of LEVELS.
+MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "offload"]
+MEMORY: tuple[str, ...] = get_args(MemoryLevel)
+P = ParamSpec("P")
 
 
-def _choose(options: dict[str, Any]) -> list[str]:
-    """Return the requested parts in the order of the report; refuse unknown options and wrong values."""
-    for name, value in options.items():
-        if name not in OPTIONS:
-            raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
-        if name == "memory":
-            if not isinstance(value, str) or value not in MEMORY:
-                raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {value!r}")
-        elif not isinstance(value, bool):
+def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -> None:
+    """Refuse unknown options and wrong values."""
+    for name in unknown:
+        raise TypeError(f"patch: unknown option {name!r}; choose from {', '.join(OPTIONS)}")
+    for name, value in parts.items():
+        if not isinstance(value, bool):
             raise TypeError(f"patch: {name} must be True or False, got {value!r}")
-    return [name for name in PARTS if options.get(name, True)]
+    if not isinstance(memory, str) or memory not in MEMORY:
+        raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
 
 
 # These recipes run the code of a module's class, and one module may have both.
@@ -93,7 +95,20 @@ def _lost(level: str, is_fused: bool) -> str:
     return f"{' and '.join(words)} {'are' if len(words) > 1 else 'is'}"
 
 
-def patch(model: nn.Module | str, **options: Any) -> Report:
+def patch(
+    model: nn.Module | str,
+    *,
+    rms_norm: bool = True,
+    layer_norm: bool = True,
+    glu: bool = True,
+    relu2: bool = True,
+    experts: bool = True,
+    rope: bool = True,
+    glue: bool = True,
+    loss: bool = True,
+    memory: MemoryLevel = "default",
+    **unknown: Any,
+) -> Report:
     """Replace the modules of this instance that compute, bit for bit, what an op of Tigon computes.
 
     Modules are recognised by running small copies of them, so the model may be of any class, and on any device or on
@@ -105,22 +120,23 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
         model: Any module; a causal language model of transformers profits most. Or a model type such as "llama": from
             now on, until the report's `restore()`, every model of that type is patched when it is built. Models that
             were built before stay stock, and models that were built in between stay patched.
-        rms_norm: RMS norms, also gated ones.
-        layer_norm: Layer norms.
-        glu: Gated MLPs.
-        relu2: Squared ReLUs.
-        experts: Experts of a mixture whose weights are one tensor.
-        rope: Rotary embeddings of attentions.
-        glue: Statements between modules: the sum of a residual and the norm after it, and linear layers that have the
-            same input. The source of a layer's forward is rewritten for this. The stock statements run wherever the
-            norm or the linear layers do more than the op.
-        loss: The head and the loss of a causal language model. In training mode with labels, the loss is computed in
-            the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when it is used.
-            `skip_logits=True` in a call of the model asks for this in any mode (then also with `shift_labels` alone);
-            `skip_logits=False` gives logits in any mode. Evaluation, generation, and calls without labels or with
-            `logits_to_keep` stay stock. While an adapter or a hook on the head takes part, the loss is stock too, with
-            a warning. If the model scales or caps its logits in another way after the patch (another soft cap in the
-            config), the loss is NaN instead of wrong. If it computes anything else from them, it raises at once.
+        rms_norm: Replace RMS norms, also gated ones.
+        layer_norm: Replace layer norms.
+        glu: Replace gated MLPs.
+        relu2: Replace squared ReLUs.
+        experts: Replace the experts of a mixture whose weights are one tensor.
+        rope: Replace the rotary embeddings of attentions.
+        glue: Replace statements between modules: the sum of a residual and the norm after it, and linear layers that
+            have the same input. The source of a layer's forward is rewritten for this. The stock statements run
+            wherever the norm or the linear layers do more than the op.
+        loss: Replace the head and the loss of a causal language model. In training mode with labels, the loss is
+            computed in the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when
+            it is used. `skip_logits=True` in a call of the model asks for this in any mode (then also with
+            `shift_labels` alone); `skip_logits=False` gives logits in any mode. Evaluation, generation, and calls
+            without labels or with `logits_to_keep` stay stock. While an adapter or a hook on the head takes part, the
+            loss is stock too, with a warning. If the model scales or caps its logits in another way after the patch
+            (another soft cap in the config), the loss is NaN instead of wrong. If it computes anything else from them,
+            it raises at once.
         memory: The level that says how little is saved for backward. Results have the same bits at every level.
             "default": what each part saves. "lean": also no output of a norm or a gate. "lean+mlp": also no output of
             a gate or up projection. "checkpoint": only the input of each layer but the last, by the switch of
@@ -143,9 +159,20 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     """
     if not isinstance(model, (nn.Module, str)):
         raise TypeError(f"patch: model must be a torch.nn.Module or a model type, got {type(model).__name__}")
-    parts = _choose(options)
+    options = {
+        "rms_norm": rms_norm,
+        "layer_norm": layer_norm,
+        "glu": glu,
+        "relu2": relu2,
+        "experts": experts,
+        "rope": rope,
+        "glue": glue,
+        "loss": loss,
+    }
+    _check_options(options, memory, unknown)
+    parts = [part for part in PARTS if options[part]]
     if isinstance(model, str):
-        return patch_type(model, functools.partial(patch, **options))
+        return patch_type(model, functools.partial(patch, **options, memory=memory))
     require_for(model)
     report, plan, asked, found = Report(type(model).__name__), {}, set(), {}
     installed = {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
@@ -174,10 +201,9 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
                 plan[module] = apply, recipe if before is None else _joined(before, recipe)
         asked.add(recognise)
     already = sum(recipe is not None and module not in plan for module, recipe in installed.items())
-    level = options.get("memory", "default")
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
     ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
-    level = level if ours or level in ("checkpoint", "offload") else "default"
+    level = memory if ours or memory in ("checkpoint", "offload") else "default"
     if reason := refusal(model, level):
         raise ValueError(f"patch: memory={level!r} cannot be had of this {report.model}: {reason}")
     # The model is changed only now, when everything is known and nothing was refused.
@@ -199,18 +225,29 @@ def patch(model: nn.Module | str, **options: Any) -> Report:
     return report
 
 
-@contextlib.contextmanager
-def patched(model: nn.Module | str, **options: Any) -> Iterator[Report]:
-    """Patch a model for the length of a `with` block. Takes the options of `patch` and yields the report.
+def _for_a_block(patch: Callable[P, Report]) -> Callable[P, contextlib.AbstractContextManager[Report]]:
+    """Return a context manager that takes the arguments of `patch`, yields its report and restores the model."""
 
-    Example:
-        >>> with tigon.patched(model):
-        ...     train(model)
-        >>> with tigon.patched("llama"):  # models that are built in the block stay patched
-        ...     model = AutoModelForCausalLM.from_pretrained(path)
-    """
-    report = patch(model, **options)
-    try:
-        yield report
-    finally:
-        report.restore()
+    @contextlib.contextmanager
+    def patched(*args: P.args, **kwargs: P.kwargs) -> Iterator[Report]:
+        report = patch(*args, **kwargs)
+        try:
+            yield report
+        finally:
+            report.restore()
+
+    signature = inspect.signature(patch)
+    patched.__signature__ = signature.replace(return_annotation=contextlib.AbstractContextManager[Report])
+    patched.__qualname__ = "patched"
+    return patched
+
+
+patched = _for_a_block(patch)
+patched.__doc__ = """Patch a model for the length of a `with` block: take the arguments of `patch`, yield the report.
+
+Example:
+    >>> with tigon.patched(model):
+    ...     train(model)
+    >>> with tigon.patched("llama"):  # Models that are built in the block stay patched.
+    ...     model = AutoModelForCausalLM.from_pretrained(path)
+"""
