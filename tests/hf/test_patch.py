@@ -16,7 +16,7 @@ from torch import nn
 
 import tigon
 from tigon.hf.levels import LEVELS
-from tigon.hf.patch import PARTS, MemoryLevel
+from tigon.hf.patch import PARTS, MemoryLevel, _apply, _decide, _find, _installed_recipes
 from tigon.testing import assert_accurate
 
 REPLACED = {"rms_norm", "glu", "rope", "glue", "loss"}
@@ -350,6 +350,26 @@ def test_plain_modules_need_not_be_in_a_hugging_face_model():
     model = nn.Sequential(tigon.SwiGLUMLP(16, 40), nn.LayerNorm(16))
     report = tigon.patch(model)
     assert [(e.part, e.module) for e in report.replaced] == [("layer_norm", "LayerNorm"), ("glu", "SwiGLUMLP")]
+
+
+# --- find, decide, apply -------------------------------------------------------------------------
+
+
+def test_only_apply_changes_the_model(make_model):
+    model = make_model("gemma2")
+    installed = _installed_recipes(model)
+    findings = _find(model, list(PARTS), installed)
+    assert not any(finding.is_listed for finding in findings)
+    _decide(findings, installed, {})
+    assert {finding.part for finding in findings if finding.recipe is not None} == REPLACED
+    assert set(installed.values()) == {None}
+    assert not any("forward" in vars(m) for m in model.modules())
+    undo = _apply(findings)
+    changed = {finding.module for finding in findings if finding.recipe is not None}
+    assert {m for m in model.modules() if "forward" in vars(m)} - changed == {model.lm_head}
+    for step in reversed(undo):
+        step()
+    assert not any("forward" in vars(m) for m in model.modules())
 
 
 # --- bad input -----------------------------------------------------------------------------------

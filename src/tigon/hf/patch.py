@@ -5,6 +5,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any, Literal, ParamSpec, get_args
 
 from torch import nn
@@ -27,17 +28,26 @@ from tigon.runtime.requirements import require_for
 
 __all__ = ["patch", "patched"]
 
-# For each part: the function that recognises a module (it returns a recipe, a reason why not, or None), and the
-# function that installs the recipe.
-PARTS: dict[str, tuple[Callable[[nn.Module], Any], Callable]] = {
-    "rms_norm": (recognise_norm, install_guarded),
-    "layer_norm": (recognise_norm, install_guarded),
-    "glu": (recognise_glu, install_guarded),
-    "relu2": (recognise_relu2, install_guarded),
-    "experts": (recognise_experts, install_guarded),
-    "rope": (recognise_rope, install),
-    "glue": (recognise_glue, install),
-    "loss": (learn_loss, attach),
+
+@dataclass(frozen=True)
+class Part:
+    """How modules of one part are recognised and replaced."""
+
+    # It returns a recipe, the reason why a module of this kind has none, or None for a module of another kind.
+    recognise: Callable[[nn.Module], Any]
+    # It installs the recipe and returns the function that undoes this.
+    install: Callable[[nn.Module, Any], Callable[[], None]]
+
+
+PARTS = {
+    "rms_norm": Part(recognise_norm, install_guarded),
+    "layer_norm": Part(recognise_norm, install_guarded),
+    "glu": Part(recognise_glu, install_guarded),
+    "relu2": Part(recognise_relu2, install_guarded),
+    "experts": Part(recognise_experts, install_guarded),
+    "rope": Part(recognise_rope, install),
+    "glue": Part(recognise_glue, install),
+    "loss": Part(learn_loss, attach),
 }
 OPTIONS = (*PARTS, "memory")
 # The names of LEVELS.
@@ -61,6 +71,86 @@ def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -
 JOINED = RopeRecipe, GlueRecipe
 
 
+@dataclass
+class Finding:
+    """The result of recognition for one module and one part, and the decision about it."""
+
+    part: str
+    name: str
+    module: nn.Module
+    # What the recogniser of the part returned.
+    result: Any
+    # The recipe to install. It also does what an earlier recipe for the module does.
+    recipe: Any = None
+    # Why the module keeps its forward although it resembles the part.
+    reason: str = ""
+
+    @property
+    def is_listed(self) -> bool:
+        """The report lists a module that is replaced, and one that resembles the part."""
+        return self.recipe is not None or bool(self.reason)
+
+
+def _installed_recipes(model: nn.Module) -> dict[nn.Module, Any]:
+    """Return the recipe of every module. It is None where no recipe is installed."""
+    return {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
+
+
+def _find(model: nn.Module, parts: list[str], installed: dict[nn.Module, Any]) -> list[Finding]:
+    """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(installed[m], (*JOINED, type(None)))]
+    kinds = {module: _kind_or_itself(module) for _, module in modules}
+    results: dict[tuple, Any] = {}
+    # Modules that raised an error when they were read. Only the first error of a module is a reason.
+    unreadable: set[nn.Module] = set()
+    findings = []
+    for part in parts:
+        recognise = PARTS[part].recognise
+        for name, module in modules:
+            if (key := (recognise, kinds[module])) not in results:
+                result = _read(recognise, module)
+                repeats = isinstance(result, _Unreadable) and module in unreadable
+                unreadable |= {module} if isinstance(result, _Unreadable) else set()
+                results[key] = None if repeats else result
+            findings.append(Finding(part, name, module, results[key]))
+    return findings
+
+
+def _decide(findings: list[Finding], installed: dict[nn.Module, Any], overwritten: dict[nn.Module, str]) -> None:
+    """Set the recipe of each finding that is replaced, and the reason of each that resembles its part and is not.
+
+    Args:
+        findings: The results of recognition, in the order of the parts.
+        installed: The recipe that each module has already, or None.
+        overwritten: Norms whose input is changed in place after they have run, with the reason for the report.
+    """
+    recipes = dict(installed)
+    # The first part of each recogniser. One function may recognise several parts.
+    first_parts: dict[Callable, str] = {}
+    for finding in findings:
+        part, module, result = PARTS[finding.part], finding.module, finding.result
+        first_part = first_parts.setdefault(part.recognise, finding.part)
+        # A recipe belongs to one part. The reason why there is no recipe is reported for the first part only.
+        expected = first_part if isinstance(result, str) else getattr(result, "part", finding.part)
+        before = recipes[module]
+        if result is None or expected != finding.part or (before is not None and _joined(before, result) is None):
+            continue
+        result = (before is None and _read(foreign_forward, module)) or result
+        if finding.part in ("rms_norm", "layer_norm"):
+            result = overwritten.get(module, result)
+        if isinstance(result, str):
+            finding.reason = str(result)
+        else:
+            finding.recipe = recipes[module] = result if before is None else _joined(before, result)
+
+
+def _apply(findings: list[Finding]) -> list[Callable[[], None]]:
+    """Install the recipes that were decided. Return the functions that undo this."""
+    # A later finding for a module has the recipe that joins both.
+    last = {finding.module: finding for finding in findings if finding.recipe is not None}
+    return [PARTS[finding.part].install(module, finding.recipe) for module, finding in last.items()]
+
+
 def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
     """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
     ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.glue]
@@ -76,17 +166,19 @@ def _kind_or_itself(module: nn.Module) -> Any:
         return module
 
 
-def _recognise(recognise: Callable[[nn.Module], Any], module: nn.Module, unreadable: set[nn.Module]) -> Any:
+class _Unreadable(str):
+    """The reason of a module that raises an error when it is read."""
+
+
+def _read(recognise: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     """Return what a recogniser returns, or the error that a module raises when it is read, as a reason.
 
-    Attributes of a module may be objects of any class, and these may raise anything. The first error is reported.
+    Attributes of a module may be objects of any class, and these may raise anything.
     """
     try:
         return recognise(module)
     except Exception as error:
-        is_first = module not in unreadable
-        unreadable.add(module)
-        return f"cannot be read ({describe(error)})" if is_first else None
+        return _Unreadable(f"cannot be read ({describe(error)})")
 
 
 def _lost(level: str, is_fused: bool) -> str:
@@ -174,45 +266,26 @@ def patch(
     if isinstance(model, str):
         return patch_type(model, functools.partial(patch, **options, memory=memory))
     require_for(model)
-    report, plan, asked, found = Report(type(model).__name__), {}, set(), {}
-    installed = {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
-    modules = [
-        (name, module) for name, module in model.named_modules() if isinstance(installed[module], (*JOINED, type(None)))
-    ]
-    kinds, unreadable = {module: _kind_or_itself(module) for _, module in modules}, set()
-    overwritten = overwritten_norms(model)
-    for part in parts:
-        recognise, apply = PARTS[part]
-        for name, module in modules:
-            if (key := (recognise, kinds[module])) not in found:
-                found[key] = _recognise(recognise, module, unreadable)
-            recipe = found[key]
-            # One function may recognise several parts, and the reason why it recognises nothing is reported once.
-            other = recognise in asked if isinstance(recipe, str) else getattr(recipe, "part", part) != part
-            before = plan[module][1] if module in plan else installed[module]
-            if recipe is None or other or (before is not None and _joined(before, recipe) is None):
-                continue
-            recipe = (before is None and _recognise(foreign_forward, module, unreadable)) or recipe
-            if part in ("rms_norm", "layer_norm"):
-                recipe = overwritten.get(module, recipe)
-            left = isinstance(recipe, str)
-            report.add(part, type(module).__name__, not left, str(recipe), name)
-            if not left:
-                plan[module] = apply, recipe if before is None else _joined(before, recipe)
-        asked.add(recognise)
-    already = sum(recipe is not None and module not in plan for module, recipe in installed.items())
+    report, installed = Report(type(model).__name__), _installed_recipes(model)
+    findings = _find(model, parts, installed)
+    _decide(findings, installed, overwritten_norms(model))
+    for finding in filter(lambda finding: finding.is_listed, findings):
+        detail = finding.reason or str(finding.result)
+        report.add(finding.part, type(finding.module).__name__, not finding.reason, detail, finding.name)
+    replaced = {finding.module for finding in findings if finding.recipe is not None}
+    already = sum(recipe is not None and module not in replaced for module, recipe in installed.items())
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
     ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
     level = memory if ours or memory in ("checkpoint", "offload") else "default"
     if reason := refusal(model, level):
         raise ValueError(f"patch: memory={level!r} cannot be had of this {report.model}: {reason}")
     # The model is changed only now, when everything is known and nothing was refused.
-    report.undo = [apply(module, recipe) for module, (apply, recipe) in plan.items()]
+    report.undo = _apply(findings)
     if level != "default":
         undo, note = apply_level(model, level)
         report.undo.append(undo)
         report.notes.append(note)
-    fused = [module for module, (apply, _) in plan.items() if apply is attach]
+    fused = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
     report.undo += [watch_entry(module, _lost(level, True)) for module in fused]
     if LEVELS[level].lean and model not in fused:
         report.undo.append(watch_entry(model, _lost(level, False)))
