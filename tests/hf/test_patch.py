@@ -3,6 +3,7 @@
 import copy
 import importlib
 import inspect
+import logging
 import os
 import re
 import subprocess
@@ -350,6 +351,22 @@ def test_plain_modules_need_not_be_in_a_hugging_face_model():
     model = nn.Sequential(tigon.SwiGLUMLP(16, 40), nn.LayerNorm(16))
     report = tigon.patch(model)
     assert [(e.part, e.module) for e in report.replaced] == [("layer_norm", "LayerNorm"), ("glu", "SwiGLUMLP")]
+
+
+class BrokenNorm(nn.RMSNorm):
+    def forward(self, x):
+        raise RuntimeError("this norm is broken")
+
+
+def test_errors_of_recognition_are_logged_with_their_traceback(caplog):
+    model = nn.Sequential(BrokenNorm(16), nn.LayerNorm(16))
+    with caplog.at_level(logging.DEBUG, logger="tigon"):
+        (left,) = tigon.patch(model).left_alone
+    assert left.detail == "cannot be run by itself (RuntimeError: this norm is broken)"
+    records = [record for record in caplog.records if record.exc_info and "norm is broken" in str(record.exc_info[1])]
+    assert records
+    assert {(record.name, record.levelno) for record in records} == {("tigon", logging.DEBUG)}
+    assert 'raise RuntimeError("this norm is broken")' in caplog.text
 
 
 # --- find, decide, apply -------------------------------------------------------------------------

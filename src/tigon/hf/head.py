@@ -27,6 +27,7 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 import copy
 import functools
 import inspect
+import logging
 import math
 import threading
 import warnings
@@ -51,6 +52,8 @@ from tigon.runtime.places import compile_expression
 from tigon.runtime.stock import calls_are_stock, linears_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
+
+LOGGER = logging.getLogger("tigon")
 
 # What the standard loss reads; everything else that reaches it is ignored there, so it is here.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -128,7 +131,9 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
     given = object()
     try:
         result = None if foreign_forward(module) else type(module).forward(twin(module), given)
-    except Exception:  # it computes: there is more than the head
+    except Exception:
+        # The wrapper computes something, so it is more than the head.
+        LOGGER.debug("the wrapper %s of a head does more than call it", type(module).__name__, exc_info=True)
         return None
     return result.head if type(result) is _Called and result.given is given else None
 

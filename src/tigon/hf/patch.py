@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from tigon.recognition.standin import describe
 from tigon.runtime.requirements import require_for
 
 __all__ = ["patch", "patched"]
+
+LOGGER = logging.getLogger("tigon")
 
 
 @dataclass(frozen=True)
@@ -163,6 +166,7 @@ def _kind_or_itself(module: nn.Module) -> Any:
     try:
         return kind_of(module)
     except Exception:
+        LOGGER.debug("the state of a %s cannot be read", type(module).__name__, exc_info=True)
         return module
 
 
@@ -178,6 +182,7 @@ def _read(recognise: Callable[[nn.Module], Any], module: nn.Module) -> Any:
     try:
         return recognise(module)
     except Exception as error:
+        LOGGER.debug("a %s cannot be read", type(module).__name__, exc_info=True)
         return _Unreadable(f"cannot be read ({describe(error)})")
 
 

@@ -5,6 +5,7 @@ implementation that computes them. If that is "grouped_mm" (the default) or "eag
 `moe_mlp` replaces it. Another choice, made later or for the length of a generation, is respected at every call.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach import explore
 
 __all__ = ["ExpertsRecipe", "recognise_experts"]
+
+LOGGER = logging.getLogger("tigon")
 
 CHOICES = ("grouped_mm", "eager")
 # The sizes of a twin.
@@ -110,6 +113,7 @@ def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
             recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES)
             right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
+        LOGGER.debug("%s cannot be run as experts", type(module).__name__, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
     if reach.reason:
         return reach.reason

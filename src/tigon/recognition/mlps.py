@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -50,6 +51,8 @@ from tigon.runtime.places import is_simple
 from tigon.runtime.reach import Reach, explore
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
+
+LOGGER = logging.getLogger("tigon")
 
 # Each entry is the op, its reference, and its name in `glu_mlp`.
 KINDS: dict[str, tuple[Callable, Callable, str]] = {
@@ -211,9 +214,11 @@ def _run_shapes(module: nn.Module, linears: dict, wiring: tuple, candidates: lis
     twin, dims = _glu_twin(module, linears, wiring, FP32, 7), {3}
     for shape in SHAPES:
         x = normal(7, *shape, 24)
-        with contextlib.suppress(Exception):
+        try:
             run_forward(twin, x)
             dims.add(x.dim())
+        except Exception:
+            LOGGER.debug("%s refuses an input with %d dimensions", type(module).__name__, x.dim(), exc_info=True)
         if x.dim() in dims:
             candidates = _select_equal(twin, candidates, x)
     return candidates, frozenset(dims)
@@ -362,6 +367,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
         except WritesTensor as error:
             return str(error)
         except Exception as error:
+            LOGGER.debug("%s cannot be run as a gated MLP", type(module).__name__, exc_info=True)
             failure = failure if has_run else f"cannot be run by itself ({describe(error)})"
             continue
         failure, has_run = DIFFERENT, True

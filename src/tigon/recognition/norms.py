@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -44,6 +45,8 @@ from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.reach import Reach, explore
 
 __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
+
+LOGGER = logging.getLogger("tigon")
 
 # Pairs of a dtype of the input and a dtype of the weight.
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))
@@ -255,6 +258,7 @@ def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int,
         except WritesTensor:
             raise
         except Exception:
+            LOGGER.debug("%s refuses %s with weights in %s", type(module).__name__, dtype, weight_dtype, exc_info=True)
             if dtype == weight_dtype:
                 raise
             # The module refuses mixed dtypes, so there is nothing to reproduce.
@@ -297,6 +301,7 @@ def _compare_dims(
     try:
         y = run_forward(twin, *inputs)
     except Exception:
+        LOGGER.debug("%s refuses an input with one dimension", type(module).__name__, exc_info=True)
         return candidates, frozenset((2, 3, 4))
     same = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
     return same, frozenset((1, 2, 3, 4))
@@ -442,6 +447,7 @@ def _find(module: nn.Module, reach: Reach, names: list, epsilons: list, widths: 
         except WritesTensor as error:
             return str(error)
         except Exception as error:
+            LOGGER.debug("%s cannot be run as a norm of width %d", type(module).__name__, width, exc_info=True)
             failure = f"cannot be run by itself ({describe(error)})"
     if not has_run:
         return failure
@@ -450,6 +456,7 @@ def _find(module: nn.Module, reach: Reach, names: list, epsilons: list, widths: 
             recipes = (_confirm(candidate, subject, dims, reach) for candidate in candidates)
             recipe = next((recipe for recipe in recipes if recipe is not None), None)
     except Exception as error:
+        LOGGER.debug("%s cannot be compared with a norm", type(module).__name__, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
     if recipe is None or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"

@@ -5,9 +5,9 @@ The forward and the candidate run on their own stand-ins, so that a forward that
 candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensions.
 """
 
-import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -24,6 +24,8 @@ __all__ = [
     "reads_of_input",
     "runs_without_contiguity",
 ]
+
+LOGGER = logging.getLogger("tigon")
 
 DTYPES = (FP32, BF16, FP16)
 # The largest difference of gradients, relative to the largest value of a row.
@@ -55,10 +57,12 @@ def agrees(
     try:
         expected = _results(stock, functools.partial(type(stock).forward, stock), inputs, needs_grad, special)
     except Exception:
+        LOGGER.debug("the forward of %s refuses a probe", type(stock).__name__, exc_info=True)
         return None
     try:
         results = _results(ours, functools.partial(candidate, ours, reference=True), inputs, needs_grad, special)
     except Exception:
+        LOGGER.debug("%s refuses a probe that %s accepts", candidate, type(stock).__name__, exc_info=True)
         return False
     return _same_output(results[0], expected[0], values) and _same_gradients(results[1:], expected[1:])
 
@@ -182,6 +186,7 @@ def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Input
         expected = type(stock).forward(stock, *x)
         return same_values(candidate(subject(FP32), *x, reference=True), expected)
     except Exception:
+        LOGGER.debug("%s refuses an input that is not contiguous", type(stock).__name__, exc_info=True)
         return False
 
 
@@ -194,7 +199,9 @@ def reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
             names.append(name)
             raise AttributeError(name)
 
-    with contextlib.suppress(Exception):
+    try:
         type(twin).forward(twin, *(x.as_subclass(Recorder) for x in inputs))
+    except Exception:
+        LOGGER.debug("the forward of %s refuses a tensor that records reads", type(twin).__name__, exc_info=True)
     missing = next((name for name in names if not name.startswith("__")), None)
     return missing and f"its forward reads .{missing} of its input, which only some tensors have"

@@ -6,10 +6,10 @@ class's code object over a copy of the globals in which that one name is our fun
 outside, is touched, and there is nothing to share and to restore.
 """
 
-import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -28,6 +28,8 @@ from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach import explore
 
 __all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]
+
+LOGGER = logging.getLogger("tigon")
 
 
 @dataclass(frozen=True)
@@ -272,10 +274,13 @@ def _recognise(function: Callable, state: tuple) -> Form | str | None:
                 if not same(form, width):
                     continue
             except Exception as error:
+                LOGGER.debug("%s cannot be compared with %s", function.__qualname__, form, exc_info=True)
                 failure = f"cannot be run by itself ({describe(error)})" if width == 16 else failure
                 continue
-            with contextlib.suppress(Exception):
+            try:
                 form = replace(form, partial=same(form, width // 2))
+            except Exception:
+                LOGGER.debug("%s refuses tables narrower than the head", function.__qualname__, exc_info=True)
             return form
     return failure
 
