@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, ParamSpec, get_args
 
 from torch import nn
@@ -15,7 +15,7 @@ from tigon.hf.by_type import patch_type
 from tigon.hf.entered import watch_entry
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVELS, apply_level, refusal
-from tigon.hf.report import Report
+from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.experts import recognise_experts
 from tigon.recognition.glue import GlueRecipe, overwritten_norms, recognise_glue
 from tigon.recognition.guard import install_guarded
@@ -25,6 +25,7 @@ from tigon.recognition.norms import recognise_norm
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.rope import RopeRecipe, recognise_rope
 from tigon.recognition.standin import describe
+from tigon.recognition.trials import Trials, recording
 from tigon.runtime.requirements import require_for
 
 __all__ = ["patch", "patched"]
@@ -40,17 +41,22 @@ class Part:
     recognise: Callable[[nn.Module], Any]
     # It installs the recipe and returns the function that undoes this.
     install: Callable[[nn.Module, Any], Callable[[], None]]
+    # Which modules are compared with the op, for `report.why`.
+    candidates: str
 
 
+NORMS = 'a norm has no children, one or two inputs, and an epsilon beside its weight or "norm" in the name of its class'
 PARTS = {
-    "rms_norm": Part(recognise_norm, install_guarded),
-    "layer_norm": Part(recognise_norm, install_guarded),
-    "glu": Part(recognise_glu, install_guarded),
-    "relu2": Part(recognise_relu2, install_guarded),
-    "experts": Part(recognise_experts, install_guarded),
-    "rope": Part(recognise_rope, install),
-    "glue": Part(recognise_glue, install),
-    "loss": Part(learn_loss, attach),
+    "rms_norm": Part(recognise_norm, install_guarded, NORMS),
+    "layer_norm": Part(recognise_norm, install_guarded, NORMS),
+    "glu": Part(
+        recognise_glu, install_guarded, "a gated MLP has two or three linear children whose sizes fit gate, up and down"
+    ),
+    "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),
+    "experts": Part(recognise_experts, install_guarded, "experts have the layout that transformers marks"),
+    "rope": Part(recognise_rope, install, "its forward names no function of cos and sin"),
+    "glue": Part(recognise_glue, install, "the module has fewer than two children, or no forward of its own"),
+    "loss": Part(learn_loss, attach, "a causal language model has output embeddings and a loss function"),
 }
 OPTIONS = (*PARTS, "memory")
 # The names of LEVELS.
@@ -87,11 +93,23 @@ class Finding:
     recipe: Any = None
     # Why the module keeps its forward although it resembles the part.
     reason: str = ""
+    # Why there is neither a recipe nor a reason.
+    note: str = ""
+    # The comparisons with candidates.
+    trials: Trials = field(default_factory=Trials)
 
     @property
     def is_listed(self) -> bool:
         """The report lists a module that is replaced, and one that resembles the part."""
         return self.recipe is not None or bool(self.reason)
+
+    def outcome(self) -> Outcome:
+        """Return what `report.why` says. It holds text only, because a report must not keep a model alive."""
+        if self.recipe is not None:
+            return Outcome(self.part, f"replaced: {self.result}")
+        text = f"left alone: {self.reason}" if self.reason else self.note
+        is_compared = bool(self.reason or self.trials.note)
+        return Outcome(self.part, text, tuple(self.trials.lines()) if is_compared else ())
 
 
 def _installed_recipes(model: nn.Module) -> dict[nn.Module, Any]:
@@ -103,7 +121,7 @@ def _find(model: nn.Module, parts: list[str], installed: dict[nn.Module, Any]) -
     """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
     modules = [(name, m) for name, m in model.named_modules() if isinstance(installed[m], (*JOINED, type(None)))]
     kinds = {module: _kind_or_itself(module) for _, module in modules}
-    results: dict[tuple, Any] = {}
+    results: dict[tuple, tuple[Any, Trials]] = {}
     # Modules that raised an error when they were read. Only the first error of a module is a reason.
     unreadable: set[nn.Module] = set()
     findings = []
@@ -111,11 +129,13 @@ def _find(model: nn.Module, parts: list[str], installed: dict[nn.Module, Any]) -
         recognise = PARTS[part].recognise
         for name, module in modules:
             if (key := (recognise, kinds[module])) not in results:
-                result = _read(recognise, module)
+                with recording() as trials:
+                    result = _read(recognise, module)
                 repeats = isinstance(result, _Unreadable) and module in unreadable
                 unreadable |= {module} if isinstance(result, _Unreadable) else set()
-                results[key] = None if repeats else result
-            findings.append(Finding(part, name, module, results[key]))
+                results[key] = None if repeats else result, trials
+            result, trials = results[key]
+            findings.append(Finding(part, name, module, result, trials=trials))
     return findings
 
 
@@ -136,7 +156,15 @@ def _decide(findings: list[Finding], installed: dict[nn.Module, Any], overwritte
         # A recipe belongs to one part. The reason why there is no recipe is reported for the first part only.
         expected = first_part if isinstance(result, str) else getattr(result, "part", finding.part)
         before = recipes[module]
-        if result is None or expected != finding.part or (before is not None and _joined(before, result) is None):
+        if result is None and first_part == finding.part:
+            note = finding.trials.note
+            finding.note = f"not replaced: {note}" if note else f"not tried: {part.candidates}"
+            continue
+        if result is None or expected != finding.part:
+            finding.note = f"see {first_part if result is None else expected}"
+            continue
+        if before is not None and _joined(before, result) is None:
+            finding.note = "another part replaces the forward of this module"
             continue
         result = (before is None and _read(foreign_forward, module)) or result
         if finding.part in ("rms_norm", "layer_norm"):
@@ -152,6 +180,17 @@ def _apply(findings: list[Finding]) -> list[Callable[[], None]]:
     # A later finding for a module has the recipe that joins both.
     last = {finding.module: finding for finding in findings if finding.recipe is not None}
     return [PARTS[finding.part].install(module, finding.recipe) for module, finding in last.items()]
+
+
+def _outcomes(model: nn.Module, findings: list[Finding]) -> dict[str, ModuleOutcomes]:
+    """Return what `report.why` says about every module, by its name."""
+    outcomes = {name: ModuleOutcomes(type(module).__name__) for name, module in model.named_modules()}
+    # Modules of one kind share the text.
+    shared: dict[Outcome, Outcome] = {}
+    for finding in findings:
+        outcome = finding.outcome()
+        outcomes[finding.name].parts.append(shared.setdefault(outcome, outcome))
+    return outcomes
 
 
 def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
@@ -241,7 +280,8 @@ def patch(
             must not be called twice run once at every level.
 
     Returns:
-        A report: `print(report)` shows what was replaced, what was left alone and why; `report.restore()` undoes it.
+        A report: `print(report)` shows what was replaced, what was left alone and why; `report.why(name)` says for any
+        module what was tried and where it differs from the nearest candidate; `report.restore()` undoes the patch.
         A model in which nothing is recognised is not touched, and a warning says so. Modules that are patched already
         stay as they are.
 
@@ -274,6 +314,7 @@ def patch(
     report, installed = Report(type(model).__name__), _installed_recipes(model)
     findings = _find(model, parts, installed)
     _decide(findings, installed, overwritten_norms(model))
+    report.outcomes = _outcomes(model, findings)
     for finding in filter(lambda finding: finding.is_listed, findings):
         detail = finding.reason or str(finding.result)
         report.add(finding.part, type(finding.module).__name__, not finding.reason, detail, finding.name)

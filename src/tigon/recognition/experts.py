@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
+from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach import explore
 
@@ -88,7 +89,8 @@ def _reproduces(recipe: ExpertsRecipe, module: nn.Module, chosen: str) -> bool:
         narrow = [f(twin, x, index, weights.to(dtype)).double() for f in (type(module).forward, recipe)]
         exact, same = (f(wide, x.float(), index, weights.float()).double() for f in (type(module).forward, recipe))
         stock, got, rest = ((y - exact).abs().max() / exact.abs().max() for y in (*narrow, same))
-        if not (rest < 1e-5 and stock < 0.1 and got <= 2 * stock + 2**-8):
+        reproduces = bool(rest < 1e-5 and stock < 0.1 and got <= 2 * stock + 2**-8)
+        if not record(reproduces, recipe, twin, [x], narrow[1], narrow[0], mode=f"implementation {chosen!r}"):
             return False
     return True
 

@@ -23,6 +23,7 @@ from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.glue import glued
 from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuilt
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
+from tigon.recognition.trials import Trials, record, recorded, recording, unrecorded
 from tigon.runtime.bytecode import code_use
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach import explore
@@ -227,12 +228,21 @@ def recognise_function(function: Callable) -> Form | str | None:
     if reach.reason:
         return reach.reason
     with reach.preserved():
-        form = _recognise(function, reach.fingerprint)
+        form, trials = _recognise(function, reach.fingerprint)
+    if (current := recorded()) is not None:
+        current.passed.update(trials.passed)
+        current.mismatches.update(trials.mismatches)
     return reach.reason or form
 
 
 @functools.cache
-def _recognise(function: Callable, state: tuple) -> Form | str | None:
+def _recognise(function: Callable, state: tuple) -> tuple[Form | str | None, Trials]:
+    """Return the form of a function and the comparisons that found it."""
+    with recording() as trials:
+        return _find_form(function), trials
+
+
+def _find_form(function: Callable) -> Form | str | None:
     if (call := Call.of(function)) is None:
         return None
     dtypes = [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
@@ -259,12 +269,15 @@ def _recognise(function: Callable, state: tuple) -> Form | str | None:
 
     def same(form: Form, width: int) -> bool:
         for i in range(len(cases)):
-            wanted = ours(form, i, *prepare(i, width))
-            if not all(a is b or same_bits(a, b) for a, b in zip(given(i, width), wanted, strict=True)):
+            inputs, tables = prepare(i, width)
+            wanted, expected = ours(form, i, inputs, tables), given(i, width)
+            is_same = all(a is b or same_bits(a, b) for a, b in zip(expected, wanted, strict=True))
+            if not record(is_same, form, None, [*inputs, *tables], wanted, expected):
                 return False
         inputs, tables = prepare(0, width)
         theirs = gradients(lambda: stock(0, inputs, tables), inputs)
-        return same_gradients(gradients(lambda: ours(form, 0, inputs, tables), inputs), theirs)
+        mine = gradients(lambda: ours(form, 0, inputs, tables), inputs)
+        return record(same_gradients(mine, theirs), form, None, [*inputs, *tables], mine, theirs, mode="gradients")
 
     failure = "computes another rotary embedding than the op"
     with probing():
@@ -278,7 +291,8 @@ def _recognise(function: Callable, state: tuple) -> Form | str | None:
                 failure = f"cannot be run by itself ({describe(error)})" if width == 16 else failure
                 continue
             try:
-                form = replace(form, partial=same(form, width // 2))
+                with unrecorded():
+                    form = replace(form, partial=same(form, width // 2))
             except Exception:
                 LOGGER.debug("%s refuses tables narrower than the head", function.__qualname__, exc_info=True)
             return form
