@@ -2,16 +2,22 @@
 
 import copy
 import importlib
+import inspect
+import logging
 import os
+import re
 import subprocess
 import sys
 import warnings
+from typing import get_args
 
 import pytest
 import torch
 from torch import nn
 
 import tigon
+from tigon.hf.levels import LEVELS
+from tigon.hf.patch import PARTS, MemoryLevel, _apply, _decide, _find, _installed_recipes
 from tigon.testing import assert_accurate
 
 REPLACED = {"rms_norm", "glu", "rope", "glue", "loss"}
@@ -47,10 +53,9 @@ def test_every_part_is_recognised(make_model, model_type):
 def test_what_is_replaced_runs_the_ops(make_model, model_type, batch, monkeypatch):
     model = make_model(model_type)
     calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
-    families = {"rms_norm": "norms", "glu": "mlps", "rope": "rotary"}
     expected = {entry.part: entry.count for entry in tigon.patch(model, glue=False).replaced if entry.part in calls}
-    for op in calls:
-        module = sys.modules[f"tigon.ops.{families[op]}.{op}"]
+    for op, path in (("rms_norm", "norms.rms_norm"), ("glu", "mlps.glu"), ("rope", "rotary.rope")):
+        module = sys.modules[f"tigon.ops.{path}"]
         count = lambda *x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(*x)
         monkeypatch.setattr(module, "runs_kernels", count)
     model(**batch)
@@ -348,6 +353,42 @@ def test_plain_modules_need_not_be_in_a_hugging_face_model():
     assert [(e.part, e.module) for e in report.replaced] == [("layer_norm", "LayerNorm"), ("glu", "SwiGLUMLP")]
 
 
+class BrokenNorm(nn.RMSNorm):
+    def forward(self, x):
+        raise RuntimeError("this norm is broken")
+
+
+def test_errors_of_recognition_are_logged_with_their_traceback(caplog):
+    model = nn.Sequential(BrokenNorm(16), nn.LayerNorm(16))
+    with caplog.at_level(logging.DEBUG, logger="tigon"):
+        (left,) = tigon.patch(model).left_alone
+    assert left.detail == "cannot be run by itself (RuntimeError: this norm is broken)"
+    records = [record for record in caplog.records if record.exc_info and "norm is broken" in str(record.exc_info[1])]
+    assert records
+    assert {(record.name, record.levelno) for record in records} == {("tigon", logging.DEBUG)}
+    assert 'raise RuntimeError("this norm is broken")' in caplog.text
+
+
+# --- find, decide, apply -------------------------------------------------------------------------
+
+
+def test_only_apply_changes_the_model(make_model):
+    model = make_model("gemma2")
+    installed = _installed_recipes(model)
+    findings = _find(model, list(PARTS), installed)
+    assert not any(finding.is_listed for finding in findings)
+    _decide(findings, installed, {})
+    assert {finding.part for finding in findings if finding.recipe is not None} == REPLACED
+    assert set(installed.values()) == {None}
+    assert not any("forward" in vars(m) for m in model.modules())
+    undo = _apply(findings)
+    changed = {finding.module for finding in findings if finding.recipe is not None}
+    assert {m for m in model.modules() if "forward" in vars(m)} - changed == {model.lm_head}
+    for step in reversed(undo):
+        step()
+    assert not any("forward" in vars(m) for m in model.modules())
+
+
 # --- bad input -----------------------------------------------------------------------------------
 
 
@@ -370,6 +411,21 @@ def test_bad_options_are_refused_before_anything_is_touched(make_model, options,
 def test_only_modules_can_be_patched():
     with pytest.raises(TypeError, match=r"patch: model must be a torch\.nn\.Module or a model type, got dict"):
         tigon.patch({})
+
+
+def test_the_signature_names_and_documents_every_option():
+    parameters = inspect.signature(tigon.patch).parameters
+    options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+    assert options == dict.fromkeys(PARTS, True) | {"memory": "default"}
+    documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
+    assert documented[: 1 + len(options)] == ["model", *options]
+    assert set(get_args(MemoryLevel)) == set(LEVELS)
+
+
+def test_patched_has_the_arguments_of_patch():
+    assert inspect.signature(tigon.patched).parameters == inspect.signature(tigon.patch).parameters
+    with pytest.raises(TypeError, match="unknown option 'swiglu'"), tigon.patched(nn.Linear(2, 2), swiglu=True):
+        pass
 
 
 # --- AutoModelForCausalLM and imports ------------------------------------------------------------

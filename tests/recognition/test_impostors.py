@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.mlps import recognise_glu, recognise_relu2
+from tigon.recognition.mlps import ReLU2Recipe, recognise_glu, recognise_relu2
 from tigon.recognition.norms import LayerNormRecipe, RMSNormRecipe, recognise_norm
 from tigon.recognition.rope import recognise_rope
 
@@ -82,8 +82,8 @@ class Activation(nn.Module):
     ids=["nearly", "clamped", "evaluating", "half detached"],
 )
 def test_squared_relus(act):
-    assert recognise_relu2(Activation(lambda m, x: F.relu(x).square())) is not None
-    assert recognise_relu2(Activation(act)) is None
+    assert recognise_relu2(Activation(lambda m, x: F.relu(x).square())) == ReLU2Recipe()
+    assert not isinstance(recognise_relu2(Activation(act)), ReLU2Recipe)
 
 
 class Norm(nn.Module):

@@ -77,6 +77,7 @@ class Builds:
                 made, report = self.patch(model), self.report
                 report.model, report.empty = f"every new {self.config.model_type}, the last a {made.model}", made.empty
                 report.entries, report.notes = made.entries, [NOTE, *made.notes]
+                report.outcomes = made.outcomes
             return result
 
         setattr(cls, name, wrapper := classmethod(build) if isinstance(stock, classmethod) else build)

@@ -26,6 +26,7 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 import copy
 import functools
 import inspect
+import logging
 import math
 import threading
 import warnings
@@ -50,6 +51,8 @@ from tigon.runtime.places import compile_expression
 from tigon.runtime.stock import calls_are_stock, linears_are_stock
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
+
+LOGGER = logging.getLogger("tigon")
 
 # The options that the standard loss reads. It ignores all others, and so does the fused loss.
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -137,7 +140,9 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
     argument = object()
     try:
         result = None if foreign_forward(module) else type(module).forward(twin(module), argument)
-    except Exception:  # The wrapper computes something, so it does more than call the head.
+    except Exception:
+        # The wrapper computes something, so it does more than call the head.
+        LOGGER.debug("the wrapper %s of a head does more than call it", type(module).__name__, exc_info=True)
         return None
     return result.head if type(result) is _HeadCall and result.argument is argument else None
 

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import inspect
 import itertools
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,8 @@ from tigon.runtime.reach import explore
 from tigon.runtime.stock import calls_are_stock, written_in
 
 __all__ = ["attach", "learn_loss"]
+
+LOGGER = logging.getLogger("tigon")
 
 BATCH, LENGTH, FEATURES = 2, 5, 4
 
@@ -370,5 +373,6 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
     except LogitsSkippedError as error:
         return f"its forward computes more than its loss from its logits ({str(error).split('`')[1]})"
     except Exception as error:
+        LOGGER.debug("the forward of %s cannot be run on stand-ins", type(model).__name__, exc_info=True)
         return f"its forward cannot be run on stand-ins ({describe(error)})"
     return spec

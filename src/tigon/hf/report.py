@@ -1,6 +1,7 @@
 """The report of `tigon.patch`: which modules it replaced, which it left alone, and why."""
 
 import dataclasses
+import difflib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["Entry", "Report"]
+__all__ = ["Entry", "ModuleOutcomes", "Outcome", "Report"]
 
 
 @dataclass
@@ -29,6 +30,25 @@ class Entry:
         return len(self.names)
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What `report.why` says about one module and one part."""
+
+    part: str
+    text: str
+    # Sentences about the nearest candidate.
+    lines: tuple[str, ...] = ()
+
+
+@dataclass
+class ModuleOutcomes:
+    """What `report.why` says about one module."""
+
+    # The name of the class.
+    module: str
+    parts: list[Outcome] = field(default_factory=list)
+
+
 @dataclass
 class Report:
     """The outcome of `tigon.patch`. It is true if a module was replaced, and its length is the number of these modules.
@@ -43,6 +63,8 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
+    # What `why` says, by the name of the module.
+    outcomes: dict[str, ModuleOutcomes] = field(default_factory=dict, repr=False)
     # The title says this if nothing was replaced.
     empty: str = field(default="nothing patched", repr=False)
 
@@ -55,6 +77,35 @@ class Report:
     def left_alone(self) -> list[Entry]:
         """The entries of modules that resemble what an op computes, but keep their own code."""
         return [entry for entry in self.entries if not entry.replaced]
+
+    def why(self, name: str) -> str:
+        """Say for any module of the model which parts were tried, and why each of them replaces it or does not.
+
+        Where the module was compared with candidates, the text names the nearest candidate, the first case that differs
+        (dtypes, shapes, mode) and the largest difference.
+
+        Args:
+            name: The name of a module in `model.named_modules()`; "" is the model itself.
+
+        Raises:
+            ValueError: The model has no module of this name.
+
+        Example:
+            >>> print(report.why("model.layers.0.mlp"))
+        """
+        if name not in self.outcomes:
+            nearest = ", ".join(map(repr, difflib.get_close_matches(str(name), self.outcomes, cutoff=0.0)))
+            raise ValueError(f"report.why: {self.model} has no module {name!r}; nearest names: {nearest or 'none'}")
+        module = self.outcomes[name]
+        lines = [f"{name or 'the model'} ({module.module})"]
+        if not module.parts:
+            lines.append("no part was tried: the module was patched before, or no part was requested")
+        width = max([len(outcome.part) for outcome in module.parts], default=0)
+        for outcome in module.parts:
+            texts = [outcome.text, *outcome.lines]
+            names = [outcome.part, *[""] * len(outcome.lines)]
+            lines += [f"{part:<{width}}  {text}" for part, text in zip(names, texts, strict=True)]
+        return "\n".join(lines)
 
     def restore(self) -> None:
         """Undo this patch exactly; a second call does nothing."""

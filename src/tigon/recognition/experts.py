@@ -5,6 +5,7 @@ implementation that computes them. If that is "grouped_mm" (the default) or "eag
 `moe_mlp` replaces it. Another choice, made later or for the length of a generation, is respected at every call.
 """
 
+import logging
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
+from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.reach import explore
 
 __all__ = ["ExpertsRecipe", "recognise_experts"]
+
+LOGGER = logging.getLogger("tigon")
 
 CHOICES = ("grouped_mm", "eager")
 # The sizes of a twin.
@@ -85,7 +89,8 @@ def _reproduces(recipe: ExpertsRecipe, module: nn.Module, chosen: str) -> bool:
         narrow = [f(twin, x, index, weights.to(dtype)).double() for f in (type(module).forward, recipe)]
         exact, same = (f(wide, x.float(), index, weights.float()).double() for f in (type(module).forward, recipe))
         stock, got, rest = ((y - exact).abs().max() / exact.abs().max() for y in (*narrow, same))
-        if not (rest < 1e-5 and stock < 0.1 and got <= 2 * stock + 2**-8):
+        reproduces = bool(rest < 1e-5 and stock < 0.1 and got <= 2 * stock + 2**-8)
+        if not record(reproduces, recipe, twin, [x], narrow[1], narrow[0], mode=f"implementation {chosen!r}"):
             return False
     return True
 
@@ -110,6 +115,7 @@ def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
             recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES)
             right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
+        LOGGER.debug("%s cannot be run as experts", type(module).__name__, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
     if reach.reason:
         return reach.reason

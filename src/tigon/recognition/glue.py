@@ -20,6 +20,7 @@ from tigon.recognition.norms import RMSNormRecipe, recognise_norm
 from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, overwritten_inputs, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
+from tigon.recognition.trials import explain_none, unrecorded
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach import explore
 
@@ -143,13 +144,22 @@ def overwritten_norms(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def recognise_glue(module: nn.Module) -> GlueRecipe | str | None:
-    """A module that adds to a residual before it calls a norm, or calls several linear layers with one input."""
+    """Recognise a module that adds to a residual before it calls a norm, or calls several linear layers with one input.
+
+    Return a recipe, the reason why the forward of such a module cannot be rewritten, or None for another module.
+    """
     forward = inspect.getattr_static(type(module), "forward", None)
     children = [child for child in module._modules.values() if child is not None]
     if len(children) < 2 or not isinstance(forward, FunctionType):
         return None
     function = glued(forward)
     several = sum(isinstance(child, nn.Linear) for child in children) > 1
-    if function is None or not (several or any(map(_is_rms_norm, children))):
+    if function is None:
+        explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
+        return None
+    with unrecorded():
+        has_rms_norm = any(map(_is_rms_norm, children))
+    if not (several or has_rms_norm):
+        explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two plain linear layers")
         return None
     return function if isinstance(function, str) else GlueRecipe(type(module))

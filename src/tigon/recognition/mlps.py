@@ -1,8 +1,8 @@
 """Recognise gated MLPs, whatever the names of their children are, and squared ReLUs."""
 
-import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -29,27 +29,29 @@ from tigon.recognition.standin import (
     FP32,
     WritesTensor,
     describe,
-    gradients,
     in_mode,
     linear,
     normal,
     own_tensors,
     probing,
     run_forward,
-    same_bits,
-    same_gradients,
+    select_equal,
+    select_equal_gradients,
     stand_in,
     takes,
     unusual,
     without_parameters,
 )
 from tigon.recognition.symbolic import find_size_use
+from tigon.recognition.trials import explain_none, recorded, recording
 from tigon.runtime.autograd import any_global_hook
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.places import is_simple
 from tigon.runtime.reach import Reach, explore
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
+
+LOGGER = logging.getLogger("tigon")
 
 # Each entry is the op, its reference, and its name in `glu_mlp`.
 KINDS: dict[str, tuple[Callable, Callable, str]] = {
@@ -184,26 +186,17 @@ def _run_glu(module: nn.Module, linears: dict, wiring: tuple, candidates: list, 
     plain = normal(1000 + seed, *shape, 24)
     sizes = torch.logspace(-4, 1 if dtype == FP16 else 10, plain[..., 0].numel()).view(*shape, 1)
     for x in ((plain * sizes).to(dtype), unusual(seed, *shape, 24, dtype=dtype)):
-        candidates = _select_equal(twin, candidates, x)
+        candidates = select_equal(candidates, twin, [x], run_forward(twin, x))
     if dtype != FP32 or not candidates:
         return candidates
     parameters = [p for name in linears for p in twin._modules[name]._parameters.values() if p is not None]
     for leaves in ([plain, *parameters], parameters):
-        stock = gradients(functools.partial(type(module).forward, twin, plain), leaves)
-        candidates = [
-            c for c in candidates if same_gradients(gradients(functools.partial(c, twin, plain), leaves), stock)
-        ]
+        candidates = select_equal_gradients(candidates, twin, [plain], leaves)
         plain = plain.detach()
     for p in parameters:
         # A module may clamp its weights or its intermediate values.
         p.requires_grad_(False).mul_(100.0)
-    return _select_equal(twin, candidates, plain)
-
-
-def _select_equal(twin: nn.Module, candidates: list, x: Tensor) -> list:
-    """Return the candidates whose output for x has the bits of the module's output."""
-    y = run_forward(twin, x)
-    return [c for c in candidates if same_bits(y, c(twin, x, reference=True))]
+    return select_equal(candidates, twin, [plain], run_forward(twin, plain))
 
 
 def _run_shapes(module: nn.Module, linears: dict, wiring: tuple, candidates: list) -> tuple[list, frozenset[int]]:
@@ -211,11 +204,13 @@ def _run_shapes(module: nn.Module, linears: dict, wiring: tuple, candidates: lis
     twin, dims = _glu_twin(module, linears, wiring, FP32, 7), {3}
     for shape in SHAPES:
         x = normal(7, *shape, 24)
-        with contextlib.suppress(Exception):
+        try:
             run_forward(twin, x)
             dims.add(x.dim())
+        except Exception:
+            LOGGER.debug("%s refuses an input with %d dimensions", type(module).__name__, x.dim(), exc_info=True)
         if x.dim() in dims:
-            candidates = _select_equal(twin, candidates, x)
+            candidates = select_equal(candidates, twin, [x], run_forward(twin, x))
     return candidates, frozenset(dims)
 
 
@@ -362,6 +357,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
         except WritesTensor as error:
             return str(error)
         except Exception as error:
+            LOGGER.debug("%s cannot be run as a gated MLP", type(module).__name__, exc_info=True)
             failure = failure if has_run else f"cannot be run by itself ({describe(error)})"
             continue
         failure, has_run = DIFFERENT, True
@@ -402,30 +398,51 @@ class ReLU2Recipe:
 
 
 def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
-    """Recognise a squared ReLU: a module without children and without parameters."""
+    """Recognise a squared ReLU: a module without children and without parameters.
+
+    A reason is returned only for a module that computes a squared ReLU for some inputs, or has the name of one: other
+    activations are no modules of this kind.
+    """
     if module._modules or not without_parameters(module) or not takes(module, 1):
         return None
-    reach = explore(module, inputs=1)
-    with contextlib.suppress(Exception), reach.preserved(), probing():
-        for seed, dtype in enumerate((FP32, BF16, FP16)):
-            wide = (normal(seed, 16, 24) * torch.logspace(-4, 1 if dtype == FP16 else 15, 16)[:, None]).to(dtype)
-            others = [unusual(seed, *shape, 24, dtype=dtype) for shape in ((16,), (), (2, 8), (2, 2, 4))]
-            twins = [stand_in(module, training=training) for training in (True, False)]
-            for twin, x in itertools.product(twins, (wide, *others)):
-                if not same_bits(run_forward(twin, x), relu2_reference(x)):
-                    return None
-        x, twin = normal(3, 16, 24), stand_in(module)
-        stock, ours = (gradients(run, [x]) for run in (lambda: type(module).forward(twin, x), lambda: relu2(x)))
-        if not same_gradients(ours, stock):
-            return None
-        if reason := reach.reason or reach.decision:
-            return reason
-        return _confirm_relu2(module, reach)
+    reach, recipe = explore(module, inputs=1), ReLU2Recipe()
+    try:
+        with reach.preserved(), probing(), recording(recorded()) as trials:
+            result = _compare_relu2(module, recipe) and (reach.reason or reach.decision)
+            result = _confirm_relu2(module, reach) if result is None else result
+    except WritesTensor as error:
+        result = str(error)
+    except Exception as error:
+        LOGGER.debug("%s cannot be run as a squared ReLU", type(module).__name__, exc_info=True)
+        result = f"cannot be run by itself ({describe(error)})"
+    if isinstance(result, ReLU2Recipe):
+        return result
+    result = result or NOT_RELU2
+    name = type(module).__name__.lower()
+    if trials.passed[recipe] or "relu2" in name or ("relu" in name and "squared" in name):
+        return result
+    explain_none(result)
     return None
 
 
-def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str | None:
-    """Compare a squared ReLU in all other circumstances. Return a recipe, a reason, or None if it differs."""
+NOT_RELU2 = "computes something else than a squared ReLU"
+
+
+def _compare_relu2(module: nn.Module, recipe: ReLU2Recipe) -> bool:
+    """Return True if the recipe reproduces the module's outputs for values of every size, and its gradients."""
+    for seed, dtype in enumerate((FP32, BF16, FP16)):
+        wide = (normal(seed, 16, 24) * torch.logspace(-4, 1 if dtype == FP16 else 15, 16)[:, None]).to(dtype)
+        others = [unusual(seed, *shape, 24, dtype=dtype) for shape in ((16,), (), (2, 8), (2, 2, 4))]
+        twins = [stand_in(module, training=training) for training in (True, False)]
+        for twin, x in itertools.product(twins, (wide, *others)):
+            if not select_equal([recipe], twin, [x], run_forward(twin, x)):
+                return False
+    x = normal(3, 16, 24)
+    return bool(select_equal_gradients([recipe], stand_in(module), [x], [x]))
+
+
+def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str:
+    """Compare a squared ReLU in all other circumstances. Return a recipe, or the reason why there is none."""
     recipe, number = ReLU2Recipe(), largest_number(reach)
     subject = lambda dtype=FP32, training=True: stand_in(module, training=training)
     inputs = lambda dtype, *shape: [normal(60, *shape, number + 8 if 24 <= number <= 65536 else 24, dtype=dtype)]
@@ -433,7 +450,7 @@ def _confirm_relu2(module: nn.Module, reach: Reach) -> ReLU2Recipe | str | None:
     strided = runs_without_contiguity(recipe, subject, inputs)
     agreement = agrees_by_circumstances(recipe, subject, inputs) and agrees_in_product(recipe, subject, inputs, pairs)
     if not agreement:
-        return None
+        return NOT_RELU2
     if reason := reads_of_input(subject(), inputs(FP32, 2, 4)):
         return reason
     if may_see_sizes(reach, module):

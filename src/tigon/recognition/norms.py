@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -28,22 +29,24 @@ from tigon.recognition.standin import (
     FP32,
     WritesTensor,
     describe,
-    gradients,
     normal,
     own_tensors,
     probing,
     run_forward,
-    same_bits,
-    same_gradients,
+    select_equal,
+    select_equal_gradients,
     stand_in,
     takes,
     unusual,
 )
 from tigon.recognition.symbolic import find_size_use
+from tigon.recognition.trials import unrecorded
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.reach import Reach, explore
 
 __all__ = ["LayerNormRecipe", "RMSNormRecipe", "recognise_norm"]
+
+LOGGER = logging.getLogger("tigon")
 
 # Pairs of a dtype of the input and a dtype of the weight.
 PAIRS = tuple(itertools.product(DTYPES, DTYPES))
@@ -255,11 +258,12 @@ def _run_norm(module: nn.Module, names: list[str], candidates: list, width: int,
         except WritesTensor:
             raise
         except Exception:
+            LOGGER.debug("%s refuses %s with weights in %s", type(module).__name__, dtype, weight_dtype, exc_info=True)
             if dtype == weight_dtype:
                 raise
             # The module refuses mixed dtypes, so there is nothing to reproduce.
             continue
-        candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
+        candidates = select_equal(candidates, twin, inputs, y)
     return _run_unusual(module, names, candidates, width, gated)
 
 
@@ -269,9 +273,7 @@ def _run_unusual(module: nn.Module, names: list[str], candidates: list, width: i
     inputs = [normal(20 + i, 8, width) for i in range(1 + gated)]
     parameters = [twin._parameters[name] for name in names]
     for leaves in ([*inputs, *parameters], parameters):
-        stock = gradients(functools.partial(type(module).forward, twin, *inputs), leaves)
-        ours = [gradients(functools.partial(c, twin, *inputs), leaves) for c in candidates]
-        candidates = [c for c, g in zip(candidates, ours, strict=True) if same_gradients(g, stock)]
+        candidates = select_equal_gradients(candidates, twin, inputs, leaves)
         inputs = [x.detach() for x in inputs]
     for i, (dtype, shape) in enumerate(itertools.product((FP32, BF16), ((16,), (2, 8), (2, 2, 4)))):
         inputs = [unusual(i, *shape, width, dtype=dtype), *([normal(i, *shape, width, dtype=dtype)] * gated)]
@@ -281,7 +283,7 @@ def _run_unusual(module: nn.Module, names: list[str], candidates: list, width: i
         }
         twin = stand_in(module, weights, training=True)
         y = run_forward(twin, *inputs)
-        candidates = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
+        candidates = select_equal(candidates, twin, inputs, y)
     return candidates
 
 
@@ -297,9 +299,9 @@ def _compare_dims(
     try:
         y = run_forward(twin, *inputs)
     except Exception:
+        LOGGER.debug("%s refuses an input with one dimension", type(module).__name__, exc_info=True)
         return candidates, frozenset((2, 3, 4))
-    same = [c for c in candidates if same_bits(y, c(twin, *inputs, reference=True))]
-    return same, frozenset((1, 2, 3, 4))
+    return select_equal(candidates, twin, inputs, y), frozenset((1, 2, 3, 4))
 
 
 @dataclass(frozen=True)
@@ -348,7 +350,9 @@ def _confirm(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject, dims: f
 def _agreeing_pairs(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject) -> list[tuple]:
     """Return the pairs (dtype of the input, dtype of the weights) that the module accepts and for which both agree."""
     same = lambda x, w: agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 8))
-    return [(x, w) for x, w in (PAIRS if subject.names else zip(DTYPES, DTYPES, strict=True)) if same(x, w)]
+    pairs = PAIRS if subject.names else list(zip(DTYPES, DTYPES, strict=True))
+    with unrecorded():
+        return [(x, w) for x, w in pairs if same(x, w)]
 
 
 def _agrees_on_weights(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subject) -> bool:
@@ -384,7 +388,8 @@ def _reads_eps_as_it_is(recipe: RMSNormRecipe | LayerNormRecipe, subject: _Subje
     x = [subject.inputs(FP32, 8)[0] * torch.logspace(-8, 4, 8)[:, None], *subject.inputs(FP32, 8)[1:]]
     x[0][0] = 0
     changed = (functools.partial(subject, FP32, **{recipe.eps: eps}) for eps in (0.0, 1e-12, 1e-3, 0.5, 10.0))
-    return all(agrees(recipe, make, x) for make in changed)
+    with unrecorded():
+        return all(agrees(recipe, make, x) for make in changed)
 
 
 def recognise_norm(module: nn.Module) -> RMSNormRecipe | LayerNormRecipe | str | None:
@@ -442,6 +447,7 @@ def _find(module: nn.Module, reach: Reach, names: list, epsilons: list, widths: 
         except WritesTensor as error:
             return str(error)
         except Exception as error:
+            LOGGER.debug("%s cannot be run as a norm of width %d", type(module).__name__, width, exc_info=True)
             failure = f"cannot be run by itself ({describe(error)})"
     if not has_run:
         return failure
@@ -450,6 +456,7 @@ def _find(module: nn.Module, reach: Reach, names: list, epsilons: list, widths: 
             recipes = (_confirm(candidate, subject, dims, reach) for candidate in candidates)
             recipe = next((recipe for recipe in recipes if recipe is not None), None)
     except Exception as error:
+        LOGGER.debug("%s cannot be compared with a norm", type(module).__name__, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
     if recipe is None or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"

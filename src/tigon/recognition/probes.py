@@ -5,16 +5,17 @@ The forward and the candidate run on their own stand-ins, so that a forward that
 candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensions.
 """
 
-import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tigon.recognition.standin import BF16, FP16, FP32, normal, same_values
+from tigon.recognition.standin import BF16, FP16, FP32, describe, normal, same_values
+from tigon.recognition.trials import record
 
 __all__ = [
     "DTYPES",
@@ -24,6 +25,8 @@ __all__ = [
     "reads_of_input",
     "runs_without_contiguity",
 ]
+
+LOGGER = logging.getLogger("tigon")
 
 DTYPES = (FP32, BF16, FP16)
 # The largest difference of gradients, relative to the largest value of a row.
@@ -45,22 +48,35 @@ def agrees(
     needs_grad: bool = False,
     special: bool = False,
     values: bool = True,
+    required: bool = False,
 ) -> bool | None:
     """Return True if a candidate does what the forward does, and None if the forward raises an exception.
 
     With `needs_grad`, gradients are compared too. With `special`, the upstream gradient holds NaN and infinities.
-    Without `values`, only the kind of the output is compared.
+    Without `values`, only the kind of the output is compared. With `required`, the record of comparisons counts an
+    exception of the forward as a mismatch.
     """
+    mode = " ".join(["special"] * special + ["gradients"] * needs_grad + ["kind of the output"] * (not values))
     stock, ours = make(), make()
     try:
         expected = _results(stock, functools.partial(type(stock).forward, stock), inputs, needs_grad, special)
-    except Exception:
+    except Exception as error:
+        LOGGER.debug("the forward of %s refuses a probe", type(stock).__name__, exc_info=True)
+        if required:
+            text = f"its forward raises {describe(error)}"
+            record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
         return None
     try:
         results = _results(ours, functools.partial(candidate, ours, reference=True), inputs, needs_grad, special)
-    except Exception:
+    except Exception as error:
+        text = f"the candidate raises {describe(error)}"
+        record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
+        LOGGER.debug("%s refuses a probe that %s accepts", candidate, type(stock).__name__, exc_info=True)
         return False
-    return _same_output(results[0], expected[0], values) and _same_gradients(results[1:], expected[1:])
+    if not _same_output(results[0], expected[0], values):
+        return record(False, candidate, stock, inputs, results[0], expected[0], mode=mode)
+    is_same = _same_gradients(results[1:], expected[1:])
+    return record(is_same, candidate, stock, inputs, results[1:], expected[1:], mode=mode)
 
 
 def _results(twin: nn.Module, run: Callable, inputs: Sequence[Tensor], needs_grad: bool, special: bool) -> list:
@@ -123,18 +139,20 @@ def agrees_by_circumstances(candidate: Callable, subject: Subject, inputs: Input
     """Compare special gradients, small sizes, autocast, no_grad for inputs that require gradients, and devices."""
     plain = functools.partial(subject, FP32)
     x, x_bf16 = inputs(FP32, 2, 4), inputs(BF16, 2, 4)
+    in_bf16 = functools.partial(subject, BF16)
+    required = functools.partial(agrees, candidate, required=True)
     results = [
-        agrees(candidate, plain, inputs(FP32, 4, 4), needs_grad=True, special=True) is True,
-        agrees(candidate, functools.partial(subject, BF16), inputs(BF16, 4, 4), needs_grad=True, special=True) is True,
+        required(plain, inputs(FP32, 4, 4), needs_grad=True, special=True) is True,
+        required(in_bf16, inputs(BF16, 4, 4), needs_grad=True, special=True) is True,
         # Under `no_grad`, the output must not require gradients although the inputs do.
-        agrees(candidate, plain, [t.clone().requires_grad_() for t in x]) is True,
+        required(plain, [t.clone().requires_grad_() for t in x]) is True,
     ]
     results += [agrees(candidate, plain, inputs(FP32, *shape)) is not False for shape in SMALL_SHAPES]
     with torch.autocast("cpu", BF16):
         results += [agrees(candidate, plain, each) is not False for each in (x, x_bf16)]
     on_meta = lambda training=True: _to_meta(subject(FP32, training))
     results += [
-        agrees(candidate, on_meta, [t.to("meta") for t in x]) is True,
+        required(on_meta, [t.to("meta") for t in x]) is True,
         # A forward that moves its input gives an output on another device. `F.linear` of tensors on different devices
         # raises no error, and its values are undefined.
         agrees(candidate, on_meta, x, values=False) is not False,
@@ -182,6 +200,7 @@ def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Input
         expected = type(stock).forward(stock, *x)
         return same_values(candidate(subject(FP32), *x, reference=True), expected)
     except Exception:
+        LOGGER.debug("%s refuses an input that is not contiguous", type(stock).__name__, exc_info=True)
         return False
 
 
@@ -194,7 +213,9 @@ def reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
             names.append(name)
             raise AttributeError(name)
 
-    with contextlib.suppress(Exception):
+    try:
         type(twin).forward(twin, *(x.as_subclass(Recorder) for x in inputs))
+    except Exception:
+        LOGGER.debug("the forward of %s refuses a tensor that records reads", type(twin).__name__, exc_info=True)
     missing = next((name for name in names if not name.startswith("__")), None)
     return missing and f"its forward reads .{missing} of its input, which only some tensors have"

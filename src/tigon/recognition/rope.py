@@ -6,10 +6,10 @@ class's code object over a copy of the globals in which that one name is our fun
 outside, is touched, and there is nothing to share and to restore.
 """
 
-import contextlib
 import functools
 import inspect
 import itertools
+import logging
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -23,11 +23,14 @@ from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.glue import glued
 from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuilt
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
+from tigon.recognition.trials import Trials, record, recorded, recording, unrecorded
 from tigon.runtime.bytecode import code_use
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach import explore
 
 __all__ = ["Form", "RopeRecipe", "recognise_function", "recognise_rope"]
+
+LOGGER = logging.getLogger("tigon")
 
 
 @dataclass(frozen=True)
@@ -225,12 +228,21 @@ def recognise_function(function: Callable) -> Form | str | None:
     if reach.reason:
         return reach.reason
     with reach.preserved():
-        form = _recognise(function, reach.fingerprint)
+        form, trials = _recognise(function, reach.fingerprint)
+    if (current := recorded()) is not None:
+        current.passed.update(trials.passed)
+        current.mismatches.update(trials.mismatches)
     return reach.reason or form
 
 
 @functools.cache
-def _recognise(function: Callable, state: tuple) -> Form | str | None:
+def _recognise(function: Callable, state: tuple) -> tuple[Form | str | None, Trials]:
+    """Return the form of a function and the comparisons that found it."""
+    with recording() as trials:
+        return _find_form(function), trials
+
+
+def _find_form(function: Callable) -> Form | str | None:
     if (call := Call.of(function)) is None:
         return None
     dtypes = [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]
@@ -257,12 +269,15 @@ def _recognise(function: Callable, state: tuple) -> Form | str | None:
 
     def same(form: Form, width: int) -> bool:
         for i in range(len(cases)):
-            wanted = ours(form, i, *prepare(i, width))
-            if not all(a is b or same_bits(a, b) for a, b in zip(given(i, width), wanted, strict=True)):
+            inputs, tables = prepare(i, width)
+            wanted, expected = ours(form, i, inputs, tables), given(i, width)
+            is_same = all(a is b or same_bits(a, b) for a, b in zip(expected, wanted, strict=True))
+            if not record(is_same, form, None, [*inputs, *tables], wanted, expected):
                 return False
         inputs, tables = prepare(0, width)
         theirs = gradients(lambda: stock(0, inputs, tables), inputs)
-        return same_gradients(gradients(lambda: ours(form, 0, inputs, tables), inputs), theirs)
+        mine = gradients(lambda: ours(form, 0, inputs, tables), inputs)
+        return record(same_gradients(mine, theirs), form, None, [*inputs, *tables], mine, theirs, mode="gradients")
 
     failure = "computes another rotary embedding than the op"
     with probing():
@@ -272,10 +287,14 @@ def _recognise(function: Callable, state: tuple) -> Form | str | None:
                 if not same(form, width):
                     continue
             except Exception as error:
+                LOGGER.debug("%s cannot be compared with %s", function.__qualname__, form, exc_info=True)
                 failure = f"cannot be run by itself ({describe(error)})" if width == 16 else failure
                 continue
-            with contextlib.suppress(Exception):
-                form = replace(form, partial=same(form, width // 2))
+            try:
+                with unrecorded():
+                    form = replace(form, partial=same(form, width // 2))
+            except Exception:
+                LOGGER.debug("%s refuses tables narrower than the head", function.__qualname__, exc_info=True)
             return form
     return failure
 

@@ -4,6 +4,7 @@ They run on the CPU and in any dtype, and change nothing of the originals.
 """
 
 import contextlib
+import functools
 import inspect
 import random
 import sys
@@ -13,6 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+
+from tigon.recognition.trials import record
 
 __all__ = [
     "BF16",
@@ -29,6 +32,8 @@ __all__ = [
     "run_forward",
     "same_bits",
     "same_gradients",
+    "select_equal",
+    "select_equal_gradients",
     "stand_in",
     "takes",
     "unusual",
@@ -181,6 +186,23 @@ def same_values(a: Tensor, b: Tensor) -> bool:
 def same_bits(a: object, b: Tensor) -> bool:
     """Return True if `a` is a tensor with the dtype and the values of `b`."""
     return isinstance(a, Tensor) and a.dtype == b.dtype and same_values(a, b)
+
+
+def select_equal(candidates: list, twin: nn.Module, inputs: Sequence[Tensor], y: Any) -> list:
+    """Return the candidates whose output has the bits of the output y of the module."""
+    outputs = [candidate(twin, *inputs, reference=True) for candidate in candidates]
+    pairs = zip(candidates, outputs, strict=True)
+    return [c for c, ours in pairs if record(same_bits(y, ours), c, twin, inputs, ours, y)]
+
+
+def select_equal_gradients(
+    candidates: list, twin: nn.Module, inputs: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> list:
+    """Return the candidates whose gradients of the leaves are those of the module."""
+    stock = gradients(functools.partial(type(twin).forward, twin, *inputs), leaves)
+    ours = [gradients(functools.partial(candidate, twin, *inputs), leaves) for candidate in candidates]
+    pairs = zip(candidates, ours, strict=True)
+    return [c for c, g in pairs if record(same_gradients(g, stock), c, twin, inputs, g, stock, mode="gradients")]
 
 
 def unusual(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -5,6 +5,7 @@ no probe reaches. If the sizes are symbols, each comparison of a size with a num
 takes a size as a number shows it in its arguments.
 """
 
+import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["find_size_use"]
+
+LOGGER = logging.getLogger("tigon")
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Sizes that no code compares with: an equality with them is a specialization to the size of this run.
@@ -88,6 +91,7 @@ def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str
         with enable_python_dispatcher(), mode, watch:
             run(*fakes)
     except Exception as exception:
+        LOGGER.debug("a forward cannot run on symbolic sizes", exc_info=True)
         error = exception
     names = {str(size): f"size({i})" for fake in fakes for i, size in enumerate(fake.shape)}
     readable = lambda expression: re.sub(r"\b[su]\d+\b", lambda m: names.get(m[0], m[0]), str(expression))

@@ -1,0 +1,152 @@
+"""`report.why`: what recognition tried on a module, the nearest candidate and the first case that differs."""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+from tigon.hf.patch import PARTS
+from tigon.recognition.mlps import recognise_relu2
+from tigon.recognition.trials import recording
+
+pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")
+
+
+class Norm(nn.Module):
+    def __init__(self, compute=lambda y: y) -> None:
+        super().__init__()
+        self.weight, self.eps, self.compute = nn.Parameter(torch.ones(48)), 1e-6, compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.float()
+        y = y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.compute(self.weight * y.to(x.dtype))
+
+
+class Activation(nn.Module):
+    def __init__(self, compute) -> None:
+        super().__init__()
+        self.compute = compute
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(self, x)
+
+
+class MLP(tigon.SwiGLUMLP):
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate_proj(x)
+        return self.down_proj(F.silu(gate) * self.up_proj(x) * (1.0 if self.training else 1.25))
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.inner = norm, nn.Identity()
+
+    def forward(self, x: Tensor, residual: Tensor) -> Tensor:
+        x = x + residual
+        residual = x
+        x = self.norm(x)
+        return self.inner(x) + residual
+
+
+def why(module: nn.Module, part: str, name: str = "0") -> str:
+    """Return what `why` says about one part of a module in a Sequential."""
+    text = tigon.patch(nn.Sequential(module), memory="default").why(name)
+    (found,) = re.findall(rf"^{part} .*(?:\n  .*)*", text, re.MULTILINE)
+    return found
+
+
+def test_why_names_every_part_that_was_tried():
+    report = tigon.patch(nn.Sequential(Norm(), nn.ReLU()), rope=False)
+    header, *lines = report.why("0").splitlines()
+    assert header == "0 (Norm)"
+    assert [line.split()[0] for line in lines] == [part for part in PARTS if part != "rope"]
+    assert lines[0].split(maxsplit=1)[1].startswith("replaced: rms_norm, offset 0")
+    assert lines[1].split(maxsplit=1)[1] == "see rms_norm"
+    assert "not tried: a gated MLP has two or three linear children" in report.why("0")
+    assert "the model (Sequential)" in report.why("")
+
+
+def test_why_says_where_a_gated_mlp_differs():
+    text = why(MLP(16, 40), "glu")
+    assert "left alone: computes something else than silu, gelu or gelu-tanh gates" in text
+    # The first case is an evaluation.
+    assert "nearest candidate: swiglu (0 comparisons agreed before the first difference)" in text
+    match = re.search(
+        r"input float32 \(2, 16, 24\), weights float32, evaluation: the largest difference is (\S+),", text
+    )
+    assert float(match[1]) > 0
+
+
+@pytest.mark.parametrize(
+    ("compute", "case"),
+    [
+        (lambda y: y * 1.01, r"input float32 \(\d+, 48\), weights float32, training: the largest difference"),
+        (
+            lambda y: y.float(),
+            r"input bfloat16 .*weights bfloat16, training: the candidate returns bfloat16, the module",
+        ),
+        (lambda y: y.detach() if y.dtype == torch.float32 else y, r"input .*, weights float32, training, gradients: "),
+    ],
+    ids=["values", "dtype", "gradients"],
+)
+def test_why_names_the_dtype_shape_and_mode_in_which_a_norm_differs(compute, case):
+    text = why(Norm(compute), "rms_norm")
+    assert "left alone: computes something else than rms_norm or layer_norm" in text
+    assert re.search(r"nearest candidate: (rms_norm, offset 0|layer_norm)", text)
+    assert re.search(f"first case that differs: {case}", text)
+
+
+def test_why_says_why_an_activation_is_no_squared_relu():
+    report = tigon.patch(nn.Sequential(nn.LayerNorm(16), nn.SiLU()))
+    # The report does not list every activation.
+    assert not report.left_alone
+    text = report.why("1")
+    assert "relu2       not replaced: computes something else than a squared ReLU" in text
+    assert "nearest candidate: relu2 (0 comparisons agreed" in text
+    assert "input float32 (16, 24), training: the largest difference is" in text
+
+
+def test_a_module_that_is_a_squared_relu_in_training_only_has_a_reason():
+    module = Activation(lambda m, x: F.relu(x).square() * (1.0 if m.training else 2.0))
+    with recording() as trials:
+        assert recognise_relu2(module) == "computes something else than a squared ReLU"
+    assert "evaluation" in trials.lines()[1]
+    assert "relu2 " in str(tigon.patch(nn.Sequential(module)))
+
+
+def test_a_squared_relu_by_name_that_draws_random_numbers_has_a_reason():
+    noisy = type("NoisyReLUSquared", (Activation,), {})(lambda m, x: F.dropout(F.relu(x).square()))
+    assert "draws random numbers" in recognise_relu2(noisy)
+
+
+def test_why_says_why_statements_are_not_replaced():
+    assert "no RMS norm" in why(Block(nn.LayerNorm(48)), "glue")
+    assert "has no sum or residual before a norm" in why(nn.Sequential(Norm(), nn.ReLU()), "glue")
+    assert "replaced: add + norm" in why(Block(Norm()), "glue")
+
+
+def test_why_says_which_modules_were_patched_before():
+    model = nn.Sequential(Norm())
+    tigon.patch(model)
+    assert "the module was patched before" in tigon.patch(model).why("0")
+
+
+def test_why_refuses_unknown_names():
+    report = tigon.patch(nn.Sequential(Norm()))
+    with pytest.raises(ValueError, match=r"report\.why: Sequential has no module '9'; nearest names: "):
+        report.why("9")
+
+
+def test_the_report_of_a_model_type_explains_the_last_model():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(
+        "llama", hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2, vocab_size=64
+    )
+    with tigon.patched("llama") as report:
+        transformers.AutoModelForCausalLM.from_config(config)
+    assert "glu         replaced: swiglu" in report.why("model.layers.0.mlp")
