@@ -14,7 +14,8 @@ import torch
 from typer import testing
 
 from tigon.tools import cli
-from tigon.tools.bench.train import runner, worker
+from tigon.tools.bench.train import runner
+from tigon.tools.training import worker
 from tigon.tools.training.child import ChildFailed
 
 

@@ -9,6 +9,7 @@ that it failed:
 import json
 import os
 import subprocess
+import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +17,28 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-__all__ = ["Child", "ChildFailed"]
+from tigon.tools.environment import cpu_count
+
+__all__ = ["Child", "ChildFailed", "worker_command", "worker_environment"]
+
+WORKER = ("-m", "tigon.tools.training.worker")
+
+
+def worker_command(ranks: int = 1, program: Sequence[str] = WORKER) -> list[str]:
+    """Return the command line of one process of `program`, or of a group of them, which finds a free port by itself."""
+    if ranks == 1:
+        return [sys.executable, *program]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
+    return [*launcher, "--nproc-per-node", str(ranks), *program]
+
+
+def worker_environment(ranks: int, device: str) -> dict[str, str]:
+    """Return the environment variables that the ranks of a group need besides."""
+    if ranks == 1:
+        return {}
+    threads = {"OMP_NUM_THREADS": str(max(1, cpu_count() // ranks))}
+    # Gloo looks up the host's own name, which need not lead anywhere.
+    return threads if device != "cpu" else {**threads, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class _Job(Protocol):
@@ -24,11 +46,14 @@ class _Job(Protocol):
 
 
 class ChildFailed(Exception):
-    """A training process ended before its time. `out_of_memory`: the other run may still succeed."""
+    """A training process ended before its time. `out_of_memory`: the other run may still succeed.
 
-    def __init__(self, reason: str, out_of_memory: bool = False) -> None:
-        super().__init__(reason)
-        self.out_of_memory = out_of_memory
+    `log`: the last lines that the process wrote to standard error, if it ended without giving a reason.
+    """
+
+    def __init__(self, reason: str, out_of_memory: bool = False, log: str = "") -> None:
+        super().__init__(f"{reason}\n{log}" if log else reason)
+        self.reason, self.out_of_memory, self.log = reason, out_of_memory, log
 
 
 class Child:
@@ -71,7 +96,7 @@ class Child:
             lines = self._log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             # Signal 9 is how the kernel ends a process when memory runs out.
             hint = " (killed: out of memory?)" if code == -9 else ""
-            raise ChildFailed(f"the process ended with code {code}{hint}\n" + "\n".join(lines[-8:]), code == -9)
+            raise ChildFailed(f"the process ended with code {code}{hint}", code == -9, "\n".join(lines[-8:]))
         event = json.loads(line)
         if event["event"] == "failed":
             with suppress(subprocess.TimeoutExpired):  # its log is to be whole
@@ -86,9 +111,9 @@ class Child:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
-    def step(self) -> dict[str, Any]:
-        """Let the process train one step and wait for its result."""
-        self.send("")
+    def ask(self, line: str) -> dict[str, Any]:
+        """Write a line to the process's standard input and wait for its answer."""
+        self.send(line)
         return self.next_event()
 
     def finish(self, seconds: float = 60.0) -> None:

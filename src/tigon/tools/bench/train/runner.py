@@ -1,39 +1,19 @@
 """Processes one after the other: each provider at each of its sizes, in rounds, and what a person sees meanwhile."""
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tigon.tools.bench.train.job import Point
 from tigon.tools.bench.train.plan import Plan, Run
 from tigon.tools.bench.train.report import Row
 from tigon.tools.bench.train.search import Search
-from tigon.tools.environment import cpu_count
-from tigon.tools.training.child import Child, ChildFailed
+from tigon.tools.training.child import Child, ChildFailed, worker_command, worker_environment
+from tigon.tools.training.job import Point
 
 __all__ = ["Outcome", "Runner"]
 
 Tell = Callable[[str], None]  # receives what is being done now
-WORKER = "tigon.tools.bench.train.worker"
-
-
-def worker_command(ranks: int) -> list[str]:
-    """The command line of a process, or of a group of them, which finds a free port by itself."""
-    if ranks == 1:
-        return [sys.executable, "-m", WORKER]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    return [*launcher, "--nproc-per-node", str(ranks), "-m", WORKER]
-
-
-def worker_environment(ranks: int, device: str) -> dict[str, str]:
-    """What the ranks of a group need besides."""
-    if ranks == 1:
-        return {}
-    threads = {"OMP_NUM_THREADS": str(max(1, cpu_count() // ranks))}
-    # Gloo looks up the host's own name, which need not lead anywhere.
-    return threads if device != "cpu" else {**threads, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
 class _Provider:
@@ -47,7 +27,7 @@ class _Provider:
         if self._child is None:
             self._tell("starts")
             ranks, device = self._plan.options.gpus, self._plan.options.device
-            job = self._plan.job(self._run, self._folder / "config.json")
+            job = self._plan.job(self._run)
             self._child = Child(
                 job, self._folder / f"{self._run.name}.log", worker_command(ranks), worker_environment(ranks, device)
             )
@@ -77,7 +57,7 @@ class _Provider:
         except ChildFailed as failure:
             self.close()
             kind = "out of memory" if failure.out_of_memory else "failed"
-            return {"event": kind, "reason": str(failure)}
+            return {"event": kind, "reason": f"{failure.reason.splitlines()[0][:300]}\n{failure.log}"}
 
 
 class Outcome:
