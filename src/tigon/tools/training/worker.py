@@ -17,7 +17,6 @@ the answer to a point is its one step, and memory is the peak since the start ab
     {"event": "step", "step": .., "loss": .., "seconds": .., "peak_bytes": ..}
 """
 
-import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -25,11 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.tools.training.answers import Say, answer, describe_error, is_out_of_memory
+from tigon.tools.training.answers import Rank, Say, answer, answer_points
 from tigon.tools.training.job import Job, Point
 from tigon.tools.training.models import random_model, read_config
 from tigon.tools.training.providers import Missing, Unsupported, select
@@ -40,7 +38,6 @@ __all__ = ["Trainer", "main", "prime", "serve"]
 
 LR_WARMUP = 4  # steps
 LEAST_STEPS = 3  # that are timed, however little time is left
-LEFT_OVER = 1.02  # times the memory before: what a failed point may leave without a new process
 
 
 # --- time and memory -----------------------------------------------------------------------------
@@ -116,16 +113,15 @@ def prime(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> in
     return sum(tensor.untyped_storage().nbytes() for tensor in held)
 
 
-class Trainer:
+class Trainer(Rank):
     """A model, its optimizer and the steps that it has made."""
 
     def __init__(self, job: Job, rank: int, say: Say) -> None:
         started = time.perf_counter()
-        self.job, self.rank, self._say = job, rank, say
-        self.device = torch.device(job.device)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", rank if job.ranks > 1 else self.device.index or 0)
-            torch.cuda.set_device(self.device)
+        super().__init__(job.device, rank, job.ranks)
+        self.job, self._say = job, say
+        self.ends_without_memory = self.keeps_gradients = job.turns
+        self.event = "step" if job.turns else "point"
         (self.provider,) = select([job.provider], job.checkpointing)
         torch.manual_seed(job.seed)
         model = random_model(read_config(job.config), job.dtype, self.device)
@@ -139,7 +135,6 @@ class Trainer:
 
             model, self.optimizer = shard(model, self.optimizer)
         self.model: nn.Module = torch.compile(model) if self.provider.compiles else model
-        self.steps = 0
         local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
         itemsize = getattr(torch, job.dtype).itemsize
         self._state_bytes = 3 * local * itemsize  # with the two moments of AdamW
@@ -155,21 +150,10 @@ class Trainer:
         )  # fmt: skip
 
     def free(self) -> None:
-        """Free all but parameters and the optimizer's states, and gradients if the job has turns."""
-        self._zero_gradients()
         if self.provider.compiles:
             # Each size is compiled for itself, as in a run that knows no other.
             torch.compiler.reset()
-        gc.collect()
-        if self.device.type == "cuda":
-            self._synchronise()
-            torch.cuda.empty_cache()
-
-    def _zero_gradients(self) -> None:
-        self.optimizer.zero_grad(set_to_none=not self.job.turns)
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        super().free()
 
     def _step(self, ids: Tensor) -> Tensor:
         """One step on [batch, seq] tokens; -> its loss, [] fp32, which is not waited for."""
@@ -179,7 +163,7 @@ class Trainer:
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         self.optimizer.step()
-        self._zero_gradients()
+        self.zero_gradients()
         self.steps += 1
         return loss.detach().float()
 
@@ -190,8 +174,8 @@ class Trainer:
             share = ids.flip(0)[own] if self.job.reverse else ids[own]
             yield share.pin_memory() if self.device.type == "cuda" else share
 
-    def train(self, point: Point) -> dict[str, Any]:
-        """Train the steps of a point and return the fields of its event."""
+    def train(self, line: str) -> dict[str, Any]:
+        point = Point.from_json(line)
         return self._take_turn(point) if self.job.turns else self._train_steps(point)
 
     def _take_turn(self, point: Point) -> dict[str, Any]:
@@ -200,17 +184,13 @@ class Trainer:
             self._data = self._batches(point)
             torch.manual_seed(self.job.seed)
         ids = next(self._data).to(self.device)
-        self._synchronise()
+        self.synchronise()
         began = time.perf_counter()
         loss = self._step(ids)
-        self._synchronise()
+        self.synchronise()
         seconds = time.perf_counter() - began
         peak = self._meter.peaks()[0] - self._state_bytes
         return {"step": self.steps - 1, "loss": loss.item(), "seconds": seconds, "peak_bytes": peak}
-
-    def _synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def _train_steps(self, point: Point) -> dict[str, Any]:
         """Train the steps of a point; the host runs ahead of the device."""
@@ -223,7 +203,7 @@ class Trainer:
             losses.append(self._step(next(data)).item())  # waits
             took = time.perf_counter() - began
             self._say("step", step=step, loss=losses[-1], timed=False)
-        steps = self._agree(self._affordable(point, took))
+        steps = self.agree(self._affordable(point, took))
         on_host = torch.empty(steps, pin_memory=self.device.type == "cuda")
         host_seconds = []
 
@@ -252,20 +232,9 @@ class Trainer:
             return point.steps
         return min(point.steps, max(LEAST_STEPS, int(point.seconds / step_seconds)))
 
-    def _agree(self, value: Any) -> Any:
-        """Rank 0's."""
-        if self.job.ranks == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, 0)
-        return box[0]
-
     def _together(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Of all ranks: the slowest at each step, the mean loss, the highest peaks."""
-        if self.job.ranks == 1:
-            return own
-        every: list[Any] = [None] * self.job.ranks
-        dist.all_gather_object(every, own)
+        """Return the slowest rank's seconds at each step, the mean loss, the highest peaks."""
+        every = self.gather(own)
         each = lambda name: zip(*(part[name] for part in every), strict=True)
         return {
             "seconds": [max(values) for values in each("seconds")],
@@ -275,42 +244,15 @@ class Trainer:
             "reserved": None if own["reserved"] is None else max(part["reserved"] for part in every),
         }
 
-    def next_point(self, points: Iterator[str]) -> Point | None:
-        """The next of rank 0's lines; None at their end."""
-        line = self._agree(next(points, "") if self.rank == 0 else "")
-        return Point.from_json(line) if line.strip() else None
-
 
 def serve(job: Job, rank: int, points: Iterator[str], say: Say) -> bool:
-    """Build the model of `job` and train every point; return whether that went well.
-
-    A point that does not fit leaves the process as it was. A group, whose other ranks wait, ends, and so does a job
-    with turns, whose next step would train on other data.
-    """
-    # Rank 0 speaks for a group. A failure is said by the rank that has it.
-    speak: Say = say if rank == 0 else lambda *_, **__: None
-    reason = ""
+    """Build the model of `job` and train every point; return whether that went well."""
     try:
-        trainer = Trainer(job, rank, speak)
+        return answer_points(lambda speak: Trainer(job, rank, speak), rank, points, say)
     except (Missing, Unsupported) as refusal:
-        speak("refused", status=type(refusal).__name__.lower(), note=str(refusal))
+        if rank == 0:
+            say("refused", status=type(refusal).__name__.lower(), note=str(refusal))
         return True
-    while (point := trainer.next_point(points)) is not None:
-        before = trainer.allocated() if trainer.steps else None
-        try:
-            speak("step" if job.turns else "point", **trainer.train(point))
-            continue
-        except Exception as error:
-            if job.ranks > 1 or not is_out_of_memory(error):
-                raise
-            reason = describe_error(error)
-        # Outside the handler: the frames, which hold tensors, are gone.
-        trainer.free()
-        if job.turns or before is None or trainer.allocated() > LEFT_OVER * before:
-            say("failed", out_of_memory=True, reason=reason)
-            return False
-        speak("out of memory", reason=reason)
-    return True
 
 
 def main(path: str) -> int:
