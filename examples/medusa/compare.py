@@ -123,9 +123,10 @@ def main(given: list[str] | None = None) -> int:
                     variant, stage, heads, arguments.layers, arguments.hidden,
                     arguments.intermediate or arguments.hidden * 7 // 2, arguments.vocabulary, arguments.batch,
                     arguments.optimizer, arguments.warmup, arguments.steps, arguments.seconds, arguments.device,
+                    arguments.gpus,
                 )  # fmt: skip
                 print(f"stage {stage}, {heads} heads, {variant}", flush=True)
-                worker, results = Worker(job, arguments.gpus), []
+                worker, results = Worker(job), []
                 run = {"stage": stage, "heads": heads, "variant": variant, "results": results}
                 report["runs"].append(run)
                 if reference:

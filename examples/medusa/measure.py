@@ -1,23 +1,17 @@
 """One rank of one variant of Medusa: trains a few steps for each length that it is asked for.
 
-`python measure.py JOB.json STORE`, where ranks find each other by the file STORE. For each line on standard input, a
-length, it answers one line of JSON on standard output:
+`python measure.py JOB.json`, alone or as a rank of torchrun. For each line on standard input, a length, rank 0 answers
+one line of JSON on standard output. `tigon.tools.training.answers` has the events of what does not fit or fails.
 
     {"event": "ready", "device": .., "memory_bytes": .., "parameters": ..}
     {"event": "length", "length": .., "seconds": [..], "loss": .., "peak_bytes": .., "state_bytes": ..}
-    {"event": "failed", "length": .., "out_of_memory": .., "reason": ..}
 """
 
 import asyncio
-import gc
-import json
-import os
 import resource
 import sys
 import time
-import traceback
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,11 +22,13 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import tigon
+from tigon.tools.training.answers import Rank, Say, answer, answer_points
+from tigon.tools.training.records import Record
 from tigon.tools.training.text import read_text
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Record):
     """What decides the numbers of a variant but for the length."""
 
     variant: str  # "stock", "stock:checkpoint", "tigon" or "tigon:LEVEL"
@@ -48,13 +44,7 @@ class Job:
     steps: int
     seconds: float  # a length takes this long after its first step, or one step more
     device: str
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> "Job":
-        return Job(**json.loads(text))
+    ranks: int = 1
 
 
 def build(job: Job, device: torch.device) -> Medusa:
@@ -92,18 +82,16 @@ def local_bytes(x: Tensor) -> int:
     return x.numel() * x.element_size()
 
 
-class Trainer:
+class Trainer(Rank):
     """A model, its optimizer, and text."""
 
-    def __init__(self, job: Job, store: str = "") -> None:
-        """`store`: the file by which ranks find each other, if there are several."""
-        self.job, rank, ranks = job, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.device = torch.device(job.device, rank) if job.device == "cuda" else torch.device(job.device)
-        if job.device == "cuda":
-            torch.cuda.set_device(self.device)
-        if ranks > 1:
-            backend = "nccl" if job.device == "cuda" else "gloo"
-            dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
+    event = "length"
+
+    def __init__(self, job: Job, rank: int = 0, say: Say = lambda *_, **__: None) -> None:
+        super().__init__(job.device, rank, job.ranks)
+        self.job = job
+        if job.ranks > 1:
+            dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
         self.model = build(job, self.device)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         if job.optimizer == "adamw":
@@ -113,7 +101,10 @@ class Trainer:
         # Bytes of source code as tokens: real text, and nothing to learn before it.
         data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
         self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
-        self.place = rank * len(self.text) // ranks
+        self.place = rank * len(self.text) // job.ranks
+        gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
+        device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
+        say("ready", device=device, memory_bytes=memory, parameters=sum(p.numel() for p in self.model.parameters()))
 
     def ids(self, length: int) -> Tensor:
         """[batch, length], further on in the text each time, and around."""
@@ -131,13 +122,10 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
+        self.steps += 1
         value = loss.item()
         self.synchronise()
         return value, time.perf_counter() - started
-
-    def synchronise(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def state_bytes(self) -> int:
         """Parameters, gradients of those that are trained, and what the optimizer keeps."""
@@ -149,6 +137,17 @@ class Trainer:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # since the process began
+
+    def train(self, line: str) -> dict:
+        """The slowest rank's seconds, the mean loss, the largest peak."""
+        every = self.gather(self.measure(int(line)))
+        return {
+            "length": int(line),
+            "seconds": [max(times) for times in zip(*(part["seconds"] for part in every), strict=True)],
+            "loss": sum(part["loss"] for part in every) / len(every),
+            "peak_bytes": max(part["peak_bytes"] for part in every),
+            "state_bytes": max(part["state_bytes"] for part in every),
+        }
 
     def measure(self, length: int) -> dict:
         """Warm-up and timed steps as far as the time goes; where it ends in the warm-up, its last step is timed.
@@ -179,51 +178,12 @@ class Trainer:
             dist.all_reduce(over)
         return over.item() > 0
 
-    def clear(self) -> None:
-        """After running out of memory."""
-        self.optimizer.zero_grad()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
 
-
-def serve(job: Job, store: str, ask: Callable[[], str], say: Callable[..., None]) -> int:
-    """Measure the lengths that `ask` gives, until it gives none; the exit code."""
-    trainer, length = None, None
-    while True:
-        try:
-            if trainer is None:
-                trainer = Trainer(job, store)
-                gpu = torch.cuda.get_device_properties(trainer.device) if trainer.device.type == "cuda" else None
-                device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
-                parameters = sum(p.numel() for p in trainer.model.parameters())
-                say("ready", device=device, memory_bytes=memory, parameters=parameters)
-            line = ask()
-            if not line:
-                return 0
-            length = int(line)
-            say("length", **trainer.measure(length))
-        except Exception as error:
-            memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-            say("failed", length=length, out_of_memory=memory, reason=f"{type(error).__name__}: {error}"[:500])
-            if not memory or trainer is None or dist.is_initialized():  # other ranks wait for this one
-                traceback.print_exc()
-                return 1
-        else:
-            continue
-        trainer.clear()  # here the frames of the error are gone
-
-
-def main(path: str, store: str) -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what libraries print goes to standard error
-
-    def say(event: str, **fields) -> None:
-        print(json.dumps({"event": event, **fields}), file=answers, flush=True)
-
-    code = serve(Job.from_json(Path(path).read_text(encoding="utf-8")), store, sys.stdin.readline, say)
-    os._exit(code)  # and not through destructors that wait for other ranks
+def main(path: str) -> int:
+    job = Job.from_json(Path(path).read_text(encoding="utf-8"))
+    lines = iter(sys.stdin.readline, "")
+    return answer(lambda rank, say: answer_points(lambda speak: Trainer(job, rank, speak), rank, lines, say), job.ranks)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    sys.exit(main(sys.argv[1]))

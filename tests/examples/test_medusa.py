@@ -91,8 +91,6 @@ def test_compare(tmp_path, monkeypatch):
     assert compare.main([*options, "--variants", "tigon:lean"]) == 0
     (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
     assert [result["length"] for result in run["results"]] == [32, 64]
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "1")
     stock = measure.Trainer(measure.Job("stock", 2, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu"))
     with torch.no_grad():
         places = 0, len(stock.text) // 2
@@ -172,7 +170,7 @@ def test_a_run_that_is_stopped_leaves_its_lengths(tmp_path, monkeypatch):
     class Stopped(Limited):
         device, memory_bytes = "CPU", None
 
-        def __init__(self, job, ranks: int) -> None:
+        def __init__(self, job) -> None:
             super().__init__(100)
             self.variant = job.variant
 
@@ -211,33 +209,36 @@ def test_compared_with_the_first_that_could(tmp_path):
     assert (row["base"], row["variant"], row["length"]) == ("stock:checkpoint", "tigon", 64)
 
 
-def test_out_of_memory_is_an_answer(monkeypatch):
+def test_out_of_memory_is_an_answer():
     """A rank that runs out of memory says so, clears what is left of the step, and takes the next length."""
     import measure
 
-    class Small:
-        device, model = torch.device("cpu"), torch.nn.Linear(2, 2)
+    class Small(measure.Trainer):
+        model = torch.nn.Linear(2, 2)
 
-        def __init__(self, job, store) -> None:
+        def __init__(self, job, rank, say) -> None:
+            measure.Rank.__init__(self, job.device, rank, job.ranks)
             self.cleared = 0
+            say("ready")
 
-        def measure(self, length: int) -> dict:
-            if length > 100:
+        def train(self, line: str) -> dict:
+            if int(line) > 100:
                 raise torch.OutOfMemoryError("too long")
-            return {"length": length, "cleared": self.cleared}
+            self.steps += 1
+            return {"length": int(line), "cleared": self.cleared}
 
-        def clear(self) -> None:
+        def free(self) -> None:
             self.cleared += 1
 
     job = measure.Job("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu")
     assert measure.Job.from_json(job.to_json()) == job
-    monkeypatch.setattr(measure, "Trainer", Small)
     said, lines = [], iter(["50\n", "500\n", "70\n", ""])
-    assert measure.serve(job, "", lambda: next(lines), lambda event, **fields: said.append((event, fields))) == 0
+    say = lambda event, **fields: said.append((event, fields))
+    assert measure.answer_points(lambda speak: Small(job, 0, speak), 0, lines, say)
     assert [(event, fields.get("length")) for event, fields in said[1:]] == [
-        ("length", 50), ("failed", 500), ("length", 70),
+        ("length", 50), ("out of memory", None), ("length", 70),
     ]  # fmt: skip
-    assert said[2][1]["out_of_memory"]
+    assert said[2][1]["reason"] == "out of memory: too long"
     assert said[3][1]["cleared"] == 1
 
 

@@ -9,12 +9,15 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from tigon.tools.bench.train import plots, providers, report
+from tigon.tools.bench.train import plots, report
 from tigon.tools.bench.train.plan import Options, make_plan, model_config
 from tigon.tools.bench.train.report import Row, compare_curves
-from tigon.tools.bench.train.runner import worker_command
 from tigon.tools.bench.train.search import Search
 from tigon.tools.presets import PRESETS
+from tigon.tools.training import providers
+from tigon.tools.training.child import worker_command
+from tigon.tools.training.job import Job
+from tigon.tools.training.models import config_fields, read_config
 
 # --- sizes ---------------------------------------------------------------------------------------
 
@@ -129,7 +132,7 @@ def test_a_plan_says_what_runs(options):
     ]  # fmt: skip
     assert (plan.dtype, plan.steps, plan.warmup) == ("float32", 50, 3)
     assert tried(plan.search(), 10**9) == [32]
-    jobs = [plan.job(run, options.text) for run in plan.runs]
+    jobs = [plan.job(run) for run in plan.runs]
     assert jobs[1] == replace(jobs[0], reverse=True)
     assert jobs[2] == replace(jobs[0], provider="tigon")
 
@@ -184,13 +187,14 @@ EXTRA = ("transformers_version", "_name_or_path")  # what a file adds
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_a_process_reads_the_config_that_was_written(name, tmp_path):
+def test_a_process_and_a_reader_of_the_report_get_the_same_config(name, tmp_path):
     config = model_config(name, layers=2)
     config.to_json_file(tmp_path / "config.json", use_diff=False)
-    read = transformers.AutoConfig.from_pretrained(str(tmp_path / "config.json"))
-    assert type(read) is type(config)
+    job = Job.from_json(Job("stock", config_fields(config), "tokens.npy").to_json())
     fields = {name: value for name, value in config.to_dict().items() if name not in EXTRA}
-    assert {name: read.to_dict()[name] for name in fields} == fields
+    for read in (transformers.AutoConfig.from_pretrained(str(tmp_path / "config.json")), read_config(job.config)):
+        assert type(read) is type(config)
+        assert {name: read.to_dict()[name] for name in fields} == fields
 
 
 def test_a_group_is_started_by_torchrun():

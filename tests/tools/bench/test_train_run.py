@@ -14,7 +14,9 @@ import torch
 from typer import testing
 
 from tigon.tools import cli
-from tigon.tools.bench.train import runner, worker
+from tigon.tools.bench.train import runner
+from tigon.tools.training import worker
+from tigon.tools.training.answers import is_out_of_memory
 from tigon.tools.training.child import ChildFailed
 
 
@@ -70,7 +72,7 @@ def threads(monkeypatch):
             try:
                 worker.serve(job, 0, iter(self.lines.get, ""), say)
             except Exception as error:
-                say("failed", out_of_memory=worker.is_out_of_memory(error), reason=repr(error))
+                say("failed", out_of_memory=is_out_of_memory(error), reason=repr(error))
 
         def send(self, line):
             self.lines.put(line)

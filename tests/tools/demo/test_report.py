@@ -10,7 +10,7 @@ from rich.console import Console
 from tigon.tools.demo.plots import plot_loss, plot_speed_memory
 from tigon.tools.demo.presets import PRESETS, warmup_steps
 from tigon.tools.demo.report import TOLERANCE, Run, compare, print_table, write_json
-from tigon.tools.demo.train import Job
+from tigon.tools.training.job import Job
 from tigon.tools.training.text import Corpus, Tokens
 
 NAN = float("nan")
@@ -20,8 +20,8 @@ def make_run(
     name: str, losses: list[float], seconds: float = 1.0, peak: int = 100 * 2**20, dtype: str = "float32"
 ) -> Run:
     preset = replace(PRESETS["cpu"], steps=10, batch=2, seq=50, dtype=dtype)
-    job = Job("llama", preset, "cpu", 0, "tokens.npy")
-    return Run(name, name, job, {"parameters": 5}, losses, [seconds] * len(losses), peak)
+    job = Job("stock", {}, "tokens.npy", dtype, "cpu", turns=True)
+    return Run(name, name, "llama", preset, job, {"parameters": 5}, losses, [seconds] * len(losses), peak)
 
 
 def test_equal_curves_agree():

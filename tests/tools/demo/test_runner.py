@@ -3,21 +3,27 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from tigon.tools.demo import runner
+from tigon.tools.demo.plan import make_job
 from tigon.tools.demo.presets import PRESETS
 from tigon.tools.demo.report import Run
 from tigon.tools.demo.runner import run_jobs
-from tigon.tools.demo.train import Job
-from tigon.tools.training.child import Child, ChildFailed
+from tigon.tools.training.child import Child, ChildFailed, worker_command
+from tigon.tools.training.job import Job, Point
 
 
 def make_runs(take_turns: bool, steps: int = 3) -> list[Run]:
-    job = Job("llama", replace(PRESETS["cpu"], take_turns=take_turns, steps=steps), "cpu", 0, "tokens.npy")
-    return [Run("stock", "stock", job), Run("tigon", "Tigon", replace(job, patch={}))]
+    preset = replace(PRESETS["cpu"], take_turns=take_turns, steps=steps)
+    job = make_job("llama", preset, "cpu", 0, Path("tokens.npy"))
+    return [
+        Run("stock", "stock", "llama", preset, job),
+        Run("tigon", "Tigon", "llama", preset, replace(job, provider="tigon")),
+    ]
 
 
 @pytest.fixture
@@ -32,9 +38,11 @@ def story(monkeypatch):
             happened.append(f"{self.name} starts")
 
         def next_event(self):
-            return {"event": "ready", "parameters": 1}
+            facts = {"parameters": 1, "state_bytes": 16, "attention": "sdpa", "threads": 1, "applied": ""}
+            return {"event": "ready", **facts}
 
-        def step(self):
+        def ask(self, line):
+            assert Point.from_json(line) == Point(PRESETS["cpu"].batch, PRESETS["cpu"].seq)
             surprises.get((self.name, self.steps), lambda: None)()
             self.steps += 1
             happened.append(f"{self.name} {self.steps}")
@@ -115,14 +123,14 @@ def test_any_other_failure_ends_both(story, tmp_path, take_turns):
 
 def test_a_real_process_that_fails_says_why_and_leaves_its_log(tmp_path):
     job = replace(make_runs(take_turns=True)[0].job, tokens=str(tmp_path / "absent.npy"))
-    with Child(job, tmp_path / "stock.log", runner._COMMAND) as child:
+    with Child(job, tmp_path / "stock.log", worker_command()) as child:
         child.next_event()
         with pytest.raises(ChildFailed, match=r"FileNotFoundError.*absent"):
-            child.step()
+            child.ask(Point(2, 32).to_json())
     assert "Traceback" in (tmp_path / "stock.log").read_text()
 
 
 def test_job_survives_json():
     job = make_runs(take_turns=True)[1].job
     assert Job.from_json(job.to_json()) == job
-    assert json.loads(job.to_json())["preset"]["steps"] == 3
+    assert json.loads(job.to_json())["config"]["model_type"] == "llama"

@@ -6,12 +6,16 @@ import numpy as np
 import pytest
 import torch
 
+from tigon.tools.demo.plan import make_job
 from tigon.tools.demo.presets import PRESETS, build_model
-from tigon.tools.demo.train import Job, prime, train
+from tigon.tools.training.job import Point
+from tigon.tools.training.worker import prime, serve
 
 PRESET = replace(
     PRESETS["cpu"], vocab_size=512, hidden_size=32, intermediate_size=64, head_dim=8, batch=2, seq=16, steps=3
 )
+
+POINT = Point(batch=2, seq=16).to_json()
 
 
 def test_priming_makes_all_state_and_trains_nothing():
@@ -33,24 +37,20 @@ def test_two_runs_of_a_seed_see_the_same_and_reversed_ones_only_round_differentl
 
     def losses(**options) -> list[float]:
         said = []
-        job = Job("llama", PRESET, "cpu", 0, str(tmp_path / "tokens.npy"), **options)
-        train(job, lambda: True, lambda event, **fields: said.append({"event": event, **fields}))
+        job = replace(make_job("llama", PRESET, "cpu", 0, tmp_path / "tokens.npy"), **options)
+        assert serve(job, 0, iter([POINT] * 3), lambda event, **fields: said.append({"event": event, **fields}))
         assert [line["event"] for line in said] == ["ready", "step", "step", "step"]
         return [line["loss"] for line in said[1:]]
 
     stock = losses()
     assert losses() == pytest.approx(stock, rel=1e-6)
     assert losses(reverse=True) == pytest.approx(stock, rel=1e-5)
-    assert losses(patch={}) == pytest.approx(stock, rel=1e-5)
+    assert losses(provider="tigon") == pytest.approx(stock, rel=1e-5)
 
 
 def test_a_turn_that_is_not_granted_ends_the_run(tmp_path):
     np.save(tmp_path / "tokens.npy", np.zeros(64, dtype=np.uint32))
     said = []
-    turns = iter([True, False])
-    train(
-        Job("llama", PRESET, "cpu", 0, str(tmp_path / "tokens.npy")),
-        lambda: next(turns),
-        lambda event, **_: said.append(event),
-    )
+    job = make_job("llama", PRESET, "cpu", 0, tmp_path / "tokens.npy")
+    assert serve(job, 0, iter([POINT, ""]), lambda event, **_: said.append(event))
     assert said == ["ready", "step"]

@@ -24,7 +24,7 @@ def _introduce(console: "Console", plan: "Plan") -> None:
     from tigon.tools.environment import device_name
 
     job, corpus, tokens = plan.first.job, plan.corpus, plan.tokens
-    preset = job.preset
+    preset = plan.first.preset
     console.print(
         f"[bold]{plan.model_class}[/], {plan.parameters / 1e6:,.1f}M parameters, random weights, {preset.dtype}, "
         f"on {escape(device_name(job.device))}"
@@ -56,7 +56,7 @@ def _conclude(
     print_table(console, *runs, comparison)
     console.print(memory_sentence(job), style="dim")
     if comparison is not None:
-        tolerance = TOLERANCE[job.preset.dtype]
+        tolerance = TOLERANCE[job.dtype]
         if comparison.agree:
             console.print(
                 f"[bold green]The curves agree[/]: at most {comparison.loss_difference:.1e} of the loss apart (step "
@@ -79,7 +79,7 @@ def _conclude(
     if outcome.interrupted:
         done = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
         console.print(
-            f"[bold yellow]Interrupted[/]: of {job.preset.steps} steps were done: {done}. What was measured is kept."
+            f"[bold yellow]Interrupted[/]: of {plan.first.steps} steps were done: {done}. What was measured is kept."
         )
         code = INTERRUPTED
     console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")
@@ -151,7 +151,7 @@ def _run(console: "Console", plan: "Plan", folder: Path) -> int:
         interrupted=outcome.interrupted,
         failures=outcome.failures,
     )
-    preset = first.job.preset
+    preset = first.preset
     subtitle = (
         f"{plan.model_class} {plan.parameters / 1e6:,.0f}M, {preset.dtype}, {preset.batch} x {preset.seq} tokens, "
         f"{device_name(first.job.device)}"

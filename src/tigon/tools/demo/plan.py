@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import typer
 
-from tigon.tools.demo.presets import PRESETS, Preset, build_model
+from tigon.tools.demo.presets import PRESETS, Preset, build_model, model_config
 from tigon.tools.demo.report import TOLERANCE, Run
-from tigon.tools.demo.train import Job
+from tigon.tools.training.job import Job
+from tigon.tools.training.models import config_fields
 from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
 
-__all__ = ["Plan", "make_plan", "pick_preset"]
+__all__ = ["Plan", "make_job", "make_plan", "pick_preset"]
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ def pick_preset(device: str, **given: Any) -> Preset:
     return preset
 
 
-def _rehearse(model_type: str, preset: Preset, patch: dict[str, Any]) -> tuple[str, int]:
-    """Build and patch the model without its memory; return its class and number of parameters."""
+def _rehearse(model_type: str, preset: Preset, memory: str) -> tuple[str, int]:
+    """Build and patch the model on the meta device; return its class and number of parameters."""
     import tigon
 
     try:
@@ -54,7 +55,7 @@ def _rehearse(model_type: str, preset: Preset, patch: dict[str, Any]) -> tuple[s
     except Exception as error:  # transformers refuses in many ways
         raise typer.BadParameter(str(error), param_hint="--model-type") from error
     try:
-        tigon.patch(model, **patch)
+        tigon.patch(model, memory=memory)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--memory") from error
     return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
@@ -75,6 +76,12 @@ def _check_room(parameters: int, preset: Preset, device: str) -> None:
         )
 
 
+def make_job(model_type: str, preset: Preset, device: str, seed: int, tokens: Path) -> Job:
+    """Return the job of the stock run."""
+    config = config_fields(model_config(model_type, preset))
+    return Job("stock", config, str(tokens), preset.dtype, device, seed=seed, lr=preset.lr, turns=True)
+
+
 def make_plan(
     model_type: str, preset: Preset, *, device: str, seed: int, memory: str, text: Path | None, noise: bool
 ) -> Plan:
@@ -89,8 +96,7 @@ def make_plan(
         corpus = read_text(text)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error
-    patch = {"memory": memory}
-    model_class, parameters = _rehearse(model_type, preset, patch)
+    model_class, parameters = _rehearse(model_type, preset, memory)
     _check_room(parameters, preset, device)
     try:
         tokens = tokenise(corpus, preset.vocab_size)
@@ -104,9 +110,11 @@ def make_plan(
             f"must hold at least one sequence of {preset.seq} tokens, got {tokens.count} tokens in {corpus.name!r}",
             param_hint="--text",
         )
-    stock = Job(model_type, preset, device, seed, str(tokens.path))
+    stock = make_job(model_type, preset, device, seed, tokens.path)
+    first = Run("stock", "stock", model_type, preset, stock)
     if noise:
-        second = Run("reordered", "reordered", replace(stock, reverse=True))
+        second = Run("reordered", "reordered", model_type, preset, replace(stock, reverse=True))
     else:
-        second = Run("tigon", "Tigon", replace(stock, patch=patch))
-    return Plan(Run("stock", "stock", stock), second, corpus, tokens, model_class, parameters)
+        provider = "tigon" if memory == "default" else f"tigon-{memory}"
+        second = Run("tigon", "Tigon", model_type, preset, replace(stock, provider=provider))
+    return Plan(first, second, corpus, tokens, model_class, parameters)

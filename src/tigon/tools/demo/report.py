@@ -12,9 +12,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tigon.tools.demo.presets import warmup_steps
-from tigon.tools.demo.train import Job
+from tigon.tools.demo.presets import Preset, warmup_steps
 from tigon.tools.environment import device_name, environment
+from tigon.tools.training.job import Job
 from tigon.tools.training.records import without_nan
 from tigon.tools.training.text import Corpus, Tokens
 
@@ -74,6 +74,8 @@ class Run:
 
     name: str  # in files
     title: str  # for people
+    model_type: str
+    preset: Preset
     job: Job
     facts: dict[str, Any] = field(default_factory=dict)  # what the process said of its model
     losses: list[float] = field(default_factory=list)
@@ -82,11 +84,11 @@ class Run:
 
     @property
     def steps(self) -> int:
-        return self.job.preset.steps
+        return self.preset.steps
 
     @property
     def tokens_per_step(self) -> int:
-        return self.job.preset.tokens
+        return self.preset.tokens
 
     @property
     def step_seconds(self) -> float:
@@ -139,7 +141,7 @@ def compare(first: Run, second: Run) -> Comparison | None:
     pairs = list(zip(first.losses, second.losses, strict=False))
     if not pairs:
         return None
-    tolerance = TOLERANCE[first.job.preset.dtype]
+    tolerance = TOLERANCE[first.preset.dtype]
     return Comparison(
         differences=[_difference(a, b) for a, b in pairs],
         tolerances=[tolerance.at(step) for step in range(len(pairs))],
@@ -166,7 +168,7 @@ def memory_sentence(job: Job) -> str:
 
 def print_table(console: Console, first: Run, second: Run, comparison: Comparison | None) -> None:
     """The two runs side by side, with the ratio `second` / `first`; dashes where nothing was measured."""
-    table = Table(title=f"{first.job.model_type}, {device_name(first.job.device)}", title_style="bold")
+    table = Table(title=f"{first.model_type}, {device_name(first.job.device)}", title_style="bold")
     for heading, justify in (("", "left"), (first.title, "right"), (second.title, "right"), ("ratio", "right")):
         table.add_column(heading, justify=justify)
 
@@ -223,9 +225,9 @@ def write_json(
         "failures": failures,
         "environment": environment(),
         "device": {"torch": job.device, "name": device_name(job.device)},
-        "model_type": job.model_type,
+        "model_type": runs[0].model_type,
         "seed": job.seed,
-        "preset": asdict(job.preset),
+        "preset": asdict(runs[0].preset),
         "warmup_steps": warmup_steps(max(len(run.seconds) for run in runs)),
         "text": {
             "source": corpus.name,
@@ -243,6 +245,6 @@ def write_json(
             "largest_at_step": comparison.largest,
             "agree": comparison.agree,
         },
-        "tolerance_reason": TOLERANCE[job.preset.dtype].reason,
+        "tolerance_reason": TOLERANCE[job.dtype].reason,
     }
     path.write_text(json.dumps(without_nan(facts), indent=2) + "\n", encoding="utf-8")

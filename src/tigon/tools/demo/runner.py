@@ -1,6 +1,5 @@
 """Two training runs, each in its own process, and what a person sees while they go on."""
 
-import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -11,11 +10,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from tigon.tools.demo.report import Run
-from tigon.tools.training.child import Child, ChildFailed
+from tigon.tools.training.child import Child, ChildFailed, worker_command
+from tigon.tools.training.job import Point
 
 __all__ = ["run_jobs"]
 
-_COMMAND = sys.executable, "-m", "tigon.tools.demo.train"
 _LINES_WITHOUT_TERMINAL = 6  # progress lines a run, where no bar can be drawn
 
 
@@ -99,6 +98,14 @@ class Outcome:
     failures: dict[str, str] = field(default_factory=dict)
 
 
+def _facts(event: dict[str, Any]) -> dict[str, Any]:
+    """Return what report.json says of the model."""
+    if event["event"] == "refused":
+        raise ChildFailed(event["note"])
+    names = ("event", "parameters", "state_bytes", "attention", "threads")
+    return {**{name: event[name] for name in names}, "patch": event["applied"] or None}
+
+
 def _record(run: Run, event: dict[str, Any]) -> None:
     run.losses.append(event["loss"])
     run.seconds.append(event["seconds"])
@@ -111,16 +118,16 @@ def _run_together(runs: Sequence[Run], folder: Path, display: _Display, outcome:
         going: dict[str, Child] = {}
         for run in runs:
             display.note(run, "starts")
-            going[run.name] = stack.enter_context(Child(run.job, folder / f"{run.name}.log", _COMMAND))
+            going[run.name] = stack.enter_context(Child(run.job, folder / f"{run.name}.log", worker_command()))
 
         def attempt(run: Run, action: str) -> None:
             child = going[run.name]
             try:
                 if action == "start":
-                    run.facts = child.next_event()
+                    run.facts = _facts(child.next_event())
                     display.note(run, "ready")
                 else:
-                    _record(run, child.step())
+                    _record(run, child.ask(Point(run.preset.batch, run.preset.seq).to_json()))
                     display.step(run)
             except ChildFailed as error:
                 outcome.failures[run.name] = str(error)
@@ -142,7 +149,7 @@ def run_jobs(runs: Sequence[Run], folder: Path, console: Console) -> Outcome:
     others.
     """
     outcome = Outcome()
-    together = runs[0].job.preset.take_turns
+    together = runs[0].preset.take_turns
     groups = [runs] if together else [[run] for run in runs]
     display: _Display = (_Bars if console.is_terminal else _Lines)(console, runs)
     try:

@@ -1,13 +1,26 @@
 """A model of random weights."""
 
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["random_model"]
+__all__ = ["config_fields", "random_model", "read_config"]
+
+
+def config_fields(config: "PretrainedConfig") -> dict[str, Any]:
+    """Return the fields of a config as values that JSON has."""
+    return json.loads(json.dumps(config.to_dict()))
+
+
+def read_config(fields: dict[str, Any]) -> "PretrainedConfig":
+    """Return the config of `config_fields`."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
 def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.device) -> "PreTrainedModel":

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tigon.runtime.requirements import unmet
-from tigon.tools.bench.train.job import Job
-from tigon.tools.bench.train.providers import Provider, select
 from tigon.tools.bench.train.search import Search
+from tigon.tools.training.job import Job
+from tigon.tools.training.models import config_fields
+from tigon.tools.training.providers import Provider, select
 from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
 
 if TYPE_CHECKING:
@@ -93,11 +94,11 @@ class Plan:
         """Batch and length of a size."""
         return (size, self.options.seq) if self.options.sweep == "batch" else (self.options.batch, size)
 
-    def job(self, run: Run, config: Path) -> Job:
+    def job(self, run: Run) -> Job:
         options = self.options
         return Job(
-            run.provider.name, str(config), str(self.tokens.path), self.dtype, options.device, options.gpus,
-            options.seed, options.lr, options.checkpointing, run.reverse,
+            run.provider.name, config_fields(self.config), str(self.tokens.path), self.dtype, options.device,
+            options.gpus, options.seed, options.lr, options.checkpointing, run.reverse,
         )  # fmt: skip
 
 

@@ -1,83 +1,19 @@
 """Processes one after the other: each provider at each of its sizes, in rounds, and what a person sees meanwhile."""
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tigon.tools.bench.train.job import Point
 from tigon.tools.bench.train.plan import Plan, Run
 from tigon.tools.bench.train.report import Row
 from tigon.tools.bench.train.search import Search
-from tigon.tools.environment import cpu_count
-from tigon.tools.training.child import Child, ChildFailed
+from tigon.tools.training.child import Child, Worker, worker_command, worker_environment
+from tigon.tools.training.job import Point
 
 __all__ = ["Outcome", "Runner"]
 
 Tell = Callable[[str], None]  # receives what is being done now
-WORKER = "tigon.tools.bench.train.worker"
-
-
-def worker_command(ranks: int) -> list[str]:
-    """The command line of a process, or of a group of them, which finds a free port by itself."""
-    if ranks == 1:
-        return [sys.executable, "-m", WORKER]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
-    return [*launcher, "--nproc-per-node", str(ranks), "-m", WORKER]
-
-
-def worker_environment(ranks: int, device: str) -> dict[str, str]:
-    """What the ranks of a group need besides."""
-    if ranks == 1:
-        return {}
-    threads = {"OMP_NUM_THREADS": str(max(1, cpu_count() // ranks))}
-    # Gloo looks up the host's own name, which need not lead anywhere.
-    return threads if device != "cpu" else {**threads, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
-
-
-class _Provider:
-    """The process of one run: started when it is first needed, and again if it ended."""
-
-    def __init__(self, plan: Plan, run: Run, folder: Path, tell: Tell) -> None:
-        self._plan, self._run, self._folder, self._tell = plan, run, folder, tell
-        self._child: Child | None = None
-
-    def _started(self) -> Child:
-        if self._child is None:
-            self._tell("starts")
-            ranks, device = self._plan.options.gpus, self._plan.options.device
-            job = self._plan.job(self._run, self._folder / "config.json")
-            self._child = Child(
-                job, self._folder / f"{self._run.name}.log", worker_command(ranks), worker_environment(ranks, device)
-            )
-        return self._child
-
-    def close(self, at_rest: bool = False) -> None:
-        """End the process. A group that is `at_rest` ends by itself, which leaves no complaints in its log."""
-        if self._child is not None:
-            (self._child.finish if at_rest and self._plan.options.gpus > 1 else self._child.close)()
-            self._child = None
-
-    def train(self, point: Point, ready: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Train a point; -> its event: "point", "refused", "out of memory" or "failed". The last ends the process."""
-        total = point.warmup + point.steps
-        try:
-            child = self._started()
-            child.send(point.to_json())
-            while True:
-                event = child.next_event()
-                if event["event"] == "ready":
-                    ready(event)
-                    self._tell("first step")
-                elif event["event"] == "step":
-                    self._tell(f"step {event['step'] + 1}/{total}  loss {event['loss']:.3f}")
-                else:
-                    return event
-        except ChildFailed as failure:
-            self.close()
-            kind = "out of memory" if failure.out_of_memory else "failed"
-            return {"event": kind, "reason": str(failure)}
 
 
 class Outcome:
@@ -130,30 +66,42 @@ class Runner:
     def _left(self) -> float | None:
         return None if self._deadline is None else self._deadline - time.monotonic()
 
+    def _start(self, run: Run, tell: Tell) -> Child:
+        tell("starts")
+        ranks, device = self._plan.options.gpus, self._plan.options.device
+        log = self._folder / f"{run.name}.log"
+        return Child(self._plan.job(run), log, worker_command(ranks), worker_environment(ranks, device))
+
     def _run(self, run: Run, search: Search, prefix: str) -> None:
-        provider = _Provider(self._plan, run, self._folder, lambda text: self._tell(f"{prefix}{run.name}: {text}"))
+        tell = lambda text: self._tell(f"{prefix}{run.name}: {text}")
+        worker = Worker(lambda: self._start(run, tell))
         try:
             while (size := search.next()) is not None:
-                self._size(run, provider, search, size, prefix)
-            provider.close(at_rest=True)
+                self._size(run, worker, search, size, tell)
+            worker.close(at_rest=self._plan.options.gpus > 1)
         finally:
-            provider.close()
+            worker.close()
 
-    def _size(self, run: Run, provider: _Provider, search: Search, size: int, prefix: str) -> None:
+    def _size(self, run: Run, worker: Worker, search: Search, size: int, tell: Tell) -> None:
         plan, (batch, seq) = self._plan, self._plan.shape(size)
         row = self.outcome.row(run, batch, seq, plan.options.gpus)
-        self._tell(f"{prefix}{run.name}: {batch} x {seq:,}")
+        tell(f"{batch} x {seq:,}")
         left = self._left()
         if left is not None and left <= 0:
             if not row.seconds:
                 row.status, row.note = "skipped", "no time left"
             search.stop()
         else:
-            event = provider.train(Point(batch, seq, plan.warmup, plan.steps, left), lambda e: self._ready(run, e))
+            point = Point(batch, seq, plan.warmup, plan.steps, left)
+            event = worker.train(point.to_json(), lambda event: self._listen(run, point, event, tell))
             self._record(row, search, size, event)
         self._done(row)
 
-    def _ready(self, run: Run, event: dict[str, Any]) -> None:
+    def _listen(self, run: Run, point: Point, event: dict[str, Any], tell: Tell) -> None:
+        if event["event"] == "step":
+            tell(f"step {event['step'] + 1}/{point.warmup + point.steps}  loss {event['loss']:.3f}")
+            return
+        tell("first step")
         names = ("parameters", "parameters_of_a_rank", "attention")
         self.outcome.facts = {name: event[name] for name in names}
         if event["applied"]:
@@ -174,5 +122,6 @@ class Runner:
             search.record(size, fits=False)
         else:
             search.stop()
-            status = event["status"] if kind == "refused" else "error"
-            row.status, row.note = status, " ".join(event.get("note", event.get("reason", "")).split())[:400]
+            refused = kind == "refused"
+            note = event["note"] if refused else f"{event['reason'].splitlines()[0][:300]} {event['log']}"
+            row.status, row.note = event["status"] if refused else "error", " ".join(note.split())[:400]

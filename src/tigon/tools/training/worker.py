@@ -1,51 +1,43 @@
-"""One provider's training: `python -m tigon.tools.bench.train.worker JOB.json`, alone or as a rank of torchrun.
+"""One training run: `python -m tigon.tools.training.worker JOB.json`, alone or as a rank of torchrun.
 
 For each line on standard input, a `Point`, it trains and answers on standard output with lines of JSON; the end of
-standard input ends it. Rank 0 reads and speaks; a failure is told by the rank that has it.
+standard input ends it. Rank 0 reads and answers; a failure is said by the rank that has it.
 
-    {"event": "ready", "parameters": .., "parameters_of_a_rank": .., "attention": .., "applied": .., "seconds": ..}
+    {"event": "ready", "parameters": .., "parameters_of_a_rank": .., "state_bytes": .., "attention": ..,
+     "threads": .., "applied": .., "seconds": ..}
     {"event": "refused", "status": "missing" | "unsupported", "note": ..}
     {"event": "step", "step": .., "loss": .., "timed": ..}
     {"event": "point", "seconds": [..], "host_seconds": [..], "losses": [..], "allocated": .., "reserved": ..}
     {"event": "out of memory", "reason": ..}                       the process is as before, and takes another point
     {"event": "failed", "out_of_memory": .., "reason": ..}         and ends
 
-The model goes on from one point to the next: its weights are what the steps before made of them.
+The model goes on from one point to the next: its weights are what the steps before made of them. In a job with turns
+the answer to a point is its one step, and memory is the peak since the start above the state:
+
+    {"event": "step", "step": .., "loss": .., "seconds": .., "peak_bytes": ..}
 """
 
-import gc
-import json
-import os
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.tools.bench.train.job import Job, Point
-from tigon.tools.bench.train.providers import Missing, Unsupported, select
-from tigon.tools.training.models import random_model
+from tigon.tools.training.answers import Rank, Say, answer, answer_points
+from tigon.tools.training.job import Job, Point
+from tigon.tools.training.models import random_model, read_config
+from tigon.tools.training.providers import Missing, Unsupported, select
 from tigon.tools.training.resident import ResidentMemory
 from tigon.tools.training.text import batches
 
-__all__ = ["main", "serve"]
+__all__ = ["Trainer", "main", "prime", "serve"]
 
 LR_WARMUP = 4  # steps
 LEAST_STEPS = 3  # that are timed, however little time is left
-LEFT_OVER = 1.02  # times the memory before: what a failed point may leave without a new process
-MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` says that memory ran out, be it torch's, a library's or the host's."""
-    kinds = (torch.OutOfMemoryError, MemoryError)
-    return isinstance(error, kinds) or any(message in str(error) for message in MEMORY_MESSAGES)
 
 
 # --- time and memory -----------------------------------------------------------------------------
@@ -99,51 +91,69 @@ class Meter:
 # --- training ------------------------------------------------------------------------------------
 
 
-class Trainer:
+def prime(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> int:
+    """Create gradients and optimizer states without training; return the bytes of all state.
+
+    A few tokens go forward and backward (which also loads the libraries' code), the gradients are zeroed, and one step
+    with a learning rate of 0 creates the states; their step counters go back to 0.
+    """
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    states = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    for state in optimizer.state.values():
+        state["step"].zero_()
+    held = [tensor for p in model.parameters() for tensor in (p, p.grad)] + states
+    return sum(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+class Trainer(Rank):
     """A model, its optimizer and the steps that it has made."""
 
-    def __init__(self, job: Job, rank: int, say: Callable[..., None]) -> None:
-        from transformers import AutoConfig
-
+    def __init__(self, job: Job, rank: int, say: Say) -> None:
         started = time.perf_counter()
-        self.job, self.rank, self._say = job, rank, say
-        self.device = torch.device(job.device)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", rank if job.ranks > 1 else self.device.index or 0)
-            torch.cuda.set_device(self.device)
+        super().__init__(job.device, rank, job.ranks)
+        self.job, self._say = job, say
+        self.ends_without_memory = self.keeps_gradients = job.turns
+        self.event = "step" if job.turns else "point"
         (self.provider,) = select([job.provider], job.checkpointing)
         torch.manual_seed(job.seed)
-        model = random_model(AutoConfig.from_pretrained(job.config), job.dtype, self.device)
+        model = random_model(read_config(job.config), job.dtype, self.device)
         parameters, attention = sum(p.numel() for p in model.parameters()), model.config._attn_implementation
         applied = self.provider.apply(model, job.checkpointing, self.device.type)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         if job.ranks > 1:
-            from tigon.tools.bench.train.sharding import shard
+            from tigon.tools.training.sharding import shard
 
             model, self.optimizer = shard(model, self.optimizer)
         self.model: nn.Module = torch.compile(model) if self.provider.compiles else model
-        self.steps = 0
         local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
         itemsize = getattr(torch, job.dtype).itemsize
         self._state_bytes = 3 * local * itemsize  # with the two moments of AdamW
-        facts = {"parameters": parameters, "parameters_of_a_rank": local, "attention": attention, "applied": applied}
-        say("ready", **facts, seconds=time.perf_counter() - started)
+        if job.turns:
+            self._state_bytes = prime(model, self.optimizer, torch.arange(8, device=self.device)[None])
+            self.free()
+            self._meter = Meter(self.device, self._state_bytes)
+            self._meter.start()
+        say(
+            "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=self._state_bytes,
+            attention=attention, threads=torch.get_num_threads(), applied=applied,
+            seconds=time.perf_counter() - started,
+        )  # fmt: skip
 
     def free(self) -> None:
-        """Let go of all but parameters and the optimizer's states."""
-        self.optimizer.zero_grad(set_to_none=True)
         if self.provider.compiles:
             # Each size is compiled for itself, as in a run that knows no other.
             torch.compiler.reset()
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            torch.cuda.empty_cache()
-
-    def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+        super().free()
 
     def _step(self, ids: Tensor) -> Tensor:
         """One step on [batch, seq] tokens; -> its loss, [] fp32, which is not waited for."""
@@ -153,7 +163,7 @@ class Trainer:
         loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.zero_gradients()
         self.steps += 1
         return loss.detach().float()
 
@@ -164,8 +174,26 @@ class Trainer:
             share = ids.flip(0)[own] if self.job.reverse else ids[own]
             yield share.pin_memory() if self.device.type == "cuda" else share
 
-    def train(self, point: Point) -> dict[str, Any]:
-        """The steps of a point; -> what its event says."""
+    def train(self, line: str) -> dict[str, Any]:
+        point = Point.from_json(line)
+        return self._take_turn(point) if self.job.turns else self._train_steps(point)
+
+    def _take_turn(self, point: Point) -> dict[str, Any]:
+        """Train one step on the next batch and wait for it."""
+        if not self.steps:
+            self._data = self._batches(point)
+            torch.manual_seed(self.job.seed)
+        ids = next(self._data).to(self.device)
+        self.synchronise()
+        began = time.perf_counter()
+        loss = self._step(ids)
+        self.synchronise()
+        seconds = time.perf_counter() - began
+        peak = self._meter.peaks()[0] - self._state_bytes
+        return {"step": self.steps - 1, "loss": loss.item(), "seconds": seconds, "peak_bytes": peak}
+
+    def _train_steps(self, point: Point) -> dict[str, Any]:
+        """Train the steps of a point; the host runs ahead of the device."""
         self.free()
         meter, data = Meter(self.device, self._state_bytes), self._batches(point)
         torch.manual_seed(self.job.seed)
@@ -175,7 +203,7 @@ class Trainer:
             losses.append(self._step(next(data)).item())  # waits
             took = time.perf_counter() - began
             self._say("step", step=step, loss=losses[-1], timed=False)
-        steps = self._agree(self._affordable(point, took))
+        steps = self.agree(self._affordable(point, took))
         on_host = torch.empty(steps, pin_memory=self.device.type == "cuda")
         host_seconds = []
 
@@ -204,20 +232,9 @@ class Trainer:
             return point.steps
         return min(point.steps, max(LEAST_STEPS, int(point.seconds / step_seconds)))
 
-    def _agree(self, value: Any) -> Any:
-        """Rank 0's."""
-        if self.job.ranks == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, 0)
-        return box[0]
-
     def _together(self, own: dict[str, Any]) -> dict[str, Any]:
-        """Of all ranks: the slowest at each step, the mean loss, the highest peaks."""
-        if self.job.ranks == 1:
-            return own
-        every: list[Any] = [None] * self.job.ranks
-        dist.all_gather_object(every, own)
+        """Return the slowest rank's seconds at each step, the mean loss, the highest peaks."""
+        every = self.gather(own)
         each = lambda name: zip(*(part[name] for part in every), strict=True)
         return {
             "seconds": [max(values) for values in each("seconds")],
@@ -227,81 +244,20 @@ class Trainer:
             "reserved": None if own["reserved"] is None else max(part["reserved"] for part in every),
         }
 
-    def next_point(self, points: Iterator[str]) -> Point | None:
-        """The next of rank 0's lines; None at their end."""
-        line = self._agree(next(points, "") if self.rank == 0 else "")
-        return Point.from_json(line) if line.strip() else None
 
-
-def serve(job: Job, rank: int, points: Iterator[str], say: Callable[..., None]) -> bool:
-    """Make the model of `job` and train every point; -> whether that went well.
-
-    A point that does not fit leaves the process as it was if it is alone; a group, whose other ranks wait, ends.
-    """
-    # Of a group rank 0 speaks; of a failure who has it.
-    speak: Callable[..., None] = say if rank == 0 else lambda *_, **__: None
-    reason = ""
+def serve(job: Job, rank: int, points: Iterator[str], say: Say) -> bool:
+    """Build the model of `job` and train every point; return whether that went well."""
     try:
-        trainer = Trainer(job, rank, speak)
+        return answer_points(lambda speak: Trainer(job, rank, speak), rank, points, say)
     except (Missing, Unsupported) as refusal:
-        speak("refused", status=type(refusal).__name__.lower(), note=str(refusal))
+        if rank == 0:
+            say("refused", status=type(refusal).__name__.lower(), note=str(refusal))
         return True
-    while (point := trainer.next_point(points)) is not None:
-        before = trainer.allocated() if trainer.steps else None
-        try:
-            speak("point", **trainer.train(point))
-            continue
-        except Exception as error:
-            if job.ranks > 1 or not is_out_of_memory(error):
-                raise
-            reason = _one_line(error)
-        # Outside the handler: the frames, which hold tensors, are gone.
-        trainer.free()
-        if before is None or trainer.allocated() > LEFT_OVER * before:
-            say("failed", out_of_memory=True, reason=reason)
-            return False
-        speak("out of memory", reason=reason)
-    return True
-
-
-def _one_line(error: BaseException) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return f"{type(error).__name__}: {first}"[:300]
-
-
-def _end(code: int) -> NoReturn:
-    """End the process at once, without what libraries do at exit."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
 
 
 def main(path: str) -> int:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever a library prints goes to standard error
-
-    def say(event: str, **fields: Any) -> None:
-        # One write a line: ranks share the pipe.
-        os.write(answers.fileno(), (json.dumps({"event": event, **fields}) + "\n").encode())
-
     job = Job.from_json(Path(path).read_text(encoding="utf-8"))
-    rank = int(os.environ.get("RANK", "0"))
-    try:
-        went_well = serve(job, rank, iter(sys.stdin.readline, ""), say)
-    except BrokenPipeError:  # the parent is gone
-        return 1
-    except Exception as error:
-        say("failed", out_of_memory=is_out_of_memory(error), reason=_one_line(error))
-        if job.ranks == 1:
-            raise
-        # The other ranks wait for this one: what libraries do at exit could wait for them.
-        traceback.print_exc()
-        _end(1)
-    code = 0 if went_well else 1
-    if dist.is_initialized():
-        dist.destroy_process_group()
-        _end(code)  # a thread of gloo can abort a process while Python ends (pytorch's issue 190489)
-    return code
+    return answer(lambda rank, say: serve(job, rank, iter(sys.stdin.readline, ""), say), job.ranks)
 
 
 if __name__ == "__main__":

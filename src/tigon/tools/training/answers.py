@@ -1,0 +1,173 @@
+"""The side of a training process that answers its parent: events as lines of JSON, what ranks share, and how it ends.
+
+`tigon.tools.training.child` is the parent's side.
+"""
+
+import gc
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Rank", "Say", "answer", "answer_points", "describe_error", "is_out_of_memory"]
+
+LEFT_OVER = 1.02  # times the memory before: what a failed point may leave without a new process
+
+MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
+
+
+class Say(Protocol):
+    """Writes an event with its fields to the parent."""
+
+    def __call__(self, event: str, **fields: Any) -> None: ...
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory ran out, be it torch's, a library's or the host's."""
+    kinds = (torch.OutOfMemoryError, MemoryError)
+    return isinstance(error, kinds) or any(message in str(error) for message in MEMORY_MESSAGES)
+
+
+def describe_error(error: BaseException) -> str:
+    """Return the reason that the parent shows.
+
+    >>> describe_error(KeyError(7)), describe_error(MemoryError("9 GiB"))
+    ('KeyError: 7', 'out of memory: 9 GiB')
+    """
+    kind = "out of memory" if is_out_of_memory(error) else type(error).__name__
+    return f"{kind}: {str(error).strip()}"
+
+
+# --- points --------------------------------------------------------------------------------------
+
+
+class Rank:
+    """A process that trains, alone or as a rank of a group: its device and what it exchanges with the other ranks.
+
+    A subclass has an optimizer, counts its `steps`, and trains a point.
+    """
+
+    optimizer: torch.optim.Optimizer
+    event = "point"  # the name of the event that answers a point
+    ends_without_memory = False  # whether a point that does not fit ends the process
+    keeps_gradients = False  # whether gradients are zeroed in place and not freed
+    steps = 0
+
+    def __init__(self, device: str, rank: int, ranks: int) -> None:
+        self.rank, self.ranks, self.device = rank, ranks, torch.device(device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", rank if ranks > 1 else self.device.index or 0)
+            torch.cuda.set_device(self.device)
+
+    def train(self, line: str) -> dict[str, Any]:
+        """Train the point that `line` holds and return the fields of its event."""
+        raise NotImplementedError
+
+    def synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
+
+    def zero_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+
+    def free(self) -> None:
+        """Free all but parameters, the optimizer's states, and gradients that are kept."""
+        self.zero_gradients()
+        gc.collect()
+        self.synchronise()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def agree(self, value: Any) -> Any:
+        """Return rank 0's value."""
+        if self.ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks."""
+        if self.ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    def next_line(self, lines: Iterator[str]) -> str:
+        """Return the next of rank 0's lines, "" at their end."""
+        return self.agree(next(lines, "").strip() if self.rank == 0 else "")
+
+
+def answer_points(start: Callable[[Say], Rank], rank: int, lines: Iterator[str], say: Say) -> bool:
+    """Build the trainer by `start` and train a point for each line; return whether that went well.
+
+    A point that does not fit leaves the process as it was. A group, whose other ranks wait, ends.
+    """
+    # Rank 0 speaks for a group. A failure is said by the rank that has it.
+    speak: Say = say if rank == 0 else lambda *_, **__: None
+    reason = ""
+    trainer = start(speak)
+    while line := trainer.next_line(lines):
+        before = trainer.allocated() if trainer.steps else None
+        try:
+            speak(trainer.event, **trainer.train(line))
+            continue
+        except Exception as error:
+            if trainer.ranks > 1 or not is_out_of_memory(error):
+                raise
+            reason = describe_error(error)
+        # Outside the handler: the frames, which hold tensors, are gone.
+        trainer.free()
+        if trainer.ends_without_memory or before is None or trainer.allocated() > LEFT_OVER * before:
+            say("failed", out_of_memory=True, reason=reason)
+            return False
+        speak("out of memory", reason=reason)
+    return True
+
+
+# --- the process ---------------------------------------------------------------------------------
+
+
+def _end(code: int) -> NoReturn:
+    """End the process at once, without what libraries do at exit."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def answer(serve: Callable[[int, Say], bool], ranks: int) -> int:
+    """Call `serve(rank, say)` and return the exit code: 0 if it returns True. `ranks` is the size of the group.
+
+    An error is said to the parent as an event "failed". A rank of a group ends at once, because its libraries could
+    wait for the other ranks at exit.
+    """
+    answers = os.dup(1)
+    os.dup2(2, 1)  # whatever a library prints goes to standard error
+
+    def say(event: str, **fields: Any) -> None:
+        # Each line is one write, because ranks share the pipe.
+        os.write(answers, (json.dumps({"event": event, **fields}) + "\n").encode())
+
+    try:
+        code = 0 if serve(int(os.environ["RANK"]) if ranks > 1 else 0, say) else 1
+    except BrokenPipeError:  # the parent is gone
+        return 1
+    except Exception as error:
+        say("failed", out_of_memory=is_out_of_memory(error), reason=describe_error(error))
+        if ranks == 1:
+            raise
+        traceback.print_exc()
+        _end(1)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        _end(code)  # a thread of gloo can abort a process while Python ends (pytorch's issue 190489)
+    return code
