@@ -1,6 +1,5 @@
 """medusa.md and a picture for each stage and number of heads."""
 
-from itertools import cycle
 from pathlib import Path
 
 from tigon.tools.training import figures
@@ -103,23 +102,20 @@ def plot(report: dict, stage: int, heads: int, path: Path) -> bool:
     lengths = set()
     for axes, (what, value) in zip(figure.subplots(1, 2), panels, strict=True):
         memory = what.startswith("Peak")
-        for marker, run in zip(cycle(figures.MARKERS), runs, strict=False):
-            done, style = measured(run), {"color": colour(run["variant"])}
-            heights = [value(result) for result in done.values()]
-            axes.plot(list(done), heights, marker=marker, markersize=5, label=run["variant"], **style)
-            ends = [r["length"] for r in run["results"] if r.get("out_of_memory") and r["length"] > max(done)]
-            lengths |= {*done, *ends}
-            if ends and memory:
-                height = limit / GIB if limit else heights[-1]
-                axes.plot([max(done), min(ends)], [heights[-1], height], linestyle=":", linewidth=1, **style)
-                axes.plot(min(ends), height, marker="x", markersize=9, markeredgewidth=2, **style)
+        lines = []
+        for run in runs:
+            points = [(length, value(result)) for length, result in measured(run).items()]
+            longest = points[-1][0]
+            ends = [r["length"] for r in run["results"] if r.get("out_of_memory") and r["length"] > longest]
+            lengths |= {*measured(run), *ends}
+            end = min(ends) if ends and memory else None
+            lines.append(figures.SweepLine(run["variant"], colour(run["variant"]), points, end))
+        figures.draw_sweep(axes, lines, limit / GIB if memory and limit else None)
         if memory and limit:
             figures.mark_limit(axes, limit / GIB, "memory of the GPU")
-        axes.set_xscale("log", base=2)
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
         axes.set_xlabel("tokens a sequence" + "   (x: out of memory)" * memory, color=figures.MUTED)
         axes.yaxis.set_major_formatter("{x:,g}")
-        axes.grid(axis="y", color=figures.FAINT, linewidth=0.7)
         figures.clean(axes, what)
     for axes in figure.axes:
         doublings = [x for x in sorted(lengths) if x % min(lengths) == 0 and (x // min(lengths)).bit_count() == 1]

@@ -3,7 +3,6 @@
 At one size the first two are bars, over a sweep they are lines that end in a cross where memory ran out.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,15 @@ from tigon.tools.training.figures import (
     FAINT,
     INK,
     LEVELS,
-    MARKERS,
     MUTED,
     STOCK,
+    SweepLine,
     clean,
+    draw_sweep,
     headline,
     mark_limit,
     new_figure,
-)
+)  # fmt: skip
 
 __all__ = ["draw"]
 
@@ -98,33 +98,16 @@ def _lines(
 ) -> None:
     """A line a provider over the size; a cross at the smallest size that did not fit."""
     size = lambda row: getattr(row, sweep)
-    ticks, crosses = set(), Counter()
-    for index, provider in enumerate(dict.fromkeys(row.provider for row in rows)):
-        own = sorted((row for row in rows if row.provider == provider), key=size)
-        points = [(size(row), value(row)) for row in own if row.ok and value(row) is not None]
-        failed = [size(row) for row in own if row.status == "out of memory"]
-        if not points and not failed:
-            continue
-        colour, marker = _colour(provider), MARKERS[index % len(MARKERS)]
-        ticks |= {x for x, _ in points} | set(failed[:1])
-        axes.plot(
-            *zip(*points, strict=True) if points else ([], []),
-            color=colour,
-            marker=marker,
-            markersize=5,
-            label=provider,
-        )
-        if failed:
-            # At the height of the last number, or at the limit that was passed.
-            height = limit or (points[-1][1] if points else 0.0)
-            if points:
-                axes.plot([points[-1][0], failed[0]], [points[-1][1], height], color=colour, linestyle=":", linewidth=1)
-            # Where several end, each cross is larger than the last, and under it.
-            before = crosses[failed[0], height]
-            crosses[failed[0], height] += 1
-            style = {"markersize": 9 + 5 * before, "markeredgewidth": 2, "zorder": 5 - 0.1 * before}
-            axes.plot([failed[0]], [height], color=colour, marker="x", linestyle="", **style)
-    axes.set_xscale("log", base=2)
+    ticks: set[int] = set()
+    lines = []
+    for provider in dict.fromkeys(row.provider for row in rows):
+        of_provider = sorted((row for row in rows if row.provider == provider), key=size)
+        points = [(size(row), value(row)) for row in of_provider if row.ok and value(row) is not None]
+        failed = next((size(row) for row in of_provider if row.status == "out of memory"), None)
+        if points or failed:
+            ticks |= {x for x, _ in points} | ({failed} if failed else set())
+            lines.append(SweepLine(provider, _colour(provider), points, failed))
+    draw_sweep(axes, lines, limit)
     axes.set_xticks(_spaced(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(
@@ -132,7 +115,6 @@ def _lines(
     )
     axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
     axes.set_xlabel(f"{_NAMES[sweep]}   (x: out of memory)", color=MUTED)
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
     axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
