@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tigon.memory.offload import Away
 from tigon.memory.recipe import Elsewhere, Recipe, Result, cast
 from tigon.memory.repeating import CallWatch, RepeatedCall
+from tigon.runtime.torch_private import CastBackward, storage_id
 
 __all__ = ["Block"]
 
@@ -42,7 +43,7 @@ class Block:
         self.nodes: dict[tuple, _Known] = {}  # by what computed it, for its casts
 
     def learn(self, x: Tensor, how: Recipe | Elsewhere, index: int = 0) -> None:
-        key = x.untyped_storage()._cdata
+        key = storage_id(x.untyped_storage())
 
         def forget(ref: weakref.ref | None = None) -> None:
             if key in self.known and (ref is None or self.known[key].ref is ref):
@@ -67,13 +68,13 @@ class Block:
         y = module(x)
         if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
             return y
-        if y.untyped_storage()._cdata != x.untyped_storage()._cdata and self.find(y) is None:
+        if storage_id(y.untyped_storage()) != storage_id(x.untyped_storage()) and self.find(y) is None:
             self.remember(y, RepeatedCall(module, watch), (x,))
         return y
 
     def find(self, t: Tensor) -> tuple[_Known, Tensor] | None:
         """What is known of a tensor or of that which it is a view of."""
-        known = self.known.get(t.untyped_storage()._cdata)
+        known = self.known.get(storage_id(t.untyped_storage()))
         x = None if known is None else known.current(t)
         return None if x is None else (known, x)
 
@@ -86,7 +87,7 @@ class Block:
         """The same for a cast of a result, which from here on is a result itself."""
         made = t if t._base is None else t._base
         node = made.grad_fn
-        if type(node).__name__ != "ToCopyBackward0" or made._version or not _is_whole(made):
+        if type(node) is not CastBackward or made._version or not _is_whole(made):
             return None
         known = self.nodes.get(node.next_functions[0])
         y = None if known is None else known.ref()

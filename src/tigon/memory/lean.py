@@ -27,6 +27,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tigon.memory.block import Block
 from tigon.memory.offload import Away
 from tigon.memory.recipe import unpack
+from tigon.runtime.torch_private import (
+    NAMES_FOR_LEAN,
+    NAMES_FOR_OFFLOAD,
+    is_checkpoint_hook,
+    is_recompute_hook,
+    require,
+    saved_tensor_hooks,
+)
 
 __all__ = [
     "call",
@@ -42,9 +50,6 @@ __all__ = [
     "runs_again",
 ]
 
-# The innermost saved-tensor hooks of this thread: torch calls no others.
-_innermost = torch._C._autograd._top_saved_tensors_default_hooks
-
 _open = 0  # blocks of `lean`, in any thread
 _open_mlp = 0  # those with `mlp=True`
 _in_one = False  # whether a graph is being traced of what is made again as one
@@ -57,7 +62,7 @@ _NOT_COMPILED = (
 
 def _block() -> Block | None:
     """The block whose hooks torch calls now in this thread."""
-    hooks = _innermost(True)
+    hooks = saved_tensor_hooks(True)
     block = None if hooks is None else getattr(hooks[0], "__self__", None)
     return block if type(block) is Block else None
 
@@ -84,20 +89,20 @@ def in_checkpoint() -> bool:
 
     It runs again up to the last operator that saves something: a product that is part of a node is done twice there.
     """
-    hooks = None if torch.compiler.is_compiling() else _innermost(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks(True)
+    return hooks is not None and is_checkpoint_hook(hooks[0])
 
 
 def runs_again() -> bool:
     """Whether what is computed here is what a checkpoint runs again in backward: for the first run, whose it is."""
-    return in_checkpoint() and "_recomputation_hook" in _innermost(True)[0].__qualname__
+    return in_checkpoint() and is_recompute_hook(saved_tensor_hooks(True)[0])
 
 
 def is_seen_by_nobody() -> bool:
     """Whether what an op saves here is kept for it alone: by a checkpoint's first run, plain `lean`, or no hooks."""
     if torch.compiler.is_compiling():
         return False
-    if _innermost(True) is None or in_checkpoint():
+    if saved_tensor_hooks(True) is None or in_checkpoint():
         return not runs_again()
     return (block := _block()) is not None and block.outer is None and block.away is None
 
@@ -218,7 +223,10 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         finally:
             _open, _open_mlp = _open - 1, _open_mlp - mlp
         return
-    outer = _innermost(True)
+    require("lean", *NAMES_FOR_LEAN)
+    if offload:
+        require("lean: offload=True", *NAMES_FOR_OFFLOAD)
+    outer = saved_tensor_hooks(True)
     if in_checkpoint():  # it keeps nothing anyway, and counts what is saved
         yield
         return

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.runtime.device import simulation_of
+from tigon.runtime.torch_private import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
 
 __all__ = ["Away"]
 
@@ -70,7 +70,7 @@ def _is_weight(t: Tensor) -> bool:
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return True
     node = base.grad_fn
-    return type(node).__name__ == "ToCopyBackward0" and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
+    return type(node) is CastBackward and type(node.next_functions[0][0]) is AccumulateGrad
 
 
 def _stretch(t: Tensor) -> tuple[int, int]:
@@ -143,7 +143,7 @@ class _Moved:
         if saver.round != self.round:
             saver.round, self.taken = self.round, self.taken + 1
         if self.taken >= self.savers and self.host is not None:
-            self.done = torch._C._current_graph_task_id()
+            self.done = backward_id()
             self.let_go()
         return here
 
@@ -226,7 +226,8 @@ class Away:
         if end - start < SMALLEST:
             return None
         with torch.no_grad(), self.lock:
-            for key in ((storage._cdata, 0, storage.nbytes(), t._version), (storage._cdata, start, end, t._version)):
+            address, version = storage_id(storage), t._version
+            for key in ((address, 0, storage.nbytes(), version), (address, start, end, version)):
                 moved = self.known[key]() if key in self.known else None
                 if moved is not None and not moved.written:
                     return _Saved(moved, t)
@@ -250,7 +251,7 @@ class Away:
 
     def bring_before(self, moved: _Moved) -> None:
         """Bring what backward will ask for after `moved`."""
-        task, index, stream = torch._C._current_graph_task_id(), moved.index, _stream(moved.device)
+        task, index, stream = backward_id(), moved.index, _stream(moved.device)
         if stream != moved.stream:
             return
         while self.ahead < self.window and index > 0:

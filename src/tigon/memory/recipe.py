@@ -6,11 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tigon.runtime.torch_private import current_raw_stream
+
 __all__ = ["Elsewhere", "Recipe", "Result", "cast", "unpack"]
 
 
 def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return current_raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:

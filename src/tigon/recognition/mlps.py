@@ -44,10 +44,10 @@ from tigon.recognition.standin import (
     without_parameters,
 )
 from tigon.recognition.symbolic import find_size_use
-from tigon.runtime.autograd import any_global_hook
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.places import is_simple
 from tigon.runtime.reach import Reach, explore
+from tigon.runtime.torch_private import any_global_hook
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 
