@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tigon.memory.offload import Offloader
 from tigon.memory.recipe import PackedTensor, Recomputation, SavedResult, cast
 from tigon.memory.repeating import CallWatch, RepeatedCall
+from tigon.runtime.torch_private import CastBackward, storage_id
 
 __all__ = ["Block"]
 
@@ -77,7 +78,7 @@ class Block:
         y = module(x)
         if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
             return y
-        if y.untyped_storage()._cdata != x.untyped_storage()._cdata and self.find(y) is None:
+        if storage_id(y.untyped_storage()) != storage_id(x.untyped_storage()) and self.find(y) is None:
             self.remember(y, RepeatedCall(module, watch), (x,))
         return y
 

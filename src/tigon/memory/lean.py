@@ -28,6 +28,14 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tigon.memory.block import Block
 from tigon.memory.offload import Offloader
 from tigon.memory.recipe import unpack
+from tigon.runtime.torch_private import (
+    NAMES_FOR_LEAN,
+    NAMES_FOR_OFFLOAD,
+    is_checkpoint_hook,
+    is_recompute_hook,
+    require,
+    saved_tensor_hooks,
+)
 
 __all__ = [
     "call",
@@ -89,8 +97,8 @@ def in_checkpoint() -> bool:
     Backward recomputes such a region up to the last operator that saves a tensor. A product inside an autograd node
     therefore runs twice there.
     """
-    hooks = None if torch.compiler.is_compiling() else _innermost(True)
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    hooks = None if torch.compiler.is_compiling() else saved_tensor_hooks(True)
+    return hooks is not None and is_checkpoint_hook(hooks[0])
 
 
 def runs_again() -> bool:
@@ -105,7 +113,7 @@ def is_seen_by_nobody() -> bool:
     """
     if torch.compiler.is_compiling():
         return False
-    if _innermost(True) is None or in_checkpoint():
+    if saved_tensor_hooks(True) is None or in_checkpoint():
         return not runs_again()
     return (block := _block()) is not None and block.outer is None and block.offloader is None
 

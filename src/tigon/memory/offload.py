@@ -24,9 +24,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from tigon.runtime.device import simulation_of
+from tigon.runtime.torch_private import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
 
 __all__ = ["Offloader"]
 
@@ -82,7 +82,7 @@ def _is_weight(t: Tensor) -> bool:
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return True
     node = base.grad_fn
-    return type(node).__name__ == "ToCopyBackward0" and type(node.next_functions[0][0]).__name__ == "AccumulateGrad"
+    return type(node) is CastBackward and type(node.next_functions[0][0]) is AccumulateGrad
 
 
 def _byte_range(t: Tensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ __all__ = ["PackedTensor", "Recomputation", "SavedResult", "cast", "unpack"]
 
 
 def _stream(device: torch.device) -> int:
-    return torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    return current_raw_stream(device.index) if device.type == "cuda" else 0
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:

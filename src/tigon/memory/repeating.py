@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime.autograd import any_global_hook
 from tigon.runtime.reach import explore, is_simple
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
+from tigon.runtime.torch_private import any_global_hook
 
 __all__ = ["REPEATING", "CallWatch", "RepeatedCall", "foreign_hook"]
 

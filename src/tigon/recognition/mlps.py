@@ -48,6 +48,7 @@ from tigon.runtime.autograd import any_global_hook
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.places import is_simple
 from tigon.runtime.reach import Reach, explore
+from tigon.runtime.torch_private import any_global_hook
 
 __all__ = ["GLURecipe", "ReLU2Recipe", "recognise_glu", "recognise_relu2"]
 

@@ -5,9 +5,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module
 
-__all__ = ["any_global_hook", "first_order", "frees_saved", "keeps_graph", "leave_absent", "without_autocast"]
+from tigon.runtime.torch_private import keeps_graph
+
+__all__ = ["first_order", "frees_saved", "leave_absent", "without_autocast"]
 
 
 def first_order(backward: Callable) -> Callable:
@@ -41,23 +42,6 @@ def without_autocast(backward: Callable) -> Callable:
             return backward(ctx, *gradients)
 
     return call
-
-
-_GLOBAL_HOOKS = (
-    module._global_forward_pre_hooks,
-    module._global_forward_hooks,
-    module._global_backward_pre_hooks,
-    module._global_backward_hooks,
-)
-
-
-def any_global_hook() -> bool:
-    """Whether a hook sees every module."""
-    return any(_GLOBAL_HOOKS)
-
-
-# In the backward of an autograd function: whether the graph is retained.
-keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 
 
 def frees_saved(x: Tensor) -> bool:

@@ -6,10 +6,10 @@ A kernel of single values takes a block of one row a program; `block_of_row` say
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.runtime.jit import JITFunction
 
 from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch
+from tigon.runtime.triton_private import JITFunction
 
 __all__ = ["block_of_row", "dense_rows", "launch_blocks"]
 

@@ -20,6 +20,8 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 __all__ = [
+    "NAMES_FOR_LEAN",
+    "NAMES_FOR_OFFLOAD",
     "AccumulateGrad",
     "CastBackward",
     "StorageWeakRef",
@@ -71,6 +73,11 @@ def _find(path: str, default: Any = None) -> Any:
     return _refusal(path) if default is None else default
 
 
+# The names without which a feature refuses to run; see `require`.
+NAMES_FOR_LEAN = "_C._autograd._top_saved_tensors_default_hooks", "UntypedStorage._cdata"
+NAMES_FOR_OFFLOAD = "_C._current_graph_task_id", "multiprocessing.reductions.StorageWeakRef"
+
+
 def require(user: str, *paths: str) -> None:
     """Refuse a feature, before it computes anything, if this torch lacks one of the names that the feature needs.
 
@@ -110,7 +117,7 @@ backward_id: Callable[[], int] = _find("_C._current_graph_task_id")
 
 # The innermost hooks of `torch.autograd.graph.saved_tensors_hooks` in this thread, as (pack, unpack), or None. The
 # argument is True. Seen in 2.8 to 2.13; 2.7 has none. Without it: `tigon.lean` refuses to run, and ops believe that
-# foreign hooks see what they save, so they overwrite nothing. That is what the function of three lines is for.
+# foreign hooks see what they save, so they overwrite nothing.
 _foreign_hooks = (lambda tensor: tensor, lambda tensor: tensor)
 saved_tensor_hooks: Callable[[bool], tuple[Callable, Callable] | None] = _find(
     "_C._autograd._top_saved_tensors_default_hooks", lambda ignored: _foreign_hooks
@@ -193,10 +200,8 @@ except ImportError:
 
 # --- modules, optimizers, operators ----------------------------------------------------------------
 
-_GLOBAL_HOOKS = [
-    getattr(nn.modules.module, f"_global_{kind}_hooks", None)
-    for kind in ("forward_pre", "forward", "backward_pre", "backward")
-]
+_KINDS = "forward_pre", "forward", "backward_pre", "backward"
+_GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global_{kind}_hooks", None) for kind in _KINDS)
 _KNOWS_GLOBAL_HOOKS = None not in _GLOBAL_HOOKS
 
 

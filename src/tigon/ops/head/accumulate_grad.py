@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tigon.ops.logits.rescale import rescale
 from tigon.runtime import checks
+from tigon.runtime.torch_private import backward_id
 
 __all__ = ["AddedGradient", "added_gradient"]
 
@@ -106,7 +107,7 @@ def added_gradient(op: str, weight: Tensor, acc_dtype: torch.dtype | None) -> Ad
             f"{op}: acc_dtype=float32 with accumulate_grad needs gradients in float32, got a linear_weight in "
             f"{weight.dtype} without such a main_grad"
         )
-    if torch._C._current_graph_task_id() != -1:
+    if backward_id() != -1:
         if buffer is not None:
             rescale(buffer, buffer.new_full((), torch.nan))  # the first forward has added dW already
         raise ValueError(

@@ -18,6 +18,7 @@ from torch import Tensor
 from tigon.ops.logits.token.kernels import Options, Shard, Statistics, Wants, combined_statistics, partial_statistics
 from tigon.runtime import checks
 from tigon.runtime.device import cdiv
+from tigon.runtime.torch_private import process_group_of
 
 __all__ = ["Cut", "cut_of", "local_parts", "parallel_statistics", "sum_over_ranks"]
 
@@ -117,7 +118,7 @@ def local_parts(op: str, process_group, input: Tensor, target: Tensor, **head: T
 
 
 def _group(name: str) -> dist.ProcessGroup:
-    return dist.distributed_c10d._resolve_process_group(name)
+    return process_group_of(name)
 
 
 def parallel_statistics(

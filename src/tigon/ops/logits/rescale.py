@@ -81,6 +81,6 @@ def rescale(x: Tensor, factor: Tensor) -> Tensor:
 
 def rescaled(x: Tensor, factor: Tensor) -> Tensor:
     """x [M, N] times factor, [] or one value a row [M]: in place if this backward is the last, or in a new tensor."""
-    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
+    if torch.compiler.is_compiling() or keeps_graph():
         return (x * (factor[:, None] if factor.dim() else factor)).to(x.dtype)
     return rescale(x, factor)

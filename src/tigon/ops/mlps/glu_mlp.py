@@ -29,8 +29,9 @@ from tigon.memory.lean import call, in_checkpoint, is_seen_by_nobody, remade_mlp
 from tigon.ops.mlps.glu import geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, takes_products
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, frees_saved, keeps_graph, without_autocast
+from tigon.runtime.autograd import first_order, frees_saved, without_autocast
 from tigon.runtime.products import multiply
+from tigon.runtime.torch_private import keeps_graph
 
 __all__ = [
     "GEGLUMLP",

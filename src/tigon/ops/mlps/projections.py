@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from tigon.runtime import checks
-from tigon.runtime.autograd import any_global_hook, first_order, leave_absent, without_autocast
+from tigon.runtime.autograd import first_order, leave_absent, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
 from tigon.runtime.stock import has_stock_call, linears_are_stock
+from tigon.runtime.torch_private import any_global_hook, reshape_without_view
 
 __all__ = ["check_layer", "input_gradient", "is_hooked", "is_plain", "linear", "linears", "takes_products"]
 
@@ -26,7 +27,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`F.linear`, never a view of another tensor: of those that a node returns, autograd lets none be overwritten."""
     rows = x.flatten(0, -2)
     y = multiply(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
-    return torch.ops.aten._unsafe_view(y, (*x.shape[:-1], len(weight)))
+    return reshape_without_view(y, (*x.shape[:-1], len(weight)))
 
 
 def input_gradient(dys: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor | None:

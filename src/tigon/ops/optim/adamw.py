@@ -13,6 +13,7 @@ from torch import Tensor
 from tigon.ops.optim.adamw_kernels import adamw_step
 from tigon.runtime import checks
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
+from tigon.runtime.torch_private import disable_dynamo, has_init_group, increment
 
 __all__ = ["AdamW"]
 
@@ -65,7 +66,7 @@ class AdamW(torch.optim.AdamW):
             super().add_param_group(param_group)
 
     # torch.compile runs it as it is: while tracing, torch calls `_init_group`, which here would take the step.
-    @torch._disable_dynamo
+    @disable_dynamo
     def step(self, closure=None):
         """Take a step; see `torch.optim.Optimizer.step`."""
         with torch.set_grad_enabled(self.defaults["differentiable"]):
@@ -110,6 +111,11 @@ class AdamW(torch.optim.AdamW):
             or getattr(self, "grad_scale", None) is not None
             or getattr(self, "found_inf", None) is not None
         )
+
+
+# A torch with another `_init_group` takes the whole step itself.
+if not has_init_group():
+    del AdamW._init_group
 
 
 _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
@@ -181,4 +187,4 @@ def _count(steps: list[Tensor]) -> None:
     for x in steps:
         by_device.setdefault(x.get_device(), []).append(x)
     for group in by_device.values():
-        torch._foreach_add_(group, 1)
+        increment(group, 1)

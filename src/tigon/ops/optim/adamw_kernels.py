@@ -229,7 +229,7 @@ def adamw_step(
 def _table(found: list[int], device: torch.device, size: int, before: Table | None) -> Table:
     """The table of so many elements a span: addresses and lengths found, six numbers a tensor. `before` if it is so."""
     # Another stream's copy may still be on its way.
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    stream = current_raw_stream(device.index) if device.type == "cuda" else 0
     made_of = found, device, size, stream
     if before is not None and before.made_of == made_of:
         return before
