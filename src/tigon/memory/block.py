@@ -49,7 +49,7 @@ class Block:
 
     def add(self, x: Tensor, source: Recomputation | PackedTensor, index: int = 0) -> None:
         """Note from which source backward gets the values of `x`."""
-        key = x.untyped_storage()._cdata
+        key = storage_id(x.untyped_storage())
 
         def forget(ref: weakref.ref | None = None) -> None:
             if key in self.by_storage and (ref is None or self.by_storage[key].ref is ref):
@@ -84,7 +84,7 @@ class Block:
 
     def find(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
         """Return the entry of `t`, or of the tensor that `t` is a view of, and the tensor of that entry."""
-        entry = self.by_storage.get(t.untyped_storage()._cdata)
+        entry = self.by_storage.get(storage_id(t.untyped_storage()))
         x = None if entry is None else entry.current(t)
         return None if x is None else (entry, x)
 
@@ -100,7 +100,7 @@ class Block:
         """
         base = t if t._base is None else t._base
         node = base.grad_fn
-        if type(node).__name__ != "ToCopyBackward0" or base._version or not _is_whole(base):
+        if type(node) is not CastBackward or base._version or not _is_whole(base):
             return None
         entry = self.by_node.get(node.next_functions[0])
         y = None if entry is None else entry.ref()

@@ -51,9 +51,6 @@ __all__ = [
     "runs_again",
 ]
 
-# Returns the innermost saved-tensor hooks of this thread, the only ones that torch calls.
-_innermost = torch._C._autograd._top_saved_tensors_default_hooks
-
 # The number of open blocks of `lean` in all threads.
 _open = 0
 # The number of those with `mlp=True`.
@@ -69,7 +66,7 @@ _NOT_COMPILED = (
 
 def _block() -> Block | None:
     """Return the block whose hooks torch calls at this point in this thread, or None."""
-    hooks = _innermost(True)
+    hooks = saved_tensor_hooks(True)
     block = None if hooks is None else getattr(hooks[0], "__self__", None)
     return block if type(block) is Block else None
 
@@ -103,7 +100,7 @@ def in_checkpoint() -> bool:
 
 def runs_again() -> bool:
     """Return whether a checkpoint recomputes this call in backward. The saved tensors then belong to the first run."""
-    return in_checkpoint() and "_recomputation_hook" in _innermost(True)[0].__qualname__
+    return in_checkpoint() and is_recompute_hook(saved_tensor_hooks(True)[0])
 
 
 def is_seen_by_nobody() -> bool:
@@ -239,7 +236,10 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         finally:
             _open, _open_mlp = _open - 1, _open_mlp - mlp
         return
-    outer = _innermost(True)
+    require("lean", *NAMES_FOR_LEAN)
+    if offload:
+        require("lean: offload=True", *NAMES_FOR_OFFLOAD)
+    outer = saved_tensor_hooks(True)
     # A checkpoint saves nothing in any case, and it counts the saved tensors.
     if in_checkpoint():
         yield

@@ -162,7 +162,7 @@ class _Segment:
         if view.generation != self.generation:
             view.generation, self.users = self.generation, self.users + 1
         if self.users >= self.savers and self.host_data is not None:
-            self.last_backward = torch._C._current_graph_task_id()
+            self.last_backward = backward_id()
             self.free_device_data()
         return data
 
@@ -252,7 +252,8 @@ class Offloader:
         if end - start < SMALLEST:
             return None
         with torch.no_grad(), self.lock:
-            for key in ((storage._cdata, 0, storage.nbytes(), t._version), (storage._cdata, start, end, t._version)):
+            address, version = storage_id(storage), t._version
+            for key in ((address, 0, storage.nbytes(), version), (address, start, end, version)):
                 segment = self.segments_by_key[key]() if key in self.segments_by_key else None
                 if segment is not None and not segment.was_written:
                     return _SavedView(segment, t)
@@ -277,7 +278,7 @@ class Offloader:
 
     def prefetch_before(self, segment: _Segment) -> None:
         """Copy back the segments that were saved before this one, because backward unpacks them next."""
-        task, index, stream = torch._C._current_graph_task_id(), segment.index, _stream(segment.device)
+        task, index, stream = backward_id(), segment.index, _stream(segment.device)
         if stream != segment.stream:
             return
         while self.prefetched_bytes < self.window and index > 0:

@@ -44,7 +44,6 @@ from tigon.recognition.standin import (
 )
 from tigon.recognition.symbolic import find_size_use
 from tigon.recognition.trials import explain_none, recorded, recording
-from tigon.runtime.autograd import any_global_hook
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.places import is_simple
 from tigon.runtime.reach import Reach, explore

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, on_device
+from tigon.runtime.torch_private import current_raw_stream
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["AdamWConfig", "AdamWProblem", "Table", "adamw_reference", "adamw_step"]
