@@ -59,7 +59,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_record():
         f"{counts['loss']} get the fused loss, {counts['rope']} rope, {counts['rms_norm']} RMSNorm, "
         f"{counts['gated mlp or experts']} a gated MLP or experts, {counts['all four']} all four" in readme
     )
-    assert f"`glue` is what stands between, in {counts['glue']} of them" in readme
+    assert f"`fused_statements` are replaced in {counts['fused_statements']} of them" in readme
 
 
 def test_every_part_is_trained_in_make_test():
