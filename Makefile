@@ -22,7 +22,7 @@ WITH_OTHERS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests/t
 	$(if $(PART),tests/hf/test_patch.py tests/hf/test_by_type.py $(TRAINED),tests/hf)
 
 # What runs the kernels: in Triton's interpreter, and those of it that a GPU can run.
-ON_KERNELS := tests/ops tests/recognition/test_glue.py
+ON_KERNELS := tests/ops tests/recognition/test_fused_statements.py
 BY_KERNELS := $(ON_KERNELS) tests/memory/test_bytes.py tests/memory/test_lean.py \
 	tests/tools/plan/test_plan.py::test_kept_is_what_a_step_saves
 WORKERS := --numprocesses 2 --dist worksteal

@@ -61,7 +61,7 @@ def test_the_numbers_of_the_pages_are_those_of_the_record():
         f"{counts['loss']} get the fused loss, {counts['rope']} rope, {counts['rms_norm']} RMSNorm, "
         f"{counts['gated mlp or experts']} a gated MLP or experts, {counts['all four']} all four" in page
     )
-    assert f"`glue` is what stands between, in {counts['glue']} of them" in page
+    assert f"`fused_statements` are replaced in {counts['fused_statements']} of them" in page
 
 
 def test_every_part_is_trained_in_make_test():

@@ -134,7 +134,7 @@ def test_from_pretrained_with_loading_info(saved, patch_type):
 
 
 def test_options_are_those_of_patch(patch_type):
-    patch_type("llama", loss=False, rope=False, glue=False)
+    patch_type("llama", loss=False, rope=False, fused_statements=False)
     model = WAYS["class"]()
     assert find_replacement(model.model.norm)
     assert not find_replacement(model)
@@ -286,11 +286,11 @@ def test_the_report_is_filled_by_what_is_built(patch_type):
     assert "every new llama: none built yet" in str(report)
     assert "until restore()" in str(report)
     WAYS["class"]()
-    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "glue", "loss"}
+    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements", "loss"}
     assert "every new llama, the last a LlamaForCausalLM" in str(report)
     assert len(report) == 5 + 2 + 2 + 4 + 1
     WAYS["body"]()
-    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "glue"}
+    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements"}
 
 
 def test_the_report_keeps_no_model(patch_type):

@@ -20,7 +20,7 @@ from tigon.hf.levels import LEVELS
 from tigon.hf.patch import PARTS, MemoryLevel, _apply, _decide, _find, _installed_recipes
 from tigon.testing import assert_accurate
 
-REPLACED = {"rms_norm", "glu", "rope", "glue", "loss"}
+REPLACED = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
 
 
 def outputs_of(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
@@ -47,13 +47,15 @@ def test_every_part_is_recognised(make_model, model_type):
     assert not report.left_alone
     counts = {entry.part: entry.count for entry in report.replaced}
     norms = sum("Norm" in type(m).__name__ for m in model.modules())
-    assert counts == {"rms_norm": norms, "glu": 2, "rope": 2, "glue": 2, "loss": 1}
+    assert counts == {"rms_norm": norms, "glu": 2, "rope": 2, "fused_statements": 2, "loss": 1}
 
 
 def test_what_is_replaced_runs_the_ops(make_model, model_type, batch, monkeypatch):
     model = make_model(model_type)
     calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
-    expected = {entry.part: entry.count for entry in tigon.patch(model, glue=False).replaced if entry.part in calls}
+    expected = {
+        entry.part: entry.count for entry in tigon.patch(model, fused_statements=False).replaced if entry.part in calls
+    }
     for op, path in (("rms_norm", "norms.rms_norm"), ("glu", "mlps.glu"), ("rope", "rotary.rope")):
         module = sys.modules[f"tigon.ops.{path}"]
         count = lambda *x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(*x)
@@ -115,7 +117,8 @@ for model_type in sys.argv[1:]:
     size |= dict(vocab_size=64, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     stock = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(model_type, **size)).train()
     model = copy.deepcopy(stock)
-    assert {entry.part for entry in tigon.patch(model).replaced} == {"rms_norm", "glu", "rope", "glue", "loss"}
+    parts = {entry.part for entry in tigon.patch(model).replaced}
+    assert parts == {"rms_norm", "glu", "rope", "fused_statements", "loss"}
     tokens = torch.randint(64, (1, 6))
     for each in (model, stock):
         loss = each(tokens, labels=tokens).loss
@@ -187,7 +190,11 @@ def test_patching_twice_changes_nothing_and_says_so(make_model, batch, step):
     assert not any("forward" in vars(m) for m in model.modules())
 
 
-@pytest.mark.parametrize("left_out", [("rope",), ("glue",), ("rope", "glue"), ("glu", "glue")], ids="+".join)
+@pytest.mark.parametrize(
+    "left_out",
+    [("rope",), ("fused_statements",), ("rope", "fused_statements"), ("glu", "fused_statements")],
+    ids="+".join,
+)
 def test_a_second_patch_adds_the_parts_that_the_first_left_out(make_model, left_out):
     model = make_model()
     tigon.patch(model, **dict.fromkeys(left_out, False))
@@ -416,10 +423,25 @@ def test_only_modules_can_be_patched():
 def test_the_signature_names_and_documents_every_option():
     parameters = inspect.signature(tigon.patch).parameters
     options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert options == dict.fromkeys(PARTS, True) | {"memory": "default"}
+    assert options == dict.fromkeys(PARTS, True) | {"memory": "default", "glue": None}
     documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
     assert documented[: 1 + len(options)] == ["model", *options]
     assert set(get_args(MemoryLevel)) == set(LEVELS)
+
+
+def test_the_old_name_of_fused_statements_works(make_model):
+    for options in (
+        {"glue": False},
+        {"glue": False, "fused_statements": True},
+        {"glue": True, "fused_statements": False},
+    ):
+        with tigon.patched(make_model(), **options) as report:
+            assert {entry.part for entry in report.replaced} == REPLACED - {"fused_statements"}
+    assert {entry.part for entry in tigon.patch(make_model(), glue=True).replaced} == REPLACED
+    with pytest.raises(TypeError, match="glue must be True or False, got 'no'"):
+        tigon.patch(make_model(), glue="no")
+    with pytest.raises(TypeError, match="fused_statements must be True or False, got 'no'"):
+        tigon.patch(make_model(), fused_statements="no", glue=True)
 
 
 def test_patched_has_the_arguments_of_patch():
@@ -434,7 +456,9 @@ def test_patched_has_the_arguments_of_patch():
 def test_auto_model_builds_patched_models(make_model, tmp_path, batch, assert_same_step):
     stock = make_model("qwen3")
     stock.save_pretrained(tmp_path)
-    model = tigon.AutoModelForCausalLM.from_pretrained(tmp_path, patch_options={"rope": False, "glue": False}).train()
+    model = tigon.AutoModelForCausalLM.from_pretrained(
+        tmp_path, patch_options={"rope": False, "fused_statements": False}
+    ).train()
     assert "forward" in vars(model)
     assert "forward" not in vars(model.model.layers[0].self_attn)
     assert_same_step(model, stock, batch)

@@ -89,7 +89,7 @@ UNUSED |= dict.fromkeys(("gemma3", "paligemma"), "model.vision_tower.head.layern
 def parts_of(model_type: str) -> set[str]:
     """Every one but the experts or the MLPs; only the tower of Qwen2.5-VL has RMS norms, and gated MLPs."""
     norms = {"rms_norm"} if model_type == "qwen2_5_vl" else {"rms_norm", "layer_norm"}
-    return norms | {"experts" if model_type.endswith("_moe") else "glu", "rope", "glue", "loss"}
+    return norms | {"experts" if model_type.endswith("_moe") else "glu", "rope", "fused_statements", "loss"}
 
 
 @pytest.mark.parametrize("model_type", VISION)

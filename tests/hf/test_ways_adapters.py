@@ -7,7 +7,7 @@ from torch import nn
 import tigon
 from tigon.hf.logits import SKIPPED_LOGITS
 
-PARTS = {"rms_norm", "glu", "rope", "glue", "loss"}
+PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
 
 
 @pytest.fixture(params=["llama", "gemma2", "phi3"])

@@ -84,7 +84,7 @@ def test_weights_that_are_elsewhere(make_model, batch, monkeypatch, model_type, 
     if order == "engine first":
         engine(model)
     report = tigon.patch(model)
-    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "glue", "loss"}
+    assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements", "loss"}
     assert not report.left_alone, report
     if order == "patch first":
         engine(model)

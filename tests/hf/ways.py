@@ -26,7 +26,7 @@ SIZE = {
 DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")  # of the ranks: cpu, or cuda with a GPU each
 # A GPU's kernels have exponentials of their own.
 TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * same_step.EPS
-PARTS = {"rms_norm", "glu", "rope", "glue", "loss"}
+PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
 # The tensor parallelism of transformers 5.23 puts a forward of its own on these norms, so they stay stock.
 HEAD_NORMS = ("q_norm", "k_norm")
 

@@ -86,10 +86,10 @@ def pickled(module):
 
 @pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
 @pytest.mark.parametrize(("cls", "function", "name", "value"), CHANGES.values(), ids=CHANGES)
-def test_glue(monkeypatch, cls, function, name, value, duplicate):
+def test_fused_statements(monkeypatch, cls, function, name, value, duplicate):
     torch.manual_seed(0)
     layer, x = cls(), torch.randn(3, WIDTH)
-    assert "glue" in {entry.part for entry in tigon.patch(layer).replaced}
+    assert "fused_statements" in {entry.part for entry in tigon.patch(layer).replaced}
     before = layer(x)
     monkeypatch.setattr(function, name, value)
     layer = duplicate(layer)
@@ -99,7 +99,7 @@ def test_glue(monkeypatch, cls, function, name, value, duplicate):
     torch.testing.assert_close(layer(x), before)
 
 
-def test_glue_of_a_class_whose_code_was_exchanged_before_the_next_patch(monkeypatch):
+def test_fused_statements_of_a_class_whose_code_was_exchanged_before_the_next_patch(monkeypatch):
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(3, WIDTH)
     tigon.patch(layer)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tigon
-from tigon.recognition.glue import glued
+from tigon.recognition.fused_statements import fuse_statements
 from tigon.recognition.source import innermost
 
 FILE = """
@@ -88,7 +88,7 @@ def test_a_file_that_was_edited_after_its_import_changes_nothing(write, old, new
     file.write_text(FILE.replace(old, new))
     report = tigon.patch(ours)
     assert torch.equal(ours(x), stock(x))
-    (entry,) = (entry for entry in report.left_alone if entry.part == "glue")
+    (entry,) = (entry for entry in report.left_alone if entry.part == "fused_statements")
     assert entry.detail.startswith("its forward was changed in its file since it was imported")
 
 
@@ -96,14 +96,14 @@ def test_a_file_that_was_not_edited_is_used(write):
     module, _ = write(FILE)
     ours = module.Layer()
     stock, x = copy.deepcopy(ours), torch.randn(3, 16)
-    assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "glue"}
+    assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "fused_statements"}
     torch.testing.assert_close(ours(x), stock(x))
 
 
 def test_a_file_that_is_gone_is_reported(write):
     module, file = write(FILE)
     file.unlink()
-    (entry,) = (entry for entry in tigon.patch(module.Layer()).left_alone if entry.part == "glue")
+    (entry,) = (entry for entry in tigon.patch(module.Layer()).left_alone if entry.part == "fused_statements")
     assert entry.detail == "its forward has no source that can be read"
 
 
@@ -183,8 +183,8 @@ class Hidden(Decorated):
 
 def seen_norms(monkeypatch) -> list[int]:
     """Return a list that grows whenever the rewritten statements of a norm and its residual run."""
-    calls, stock = [], tigon.recognition.glue.norm_pass
-    monkeypatch.setattr(tigon.recognition.glue, "norm_pass", lambda *args: calls.append(1) or stock(*args))
+    calls, stock = [], tigon.recognition.fused_statements.norm_pass
+    monkeypatch.setattr(tigon.recognition.fused_statements, "norm_pass", lambda *args: calls.append(1) or stock(*args))
     return calls
 
 
@@ -193,7 +193,7 @@ def test_a_wrapped_forward_is_rewritten_and_the_wrapper_runs(monkeypatch, cls, t
     calls, ours, x = seen_norms(monkeypatch), cls(), torch.randn(3, 16)
     stock = copy.deepcopy(ours)
     report = tigon.patch(ours)
-    assert "glue" in {entry.part for entry in report.replaced}
+    assert "fused_statements" in {entry.part for entry in report.replaced}
     before = Wrapping.calls
     expected = stock(x)
     counted = Wrapping.calls - before
@@ -223,7 +223,7 @@ def test_another_forward_that_is_set_later_runs(monkeypatch):
 
 
 def test_a_decorator_without_functools_wraps_is_reported():
-    (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "glue")
+    (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "fused_statements")
     assert entry.detail == "its forward is behind a decorator that does not tell what it wraps"
 
 
@@ -329,7 +329,7 @@ def test_a_residual_with_other_uses_has_the_stock_results(name, dtype):
     stock = type("Used", (Layer,), {"forward": vars(Layer)[name]})().to(dtype)
     ours, upstream = copy.deepcopy(stock), torch.randn(6, 16, dtype=dtype)
     report = tigon.patch(ours)
-    (entry,) = (entry for entry in report.entries if entry.part == "glue")
+    (entry,) = (entry for entry in report.entries if entry.part == "fused_statements")
     assert not entry.replaced
     assert "its forward does more with the residual of a norm" in entry.detail
     results = []
@@ -370,7 +370,7 @@ def test_a_write_before_the_norm_does_not_matter():
         return residual + y
 
     ours = type("Used", (Layer,), {"forward": forward})()
-    assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "glue"}
+    assert {entry.part for entry in tigon.patch(ours).replaced} == {"rms_norm", "fused_statements"}
 
 
 def test_a_plain_residual_is_rewritten():
@@ -379,4 +379,4 @@ def test_a_plain_residual_is_rewritten():
         x = self.norm(x)
         return residual.to(x.dtype) + self.a(x)
 
-    assert isinstance(glued(forward), types.FunctionType)
+    assert isinstance(fuse_statements(forward), types.FunctionType)

@@ -17,7 +17,7 @@ from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVELS, apply_level, refusal
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.experts import recognise_experts
-from tigon.recognition.glue import GlueRecipe, overwritten_norms, recognise_glue
+from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_norms, recognise_fused_statements
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.kind import kind_of
 from tigon.recognition.mlps import recognise_glu, recognise_relu2
@@ -55,7 +55,9 @@ PARTS = {
     "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),
     "experts": Part(recognise_experts, install_guarded, "experts have the layout that transformers marks"),
     "rope": Part(recognise_rope, install, "its forward names no function of cos and sin"),
-    "glue": Part(recognise_glue, install, "the module has fewer than two children, or no forward of its own"),
+    "fused_statements": Part(
+        recognise_fused_statements, install, "the module has fewer than two children, or no forward of its own"
+    ),
     "loss": Part(learn_loss, attach, "a causal language model has output embeddings and a loss function"),
 }
 OPTIONS = (*PARTS, "memory")
@@ -77,7 +79,7 @@ def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -
 
 
 # These recipes run the code of a module's class, and one module may have both.
-JOINED = RopeRecipe, GlueRecipe
+JOINED = RopeRecipe, FusedStatementsRecipe
 
 
 @dataclass
@@ -195,9 +197,9 @@ def _outcomes(model: nn.Module, findings: list[Finding]) -> dict[str, ModuleOutc
 
 def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
     """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
-    ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.glue]
-    both = len(ropes) == 1 and any(isinstance(r, GlueRecipe) for r in (before, recipe))
-    return ropes[0].with_glue() if both else None
+    ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.fuses_statements]
+    both = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in (before, recipe))
+    return ropes[0].with_fused_statements() if both else None
 
 
 def _kind_or_itself(module: nn.Module) -> Any:
@@ -240,9 +242,10 @@ def patch(
     relu2: bool = True,
     experts: bool = True,
     rope: bool = True,
-    glue: bool = True,
+    fused_statements: bool = True,
     loss: bool = True,
     memory: MemoryLevel = "default",
+    glue: bool | None = None,
     **unknown: Any,
 ) -> Report:
     """Replace the modules of this instance that compute, bit for bit, what an op of Tigon computes.
@@ -262,9 +265,10 @@ def patch(
         relu2: Replace squared ReLUs.
         experts: Replace the experts of a mixture whose weights are one tensor.
         rope: Replace the rotary embeddings of attentions.
-        glue: Replace statements between modules: the sum of a residual and the norm after it, and linear layers that
-            have the same input. The source of a layer's forward is rewritten for this. The stock statements run
-            wherever the norm or the linear layers do more than the op.
+        fused_statements: Replace statements between modules that one op computes together: the sum of a residual and
+            the norm after it, a norm and the residual beside it, and linear layers that have the same input. The source
+            of a layer's forward is rewritten for this. The stock statements run wherever the norm or the linear layers
+            do more than the op.
         loss: Replace the head and the loss of a causal language model. In training mode with labels, the loss is
             computed in the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when
             it is used. `skip_logits=True` in a call of the model asks for this in any mode (then also with
@@ -278,6 +282,7 @@ def patch(
             a gate or up projection. "checkpoint": only the input of each layer but the last, by the switch of
             transformers' models. "offload": as "lean+mlp", with the saved tensors in pinned host memory. Modules that
             must not be called twice run once at every level.
+        glue: The old name of `fused_statements`. Either of the two leaves this part out if it is False.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.why(name)` says for any
@@ -303,10 +308,11 @@ def patch(
         "relu2": relu2,
         "experts": experts,
         "rope": rope,
-        "glue": glue,
+        "fused_statements": fused_statements,
         "loss": loss,
     }
-    _check_options(options, memory, unknown)
+    _check_options(options if glue is None else options | {"glue": glue}, memory, unknown)
+    options["fused_statements"] = fused_statements and glue is not False
     parts = [part for part in PARTS if options[part]]
     if isinstance(model, str):
         return patch_type(model, functools.partial(patch, **options, memory=memory))

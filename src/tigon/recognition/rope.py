@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from tigon.ops.rotary.rope import Layout, Table, rope, rope_reference, rotary_size
 from tigon.recognition.function_guard import FunctionGuard
-from tigon.recognition.glue import glued
+from tigon.recognition.fused_statements import fuse_statements
 from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuilt
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.recognition.trials import Trials, record, recorded, recording, unrecorded
@@ -131,18 +131,18 @@ class _Turn:
 
 
 class RopeRecipe:
-    """The stock forward of an attention class, with its rope functions (globals, by name) replaced, and its glue."""
+    """The stock forward of an attention class, with its rope functions (globals, by name) and statements replaced."""
 
     def __init__(
         self,
         cls: type[nn.Module],
         forms: tuple[tuple[str, Form], ...],
-        glue: bool = False,
+        fuses_statements: bool = False,
         guards: tuple[FunctionGuard, ...] | None = None,
     ) -> None:
-        self.cls, self.forms, self.glue = cls, forms, glue
+        self.cls, self.forms, self.fuses_statements = cls, forms, fuses_statements
         self.stock = inspect.getattr_static(cls, "forward")
-        rewritten = glued(self.stock) if glue else None
+        rewritten = fuse_statements(self.stock) if fuses_statements else None
         function = rewritten if isinstance(rewritten, types.FunctionType) else self.stock
         stock = innermost(function)
         self.live, self.names = stock.__globals__, code_use(stock.__code__).global_names
@@ -183,9 +183,9 @@ class RopeRecipe:
         return self._look()
 
     def __reduce__(self):
-        return _restored, (self.cls, self.forms, self.glue, self.guards)
+        return _restored, (self.cls, self.forms, self.fuses_statements, self.guards)
 
-    def with_glue(self) -> "RopeRecipe":
+    def with_fused_statements(self) -> "RopeRecipe":
         return RopeRecipe(self.cls, self.forms, True, self.guards)
 
     def __str__(self) -> str:

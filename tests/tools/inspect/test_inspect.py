@@ -65,7 +65,10 @@ def test_a_model_type_is_its_default_config(run):
     assert ["rms_norm", "LlamaRMSNorm", "65", "rms_norm, offset 0, rounded before the weight"] in rows
     assert ["", "Linear", "225", ""] in rows
     assert result.output.count("Blank: no op of Tigon computes this class.") == 1
-    assert "norms 65 of 65, MLPs and experts 32 of 32, rope 32 of 32, glue 64 of 64, loss 1 of 1" in result.output
+    assert (
+        "norms 65 of 65, MLPs and experts 32 of 32, rope 32 of 32, fused statements 64 of 64, loss 1 of 1"
+        in result.output
+    )
     assert "Head: lm_head, Linear, 4,096 to 32,000, weights of its own" in result.output
 
 

@@ -20,7 +20,7 @@ GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "relu2", "experts"),
     "rope": ("rope",),
-    "glue": ("glue",),
+    "fused statements": ("fused_statements",),
     "loss": ("loss",),
 }
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import tigon
 from op_cases import DEVICE
-from tigon.recognition import glue
-from tigon.recognition.glue import glued
+from tigon.recognition import fused_statements
+from tigon.recognition.fused_statements import fuse_statements
 from tigon.recognition.replacement import find_replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS
 from tigon.runtime.device import runs_kernels
@@ -108,13 +108,13 @@ def nodes(y: Tensor) -> set[str]:
 
 def source(function) -> str:
     """What a forward becomes, in words."""
-    made = glued(function)
+    made = fuse_statements(function)
     return made.__code__.co_freevars if isinstance(made, types.FunctionType) else ()
 
 
 def test_what_the_report_says():
     report = tigon.patch(make())
-    found = {e.module: (e.detail, e.count) for e in report.replaced if e.part == "glue"}
+    found = {e.module: (e.detail, e.count) for e in report.replaced if e.part == "fused_statements"}
     assert found == {"Layer": ("add + norm, norm + residual", 2), "Attention": ("products of one input", 2)}
 
 
@@ -249,7 +249,7 @@ def test_every_form_means_the_same(form):
     """All names that a statement set have their values afterwards."""
     forms, a, b = Forms(), torch.randn(3, WIDTH), torch.randn(3, WIDTH)
     forms.norm = Norm()
-    stock, made = vars(Forms)[form], glued(vars(Forms)[form])
+    stock, made = vars(Forms)[form], fuse_statements(vars(Forms)[form])
     assert torch.equal(made(forms, a, b), stock(forms, a, b))
     assert made.__defaults__ == stock.__defaults__
 
@@ -262,7 +262,7 @@ def test_source_that_cannot_be_read_is_reported():
             d = self.norm(c)
             return c, d
     """), scope)  # fmt: skip
-    assert glued(scope["forward"]) == "its forward has no source that can be read"
+    assert fuse_statements(scope["forward"]) == "its forward has no source that can be read"
 
 
 def test_a_method_that_calls_super_is_rewritten():
@@ -273,7 +273,7 @@ def test_a_method_that_calls_super_is_rewritten():
             return super().forward(hidden) + residual
 
     assert "__class__" in Other.forward.__code__.co_freevars
-    made, layer, x = glued(Other.forward), Other().to(DEVICE), torch.randn(3, WIDTH, device=DEVICE)
+    made, layer, x = fuse_statements(Other.forward), Other().to(DEVICE), torch.randn(3, WIDTH, device=DEVICE)
     assert torch.equal(made(layer, x), Other.forward(layer, x))
 
 
@@ -336,19 +336,19 @@ def test_frozen(frozen):
 
 def test_outputs_that_nobody_uses():
     x, layers = inputs(), [nn.Linear(WIDTH, 8, device=DEVICE) for _ in range(3)]
-    made = glue.products(x, *layers)
+    made = fused_statements.products(x, *layers)
     assert (made is not None) == BY_KERNELS
     if made is None:
         return
     given = torch.autograd.grad(made[1].sum(), [x, *layers[1].parameters()])
     assert_close(list(given), list(torch.autograd.grad(layers[1](x).sum(), [x, *layers[1].parameters()])))
-    y, passed = glue.norm_pass(tigon_norm := Norm().to(DEVICE), x)
+    y, passed = fused_statements.norm_pass(tigon_norm := Norm().to(DEVICE), x)
     assert passed is x
     tigon.patch(tigon_norm)
-    y, passed = glue.norm_pass(tigon_norm, x)
+    y, passed = fused_statements.norm_pass(tigon_norm, x)
     assert torch.equal(torch.autograd.grad(passed.sum(), x, retain_graph=True)[0], torch.ones_like(x))
     assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
-    y, passed = glue.norm_pass(tigon_norm, x.detach())
+    y, passed = fused_statements.norm_pass(tigon_norm, x.detach())
     assert (y.requires_grad, passed.requires_grad) == (True, False)
     assert torch.autograd.grad(y.sum(), tigon_norm.weight)[0].shape == (WIDTH,)
 
@@ -366,7 +366,7 @@ def test_products_may_be_written_and_their_gradients_taken_under_autocast(bias):
             return torch.autograd.grad(loss, [x, *layers.parameters()])
 
     one_by_one = lambda x, *layers: [layer(x) for layer in layers]
-    given = gradients(glue.products, inputs(), layers, autocast=True)
+    given = gradients(fused_statements.products, inputs(), layers, autocast=True)
     eager = gradients(one_by_one, inputs(), layers, autocast=False)
     wide = inputs().detach().double().requires_grad_()
     exact = gradients(one_by_one, wide, copy.deepcopy(layers).double(), autocast=False)
@@ -377,7 +377,7 @@ def test_products_may_be_written_and_their_gradients_taken_under_autocast(bias):
 def test_a_promise_of_a_collective_is_left_to_torch():
     promise = pytest.importorskip("torch.distributed._functional_collectives").AsyncCollectiveTensor(inputs().detach())
     layers = [nn.Linear(WIDTH, 8, device=DEVICE) for _ in range(2)]
-    assert glue.products(promise, *layers) is None
+    assert fused_statements.products(promise, *layers) is None
     mlp = tigon.SwiGLUMLP(WIDTH, 8, device=DEVICE)
     torch.testing.assert_close(mlp(promise), mlp(promise.elem))
 
@@ -427,7 +427,7 @@ class Calls(nn.Module):
 def test_what_is_called_may_be_anything(k):
     model, x = Calls(k).to(DEVICE), inputs()
     expected = step(model, x)
-    assert any(e.part == "glue" for e in tigon.patch(model).replaced)
+    assert any(e.part == "fused_statements" for e in tigon.patch(model).replaced)
     assert_close(step(model, x), expected)
 
 
@@ -484,7 +484,7 @@ def test_a_copy_where_the_class_cannot_be_read(monkeypatch):
     model, x = make(), inputs()
     tigon.patch(model)
     sent = pickle.dumps(model)
-    monkeypatch.setattr(glue, "glued", lambda function: None)
+    monkeypatch.setattr(fused_statements, "fuse_statements", lambda function: None)
     assert_close(step(pickle.loads(sent), x), step(make(), x))
 
 
@@ -513,7 +513,7 @@ def test_broadcast_sums():
         (torch.randn(2, WIDTH), 1.0),
     ]:
         a, b = a.to(DEVICE), b.to(DEVICE) if isinstance(b, Tensor) else b
-        y, total = glue.add_norm(norm, a, b)
+        y, total = fused_statements.add_norm(norm, a, b)
         assert torch.equal(total, a + b)
         torch.testing.assert_close(y, norm(a + b))
 
@@ -570,9 +570,9 @@ def test_undone():
 def test_the_tree_is_only_read():
     """Rewriting twice gives the same, and the class keeps its own function."""
     before = Layer.forward
-    first = glued(Layer.forward)
-    glue.rewrite.cache_clear()
-    second = glued(Layer.forward)
+    first = fuse_statements(Layer.forward)
+    fused_statements.rewrite.cache_clear()
+    second = fuse_statements(Layer.forward)
     assert Layer.forward is before
     assert first.__code__.co_code == second.__code__.co_code
     assert first.__globals__ is before.__globals__

@@ -1,8 +1,9 @@
-"""What stands between ops in a forward: sums of the residual before norms, linear layers of one input.
+"""Recognise statements of a forward that one op computes together.
 
-A layer's forward keeps its author's code but for those statements (`tigon.recognition.rewriting`), and the functions
-that take their place look at every call whether the norm and the layers are what their op computes; where not, they do
-what the statements did.
+They are the sum of a residual and the norm after it, a norm and the residual beside it, and linear layers that have the
+same input. All other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that
+replace the statements check at every call that the norm and the linear layers compute what their op computes.
+Otherwise they do what the statements did.
 """
 
 import inspect
@@ -24,7 +25,7 @@ from tigon.recognition.trials import explain_none, unrecorded
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.reach import explore
 
-__all__ = ["GlueRecipe", "glued", "overwritten_norms", "recognise_glue"]
+__all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_norms", "recognise_fused_statements"]
 
 
 def _arguments(norm: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
@@ -66,15 +67,15 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
     return None if torch.compiler.is_compiling() else linears(x, layers)
 
 
-def glued(function: FunctionType) -> FunctionType | str | None:
-    """A forward with its glue replaced; None if it has none, or a reason why it stays as it is."""
+def fuse_statements(function: FunctionType) -> FunctionType | str | None:
+    """Return a forward with such statements replaced, None if it has none, or the reason why it cannot be rewritten."""
     return rewrite(function, add_norm, norm_pass, products)
 
 
-class GlueRecipe:
+class FusedStatementsRecipe:
     """The stock forward of a class, rewritten."""
 
-    part = "glue"
+    part = "fused_statements"
 
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
@@ -95,7 +96,7 @@ class GlueRecipe:
         if forward not in self.forwards:
             functions = isinstance(forward, FunctionType) and isinstance(self.stock, FunctionType)
             same = functions and innermost(forward) is innermost(self.stock)
-            result = glued(forward) if same else None
+            result = fuse_statements(forward) if same else None
             self.forwards[forward] = result if isinstance(result, FunctionType) else None
             self.states[forward] = code_state(forward) if same else ()
         # A debugger may give a function other code: the rewritten form is that of the code before.
@@ -108,7 +109,7 @@ class GlueRecipe:
         return (forward or stock)(module, *args, **kwargs)
 
     def __reduce__(self):
-        return GlueRecipe, (self.cls,)
+        return FusedStatementsRecipe, (self.cls,)
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_PASS: "norm + residual", PRODUCTS: "products of one input"}
@@ -143,7 +144,7 @@ def overwritten_norms(model: nn.Module) -> dict[nn.Module, str]:
     return reasons
 
 
-def recognise_glue(module: nn.Module) -> GlueRecipe | str | None:
+def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str | None:
     """Recognise a module that adds to a residual before it calls a norm, or calls several linear layers with one input.
 
     Return a recipe, the reason why the forward of such a module cannot be rewritten, or None for another module.
@@ -152,7 +153,7 @@ def recognise_glue(module: nn.Module) -> GlueRecipe | str | None:
     children = [child for child in module._modules.values() if child is not None]
     if len(children) < 2 or not isinstance(forward, FunctionType):
         return None
-    function = glued(forward)
+    function = fuse_statements(forward)
     several = sum(isinstance(child, nn.Linear) for child in children) > 1
     if function is None:
         explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
@@ -162,4 +163,4 @@ def recognise_glue(module: nn.Module) -> GlueRecipe | str | None:
     if not (several or has_rms_norm):
         explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two plain linear layers")
         return None
-    return function if isinstance(function, str) else GlueRecipe(type(module))
+    return function if isinstance(function, str) else FusedStatementsRecipe(type(module))
