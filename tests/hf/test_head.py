@@ -359,7 +359,7 @@ def test_what_is_not_understood_stays_stock(make_model, batch, step, clone, chan
     before = step(clone(model), batch)
     assert left_alone(model) in (
         "its forward does more to the logits than a scale and a soft cap",
-        "what its forward does to the logits is not the same each time",
+        "its forward changes the logits in a different way each time",
     )
     assert torch.equal(step(model, batch)["loss"], before["loss"])
 
@@ -395,7 +395,7 @@ def test_a_scale_that_is_trained_stays_stock(make_model):
             return outputs
 
     model.__class__ = Scaled
-    assert left_alone(model) == "what its forward does to the logits is not the same each time"
+    assert left_alone(model) == "its forward changes the logits in a different way each time"
 
 
 def test_a_scale_in_a_buffer_stays_stock(make_model):
@@ -413,7 +413,7 @@ def test_a_scale_in_a_buffer_stays_stock(make_model):
             return outputs
 
     model.__class__ = Scaled
-    assert left_alone(model) == "what its forward does to the logits is not the same each time"
+    assert left_alone(model) == "its forward changes the logits in a different way each time"
 
 
 def test_another_loss_stays_stock(make_model):

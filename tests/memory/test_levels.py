@@ -360,7 +360,7 @@ def test_checkpointed_layers_that_are_compiled_one_by_one():
 def ways(model: nn.Module) -> list[bool]:
     """Of every layer that has the switch, whether it runs again."""
     layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func") and "Layer" in type(m).__name__]
-    return [layer._gradient_checkpointing_func is not levels.once for layer in layers]
+    return [layer._gradient_checkpointing_func is not levels.call_once for layer in layers]
 
 
 def test_which_layers_run_again():
@@ -369,8 +369,8 @@ def test_which_layers_run_again():
     notes = [tigon.patch(model, memory="checkpoint").notes[0] for model in (several, large)]
     assert ways(several) == [True] * 4
     assert ways(large) == [True] * 3  # a vocabulary beside which the layers are small
-    assert not any("but the last" in note for note in notes)
-    assert "checkpoint: layers but the last keep" in tigon.patch(build("llama"), memory="checkpoint").notes[0]
+    assert not any("except the last" in note for note in notes)
+    assert "checkpoint: layers except the last save" in tigon.patch(build("llama"), memory="checkpoint").notes[0]
 
 
 def test_the_last_layer_is_that_of_the_decoder():
@@ -378,7 +378,7 @@ def test_the_last_layer_is_that_of_the_decoder():
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).train()
     tigon.patch(model, memory="checkpoint")
     blocks = [*model.encoder.block, *model.decoder.block]
-    assert [block._gradient_checkpointing_func is levels.once for block in blocks] == [False, False, False, True]
+    assert [block._gradient_checkpointing_func is levels.call_once for block in blocks] == [False, False, False, True]
 
 
 def test_checkpointing_that_is_on_stays():

@@ -1,4 +1,4 @@
-"""`tigon.AutoModelForCausalLM`: transformers' own, with `tigon.patch` applied."""
+"""`tigon.AutoModelForCausalLM` builds models as transformers does, and applies `tigon.patch` to them."""
 
 from typing import Any
 
@@ -28,10 +28,10 @@ class AutoModelForCausalLM:
 
     @staticmethod
     def from_pretrained(*args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
-        """What `transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)` gives, patched."""
+        """Return the patched model of `transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)`."""
         return _build("from_pretrained", args, kwargs, patch_options)
 
     @staticmethod
     def from_config(*args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
-        """What `transformers.AutoModelForCausalLM.from_config(*args, **kwargs)` gives, patched."""
+        """Return the patched model of `transformers.AutoModelForCausalLM.from_config(*args, **kwargs)`."""
         return _build("from_config", args, kwargs, patch_options)

@@ -20,7 +20,7 @@ __all__ = ["config_class", "patch_type"]
 
 ACTIVE: set[str] = set()
 CONSTRUCTORS = ("__init__", "from_pretrained", "_from_config")
-NOTE = "models of this type are patched when they are built, until restore(); what was built stays patched"
+NOTE = "models of this type are patched when they are built, until restore(); models built before that stay patched"
 
 
 def config_class(model_type: str, rule: str) -> type:
@@ -28,7 +28,7 @@ def config_class(model_type: str, rule: str) -> type:
 
     Raises:
         ImportError: transformers is missing or too old.
-        ValueError: There is no such type; the message is `rule` and the nearest names.
+        ValueError: transformers has no such type. The message consists of `rule` and the nearest names.
     """
     require(f"the model type {model_type!r}", "transformers", extra="hf")
     from transformers import CONFIG_MAPPING, __version__
@@ -46,14 +46,14 @@ def _classes(config: type) -> list[type]:
 
     mappings = [m for m in vars(modeling_auto).values() if isinstance(m, type(modeling_auto.MODEL_MAPPING))]
     # Reading `m[config]` imports the file of the model.
-    found: list[type] = [PreTrainedModel] if any(m[config] for m in mappings if config in m) else []
-    for cls in found:
-        found += [sub for sub in cls.__subclasses__() if sub not in found]
-    return [cls for cls in found if getattr(cls, "config_class", None) is config]
+    classes: list[type] = [PreTrainedModel] if any(m[config] for m in mappings if config in m) else []
+    for cls in classes:
+        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+    return [cls for cls in classes if getattr(cls, "config_class", None) is config]
 
 
-class Builds:
-    """Wrap the constructors of a model type: while `active`, the outermost constructor of each model calls `patch`."""
+class ConstructorPatch:
+    """Wraps the constructors of a model type. While `active`, the outermost constructor of each model calls `patch`."""
 
     def __init__(self, config: type, patch: Callable[[nn.Module], Report], report: Report) -> None:
         self.config, self.patch, self.report, self.active = config, patch, report, True
@@ -61,23 +61,23 @@ class Builds:
         self.thread = threading.local()
 
     def wrap(self, cls: type, name: str) -> Callable[[], None]:
-        """Wrap a constructor of `cls`; return a function that unwraps it, unless somebody has wrapped it since."""
-        own, stock = vars(cls).get(name), inspect.getattr_static(cls, name)
+        """Wrap a constructor of `cls`; return a function that unwraps it, unless other code has wrapped it since."""
+        override, stock = vars(cls).get(name), inspect.getattr_static(cls, name)
 
         @functools.wraps(function := getattr(stock, "__func__", stock))
         def build(subject: Any, *args, **kwargs) -> Any:
-            outermost, self.thread.building = not getattr(self.thread, "building", False), True
+            is_outermost, self.thread.building = not getattr(self.thread, "building", False), True
             try:
                 result = function(subject, *args, **kwargs)
             finally:
-                self.thread.building = not outermost
+                self.thread.building = not is_outermost
             model = subject if result is None else result[0] if isinstance(result, tuple) else result
-            if self.active and outermost and model.config.model_type == self.config.model_type:
+            if self.active and is_outermost and model.config.model_type == self.config.model_type:
                 # Only the entries are copied: the new report's `undo` would keep the model alive.
-                made, report = self.patch(model), self.report
-                report.model, report.empty = f"every new {self.config.model_type}, the last a {made.model}", made.empty
-                report.entries, report.notes = made.entries, [NOTE, *made.notes]
-                report.outcomes = made.outcomes
+                latest, report = self.patch(model), self.report
+                report.model = f"every new {self.config.model_type}, the last a {latest.model}"
+                report.empty, report.entries, report.notes = latest.empty, latest.entries, [NOTE, *latest.notes]
+                report.outcomes = latest.outcomes
             return result
 
         setattr(cls, name, wrapper := classmethod(build) if isinstance(stock, classmethod) else build)
@@ -85,22 +85,26 @@ class Builds:
         def undo() -> None:
             self.active = False
             if vars(cls).get(name) is wrapper:
-                delattr(cls, name) if own is None else setattr(cls, name, own)
+                delattr(cls, name) if override is None else setattr(cls, name, override)
 
         return undo
 
 
 def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
-    """Let `patch` run on every new model of the type. The report describes the last one; its `restore()` ends this."""
+    """Run `patch` on every new model of the type. The report describes the last one, and its `restore()` ends this."""
     config, report = config_class(model_type, "patch: model must be a model type"), Report(f"every new {model_type}")
     if model_type in ACTIVE:
-        report.notes.append("models of this type are patched when they are built already: nothing was changed")
+        report.notes.append(
+            "an earlier call already patches models of this type when they are built: nothing was changed"
+        )
         return report
-    builds, classes = Builds(config, patch, report), _classes(config)
+    constructor_patch, classes = ConstructorPatch(config, patch, report), _classes(config)
     if not classes:
-        raise ValueError(f"patch: {model_type!r} is built as a part of other models only: patch by their types")
+        raise ValueError(
+            f"patch: {model_type!r} is built as a part of other models only; patch the types of those models"
+        )
     report.empty, report.notes = "none built yet", [NOTE]
     ACTIVE.add(model_type)
-    report.undo = [builds.wrap(cls, name) for cls in classes for name in CONSTRUCTORS]
+    report.undo = [constructor_patch.wrap(cls, name) for cls in classes for name in CONSTRUCTORS]
     report.undo.append(functools.partial(ACTIVE.discard, model_type))
     return report

@@ -1,9 +1,9 @@
 """Warn once if a model no longer runs the forward that `tigon.patch` gave it.
 
-A trainer may give a causal language model another forward after the patch: TRL's puts a function there that calls the
-model's body and computes the loss by itself. Norms, MLPs and attentions stay patched. But the loss in the head and the
-block of `tigon.lean` around the model are not used then, and no result would show that. Therefore the body of a patched
-model checks at each call that the model still has the forward that it was given.
+A trainer may replace the forward of a causal language model after the patch. TRL's trainer assigns a function that
+calls the model's body and computes the loss itself. Norms, MLPs and attentions stay patched. But the loss in the head
+and the block of `tigon.lean` around the model are not used then, and no result would show that. Therefore the body of a
+patched model checks at each call that the model still has the forward that `tigon.patch` installed.
 """
 
 import functools
@@ -22,7 +22,7 @@ __all__ = ["watch_entry"]
 
 
 def _leads_to_replacement(function: Any) -> bool:
-    """Return True if a forward is a replacement or wraps one. accelerate wraps forwards, and binds them."""
+    """Return whether a forward is a replacement or wraps one. accelerate wraps and binds forwards."""
     for _ in range(8):
         if isinstance(function, Replacement) or hasattr(function, "is_replacement"):
             return True
@@ -34,10 +34,10 @@ def _leads_to_replacement(function: Any) -> bool:
 
 
 class WatchedBody:
-    """Recipe for the body of a model: it checks the forward of the model, then runs the forward that the body had."""
+    """Recipe for the body of a model: it checks the forward of the model, then runs the body's earlier forward."""
 
     def __init__(self, model: nn.Module | None, lost: str, inner: Callable | None) -> None:
-        # A copy of the body does not know which model it belongs to, and checks nothing.
+        # A copy of the body does not know its model, so it checks nothing.
         self.model = None if model is None else weakref.ref(model)
         self.lost, self.inner = lost, inner
 
@@ -46,10 +46,10 @@ class WatchedBody:
 
     def __call__(self, body: nn.Module, *args, **kwargs) -> Any:
         if self.model is not None and not torch.compiler.is_compiling():
-            self.look()
+            self.check_model()
         return (self.inner or type(body).forward)(body, *args, **kwargs)
 
-    def look(self) -> None:
+    def check_model(self) -> None:
         """Warn once if the model has another forward."""
         model = self.model()
         if model is None:
@@ -60,16 +60,16 @@ class WatchedBody:
             return
         self.model = None
         name = type(model).__name__
-        origin = f"by {written_in(forward)}" if forward is not None else "by the one of its class"
+        origin = f"by {written_in(forward)}" if forward is not None else "by the forward of its class"
         warnings.warn(
-            f"tigon: the forward of {name} was replaced ({origin}) after tigon.patch, so {self.lost} not used in it; "
+            f"tigon: the forward of {name} was replaced ({origin}) after tigon.patch, so {self.lost} not used; "
             "norms, MLPs and attentions stay patched",
             stacklevel=4,
         )
 
 
 def watch_entry(model: nn.Module, lost: str) -> Callable[[], None]:
-    """Let the body of a patched model check that the model keeps its forward; return the function that undoes this.
+    """Let the body of a patched model check that the model's forward stays installed; return a function to undo this.
 
     `lost` names the features that only this forward has, as the beginning of a clause: "the loss in its head is".
     """

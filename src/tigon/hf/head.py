@@ -279,11 +279,11 @@ class FusedLoss(threading.local):
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if not is_fused or not isinstance(labels, Tensor) or not keeps_all:
             return None
-        # torch computes forward-mode derivatives only of its own operators.
-        uses_forward_mode = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+        # torch.func and forward-mode derivatives work only on torch's own operators.
+        is_transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
         loss_function = model.loss_function
         # The loss function may have been replaced since the patch. The call is then stock.
-        if not self.is_place(loss_function) or uses_forward_mode:
+        if not self.is_place(loss_function) or is_transformed:
             return None
         if (change := loss_function.change(model) or self.changed_setting(model)) is not None:
             if not torch.compiler.is_compiling():

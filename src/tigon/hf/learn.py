@@ -193,7 +193,7 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
             raise NotUnderstood("its forward does more to the logits than a scale and a soft cap")
         results.append((softcap, scale, forwarded))
     if results[0] != results[1]:
-        raise NotUnderstood("what its forward does to the logits is not the same each time")
+        raise NotUnderstood("its forward changes the logits in a different way each time")
     return results[0]
 
 

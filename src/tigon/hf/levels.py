@@ -1,4 +1,4 @@
-"""`tigon.patch(model, memory=...)`: levels of how much a model saves for backward, each named by one word."""
+"""The memory levels of `tigon.patch(model, memory=...)`. Each level decides how much a model saves for backward."""
 
 import functools
 import inspect
@@ -21,9 +21,9 @@ __all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
 
 @dataclass(frozen=True)
 class Level:
-    """A level of memory: the model's forward in a block of `lean` with these options, or the model's checkpointing."""
+    """A memory level: a block of `lean` with these options around the model's forward, or the model's checkpointing."""
 
-    # The report shows it.
+    # The text that the report shows.
     note: str = ""
     lean: bool = False
     mlp: bool = False
@@ -33,15 +33,15 @@ class Level:
 
 LEVELS = {
     "default": Level(),
-    "lean": Level("lean: outputs of norms and gates are made again in backward", lean=True),
+    "lean": Level("lean: backward recomputes the outputs of norms and gates", lean=True),
     "lean+mlp": Level(
-        "lean+mlp: outputs of norms, gates and of the gate and up projections are made again in backward",
+        "lean+mlp: backward recomputes the outputs of norms and gates, and of the gate and up projections",
         lean=True,
         mlp=True,
     ),
-    "checkpoint": Level("checkpoint: layers{} keep their input, and run again in backward", checkpoint=True),
+    "checkpoint": Level("checkpoint: layers{} save only their input, and backward runs them again", checkpoint=True),
     "offload": Level(
-        "offload: as lean+mlp, and what is left goes to pinned host memory and comes back in backward",
+        "offload: like lean+mlp, and the remaining saved tensors are copied to pinned host memory until backward",
         lean=True,
         mlp=True,
         offload=True,
@@ -62,55 +62,57 @@ class LeanForward:
             return (self.inner or type(model).forward)(model, *args, **kwargs)
 
 
-def _reason(model: nn.Module, level: str) -> str | None:
+def _explain_refusal(model: nn.Module, level: str) -> str | None:
     if LEVELS[level].checkpoint:
-        return _no_checkpoint(model)
-    return _no_lean(model) if LEVELS[level].lean else None
+        return _explain_no_checkpoint(model)
+    return _explain_no_lean(model) if LEVELS[level].lean else None
 
 
 def refusal(model: nn.Module, level: str) -> str | None:
     """Return why a model cannot have a level, and which levels it can have; None if it can have this one."""
-    if (reason := _reason(model, level)) is None:
+    if (reason := _explain_refusal(model, level)) is None:
         return None
-    return f"{reason}; {', '.join(repr(name) for name in LEVELS if _reason(model, name) is None)} can"
+    return f"{reason}; {', '.join(repr(name) for name in LEVELS if _explain_refusal(model, name) is None)} can"
 
 
 def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
     """Apply a level that `refusal` allows; return the function that undoes it, and a note for the report."""
     if not LEVELS[level].checkpoint:
         return _make_lean(model, LEVELS[level]), LEVELS[level].note
-    undo, left_out, kept = _switch_on(model)
-    note = LEVELS[level].note.format(" but the last" if left_out else "")
-    if kept:
-        note += f"; {len(kept)} layers run once, because a second run might differ: {kept[0]}"
+    undo, excludes_last, reasons = _switch_on(model)
+    note = LEVELS[level].note.format(" except the last" if excludes_last else "")
+    if reasons:
+        note += f"; {len(reasons)} layers run once, because a second run might differ: {reasons[0]}"
     return undo, note
 
 
 # --- blocks of lean --------------------------------------------------------------------------------
 
 
-def _lean_refused() -> str | None:
+def _try_lean() -> str | None:
+    """Return the error of a block of `lean` here; None if it raises none."""
     try:
         with lean():
             return None
-    except RuntimeError as error:  # saved-tensor hooks are forbidden here
+    # torch raises this error where saved-tensor hooks are forbidden.
+    except RuntimeError as error:
         return str(error)
 
 
-def _no_lean(model: nn.Module) -> str | None:
-    return _lean_refused() or (None if find_replacement(model) else foreign_forward(model))
+def _explain_no_lean(model: nn.Module) -> str | None:
+    return _try_lean() or (None if find_replacement(model) else foreign_forward(model))
 
 
 def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
-    """Let the model's forward, which may be replaced already, run in a block of `lean`."""
-    replaced = find_replacement(model)
-    if replaced is None:
+    """Let the model's forward, which may be a replacement already, run in a block of `lean`."""
+    replacement = find_replacement(model)
+    if replacement is None:
         return install(model, LeanForward(None, level.mlp, level.offload))
-    before = replaced.recipe
+    before = replacement.recipe
     inner = before.inner if isinstance(before, LeanForward) else before
     if inner is not before and (before.mlp, before.offload) == (level.mlp, level.offload):
         return lambda: None
-    return exchange(replaced, LeanForward(inner, level.mlp, level.offload))
+    return exchange(replacement, LeanForward(inner, level.mlp, level.offload))
 
 
 # --- checkpointing ---------------------------------------------------------------------------------
@@ -124,7 +126,7 @@ LARGE_HEAD = 5
 
 
 def _owners(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost models of transformers in a module. The module may be one of them, or wrap them."""
+    """Yield the outermost transformers models in a module. The module may itself be one of them, or contain them."""
     if hasattr(type(module), "gradient_checkpointing_enable"):
         yield module
     else:
@@ -132,11 +134,11 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
             yield from _owners(child)
 
 
-def _no_checkpoint(model: nn.Module) -> str | None:
+def _explain_no_checkpoint(model: nn.Module) -> str | None:
     owners = list(_owners(model))
     if not owners:
         return (
-            "it is no model of transformers, whose layers have a switch: call them by torch.utils.checkpoint yourself"
+            "it is no model of transformers, so its layers have no switch; call them by torch.utils.checkpoint yourself"
         )
     for owner in owners:
         name = type(owner).__name__
@@ -145,18 +147,18 @@ def _no_checkpoint(model: nn.Module) -> str | None:
         if not any(hasattr(module, SWITCHES[0]) for module in owner.modules()):
             return f"no layer of {name} has the switch gradient_checkpointing"
         if "value" in inspect.signature(owner._set_gradient_checkpointing).parameters:
-            return f"{name} has a _set_gradient_checkpointing of its own, which takes no way of checkpointing"
+            return f"the method _set_gradient_checkpointing of {name} takes no function for checkpointing"
     return None
 
 
 def _last_layer(owner: nn.Module) -> nn.Module | None:
-    """Return the last layer if it should run once and save what it needs for backward; None otherwise.
+    """Return the last layer if it should run only once and save its activations for backward; None otherwise.
 
     The model, or its decoder, must have exactly one stack of layers. The backward of the last layer comes first, so
     recomputing it would take the same memory a moment later, after the head and its loss. These take less than a layer
     does in backward, unless the vocabulary is large and the layers are small.
     """
-    if _lean_refused():
+    if _try_lean():
         return None
     decoder = owner.get_decoder() if hasattr(owner, "get_decoder") else owner
     stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and any(map(_is_layer, m))]
@@ -171,47 +173,47 @@ def _is_layer(module: nn.Module) -> bool:
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
-def once(function: Callable, *args: Any) -> Any:
-    """Call a layer once, in a block of `lean`. This takes the place of the function that checkpoints it."""
+def call_once(function: Callable, *args: Any) -> Any:
+    """Call a layer once, in a block of `lean`. This replaces the function that checkpoints it."""
     with lean():
         return function(*args)
 
 
-class Checkpointed:
-    """Checkpoint a layer, or call it once if a second run might differ. This takes the place of the switch's function.
+class LayerCheckpoint:
+    """Checkpoint a layer, or call it once if a second run might differ. This replaces the function of the switch.
 
-    The layer may change after the patch, so each call compares what the judgement rests on.
+    The layer may change after the patch, so each call compares the state that the judgement depends on.
     """
 
     def __init__(self, layer: nn.Module) -> None:
-        # The reference is weak, so that a model that is deleted frees its memory at once.
+        # The reference is weak, so that a deleted model frees its memory at once.
         self.layer = weakref.ref(layer)
-        # A copied layer is judged at its first call. It is not complete before.
+        # A copied layer is judged at its first call, because it is incomplete before that.
         self.judgement: LayerJudgement | None = None
 
     def __reduce__(self):
-        return Checkpointed, (self.layer(),)
+        return LayerCheckpoint, (self.layer(),)
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             may_repeat = self._may_repeat_in_graph()
         elif may_repeat := self._may_repeat():
-            function = self.judgement.repeated(function, self.layer())
-        return checkpoint(function, *args, use_reentrant=False) if may_repeat else once(function, *args)
+            function = self.judgement.wrap_for_checkpoint(function, self.layer())
+        return checkpoint(function, *args, use_reentrant=False) if may_repeat else call_once(function, *args)
 
     def judge(self) -> str | None:
         """Return why the layer must not run twice; None if it may."""
         layer = self.layer()
         if layer is None:
-            return "it is a shallow copy of a layer that is gone"
+            return "it is a shallow copy of a layer that was deleted"
         if self.judgement is None or not self.judgement.is_current(layer):
             self.judgement = LayerJudgement(layer)
         return self.judgement.reason
 
     def _may_repeat(self) -> bool:
-        known = self.judgement and self.judgement.reason
+        earlier = self.judgement and self.judgement.reason
         reason = self.judge()
-        if reason not in (None, known):
+        if reason not in (None, earlier):
             name = type(self.layer()).__name__
             warnings.warn(
                 f"tigon: {name} is not checkpointed, because a second run might differ: {reason}", stacklevel=4
@@ -220,53 +222,53 @@ class Checkpointed:
 
     @torch._dynamo.assume_constant_result
     def _may_repeat_in_graph(self) -> bool:
-        """The comparison, once for each graph."""
+        """Return whether the layer may run twice. A compiler runs this comparison once for each graph."""
         return self._may_repeat()
 
 
 def _is_innermost(module: nn.Module) -> bool:
-    """Return True if a module has the switch `gradient_checkpointing`, and no module in it has."""
+    """Return whether a module has the switch `gradient_checkpointing`, and no module inside it has one."""
     return hasattr(module, SWITCHES[0]) and sum(hasattr(m, SWITCHES[0]) for m in module.modules()) == 1
 
 
 def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
-    """Let the layers be checkpointed by the model's own switch, without reentrant backward.
+    """Switch on the model's own checkpointing, without reentrant backward.
 
-    A model that is checkpointed already stays as it is.
+    A model that is checkpointed already stays unchanged.
 
     Returns:
-        The function that undoes it; True if the last layer is not checkpointed; for every other layer that is not
-        checkpointed, the reason.
+        The function that undoes this; True if the last layer is not checkpointed; the reasons why other layers are not
+        checkpointed.
     """
-    undo, kept = [], []
+    undo, reasons = [], []
     for owner in _owners(model):
         if any(getattr(module, SWITCHES[0], False) for module in owner.modules()):
             continue
-        had = [
+        switches = [
             (m, {k: vars(m)[k] for k in SWITCHES if k in vars(m)}) for m in owner.modules() if hasattr(m, SWITCHES[0])
         ]
         hooks = {key: vars(owner).pop(key) for key in HOOKS if key in vars(owner)}
         owner.gradient_checkpointing_enable({"use_reentrant": False})
-        # Without reentrant backward, inputs of layers need no gradients. The hooks that give them some are removed.
+        # Non-reentrant checkpoints need no gradients of layer inputs, so the hooks that require these are removed.
         for hook in vars(owner).get(HOOKS[0], ()):
             hook.remove()
         for key in HOOKS:
             vars(owner).pop(key, None)
         vars(owner).update(hooks)
-        for module, _ in had:
-            setattr(module, SWITCHES[1], Checkpointed(module))
+        for module, _ in switches:
+            setattr(module, SWITCHES[1], LayerCheckpoint(module))
         if (last := _last_layer(owner)) is not None:
-            setattr(last, SWITCHES[1], once)
+            setattr(last, SWITCHES[1], call_once)
         for layer in (m for m in owner.modules() if _is_innermost(m)):
             if layer is not last and (reason := vars(layer)[SWITCHES[1]].judge()) is not None:
-                kept.append(reason)
-        undo += [functools.partial(_give_back, m, before, vars(m)[SWITCHES[1]]) for m, before in had]
-    left_out = any(getattr(m, SWITCHES[1], None) is once for owner in _owners(model) for m in owner.modules())
-    return lambda: [step() for step in undo] and None, left_out, kept
+                reasons.append(reason)
+        undo += [functools.partial(_restore_switch, m, before, vars(m)[SWITCHES[1]]) for m, before in switches]
+    excludes_last = any(getattr(m, SWITCHES[1], None) is call_once for owner in _owners(model) for m in owner.modules())
+    return lambda: [step() for step in undo] and None, excludes_last, reasons
 
 
-def _give_back(module: nn.Module, before: dict[str, Any], ours: Callable) -> None:
-    """Restore the switch of a module, unless somebody has changed it since."""
+def _restore_switch(module: nn.Module, before: dict[str, Any], ours: Callable) -> None:
+    """Restore the switch of a module, unless other code has changed it since the patch."""
     if vars(module).get(SWITCHES[1]) is ours:
         for key in SWITCHES:
             vars(module).pop(key, None)

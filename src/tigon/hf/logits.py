@@ -1,8 +1,8 @@
 """Stand-ins for logits while the loss is computed inside the head.
 
-`Placeholder` is the tensor that the head returns to the model's own forward. It may be scaled, capped and cast on its
-way to the loss, as logits are; anything else that is computed from it raises at once. `SKIPPED_LOGITS` is what the
-caller finds in the model's output, and raises whenever it is used.
+`Placeholder` is the tensor that the head returns to the model's own forward. The model may scale, cap and cast it
+before the loss, as it does with logits. Any other computation from it raises an error at once. `SKIPPED_LOGITS` takes
+the place of the logits in the model's output. Any use of it raises an error.
 """
 
 from typing import Any, NoReturn
@@ -28,26 +28,25 @@ PLACEHOLDER_SHAPE = (1, 1, 3)
 
 
 class LogitsSkippedError(AttributeError, RuntimeError):
-    """Something was computed from logits that do not exist.
+    """A computation used logits that do not exist.
 
-    It is an AttributeError too, because engines ask `hasattr(x, "to")` of everything that a model returns.
+    The error is also an AttributeError, because engines call `hasattr(x, "to")` on every output of a model.
     """
 
 
 def refuse(use: str) -> NoReturn:
-    """Raise the error that tells a user why there are no logits, and how to get them."""
+    """Raise the error that says why there are no logits, and how to compute them."""
     raise LogitsSkippedError(
-        f"tigon: {use} needs the logits of this call, and they do not exist: the loss was computed inside the head, "
-        "without them. Call the model with skip_logits=False to get them, or patch it with "
+        f"tigon: {use} needs the logits of this call, but they do not exist, because the loss was computed inside the "
+        "head without them. Call the model with skip_logits=False to compute them, or patch it with "
         "tigon.patch(model, loss=False)"
     )
 
 
 class SkippedLogits:
-    """The logits of a call that never made them: any use raises an error that says how to get them.
+    """A stand-in for logits that were not computed: any use raises an error that says how to compute them.
 
-    It is found in the output of a model whose loss was computed inside its head. There is one such object,
-    `SKIPPED_LOGITS`.
+    It is in the output of a model whose loss was computed inside its head. The only instance is `SKIPPED_LOGITS`.
     """
 
     def __repr__(self) -> str:
@@ -57,7 +56,7 @@ class SkippedLogits:
         return "SKIPPED_LOGITS"
 
     def __getattr__(self, name: str) -> NoReturn:
-        # Python asks for such names by itself, to copy an object or to show it.
+        # Python itself reads such names when it copies or prints an object.
         if name.startswith("__") and name != "__array__":
             raise AttributeError(name)
         refuse(f"`logits.{name}`")
@@ -85,31 +84,32 @@ for _name in (
 
 SKIPPED_LOGITS = SkippedLogits()
 
-# What a model may apply to its logits on the way to its loss, and what engines ask of any output.
+# OPERATIONS are the functions that a model may apply to its logits before its loss. QUERIES are the functions that
+# engines call on every output.
 OPERATIONS = (
     *("mul", "__mul__", "__rmul__", "mul_", "multiply", "div", "__truediv__", "div_", "divide", "true_divide"),
     *("tanh", "tanh_", "to", "float", "type", "type_as", "bfloat16", "half", "double"),
     *("clone", "contiguous", "cuda", "cpu", "view_as", "as_subclass"),
 )
-QUESTIONS = (
+QUERIES = (
     *("__get__", "__hash__", "__repr__", "_is_view", "data_ptr", "dim", "element_size", "get_device", "is_complex"),
     *("is_contiguous", "is_floating_point", "size", "storage_offset", "stride", "untyped_storage"),
     *("backward", "record_stream", "requires_grad_"),
 )
-ALLOWED = frozenset(OPERATIONS + QUESTIONS)
+ALLOWED = frozenset(OPERATIONS + QUERIES)
 
-# Attributes of the placeholder that are of no use but to compute from it.
+# Attributes of the placeholder that code reads only to compute from their values.
 REFUSED = frozenset(("nbytes", "T", "mT", "H", "mH", "data", "real", "grad"))
 
-# What may give less than fp32.
+# Operations whose result may be less precise than fp32.
 CASTS = frozenset(("to", "type", "type_as", "bfloat16", "half"))
 
 
 class Placeholder(Tensor):
     """A tensor of three elements that the head returns in place of its logits.
 
-    `is_exact` tells that it was in fp32 at every step so far, so that its value has no other error than that of fp32.
-    `logits_shape` is the shape of the logits that it stands for, and what it says when it is asked for its shape.
+    `is_exact` is True if every operation so far had an fp32 result, so that the value has only rounding errors of fp32.
+    `logits_shape` is the shape of the logits that the placeholder represents. Its `shape` and `size()` return it.
     """
 
     is_exact = False
@@ -118,11 +118,11 @@ class Placeholder(Tensor):
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        # What reads an attribute is called "__get__", and belongs to one of that name.
+        # A function that reads an attribute has the name "__get__". Its `__self__` has the name of the attribute.
         attribute = getattr(getattr(function, "__self__", None), "__name__", "") if name == "__get__" else ""
         if attribute == "shape" or name == "size":
             return _size(*args, **kwargs)
-        # A hook of an engine looks at the gradient's arrival; another may change the gradient of logits.
+        # A hook of an engine only observes when the gradient arrives. Any other hook may change the gradient of logits.
         if name == "register_hook" and is_of_an_engine(args[1]):
             return super().__torch_function__(function, types, args, kwargs)
         if name not in ALLOWED or attribute in REFUSED:
@@ -137,7 +137,7 @@ class Placeholder(Tensor):
 
 
 def _size(placeholder: Placeholder, dim: int | None = None) -> torch.Size | int:
-    """The shape of the logits, or the size of one dimension. A compiler knows no attributes of tensors."""
+    """Return the shape of the logits, or the size of one dimension. A compiler does not know attributes of tensors."""
     shape = None if torch.compiler.is_compiling() else placeholder.logits_shape
     if shape is None:
         refuse("`logits.shape` in compiled code")
@@ -150,18 +150,18 @@ def _is_fp32(x: Tensor) -> bool:
 
 
 def is_exact(x: Any) -> bool:
-    """Whether a value is a placeholder that was never rounded to less than fp32, as far as can be told."""
-    # A compiler knows no attributes of tensors.
+    """Return whether a value is known to be a placeholder that was never rounded to a type below fp32."""
+    # A compiler does not know attributes of tensors.
     return not torch.compiler.is_compiling() and isinstance(x, Placeholder) and x.is_exact
 
 
 def is_placeholder(x: Any) -> bool:
-    """Whether a value stands for logits, also one that an engine has made a plain tensor of."""
+    """Return whether a value represents logits. An engine may have converted a placeholder to a plain tensor."""
     return isinstance(x, Placeholder) or (isinstance(x, Tensor) and x.shape == PLACEHOLDER_SHAPE)
 
 
 def as_placeholder(x: Tensor, logits_shape: tuple[int, ...]) -> Tensor:
-    """`x` as a tensor that refuses every use but those of logits of that shape on their way to the loss."""
+    """Return `x` as a placeholder for logits of a shape. It allows only what a model does to logits before its loss."""
     placeholder = x.as_subclass(Placeholder)
     if not torch.compiler.is_compiling():
         placeholder.is_exact = x.dtype is torch.float32
@@ -170,7 +170,7 @@ def as_placeholder(x: Tensor, logits_shape: tuple[int, ...]) -> Tensor:
 
 
 def as_tensor(x: Tensor) -> Tensor:
-    """A placeholder as a plain tensor."""
-    # torch.compile knows no other way back.
+    """Return a placeholder as a plain tensor."""
+    # torch.compile supports no other conversion.
     with torch._C.DisableTorchFunctionSubclass():
         return x.clone()

@@ -96,7 +96,7 @@ class LayerJudgement:
         except (KeyError, IndexError, AttributeError):
             return False
 
-    def repeated(self, function: Callable, layer: nn.Module) -> Callable:
+    def wrap_for_checkpoint(self, function: Callable, layer: nn.Module) -> Callable:
         """Return a function for a checkpoint. In backward it raises an error if the code of the layer has changed."""
 
         def call(*args: Any) -> Any:

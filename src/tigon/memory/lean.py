@@ -104,7 +104,7 @@ def runs_again() -> bool:
 
 
 def is_seen_by_nobody() -> bool:
-    """Return whether no saved-tensor hook outside Tigon sees what an op saves here.
+    """Return whether the tensors that an op saves here are saved only for this op.
 
     That is true in the first run of a checkpoint, in a plain block of `lean`, and without hooks.
     """

@@ -50,7 +50,7 @@ def foreign_hook(module: nn.Module) -> str | None:
     return next((origin for origin in origins if not origin.startswith(_ENGINES)), None)
 
 
-def _does_more(module: nn.Module) -> bool:
+def _may_run_other_code(module: nn.Module) -> bool:
     """Return whether the call of a module was replaced, or has hooks that may do more than gather parameters.
 
     Such code must run once for each call of the model.
@@ -59,7 +59,7 @@ def _does_more(module: nn.Module) -> bool:
     return is_replaced or any(foreign_hook(m) is not None for m in module.modules())
 
 
-def _state(module: nn.Module, x: Tensor) -> tuple | None:
+def _read_call_state(module: nn.Module, x: Tensor) -> tuple | None:
     """Return state that a call changes if it draws random numbers, as dropout does, or writes its input or a buffer.
 
     Return None if this state cannot be read. Backward does not repeat the call then.
@@ -77,14 +77,14 @@ def _state(module: nn.Module, x: Tensor) -> tuple | None:
     return x._version, tuple(buffer._version for buffer in module.buffers()), generator_state
 
 
-def _same_state(before: tuple, after: tuple | None) -> bool:
+def _is_same_state(before: tuple, after: tuple | None) -> bool:
     if after is None or before[:2] != after[:2]:
         return False
     one, two = before[2], after[2]
     return torch.equal(one, two) if isinstance(one, Tensor) else one == two
 
 
-class _Surroundings:
+class _ReachableState:
     """A snapshot of the Python state that a call of a module and of its children can reach."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -101,38 +101,38 @@ class _Surroundings:
             return False
 
 
-_known_surroundings: "weakref.WeakKeyDictionary[nn.Module, _Surroundings]" = weakref.WeakKeyDictionary()
+_reachable_states: "weakref.WeakKeyDictionary[nn.Module, _ReachableState]" = weakref.WeakKeyDictionary()
 
 
-def _surroundings(module: nn.Module) -> _Surroundings:
+def _read_reachable_state(module: nn.Module) -> _ReachableState:
     """Return a snapshot of the state that a call of the module can reach now."""
-    known = _known_surroundings.get(module)
-    if known is None or not known.is_unchanged():
-        known = _known_surroundings[module] = _Surroundings(module)
-    return known
+    state = _reachable_states.get(module)
+    if state is None or not state.is_unchanged():
+        state = _reachable_states[module] = _ReachableState(module)
+    return state
 
 
 class CallWatch:
     """State that one call of a module must not change, so that backward may repeat the call."""
 
-    __slots__ = ("module", "state", "surroundings")
+    __slots__ = ("module", "reachable_state", "state")
 
-    def __init__(self, module: nn.Module, state: tuple, surroundings: _Surroundings | None) -> None:
-        self.module, self.state, self.surroundings = module, state, surroundings
+    def __init__(self, module: nn.Module, state: tuple, reachable_state: _ReachableState | None) -> None:
+        self.module, self.state, self.reachable_state = module, state, reachable_state
 
     @staticmethod
     def of(module: nn.Module, x: Any) -> "CallWatch | None":
         """Return a watch that starts before `module(x)`; None if backward must not repeat that call."""
-        state = None if type(x) is not Tensor or _does_more(module) else _state(module, x)
+        state = None if type(x) is not Tensor or _may_run_other_code(module) else _read_call_state(module, x)
         if state is None:
             return None
-        return CallWatch(module, state, None if _is_plain(module) else _surroundings(module))
+        return CallWatch(module, state, None if _is_plain(module) else _read_reachable_state(module))
 
     def may_repeat(self, x: Tensor) -> bool:
         """Return whether the call, which has ended, changed none of the watched state."""
-        around = self.surroundings
-        is_unchanged = around is None or (around.is_watchable and around.is_unchanged())
-        return is_unchanged and _same_state(self.state, _state(self.module, x))
+        reachable_state = self.reachable_state
+        is_unchanged = reachable_state is None or (reachable_state.is_watchable and reachable_state.is_unchanged())
+        return is_unchanged and _is_same_state(self.state, _read_call_state(self.module, x))
 
 
 # --- the second call -------------------------------------------------------------------------------
@@ -279,10 +279,10 @@ class RepeatedCall:
         RuntimeError: The state that the call reads has changed since the forward pass.
     """
 
-    __slots__ = ("is_stock", "module", "state", "surroundings")
+    __slots__ = ("is_stock", "module", "reachable_state", "state")
 
     def __init__(self, module: nn.Module, watch: CallWatch) -> None:
-        self.module, self.surroundings = module, watch.surroundings
+        self.module, self.reachable_state = module, watch.reachable_state
         self.state, self.is_stock = _read_state(module), linears_are_stock()
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -302,8 +302,8 @@ class RepeatedCall:
             return change
         if linears_are_stock() != self.is_stock:
             return "the forward of torch.nn.Linear was replaced or restored"
-        if _does_more(self.module):
+        if _may_run_other_code(self.module):
             return "a hook was registered on it, or its call was replaced"
-        if self.surroundings is not None and not self.surroundings.is_unchanged():
+        if self.reachable_state is not None and not self.reachable_state.is_unchanged():
             return "an object that its forward reads was changed"
         return None
