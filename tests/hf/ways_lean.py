@@ -39,11 +39,19 @@ def linears_apart(model: nn.Module) -> nn.Module:
 
 
 def count_calls(model: nn.Module) -> list:
-    """Of the gate and up projections, by their forward; a hook would keep them from being called again."""
+    """Count the calls of the gate and up projections by a hook that looks like an engine's.
+
+    Any other hook that counts would keep these modules from a second run.
+    """
     calls = []
+
+    def count(module: nn.Module, args: tuple) -> None:
+        calls.append(1)
+
+    count.__module__ = "accelerate.hooks"
     for name, module in model.named_modules():
         if name.endswith(("gate_proj", "up_proj")):
-            module.forward = lambda x, stock=module.forward: calls.append(1) or stock(x)
+            module.register_forward_pre_hook(count)
     return calls
 
 
