@@ -31,7 +31,7 @@ class Config(LaunchConfig):
 
 def test_without_a_block_the_heuristic_chooses():
     assert Config.choose(Problem(8), EMULATED) == Config(8, 4)
-    assert Config.choose(Problem(0), EMULATED) is None
+    assert Config.find(Problem(0), EMULATED) is None
 
 
 def test_a_block_replaces_the_fields_that_it_names():

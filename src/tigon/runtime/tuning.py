@@ -7,49 +7,64 @@ pure function of the problem (a NamedTuple of sizes) and the device, so tests ca
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 from tigon.runtime.device import Device
 
 __all__ = ["LaunchConfig", "rung", "tuned"]
 
 Value = TypeVar("Value")
-Config = TypeVar("Config", bound="LaunchConfig")
 
 # Fields that replace those of the heuristic's choice, by the class of the config.
-_overrides: dict[type, dict[str, object]] = {}
+_overrides: dict[type, dict[str, Any]] = {}
 
 
 class LaunchConfig:
     """The base class of all launch parameters. A subclass is a frozen dataclass with a `heuristic`."""
 
+    # Choices made so far: small models wait for the host, and a heuristic takes microseconds.
+    _choices: ClassVar[dict[tuple[tuple, Device], Any]]
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls._choices = {}
+
     @staticmethod
-    def heuristic(problem: NamedTuple, device: Device) -> "LaunchConfig | None":
+    def heuristic(problem: Any, device: Device) -> Any:
         """Return the launch parameters for a problem on a device: a pure function.
 
-        None means that the kernel cannot run there, or that another kernel is faster.
+        None means that the kernel cannot run there, or that another kernel is faster. Launchers of such a kernel call
+        `find` instead of `choose`.
         """
         raise NotImplementedError
 
     @classmethod
-    def choose(cls: type[Config], problem: NamedTuple, device: Device) -> Config | None:
+    def find(cls, problem: tuple, device: Device) -> Self | None:
         """Return the heuristic's choice, with the fields that an enclosing `tuned` block overrides."""
-        config = _cached_heuristic(cls, problem, device)
-        fields = _overrides.get(cls)
-        if fields is None:
-            return config
-        return cls(**fields) if config is None else dataclasses.replace(config, **fields)
+        try:
+            return cls._choices[problem, device]
+        except KeyError:
+            pass
+        config, fields = cls.heuristic(problem, device), _overrides.get(cls)
+        if fields is not None:
+            config = cls(**fields) if config is None else dataclasses.replace(config, **fields)
+        cls._choices[problem, device] = config
+        return config
 
-
-@functools.cache  # Small models wait for the host, and a heuristic takes microseconds.
-def _cached_heuristic(cls: type[LaunchConfig], problem: NamedTuple, device: Device) -> LaunchConfig | None:
-    return cls.heuristic(problem, device)
+    @classmethod
+    def choose(cls, problem: tuple, device: Device) -> Self:
+        """Return what `find` returns, for a kernel that runs everywhere."""
+        try:
+            return cls._choices[problem, device]
+        except KeyError:
+            config = cls.find(problem, device)
+        assert config is not None, f"{cls.__name__}.heuristic returns no parameters for {problem}"
+        return config
 
 
 @contextlib.contextmanager
-def tuned(cls: type[LaunchConfig], **fields: object) -> Iterator[None]:
+def tuned(cls: type[LaunchConfig], **fields: Any) -> Iterator[None]:
     """Replace fields of every choice of one config class in the block, in every thread.
 
     Autograd runs the backward of CUDA tensors in a thread of its own, so the override holds there too. Where the
@@ -64,15 +79,17 @@ def tuned(cls: type[LaunchConfig], **fields: object) -> Iterator[None]:
         ...     tigon.softmax(torch.randn(3, 64)).shape
         torch.Size([3, 64])
     """
-    names = [field.name for field in dataclasses.fields(cls)]
+    names = [field.name for field in dataclasses.fields(cls)]  # type: ignore[arg-type]
     for name in fields:
         if name not in names:
             raise TypeError(f"tuned: {cls.__name__} has the fields {', '.join(names)}, got {name!r}")
     before = _overrides.get(cls)
     _overrides[cls] = {**(before or {}), **fields}
+    cls._choices.clear()
     try:
         yield
     finally:
+        cls._choices.clear()
         if before is None:
             del _overrides[cls]
         else:

@@ -290,7 +290,7 @@ def statistics(
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = empty_statistics(logits, options, wants)
     if gradient_ and token_loss_row.takes(logits, target, options, wants):
-        row_config = token_loss_row.RowConfig.choose(token_loss_row.RowProblem(v, itemsize), device)
+        row_config = token_loss_row.RowConfig.find(token_loss_row.RowProblem(v, itemsize), device)
         if row_config is not None:
             token_loss_row.row_losses(logits, target, weight, scales, result, options, row_config, device)
             return result
