@@ -41,12 +41,22 @@ THOROUGH = {
 
 
 def _repair_the_interpreter() -> None:
-    """Let the smaller of a number and NaN be the number in Triton's interpreter, as it is in compiled kernels.
+    """Let Triton's interpreter compute what compiled kernels compute, in two places where that of Triton 3.7 does not.
 
-    The interpreter of Triton 3.7 returns NaN, which compiled code does only if it is told to propagate NaN.
+    The smaller of a number and NaN is the number; the interpreter returns NaN, which compiled code does only if it is
+    told to propagate NaN. And the interpreter keeps bf16 as 16 bits, and multiplies these bits as integers in a dot.
     """
     import numpy
-    from triton.runtime.interpreter import InterpreterBuilder
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    dot = InterpreterBuilder.create_dot
+
+    def dot_of_values(self, a, b, *rest):
+        values = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
+        return dot(self, *values, *rest)
+
+    InterpreterBuilder.create_dot = dot_of_values
 
     InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
     InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)

@@ -1,0 +1,1 @@
+"""Low-rank adapters: linear layers, several linear layers of one input, and gated MLPs."""

@@ -1,0 +1,348 @@
+r"""The three products of a low-rank adapter. Each one costs the traffic of its one large operand.
+
+    project       h   = x A^T       [T, R] = [T, N] [N, R]     reads x once
+    expand        out = h B^T       [T, N] = [T, R] [R, N]     writes out once
+    token_sums    G   = z^T h       [N, R] = [N, T] [T, R]     reads z once
+
+Adapters are usually in fp32 beside a bf16 model. Tensor cores multiply bf16 and add in fp32, and an fp32 value is the
+sum of three bf16 values of 8 bits each. So the kernels split each factor into such terms and add the products of all
+pairs (i, j) of terms with i + j < `ORDER`: products of order 3 are below 2^-24 of the largest one. A result in fp32 is
+then as accurate as a product in fp32 (`ORDER` 3); a result that is rounded to bf16 or fp16 needs `ORDER` 2.
+
+Dropout multiplies x by a mask. `keep` holds it as bits: bit i % 8 of byte [t, i // 8] is 1 where x[t, i] is kept.
+
+Shapes: T tokens, N features, R rank (of several adapters together).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.launch import launch, on_device
+from tigon.runtime.tuning import LaunchConfig
+
+__all__ = [
+    "ExpandConfig",
+    "ProjectConfig",
+    "TokenSumConfig",
+    "dot_of_terms",
+    "dropout_bits",
+    "expand",
+    "project",
+    "rank_block",
+    "token_sums",
+]
+
+# The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa in steps of 8.
+TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class LowRankProblem(NamedTuple):
+    """What the launch parameters of the three products depend on."""
+
+    rank: int
+    itemsize: int  # bytes of an element of the large operand
+
+
+def rank_block(rank: int) -> int:
+    """Return the number of columns that a program takes of a rank: a power of two from 16 to 64."""
+    return min(64, max(16, triton.next_power_of_2(rank)))
+
+
+@dataclass(frozen=True)
+class ProjectConfig(LaunchConfig):
+    """Launch parameters of `project`: a program takes `block_t` tokens and a part of the features, in steps."""
+
+    block_t: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int
+
+    @staticmethod
+    def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
+        # Many tokens a program, because each program reads all of A.
+        block_n = 128 // problem.itemsize
+        stages = 4
+        return ProjectConfig(
+            block_t=128, block_n=block_n, num_warps=4, num_stages=stages if device.async_copy else 1,
+            programs_per_multiprocessor=2,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExpandConfig(LaunchConfig):
+    """Launch parameters of `expand`: a program writes a tile of `block_t` tokens and `block_n` features."""
+
+    block_t: int
+    block_n: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(problem: LowRankProblem, device: Device) -> "ExpandConfig":
+        return ExpandConfig(block_t=128, block_n=128, num_warps=8)
+
+
+@dataclass(frozen=True)
+class TokenSumConfig(LaunchConfig):
+    """Launch parameters of `token_sums`: a program takes `block_n` features and a part of the tokens, in steps."""
+
+    block_t: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_multiprocessor: int
+
+    @staticmethod
+    def heuristic(problem: LowRankProblem, device: Device) -> "TokenSumConfig":
+        stages = 4
+        return TokenSumConfig(
+            block_t=128 // problem.itemsize, block_n=128, num_warps=4, num_stages=stages if device.async_copy else 1,
+            programs_per_multiprocessor=2,
+        )  # fmt: skip
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def dot_of_terms(a, b, total, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, ORDER: tl.constexpr):
+    """Return total + a b, where each factor is the sum of bf16 terms."""
+    rest_a = a.to(tl.float32)
+    for i in tl.static_range(A_TERMS):
+        if A_TERMS == 1:
+            term_a = a.to(tl.bfloat16)
+        else:
+            term_a = rest_a.to(tl.bfloat16)
+            rest_a -= term_a.to(tl.float32)
+        rest_b = b.to(tl.float32)
+        for j in tl.static_range(B_TERMS):
+            if i + j < ORDER:
+                if B_TERMS == 1:
+                    term_b = b.to(tl.bfloat16)
+                else:
+                    term_b = rest_b.to(tl.bfloat16)
+                    rest_b -= term_b.to(tl.float32)
+                total = tl.dot(term_a, term_b, total)
+    return total
+
+
+@triton.jit
+def _kept(keep_ptr, stride_keep, rows, cols, inside):
+    """Return 1 for each element that dropout keeps, and 0 for the others."""
+    bits = tl.load(keep_ptr + rows * stride_keep + cols // 8, inside, 0)
+    return (bits >> (cols % 8).to(tl.uint8)) & 1
+
+
+@triton.jit(do_not_specialize=["T", "position"])
+def _dropout_bits_kernel(seeds_ptr, keep_ptr, T, N, position, stride_keep, p, BLOCK: tl.constexpr):
+    """Write one bit for each element of a block of columns of one row: 1 with a probability of 1 - p (Philox)."""
+    blocks = tl.cdiv(N, 8 * BLOCK)
+    row = tl.program_id(0) // blocks
+    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)  # of bytes
+    seed = tl.load(seeds_ptr + position)
+    byte = tl.zeros([BLOCK], tl.int32)
+    zero = tl.zeros([BLOCK], tl.uint32)
+    for half in tl.static_range(2):
+        numbers = tl.philox(seed, columns.to(tl.uint32), zero + row.to(tl.uint32), zero + half, zero)
+        for i in tl.static_range(4):
+            byte |= (tl.uint_to_uniform_float(numbers[i]) >= p).to(tl.int32) << (4 * half + i)
+    tl.store(keep_ptr + row.to(tl.int64) * stride_keep + columns, byte.to(tl.uint8), columns * 8 < N)
+
+
+@triton.jit(do_not_specialize=["T", "part", "parts"])
+def _project_kernel(
+    x_ptr, a_ptr, h_ptr, keep_ptr,  # [T, N], [R, N] by strides, [parts, T, R] fp32, [T, N / 8] uint8 or None
+    T, N, part, parts, stride_x, stride_keep, stride_ar, stride_an, stride_h, factor,
+    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write h = factor * x A^T over `part` of the features, for a block of tokens and of the rank."""
+    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    pid = tl.program_id(0)
+    index = pid // r_blocks // parts
+    chunk = pid // r_blocks % parts
+    rows = (index.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    ranks = (pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+    steps = tl.arange(0, BLOCK_N)[None, :]
+    # A part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
+    first = tl.multiple_of(chunk * part, BLOCK_N)
+    last = tl.minimum(first + part, N)
+    total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+        cols = start + steps
+        inside = (rows < T) & (cols < N)
+        x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
+        a_mask = (ranks[:, None] < R) & (cols < N)
+        a = tl.load(a_ptr + ranks[:, None] * stride_ar + cols * stride_an, a_mask, 0.0)
+        if keep_ptr is not None:
+            x = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, x, 0.0)
+        total = dot_of_terms(x, tl.trans(a), total, X_TERMS, A_TERMS, 3)
+    out = h_ptr + (chunk.to(tl.int64) * T + rows) * stride_h + ranks[None, :]
+    tl.store(out, total * factor, (rows < T) & (ranks[None, :] < R))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _expand_kernel(
+    h_ptr, b_ptr, bias_ptr, out_ptr, keep_ptr,  # [T, R] fp32, [N, R] by strides, [N] fp32 or None, [T, N], as above
+    T, N, stride_h, stride_bn, stride_br, stride_out, stride_keep, factor,
+    R: tl.constexpr, B_TERMS: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Write out = factor * h B^T + bias, or add that to `out`, for a tile."""
+    n_blocks = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = ((pid // n_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for start in tl.static_range(0, R, BLOCK_R):
+        ranks = start + tl.arange(0, BLOCK_R)
+        h = tl.load(h_ptr + rows * stride_h + ranks[None, :], (rows < T) & (ranks[None, :] < R), 0.0)
+        b = tl.load(
+            b_ptr + cols * stride_bn + ranks[:, None] * stride_br, (cols < N) & (ranks[:, None] < R), 0.0
+        )  # fmt: skip
+        total = dot_of_terms(h, b, total, 3, B_TERMS, ORDER)
+    total *= factor
+    inside = (rows < T) & (cols < N)
+    if keep_ptr is not None:
+        total = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, total, 0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + cols, cols < N, 0.0)
+    out = out_ptr + rows * stride_out + cols
+    if ADDS:
+        total += tl.load(out, inside, 0.0).to(tl.float32)
+    tl.store(out, total, inside)
+
+
+@triton.jit(do_not_specialize=["T", "part", "parts"])
+def _token_sum_kernel(
+    z_ptr, h_ptr, out_ptr, keep_ptr,  # [T, N], [T, R] fp32, [parts, N, R] fp32 by strides, [T, N / 8] uint8 or None
+    T, N, part, parts, stride_z, stride_keep, stride_h, stride_part, stride_on, stride_or, factor,
+    R: tl.constexpr, Z_TERMS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write G = factor * z^T h over `part` of the tokens, for a block of features and of the rank."""
+    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    pid = tl.program_id(0)
+    chunk = pid // r_blocks % parts
+    cols = ((pid // r_blocks // parts) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    ranks = ((pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
+    first = chunk.to(tl.int64) * part
+    last = tl.minimum(first + part, T)
+    steps = tl.arange(0, BLOCK_T)[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
+        rows = start + steps
+        inside = (rows < last) & (cols < N)
+        z = tl.load(z_ptr + rows * stride_z + cols, inside, 0.0)
+        h = tl.load(h_ptr + rows * stride_h + ranks, (rows < last) & (ranks < R), 0.0)
+        if keep_ptr is not None:
+            z = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, z, 0.0)
+        total = dot_of_terms(tl.trans(z), h, total, Z_TERMS, 3, 3)
+    features = ((pid // r_blocks // parts) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    out = out_ptr + chunk * stride_part + features * stride_on + ranks * stride_or
+    tl.store(out, total * factor, (features < N) & (ranks < R))
+
+
+# --- launchers (no autograd) ---------------------------------------------------------------------
+
+
+def _parts(length: int, step: int, blocks: int, programs: int) -> tuple[int, int]:
+    """Return the length of a part, a multiple of `step`, and the number of parts, for about `programs` programs."""
+    count = max(1, min(programs // max(blocks, 1), cdiv(length, 4 * step)))
+    part = cdiv(cdiv(length, count), step) * step
+    return part, max(1, cdiv(length, part))
+
+
+@on_device
+def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: float) -> Tensor:
+    """Return the mask of a dropout with probability p as bits [T, ceil(N / 8)], from one of the `seeds` [n] int64.
+
+    Backward calls this again with the same seed, so that the mask is never saved.
+    """
+    keep = seeds.new_empty((tokens, cdiv(features, 8)), dtype=torch.uint8)
+    launch(
+        _dropout_bits_kernel, tokens * cdiv(keep.shape[1], 256), seeds, keep, tokens, features, position,
+        keep.stride(0), p, BLOCK=256, num_warps=2,
+    )  # fmt: skip
+    return keep
+
+
+@on_device
+def project(x: Tensor, a: Tensor, factor: float = 1.0, keep: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Return factor * x A^T [T, R] in fp32, of x [T, N], dense in its rows, and A [R, N] of any strides.
+
+    `keep` [T, N / 8] masks x. `out` [T, R] may be columns of a wider tensor, and is returned.
+    """
+    (t, n), r = x.shape, a.shape[0]
+    config = ProjectConfig.choose(LowRankProblem(r, x.element_size()), device_of(x))
+    block_r = rank_block(r)
+    blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
+    programs = device_of(x).multiprocessors * config.programs_per_multiprocessor
+    part, parts = _parts(n, config.block_n, blocks, programs)
+    if parts == 1:
+        h = x.new_empty((1, t, r), dtype=torch.float32) if out is None else out.unsqueeze(0)
+    else:
+        h = x.new_empty((parts, t, r), dtype=torch.float32)
+    launch(
+        _project_kernel, blocks * parts, x, a, h, keep, t, n, part, parts, x.stride(0),
+        0 if keep is None else keep.stride(0), a.stride(0), a.stride(1), h.stride(1), factor,
+        R=r, X_TERMS=TERMS[x.dtype], A_TERMS=TERMS[a.dtype],
+        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    if parts == 1:
+        return h[0]
+    return torch.sum(h, 0) if out is None else torch.sum(h, 0, out=out)
+
+
+@on_device
+def expand(
+    h: Tensor, b: Tensor, out: Tensor, factor: float = 1.0, bias: Tensor | None = None, keep: Tensor | None = None,
+    adds: bool = False,
+) -> Tensor:  # fmt: skip
+    """Write factor * h B^T + bias to `out` [T, N], or add it, and return `out`; of h [T, R] fp32 and B [N, R].
+
+    `keep` [T, N / 8] masks the product, not the bias.
+    """
+    (t, r), n = h.shape, b.shape[0]
+    config = ExpandConfig.choose(LowRankProblem(r, out.element_size()), device_of(out))
+    launch(
+        _expand_kernel, cdiv(t, config.block_t) * cdiv(n, config.block_n), h, b, bias, out, keep, t, n,
+        h.stride(0), b.stride(0), b.stride(1), out.stride(0), 0 if keep is None else keep.stride(0), factor,
+        R=r, B_TERMS=TERMS[b.dtype], ORDER=3 if out.dtype == torch.float32 else 2, ADDS=adds,
+        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=rank_block(r), num_warps=config.num_warps,
+    )  # fmt: skip
+    return out
+
+
+@on_device
+def token_sums(
+    z: Tensor, h: Tensor, dtype: torch.dtype, factor: float = 1.0, keep: Tensor | None = None,
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return factor * z^T h [N, R], or its transpose [R, N], in `dtype`; of z [T, N] and h [T, R] fp32."""
+    (t, n), r = z.shape, h.shape[1]
+    config = TokenSumConfig.choose(LowRankProblem(r, z.element_size()), device_of(z))
+    block_r = rank_block(r)
+    blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
+    programs = device_of(z).multiprocessors * config.programs_per_multiprocessor
+    part, parts = _parts(t, config.block_t, blocks, programs)
+    out = z.new_empty((parts, r, n) if transposed else (parts, n, r), dtype=torch.float32)
+    strides = (out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))
+    launch(
+        _token_sum_kernel, blocks * parts, z, h, out, keep, t, n, part, parts, z.stride(0),
+        0 if keep is None else keep.stride(0), h.stride(0), out.stride(0), *strides, factor,
+        R=r, Z_TERMS=TERMS[z.dtype],
+        BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
+        num_warps=config.num_warps,
+    )  # fmt: skip
+    return (out[0] if parts == 1 else out.sum(0)).to(dtype)
