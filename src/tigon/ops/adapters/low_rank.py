@@ -35,6 +35,7 @@ __all__ = [
     "expand",
     "project",
     "rank_block",
+    "split_evenly",
     "token_sums",
 ]
 
@@ -255,7 +256,7 @@ def _token_sum_kernel(
 # --- launchers (no autograd) ---------------------------------------------------------------------
 
 
-def _parts(length: int, step: int, blocks: int, programs: int) -> tuple[int, int]:
+def split_evenly(length: int, step: int, blocks: int, programs: int) -> tuple[int, int]:
     """Return the length of a part, a multiple of `step`, and the number of parts, for about `programs` programs."""
     count = max(1, min(programs // max(blocks, 1), cdiv(length, 4 * step)))
     part = cdiv(cdiv(length, count), step) * step
@@ -287,7 +288,7 @@ def project(x: Tensor, a: Tensor, factor: float = 1.0, keep: Tensor | None = Non
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
     programs = device_of(x).multiprocessors * config.programs_per_multiprocessor
-    part, parts = _parts(n, config.block_n, blocks, programs)
+    part, parts = split_evenly(n, config.block_n, blocks, programs)
     if parts == 1:
         h = x.new_empty((1, t, r), dtype=torch.float32) if out is None else out.unsqueeze(0)
     else:
@@ -335,7 +336,7 @@ def token_sums(
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
     programs = device_of(z).multiprocessors * config.programs_per_multiprocessor
-    part, parts = _parts(t, config.block_t, blocks, programs)
+    part, parts = split_evenly(t, config.block_t, blocks, programs)
     out = z.new_empty((parts, r, n) if transposed else (parts, n, r), dtype=torch.float32)
     strides = (out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))
     launch(
