@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from memory.steps import ROWS, WIDTH, Step, assert_same_bits, block, normal, run, total
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 
 
 class Counted:
@@ -23,7 +23,7 @@ class Counted:
 
     def __init__(self) -> None:
         self.made: list[StorageWeakRef] = []
-        self.again = remade(self.norm)
+        self.again = recomputed_by_call(self.norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         y = tigon.ops.norms.rms_norm.rms_norm_reference(x, weight)
@@ -174,7 +174,7 @@ def test_autocast(dtype):
 @pytest.mark.parametrize("forward", [False, True], ids=["forward outside", "forward inside"])
 def test_made_again_as_in_the_forward_pass(forward, backward):
     """An op of torch's own computes in another dtype under autocast."""
-    op = remade(lambda x: x @ x.mT)
+    op = recomputed_by_call(lambda x: x @ x.mT)
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -373,7 +373,7 @@ def test_an_op_that_fails_in_backward_can_be_asked_again():
 
     step = Step()
     with tigon.lean():
-        z = step.product(remade(moody)(step.x()))
+        z = step.product(recomputed_by_call(moody)(step.x()))
     with pytest.raises(KeyError, match="once"):
         total(z).backward(retain_graph=True)
     total(z).backward()
@@ -463,7 +463,7 @@ class Exp(torch.autograd.Function):
 
 def test_hooks_around_the_block():
     """They keep what is kept: the op's input, once for itself and for the recipe, and not its result."""
-    exp = remade(Exp.apply)
+    exp = recomputed_by_call(Exp.apply)
 
     def forward(lean: bool, step: Step) -> Tensor:
         x = step.x()
@@ -581,7 +581,7 @@ def test_gradients_of_gradients_of_products():
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
         with block(lean):
-            z = step.product(remade(norm)(step.x(), step.weight()))
+            z = step.product(recomputed_by_call(norm)(step.x(), step.weight()))
         (first,) = torch.autograd.grad(total(z), step.leaves[2], create_graph=True)
         total(first).backward()
         return step.gradients()

@@ -209,7 +209,7 @@ def test_each_is_gone_when_the_last_has_taken_it():
 
 
 def test_what_ops_are_told():
-    asked = lambda: (memory.is_lean(), memory.remakes_mlp())
+    asked = lambda: (memory.is_lean(), memory.recomputes_mlp())
     assert asked() == (False, False)
     with tigon.lean():
         assert asked() == (True, False)
@@ -229,7 +229,7 @@ def test_what_ops_are_told():
 def test_what_graphs_are_told(mlp):
     def forward(x: Tensor) -> Tensor:
         with tigon.lean(mlp=mlp):
-            return x + 2 * memory.is_lean() + 4 * memory.remakes_mlp()
+            return x + 2 * memory.is_lean() + 4 * memory.recomputes_mlp()
 
     torch._dynamo.reset()
     assert torch.compile(forward, fullgraph=True, backend="eager")(torch.zeros(())) == 2 + 4 * mlp

@@ -137,7 +137,7 @@ def test_frozen(frozen):
 def test_frozen_products_save_nothing():
     """Only the gradient of y is asked for: there is nothing to make again."""
     x, calls = normal(0, 3, WIDTH).requires_grad_(), []
-    again = tigon.memory.lean.remade(lambda x: calls.append(1) or tigon.relu2(x))
+    again = tigon.memory.lean.recomputed_by_call(lambda x: calls.append(1) or tigon.relu2(x))
     with tigon.lean():
         z = F.linear(again(x * 2), normal(1, 5, WIDTH))
     z.sum().backward()

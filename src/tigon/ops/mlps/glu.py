@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, device_of, runs_kernels
@@ -230,7 +230,7 @@ def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Ten
     return _activate_and_multiply(gate, up, kind, reference)
 
 
-@remade
+@recomputed_by_call
 def _activate_and_multiply(gate: Tensor, up: Tensor | None, kind: Kind, reference: Callable) -> Tensor:
     if not runs_kernels(gate) or gate.dim() == 0 or gate.shape[-1] == 0:
         return reference(gate, up)

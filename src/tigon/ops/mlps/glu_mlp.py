@@ -25,7 +25,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory.lean import call, in_checkpoint, is_seen_by_nobody, remade_mlp, remakes_mlp, runs_again
+from tigon.memory.lean import (
+    call_mlp_region,
+    call_projection,
+    in_checkpoint,
+    is_checkpoint_recomputation,
+    is_saved_only_by_this_op,
+    recomputes_mlp,
+)
 from tigon.ops.mlps.glu import geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, takes_products
 from tigon.runtime import checks
@@ -125,9 +132,9 @@ class _GLUMLP(torch.autograd.Function):
             ctx.kept = _keep(*kept)
         else:
             ctx.save_for_backward(*kept)
-        ctx.kind, ctx.shape, ctx.overwrites = kind, x.shape, is_seen_by_nobody()
+        ctx.kind, ctx.shape, ctx.overwrites = kind, x.shape, is_saved_only_by_this_op()
         # What runs again shares gate and up with the node of the first run, which may overwrite them.
-        ctx.version = gate._version if keeps_gates and runs_again() else None
+        ctx.version = gate._version if keeps_gates and is_checkpoint_recomputation() else None
         return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
@@ -234,7 +241,7 @@ def glu_mlp_by_kernels(
 ) -> Tensor:
     """`glu_mlp` of arguments that it takes and that `takes_weights`."""
     early = in_checkpoint() and torch.is_grad_enabled()
-    return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp(), early)
+    return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not recomputes_mlp(), early)
 
 
 class _GatedMLP(nn.Module):
@@ -257,10 +264,10 @@ class _GatedMLP(nn.Module):
         if takes_weights(x, *weights):
             return glu_mlp_by_kernels(x, *weights, self.activation)
         check_layer(type(self).__name__, x, self.gate_proj)
-        return self.down_proj(remade_mlp(self._product, x))
+        return self.down_proj(call_mlp_region(self._product, x))
 
     def _product(self, x: Tensor) -> Tensor:
-        return GATES[self.activation](call(self.gate_proj, x), call(self.up_proj, x))
+        return GATES[self.activation](call_projection(self.gate_proj, x), call_projection(self.up_proj, x))
 
 
 class SwiGLUMLP(_GatedMLP):

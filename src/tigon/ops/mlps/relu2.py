@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 from tigon.ops.mlps.projections import check_layer
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
@@ -148,7 +148,7 @@ def relu2(x: Tensor) -> Tensor:
     return _relu2(x)
 
 
-@remade
+@recomputed_by_call
 def _relu2(x: Tensor) -> Tensor:
     return _ReLU2.apply(x) if runs_kernels(x) and x.dim() and x.shape[-1] else relu2_reference(x)
 

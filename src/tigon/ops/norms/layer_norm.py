@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.kernels import WIDEST, norm_backward, norm_forward
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
@@ -96,7 +96,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return _layer_norm(x, weight, bias, eps)
 
 
-@remade
+@recomputed_by_call
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if not runs_kernels(x, weight, bias) or not 0 < x.shape[-1] <= WIDEST:
         return layer_norm_reference(x, weight, bias, eps)

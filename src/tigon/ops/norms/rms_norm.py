@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from tigon.memory.lean import remade, remember, remembers
+from tigon.memory.lean import recomputed_by_call, register_recomputation, registers_recomputations
 from tigon.ops.norms.kernels import WIDEST, norm_again, norm_backward, norm_forward
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, leave_absent
@@ -174,7 +174,7 @@ def rms_norm(
     return _rms_norm(x, weight, eps, offset, rounding)
 
 
-@remade
+@recomputed_by_call
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding) -> Tensor:
     if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= WIDEST:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
@@ -189,7 +189,7 @@ def rms_norm_passing(
         return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
     eps, offset = _checked("rms_norm", x, weight, eps, offset, rounding)
     y, passed = _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", True)
-    remember(y, _rms_norm, x, weight, eps, offset, rounding)
+    register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding)
     return y, passed
 
 
@@ -236,14 +236,16 @@ def add_rms_norm(
     checks.same("add_rms_norm", "device", x=x, residual=residual)
     if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= WIDEST:
         y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)
-        remember(y, _rms_norm, total, weight, eps, offset, rounding)
+        register_recomputation(y, _rms_norm, total, weight, eps, offset, rounding)
         return y, total
     round_first = rounding == "before_weight"
     # Of two dtypes Triton may give the weight a layout of its own, and sum for that in another order.
-    if not remembers() or (weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)):
+    if not registers_recomputations() or (
+        weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
+    ):
         return _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, False)
     y, total, statistics = _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, True)
-    remember(y, norm_again, total, weight, statistics, offset, round_first)
+    register_recomputation(y, norm_again, total, weight, statistics, offset, round_first)
     return y, total
 
 

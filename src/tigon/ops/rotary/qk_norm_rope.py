@@ -19,7 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.rms_norm import Rounding, rms_norm_reference
 from tigon.ops.rotary.heads import alike
 from tigon.ops.rotary.qk_norm_rope_kernels import WIDEST, qk_norm_rope_backward, qk_norm_rope_forward
@@ -171,12 +171,12 @@ def qk_norm_rope(
     )  # fmt: skip
 
 
-@remade
+@recomputed_by_call
 def _by_kernels(*args: object) -> tuple[Tensor, Tensor | None]:
     return _QKNormRope.apply(*args)
 
 
-@remade
+@recomputed_by_call
 def _by_reference(
     q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, unsqueeze_dim, layout, sections
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip

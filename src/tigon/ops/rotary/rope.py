@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 from tigon.ops.rotary.heads import (
     PAIRED,
     alike,
@@ -343,12 +343,12 @@ def rope(
 # Where queries and keys were normalised before, they can be made again from what the norms keep.
 
 
-@remade(inputs=2)
+@recomputed_by_call(inputs=2)
 def _by_kernels(*args: object) -> tuple[Tensor, Tensor | None]:
     return _Rope.apply(*args)
 
 
-@remade(inputs=2)
+@recomputed_by_call(inputs=2)
 def _by_reference(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype) -> tuple[Tensor, Tensor | None]:
     return rope_reference(
         q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections, table=table, dtype=dtype
