@@ -153,9 +153,9 @@ def test_modules_that_write_or_return_their_input():
     x = torch.randn(3, 8, requires_grad=True)
     with tigon.lean(mlp=True):
         for module in (Writing(8, 8), nn.Identity()):
-            y = memory.call(module, x * 2)
+            y = memory.call_projection(module, x * 2)
             assert memory._block().find(y) is None
-        assert memory._block().find(memory.call(nn.Linear(8, 8), x * 2)) is not None
+        assert memory._block().find(memory.call_projection(nn.Linear(8, 8), x * 2)) is not None
 
 
 def test_hooks_of_every_module_see_one_call(calls):
