@@ -1,8 +1,11 @@
 """Launch Triton kernels with little overhead, and register launchers as custom operators."""
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast, get_args, get_origin, get_type_hints
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,8 @@ from tigon.runtime.triton_private import JITFunction, has_direct_launch, is_hook
 __all__ = ["COMPILE", "launch", "launch_method", "launcher", "on_device"]
 
 _log = logging.getLogger("tigon")
+
+Function = TypeVar("Function", bound=Callable)
 
 # Options of every launch: Triton 3.10 stops fusing products and sums by default.
 COMPILE = {"enable_fp_fusion": True}
@@ -54,7 +59,7 @@ def _key_of(kernel: JITFunction, arguments: tuple) -> Callable:
     return eval(f"lambda {names}: ({', '.join(parts)},)")
 
 
-def launch(kernel: JITFunction, programs: int, *arguments: object, **constants: object) -> None:
+def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any) -> None:
     """Run `programs` programs of a kernel; `constants` are its constexprs by name, and `num_warps`. None run for 0.
 
     `arguments` are all others, in the kernel's order: tensors or None, the first a tensor, then ints and floats.
@@ -188,40 +193,129 @@ def on_device(function: Callable) -> Callable:
     return call
 
 
-def launcher(fake: Callable) -> Callable[[Callable], Callable]:
-    """Decorate a function that launches kernels and returns new tensors, and None for what is not asked for.
+# --- custom operators ------------------------------------------------------------------------------
 
-    Eagerly it is a plain call, on the device of its first tensor. `torch.compile` sees one opaque operator
-    `tigon::<name>`, whose results have the shapes that `fake`, called with the same arguments, allocates; an operator
-    returns tensors alone, so there an empty one stands for None.
+# The form of a value that a launcher takes or returns: None for a single value, or else the type of the tuple (a
+# NamedTuple or `tuple`) and the forms of its items.
+_Form: TypeAlias = "tuple[type[tuple], tuple[_Form, ...]] | None"
+
+
+def _is_named_tuple(annotation: object) -> TypeGuard[type[NamedTuple]]:
+    return isinstance(annotation, type) and issubclass(annotation, tuple) and hasattr(annotation, "_fields")
+
+
+def _form(annotation: Any) -> _Form:
+    """Return the form of the values of a type."""
+    if _is_named_tuple(annotation):
+        return annotation, tuple(map(_form, get_type_hints(annotation).values()))
+    if get_origin(annotation) is tuple:
+        return tuple, tuple(map(_form, get_args(annotation)))
+    return None
+
+
+def _parameters(name: str, annotation: Any) -> Iterator[inspect.Parameter]:
+    """Yield the operator's parameters for one parameter of a launcher: one for each single value in it."""
+    if _is_named_tuple(annotation):
+        for field, field_annotation in get_type_hints(annotation).items():
+            yield from _parameters(f"{name}_{field}", field_annotation)
+    else:
+        yield inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=annotation)
+
+
+def _count_values(form: _Form) -> int:
+    """Return how many single values a value of this form holds."""
+    return 1 if form is None else sum(map(_count_values, form[1]))
+
+
+def _flatten(values: Iterable[Any]) -> list[Any]:
+    """Return the values in order, with the items of each NamedTuple in its place."""
+    flat: list[Any] = []
+    for value in values:
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            flat.extend(_flatten(value))
+        else:
+            flat.append(value)
+    return flat
+
+
+def _rebuild(form: _Form, flat: Iterator[Any]) -> Any:
+    """Return the value of this form that takes its single values from `flat`: the inverse of `_flatten`."""
+    if form is None:
+        return next(flat)
+    tuple_type, item_forms = form
+    items = [_rebuild(item_form, flat) for item_form in item_forms]
+    return tuple(items) if tuple_type is tuple else tuple_type(*items)
+
+
+def _wait_for_collectives(value: Any) -> Any:
+    """Return the value with the tensors that a collective still computes replaced by their results."""
+    if type(value) in PLAIN:
+        return value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_wait_for_collectives, value))
+    return value.trigger_wait() if hasattr(value, "trigger_wait") else value
+
+
+def launcher(fake: Callable) -> Callable[[Function], Function]:
+    """Decorate a function that launches kernels and returns new tensors, with None for results that are not computed.
+
+    An eager call runs the function on the device of its first argument, a tensor. `torch.compile` sees one opaque
+    operator, `tigon::<name>`. Its results have the shapes of those that `fake` allocates from the same arguments.
+
+    A parameter may be a NamedTuple of tensors, numbers, flags, strings and further NamedTuples, and so may the result.
+    The function and `fake` take and return them as they are. The operator's schema has one parameter for each field:
+    `options: Options` becomes `options_softcap` and so on. A parameter cannot be `SomeNamedTuple | None`; a field can
+    be `Tensor | None`. Results of an operator cannot be None, so under `torch.compile` an empty tensor stands for it.
+
+    Example:
+        >>> class Options(NamedTuple):
+        ...     scale: float
+        ...     bias: Tensor | None
+        >>> @launcher(fake=lambda x, options: torch.empty_like(x))
+        ... def scaled(x: Tensor, options: Options) -> Tensor:
+        ...     return x * options.scale if options.bias is None else x * options.scale + options.bias
     """
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Function) -> Function:
         guarded = on_device(function)
+        annotations = get_type_hints(function)
+        result_form = _form(annotations.pop("return"))
+        argument_forms = [_form(annotation) for annotation in annotations.values()]
+        tensors = (Tensor,) * _count_values(result_form)
+        signature = inspect.Signature(
+            [parameter for name, annotation in annotations.items() for parameter in _parameters(name, annotation)],
+            return_annotation=Tensor if result_form is None else types.GenericAlias(tuple, tensors),
+        )
 
-        def tensors(run: Callable) -> Callable:
+        def as_operator(run: Callable) -> Callable:
+            """Return a function that takes and returns the single values only, as an operator does."""
+
             @functools.wraps(function)
-            def call(*args):
-                made = run(*args)
-                if not isinstance(made, tuple):
-                    return made
-                return tuple(args[0].new_empty(0) if x is None else x for x in made)
+            def call(*flat: Any) -> Any:
+                values = iter(flat)
+                results = run(*(_rebuild(form, values) for form in argument_forms))
+                if not isinstance(results, tuple):
+                    return results
+                return tuple(flat[0].new_empty(0) if x is None else x for x in _flatten(results))
 
+            call.__signature__ = signature  # type: ignore[attr-defined]
             return call
 
-        operator = library.custom_op(f"tigon::{function.__name__}", tensors(guarded), mutates_args=())
-        operator.register_fake(tensors(fake))
+        operator = library.custom_op(f"tigon::{function.__name__}", as_operator(guarded), mutates_args=())
+        operator.register_fake(as_operator(fake))
 
         @functools.wraps(function)
-        def call(*args):
+        def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
-                return operator(*args)
-            if dist.is_available() and dist.is_initialized():  # what tensor parallelism gathers comes as a promise
-                args = [x.trigger_wait() if type(x) not in PLAIN and hasattr(x, "trigger_wait") else x for x in args]
+                results = operator(*_flatten(args))
+                return _rebuild(result_form, iter(results if isinstance(results, tuple) else (results,)))
+            if dist.is_available() and dist.is_initialized():
+                # Tensor parallelism passes tensors that a collective may still compute.
+                args = tuple([_wait_for_collectives(x) for x in args])
             device = args[0].get_device()
-            # As `guarded` has it, without one more call: small models wait for the host.
+            # This repeats what `guarded` does, without one more call, because small models wait for the host.
             return function(*args) if device < 0 or device == current_device() else guarded(*args)
 
-        return call
+        return cast(Function, call)
 
     return decorate
