@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import call_mlp_region, call_projection
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
+from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
 from tigon.recognition.probes import (
@@ -88,7 +88,7 @@ class GLURecipe:
             return type(module).forward(module, *args, **kwargs)
         if self.up is not None and not reference:
             weights = [plain_weight(getattr(module, name)) for name in (self.gate, self.up, self.down)]
-            if takes_weights(*args, *weights):
+            if supports_weights(*args, *weights):
                 return glu_mlp_by_kernels(*args, *weights, KINDS[self.kind][2])
         return getattr(module, self.down)(call_mlp_region(self._product, module, *args, reference))
 

@@ -118,10 +118,9 @@ class LayerNorm(nn.LayerNorm):
         factory: The `device` and the `dtype` of the parameters.
 
     Raises:
-        TypeError: `eps` is not a number, `elementwise_affine` or `bias` is not a bool, or an option is unknown. The
-            forward raises it if its input is not a floating-point tensor.
-        ValueError: `eps` is negative, or `normalized_shape` has several dimensions. The forward raises it if its input
-            does not end in N features.
+        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
+        ValueError: `eps` is negative, `normalized_shape` has several dimensions, or `factory` has another option or an
+            unknown device. The forward raises it if its input does not end in N features.
 
     Example:
         >>> tigon.LayerNorm(64, bias=False)(torch.randn(3, 64)).shape

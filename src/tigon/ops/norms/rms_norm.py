@@ -284,10 +284,9 @@ class RMSNorm(nn.RMSNorm):
         factory: The `device` and the `dtype` of the weight.
 
     Raises:
-        TypeError: `eps` is not a number, `elementwise_affine` is not a bool, or an option is unknown. The forward
-            raises it if its input is not a floating-point tensor.
-        ValueError: `eps` is negative, or `normalized_shape` has several dimensions. The forward raises it if its input
-            does not end in N features.
+        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
+        ValueError: `eps` is negative, `normalized_shape` has several dimensions, or `factory` has another option or an
+            unknown device. The forward raises it if its input does not end in N features.
 
     Example:
         >>> tigon.RMSNorm(64)(torch.randn(3, 64)).shape
