@@ -406,9 +406,7 @@ def test_moe_mlp_accepts_odd_sizes_without_rows_and_on_meta():
     assert outputs[0].shape == (0, 5)
     assert all((g == 0).all() for g in gradients)
     tensors = [_normal(T, 8), _normal(T, K), _normal(E, 0, 8), _normal(E, 8, 0)]
-    outputs, gradients = outputs_and_gradients(
-        _call(tigon.moe_mlp, _index(), activation=FUNCTIONS["halves"]), without_features
-    )
+    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, _index(), activation=FUNCTIONS["halves"]), tensors)
     assert all((g == 0).all() for g in [*outputs, *gradients])
     if DEVICE == "cpu" and not tigon.runtime.device.INTERPRETED:
         on_meta = [_normal(*s).to("meta") for s in ((T, 5), (T, K), (E, 6, 5), (E, 5, 3))]
