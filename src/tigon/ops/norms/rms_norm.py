@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tigon.memory.lean import remade, remember, remembers
 from tigon.ops.norms.kernels import WIDEST, norm_again, norm_backward, norm_forward
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 
 __all__ = ["RMSNorm", "add_rms_norm", "add_rms_norm_reference", "rms_norm", "rms_norm_passing", "rms_norm_reference"]
@@ -74,7 +74,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.offset = offset
         if not passes_x:
             return y
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         passed = x.detach()
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(passed)
@@ -98,7 +98,7 @@ class _AddRMSNorm(torch.autograd.Function):
         y, total, statistics = norm_forward(x, residual, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(total, weight, statistics)
         ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         if not gives_statistics:
             return y, total
         ctx.mark_non_differentiable(statistics)

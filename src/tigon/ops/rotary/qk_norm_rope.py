@@ -25,7 +25,7 @@ from tigon.ops.rotary.heads import alike
 from tigon.ops.rotary.qk_norm_rope_kernels import WIDEST, qk_norm_rope_backward, qk_norm_rope_forward
 from tigon.ops.rotary.rope import Layout, axes_of, check_rope, rope_reference, takes_kernels
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
@@ -74,7 +74,7 @@ class _QKNormRope(torch.autograd.Function):
             dtypes.append(None if x is None else torch.promote_types(x.dtype, dtype))
         q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, q, k, q_weight, k_weight, eps, offset, *options, *dtypes)
         ctx.save_for_backward(cos, sin, q, k, q_weight, k_weight, rstd)
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         ctx.options = offset, *options
         return q_out, None if k is None else k_out
 

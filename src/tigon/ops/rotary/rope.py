@@ -41,7 +41,7 @@ from tigon.ops.rotary.heads import (
     turn,
 )
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.tuning import LaunchConfig
@@ -222,7 +222,7 @@ class _Rope(torch.autograd.Function):
     def forward(ctx, q, k, cos, sin, dtype, *options):
         cos, sin = alike(cos, sin)
         ctx.save_for_backward(cos, sin)
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         ctx.options, ctx.dtypes = options, (q.dtype, None if k is None else k.dtype)
         dtypes = [x if x is None else dtype or torch.promote_types(x, cos.dtype) for x in ctx.dtypes]
         q, turned = rope_turn(q, k, cos, sin, False, *ctx.options, *dtypes)
