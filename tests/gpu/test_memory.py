@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tigon
 from memory.steps import assert_same_bits, block, run
-from memory.test_ops import CASES, KEPT
+from memory.test_ops import CASES
 from tigon.memory import offload
 
 transformers = pytest.importorskip("transformers")

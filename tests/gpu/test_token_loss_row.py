@@ -6,7 +6,7 @@ import torch
 import tigon
 from op_cases import assert_as_accurate_as_eager
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
-from tigon.ops.logits.token import row as token_loss_row
+from tigon.ops.logits.token import kernels
 from tigon.ops.logits.token.kernels import Options, Wants, statistics
 from tigon.ops.logits.token.row import RowConfig
 from tigon.runtime.tuning import tuned
@@ -17,13 +17,13 @@ OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}, {"tok
 @pytest.fixture
 def launches(monkeypatch):
     """The configurations that the kernel was launched with."""
-    seen, row_losses = [], token_loss_row.row_losses
+    seen, row_losses = [], kernels.row_losses
 
     def noted(*arguments):
         seen.append(arguments[-2])
         row_losses(*arguments)
 
-    monkeypatch.setattr(token_loss_row, "row_losses", noted)
+    monkeypatch.setattr(kernels, "row_losses", noted)
     return seen
 
 
@@ -69,7 +69,7 @@ def test_log_probabilities(v, launches):
     expected = torch.log_softmax(logits.double(), -1).gather(1, labels.clamp(0, v - 1)[:, None])[:, 0]
     expected[1] = torch.nan
     scales = torch.ones(3, device="cuda")
-    found = statistics(logits, labels, None, scales, Options(), Wants(log_probs=True), gradient_=True)
+    found = statistics(logits, labels, None, scales, Options(), Wants(log_probs=True), with_gradient=True)
     assert launches
     expected = expected.masked_fill(labels == -100, 0.0).float()
     torch.testing.assert_close(found.log_probs, expected, rtol=1e-6, atol=2e-6, equal_nan=True)

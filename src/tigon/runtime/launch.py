@@ -17,7 +17,7 @@ from tigon.runtime.device import HIP, PLAIN, simulation_of
 from tigon.runtime.torch_private import current_device, current_raw_stream, dispatch_modes
 from tigon.runtime.triton_private import JITFunction, has_direct_launch, is_hooked, positional_launch
 
-__all__ = ["COMPILE", "launch", "launch_method", "launcher", "on_device"]
+__all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device"]
 
 _log = logging.getLogger("tigon")
 
@@ -94,6 +94,21 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         run, function, metadata, tail, _ = variant
         stream = current_raw_stream(device)
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *tail)
+
+
+def in_order(kernel: JITFunction, **arguments: Any) -> list[Any]:
+    """Return the arguments of a kernel, given by name, in the order of its parameters.
+
+    The kernels with many parameters are launched as `launch(kernel, programs, *in_order(kernel, x_ptr=x, ...))`.
+
+    Raises:
+        TypeError: A parameter has no argument, or an argument no parameter.
+    """
+    names = kernel.arg_names[: len(arguments)]
+    try:
+        return [arguments[name] for name in names]
+    except KeyError as error:
+        raise TypeError(f"{kernel}: the first parameters are {names}, got {list(arguments)}") from error
 
 
 # --- the self-check of direct launches -------------------------------------------------------------

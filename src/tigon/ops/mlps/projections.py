@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent, without_autocast
+from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
 from tigon.runtime.stock import has_stock_call, linears_are_stock
@@ -48,7 +48,7 @@ class _Linears(torch.autograd.Function):
         needs_x = any(ctx.needs_input_grad[1::2])
         ctx.save_for_backward(x if needs_x else None, *weights)
         ctx.shape = x.shape
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         return tuple(linear(x, w, b) for w, b in zip(weights, biases, strict=True))
 
     @staticmethod

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tigon.memory.lean import recomputed_by_call, register_recomputation, registers_recomputations
 from tigon.ops.norms.kernels import MAX_FEATURES, norm_backward, norm_forward, recompute_norm
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 
 __all__ = [
@@ -85,7 +85,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.offset = offset
         if not returns_x:
             return y
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         residual = x.detach()
         if not ctx.needs_input_grad[0]:
             ctx.mark_non_differentiable(residual)
@@ -118,7 +118,7 @@ class _AddRMSNorm(torch.autograd.Function):
         y, total, statistics = norm_forward(x, residual, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(total, weight, statistics)
         ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         if not returns_statistics:
             return y, total
         ctx.mark_non_differentiable(statistics)

@@ -33,7 +33,7 @@ from tigon.ops.rotary.qk_norm_rope_kernels import (
 )
 from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, rope_reference
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
@@ -102,7 +102,7 @@ class _QKNormRope(torch.autograd.Function):
         ctx.rotary = RotaryOptions(heads, layout, axes, "halves")
         q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, inputs, ctx.norm, ctx.rotary, q_dtype, k_dtype)
         ctx.save_for_backward(cos, sin, rstd, *inputs)
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         return q_out, None if k is None else k_out
 
     @staticmethod

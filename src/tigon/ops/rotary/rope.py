@@ -42,7 +42,7 @@ from tigon.ops.rotary.heads import (
     with_equal_strides,
 )
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.tuning import LaunchConfig
@@ -248,7 +248,7 @@ class _Rope(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None]:
         cos, sin = with_equal_strides(cos, sin)
         ctx.save_for_backward(cos, sin)
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         ctx.options, ctx.dtypes = RotaryOptions(*options), (q.dtype, None if k is None else k.dtype)
         q_dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
         k_dtype = None if k is None else dtype or torch.promote_types(k.dtype, cos.dtype)
