@@ -119,6 +119,7 @@ def _gradients_kernel(
     inner, experts,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute dh, w a and dw of one row, each if it is needed."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order_ptr + row)
     features = tl.where(row < tl.load(ends_ptr + experts - 1), inner, 0)

@@ -125,6 +125,7 @@ def _sum_kernel(
     width, experts, blocks,
     K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Sum a block of features over the K rows of one token."""
     token, cols, mask = block_of_row(width, blocks, BLOCK)
     present = tl.load(ends_ptr + experts - 1)
     y = tl.zeros([BLOCK], tl.float32)
@@ -146,6 +147,7 @@ def _spread_kernel(
     K: tl.constexpr, WEIGHTED: tl.constexpr, WRITES_ROWS: tl.constexpr, DOT: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the K rows of one token, compute its K dot products, or both."""
     token = tl.program_id(0).to(tl.int64)
     present = tl.load(ends_ptr + experts - 1)
     cols = tl.arange(0, BLOCK).to(tl.int64)

@@ -107,6 +107,7 @@ def _forward_kernel(
     gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, width, blocks,  # [M, I] each
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute act(gate) * up for a block."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
@@ -120,6 +121,7 @@ def _backward_kernel(
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y, width, blocks,
     KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute dgate, dup and y for a block, each if it is needed."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)

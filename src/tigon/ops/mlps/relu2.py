@@ -63,6 +63,7 @@ class ReLU2Config(LaunchConfig):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _forward_kernel(x_ptr, y_ptr, stride_x, stride_y, width, blocks, BLOCK: tl.constexpr):  # [M, N] each
+    """Compute relu(x)^2 for a block."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * stride_y + cols, tl.where(x <= 0.0, 0.0, x * x), mask=mask)
@@ -72,6 +73,7 @@ def _forward_kernel(x_ptr, y_ptr, stride_x, stride_y, width, blocks, BLOCK: tl.c
 def _backward_kernel(
     dy_ptr, x_ptr, dx_ptr, stride_dy, stride_x, stride_dx, width, blocks, BLOCK: tl.constexpr  # [M, N] each
 ):  # fmt: skip
+    """Compute dx for a block."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * stride_x + cols, mask=mask, other=0.0).to(tl.float32)

@@ -162,6 +162,7 @@ def _forward_kernel(
     CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Normalise a tile of rows. READS_RSTD reads rstd in place of computing it."""
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     inside = EVEN | (cols < N)
@@ -215,6 +216,7 @@ def _backward_kernel(
     CENTRED: tl.constexpr, KEEPS_W: tl.constexpr, KEEPS_ROW: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Compute dz of the rows of a program, and its partial sums of dw and db."""
     # The number of blocks of columns. It is one if dz is computed, because dz needs sums over whole rows.
     blocks = tl.cdiv(N, BLOCK_N)
     pid = (tl.program_id(0) // blocks).to(tl.int64)
@@ -286,6 +288,7 @@ def _sum_kernel(
     P, N,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Sum a block of columns of one or two tensors over their rows."""
     _sum_rows(first_ptr, first_sum_ptr, P, N, BLOCK_P, BLOCK_N)
     if second_ptr is not None:
         _sum_rows(second_ptr, second_sum_ptr, P, N, BLOCK_P, BLOCK_N)

@@ -263,10 +263,9 @@ def add_rms_norm(
         register_recomputation(y, _rms_norm, total, weight, eps, offset, rounding)
         return y, total
     round_first = rounding == "before_weight"
-    # Of two dtypes Triton may give the weight a layout of its own, and sum for that in another order.
-    if not registers_recomputations() or (
-        weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
-    ):
+    # If the weight has another dtype than the sum, Triton may give it another layout, and then sum in another order.
+    has_other_dtype = weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
+    if has_other_dtype or not registers_recomputations():
         return _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, False)
     y, total, statistics = _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, True)
     register_recomputation(y, recompute_norm, total, weight, statistics, offset, round_first)

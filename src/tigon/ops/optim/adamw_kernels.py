@@ -145,6 +145,7 @@ def _step_kernel(
     STEPS: tl.constexpr,  # True if the numbers of the steps are in memory; otherwise all are `step`
     MAXIMIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Update one block of one tensor, which the program finds in the table."""
     program = tl.program_id(0)
     row_ptr = rows_ptr + tl.load(tensor_of_span_ptr + program // SPAN) * 8
     start = (program - tl.load(row_ptr + 6) * SPAN) * BLOCK  # int64

@@ -161,6 +161,7 @@ def _forward_heads(
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     TOGETHER: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    """Normalise and rotate all heads of one token."""
     w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
     for start in range(0, H, BLOCK_H):
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
@@ -188,6 +189,7 @@ def _forward_kernel(
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    """Normalise and rotate the queries and the keys of one token, and store rstd."""
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
     rstd_ptr += token.to(tl.int64) * (2 if TOGETHER else HQ + HK)
@@ -218,6 +220,7 @@ def _backward_heads(
     AXES: tl.constexpr, TOGETHER: tl.constexpr, RSTDS: tl.constexpr, KEEPS_W: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Compute dx of the tiles of a program, and its partial sum of dw."""
     if KEEPS_W:
         w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
     # The heads of these sums are added once, after the loop.
@@ -280,6 +283,7 @@ def _backward_kernel(
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr, KEEPS_W: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of queries, keys and weights that are not None."""
     RSTDS: tl.constexpr = 2 if TOGETHER else HQ + HK
     if dwq_ptr is not None:
         dwq_ptr += tl.program_id(0).to(tl.int64) * stride_dw

@@ -148,6 +148,7 @@ def _rotate_heads(
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    """Rotate all heads of one token."""
     for start in range(0, H, BLOCK_H):
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         inside = (heads < H) | (H % BLOCK_H == 0)
@@ -166,6 +167,7 @@ def _rope_kernel(
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TABLE: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    """Rotate the queries and the keys of one token, or rotate their gradients back."""
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
 
