@@ -108,8 +108,8 @@ def test_what_is_kept(level, frozen, kept):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_one_product(dtype, least):
     a, b, c = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((600, 520), (512, 520), (600, 512)))
-    given, onto = multiply(a, b.t(), least=least), c.clone()
-    assert multiply(a, b.t(), onto=onto, least=least) is onto
+    given, onto = multiply(a, b.t(), min_multiplications=least), c.clone()
+    assert multiply(a, b.t(), onto=onto, min_multiplications=least) is onto
     exact = a.double() @ b.t().double()
     for result, eager, expected in ((given, a @ b.t(), exact), (onto, torch.addmm(c, a, b.t()), c.double() + exact)):
         assert (result - expected).abs().max() <= 2 * (eager - expected).abs().max()

@@ -14,7 +14,7 @@ Kept for backward, and what is done twice instead:
 
 gate and up are written by ping-pong kernels: 0.7 % of the nine products (12.74 for 12.83 ms, 8192 tokens of Llama-3-8B,
 H200). With the others too, a step of so many tokens takes 0.9 % longer, at the chip's power limit, and one of 32768
-0.7 % to 1.0 % less (16 layers of Mistral-7B): they are from `LONG` on.
+0.7 % to 1.0 % less (16 layers of Mistral-7B): they are from `ProductConfig.min_multiplications` on.
 
 Shapes: T tokens, H hidden, I intermediate.
 """
@@ -67,7 +67,7 @@ SHORT = 2**34  # multiplications, 0.05 ms on an H200: below, a step waits for th
 
 def _gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
     """x [T, H] -> gate, up [T, I]."""
-    return tuple(multiply(x, weight.t(), least=SHORT) for weight in (gate_weight, up_weight))
+    return tuple(multiply(x, weight.t(), min_multiplications=SHORT) for weight in (gate_weight, up_weight))
 
 
 def _through_gates(
