@@ -4,6 +4,7 @@ Each name states why it is needed, the versions of Triton that it was seen in, a
 `tests/runtime/test_triton_private.py` asks each name for its known answers, so that a new version fails there, by name.
 """
 
+import importlib
 import types
 from typing import Any
 
@@ -49,7 +50,7 @@ def positional_launch(compiled: Any) -> tuple:
 
 # Profilers put hooks on launches into `triton.knobs.runtime`. Seen in 3.4 to 3.9. Without them, no hook is seen, so a
 # profiler misses the launches after the first of each kernel.
-_runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+_runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
 if not (hasattr(_runtime, "launch_enter_hook") and hasattr(_runtime, "launch_exit_hook")):
     _runtime = types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
 
@@ -74,12 +75,11 @@ block_barrier: Any = None
 commit_group: Any = None
 wait_group: Any = None
 try:
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.language.nvidia import ampere as _ampere
-
-    async_load = getattr(_ampere.async_copy, "async_load", None) or _ampere.async_copy.async_copy_global_to_shared
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    _async_copy = importlib.import_module("triton.experimental.gluon.language.nvidia.ampere").async_copy
+    async_load = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
     block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-    commit_group, wait_group = _ampere.async_copy.commit_group, _ampere.async_copy.wait_group
-    from triton.experimental import gluon
+    commit_group, wait_group = _async_copy.commit_group, _async_copy.wait_group
+    gluon = importlib.import_module("triton.experimental.gluon")
 except (ImportError, AttributeError):
     pass

@@ -103,12 +103,12 @@ def test_glu_mlp_saves_only_what_backward_needs(level, frozen, saved_counts):
     assert y.shape == inputs[0].shape
 
 
-@pytest.mark.parametrize("least", [0, 2**60], ids=["long", "short"])
+@pytest.mark.parametrize("min_multiplications", [0, 2**60], ids=["long", "short"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_multiply_is_as_accurate_as_torch(dtype, least):
+def test_multiply_is_as_accurate_as_torch(dtype, min_multiplications):
     a, b, c = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((600, 520), (512, 520), (600, 512)))
-    product, onto = multiply(a, b.t(), least=least), c.clone()
-    assert multiply(a, b.t(), onto=onto, least=least) is onto
+    product, onto = multiply(a, b.t(), min_multiplications=min_multiplications), c.clone()
+    assert multiply(a, b.t(), onto=onto, min_multiplications=min_multiplications) is onto
     exact = a.double() @ b.t().double()
     sums = onto, torch.addmm(c, a, b.t()), c.double() + exact
     for result, eager, expected in ((product, a @ b.t(), exact), sums):

@@ -16,7 +16,7 @@ tensors that are saved for backward depend on where the MLP runs:
 gate and up are written by ping-pong kernels. These save 0.7 % of the time of the nine products (12.74 instead of
 12.83 ms, 8192 tokens of Llama-3-8B, H200). If the other products use them too, a step with so many tokens takes 0.9 %
 longer, because the chip reaches its power limit, and a step of 32768 tokens takes 0.7 % to 1.0 % less (16 layers of
-Mistral-7B). The other products therefore use them only from `LONG` multiplications on.
+Mistral-7B). The other products therefore use them only from `ProductConfig.min_multiplications` on.
 
 Shapes: T tokens, H hidden, I intermediate.
 """
@@ -107,7 +107,9 @@ class GLUMLPConfig(LaunchConfig):
 def _multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return gate and up [T, I] for x [T, H]."""
     config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], gate_weight.shape[0]), device_of(x))
-    gate, up = (multiply(x, weight.t(), least=config.min_multiplications) for weight in (gate_weight, up_weight))
+    gate, up = (
+        multiply(x, weight.t(), min_multiplications=config.min_multiplications) for weight in (gate_weight, up_weight)
+    )
     return gate, up
 
 
