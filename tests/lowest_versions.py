@@ -1,6 +1,8 @@
-"""Print the lowest version of each package that pyproject.toml admits, as constraints: for `make test-lowest`.
+"""Print constraints with the lowest version of each package that pyproject.toml allows, for `make test-lowest`.
 
-python lowest_versions.py [PIN ...]      a PIN, such as torch==2.13.0, replaces the lowest version of its package
+    python lowest_versions.py [PIN ...]
+
+A PIN, such as torch==2.13.0, replaces the lowest version of its package.
 """
 
 import re
@@ -13,7 +15,7 @@ PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_t
 
 
 def floors(*extras: str) -> Iterator[tuple[str, str]]:
-    """Yield each package of these extras and its lowest version; without extras, of all of pyproject.toml."""
+    """Yield each package of these extras and its lowest version. Without extras, yield all packages."""
     optional = PROJECT["optional-dependencies"]
     groups = [optional[extra] for extra in extras] or [PROJECT["dependencies"], *optional.values()]
     for requirement in (text for group in groups for text in group if not text.startswith("tigon[")):

@@ -1,4 +1,4 @@
-"""Every example in a docstring of the public functions and modules runs and gives what it says."""
+"""Every example in a docstring of the public functions and modules runs and prints the result that it shows."""
 
 import doctest
 
@@ -12,17 +12,17 @@ OPS = [name for name in tigon.__all__ if name not in ("AutoModelForCausalLM", "p
 OBJECTS = [getattr(tigon, name) for name in OPS] + [assert_accurate]
 
 
-@pytest.mark.parametrize("thing", OBJECTS, ids=lambda thing: thing.__name__)
-def test_example(thing):
+@pytest.mark.parametrize("public", OBJECTS, ids=lambda public: public.__name__)
+def test_example_prints_its_result(public):
     finder = doctest.DocTestFinder(recurse=False)
     names = {"torch": torch, "tigon": tigon, "assert_accurate": assert_accurate}
-    (test,) = finder.find(thing, thing.__name__, globs=names)
+    (test,) = finder.find(public, public.__name__, globs=names)
     assert test.examples
     result = doctest.DocTestRunner().run(test)
     assert result.failed == 0
 
 
-def test_nothing_heavy_is_imported():
+def test_tigon_imports_no_large_package():
     import subprocess
     import sys
 

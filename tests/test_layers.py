@@ -1,4 +1,4 @@
-"""Imports run one way: from the tools down to the runtime, and between families of ops as few as there are."""
+"""Imports run one way, from the tools down to the runtime. Few families of ops import another one."""
 
 import ast
 from pathlib import Path
@@ -9,13 +9,13 @@ import tigon
 
 PACKAGE = Path(tigon.__file__).parent
 
-# Each folder may import those before it. `ops` and what is below it need neither transformers nor a GPU.
+# Each folder may import those before it. The folders up to `ops` need neither transformers nor a GPU.
 LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integrations", "tools")
 
-# Which families of ops may import another one, and why.
+# The families of ops that may import another one, and the reasons.
 FAMILIES = {
     ("head", "logits"): "the head computes the losses of logits chunk by chunk",
-    ("experts", "mlps"): "an expert is an MLP, with the activations of one",
+    ("experts", "mlps"): "an expert is an MLP and has the same activations",
     ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
     ("adapters", "mlps"): "a projection with an adapter is a projection",
     ("adapters", "norms"): "a norm may come before a projection with an adapter",
@@ -23,22 +23,22 @@ FAMILIES = {
     ("fp8", "norms"): "norms are quantised where they are computed",
 }
 
-# What stands beside the folders: the public names, the accuracy oracle, and the table of real shapes.
+# The files beside the folders: the public names, the accuracy check, and the table of real shapes.
 ROOT_FILES = {"__init__", "testing", "workloads"}
 
 
 def _imported(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:
-    """Return every module of Tigon that a file imports, with the line."""
+    """Return the names that a file imports from Tigon, with their lines."""
     tree = ast.parse(file.read_text("utf-8"))
     nodes = ast.walk(tree) if within_functions else iter(tree.body)
-    found = []
+    imports = []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tigon":
             # `from tigon.tools import environment` may name a module.
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+            imports += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names if alias.name.partition(".")[0] == "tigon"]
-    return found
+            imports += [(node.lineno, alias.name) for alias in node.names if alias.name.partition(".")[0] == "tigon"]
+    return imports
 
 
 def _files() -> list[Path]:
@@ -46,12 +46,13 @@ def _files() -> list[Path]:
 
 
 @pytest.mark.parametrize("file", _files(), ids=lambda file: file.relative_to(PACKAGE).as_posix())
-def test_a_file_imports_only_what_is_below_it(file):
+def test_a_file_imports_only_from_its_own_and_lower_folders(file):
     layer, *rest = file.relative_to(PACKAGE).with_suffix("").parts
     for line, name in _imported(file):
         parts = name.split(".")[1:]
+        # The other names are public names of `tigon`, or `tigon.testing`.
         if not parts or parts[0] not in LAYERS:
-            continue  # a public name of `tigon`, or `tigon.testing`
+            continue
         assert LAYERS.index(parts[0]) <= LAYERS.index(layer), f"line {line}: {layer} imports {name}"
         if layer == parts[0] == "ops" and len(rest) > 1 and len(parts) > 1 and parts[1] != rest[0]:
             assert (rest[0], parts[1]) in FAMILIES, f"line {line}: ops/{rest[0]} imports {name}"
@@ -59,29 +60,28 @@ def test_a_file_imports_only_what_is_below_it(file):
 
 @pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("tools")])
 def test_only_the_tools_import_the_public_names(layer):
-    """A file of the package that imports `tigon` itself would be part of a circle."""
+    """A file of the package that imports `tigon` itself would be part of an import circle."""
     for file in (PACKAGE / layer).rglob("*.py"):
         public = [line for line, name in _imported(file) if name.count(".") == 0 or not _is_module(name)]
         assert not public, f"{file}: line {public[0]}"
 
 
 def _is_module(name: str) -> bool:
-    """Whether an import of this name, or of the module that has it, is of a file within a folder of the package."""
+    """Return whether a name belongs to a file in a folder of the package."""
     return name.split(".")[1] in LAYERS
 
 
-def test_no_circle():
-    """Imports at the top of files form no circle."""
+def test_imports_at_the_top_of_files_form_no_circle():
     modules = {}
     for file in PACKAGE.rglob("*.py"):
         parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
 
-    def home(name: str) -> str:
-        """The module that an imported name is, or is in."""
+    def module_of(name: str) -> str:
+        """Return the module that has an imported name. The name may itself be that of a module."""
         return name if name in modules else name.rpartition(".")[0]
 
-    graph = {name: {home(found) for _, found in _imported(file, False)} - {name} for name, file in modules.items()}
+    graph = {name: {module_of(x) for _, x in _imported(file, False)} - {name} for name, file in modules.items()}
     done, path = set(), []
 
     def visit(name: str) -> None:
@@ -97,7 +97,7 @@ def test_no_circle():
         visit(name)
 
 
-def test_there_is_no_other_folder():
+def test_the_package_has_no_other_folders_and_files():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders <= set(LAYERS)
     assert {path.stem for path in PACKAGE.glob("*.py")} <= ROOT_FILES

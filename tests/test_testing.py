@@ -1,4 +1,4 @@
-"""The oracle passes what rounds to nearest, and nothing that is worse."""
+"""assert_accurate accepts values that are rounded to nearest, and refuses less accurate ones."""
 
 import pytest
 import torch
@@ -11,17 +11,17 @@ def exact() -> torch.Tensor:
     return torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 
 
-def test_passes_values_rounded_to_nearest(exact):
+def test_assert_accurate_accepts_values_rounded_to_nearest(exact):
     assert_accurate(exact.bfloat16(), exact.bfloat16(), exact)
 
 
 @pytest.mark.parametrize("factor", [1.012, 0.988])
-def test_fails_on_a_small_bias(exact, factor):
+def test_assert_accurate_refuses_a_small_bias(exact, factor):
     with pytest.raises(AssertionError, match="root mean square"):
         assert_accurate((exact * factor).bfloat16(), exact.bfloat16(), exact)
 
 
-def test_fails_on_one_bad_value_and_says_where(exact):
+def test_assert_accurate_refuses_one_bad_value_and_names_its_position(exact):
     bad = exact.bfloat16()
     bad[3, 5] += 0.1
     with pytest.raises(AssertionError, match=r"sum: at \(3, 5\)"):
@@ -29,14 +29,14 @@ def test_fails_on_one_bad_value_and_says_where(exact):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_fails_on_what_is_not_finite(exact, value):
+def test_assert_accurate_refuses_nan_and_infinity(exact, value):
     bad = exact.bfloat16()
     bad[0, 0] = value
     with pytest.raises(AssertionError, match=r"at \(0, 0\)"):
         assert_accurate(bad, exact.bfloat16(), exact)
 
 
-def test_fails_on_another_shape_or_dtype(exact):
+def test_assert_accurate_refuses_another_shape_or_dtype(exact):
     with pytest.raises(AssertionError, match="shapes differ"):
         assert_accurate(exact[0].bfloat16(), exact.bfloat16(), exact)
     with pytest.raises(AssertionError, match="dtypes differ"):

@@ -1,14 +1,15 @@
 """Tigon: GPU kernels that make LLM training faster and lighter, exactly.
 
 import tigon
-tigon.patch(model)   # any Hugging Face decoder: norms, MLPs, rotary embedding and the loss
+tigon.patch(model)   # replaces norms, MLPs, rotary embeddings and the loss of any decoder of transformers
 
-The ops are here as functions and modules; what needs transformers is imported when it is first used.
+This module has the ops as functions and modules. Names that need transformers are imported when they are first used.
 """
 
-# ruff: noqa: E402 - the versions are checked before anything that an older torch or triton could not import
+# ruff: noqa: E402 - The versions are checked before the imports that fail with an older torch or triton.
 
 import importlib
+from typing import Any
 
 from tigon.runtime.requirements import require
 
@@ -74,7 +75,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'tigon' has no attribute {name!r}")

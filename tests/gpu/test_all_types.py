@@ -1,4 +1,4 @@
-"""Every decoder type of transformers, tiny, on the kernels: in fp32 its step is stock's, in bf16 as accurate."""
+"""Tiny models of every decoder type of transformers on the kernels: steps agree with stock in fp32 and in bf16."""
 
 import copy
 from math import exp, log, sqrt
@@ -14,67 +14,69 @@ transformers = pytest.importorskip("transformers")
 from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
 from hf.tiny import TYPES, VOCABULARY, WITHOUT, tiny_model  # noqa: E402
 
-Step = dict[str, torch.Tensor]  # the loss, and every gradient by name
+# The loss, and every gradient by name.
+Step = dict[str, torch.Tensor]
 BUILT = [name for name in TYPES if name not in WITHOUT]
 
 
 @pytest.mark.parametrize("model_type", BUILT)
-def test_fp32_is_stock(model_type):
+def test_a_step_in_fp32_agrees_with_stock(model_type):
     model, batch = tiny_model(model_type).cuda(), make_batch(VOCABULARY, device="cuda")
     expected = step(model, batch)
     allowed = noise(model, batch, expected)
-    for name, value in step(model, batch).items():  # sums in no fixed order
+    # Some sums have no fixed order, so two stock steps differ too.
+    for name, value in step(model, batch).items():
         allowed[name] = max(allowed[name], (value - expected[name]).abs().max().item())
     report = tigon.patch(model)
     assert_within_noise(step(model, batch), expected, allowed, report)
 
 
-def relative_errors(given: Step, exact: Step) -> dict[str, float]:
-    """Of every gradient: the root of the mean square, of the error by that of the gradient."""
+def relative_errors(actual: Step, exact: Step) -> dict[str, float]:
+    """Return the norm of the error of every gradient, divided by the norm of the gradient."""
     names = [name for name in exact if name != "loss"]
-    error = torch.stack([(given[name].float() - exact[name]).norm() for name in names])
+    error = torch.stack([(actual[name].float() - exact[name]).norm() for name in names])
     size = torch.stack([exact[name].norm() for name in names])
     return dict(zip(names, (error / size.where(size > 0, 1.0)).tolist(), strict=True))
 
 
 def largest_mean(stock_errors: list[float]) -> float:
-    """Return the largest mean error, over as many batches, that an implementation as accurate as stock may have.
+    """Return the largest mean error, over the same number of batches, of an implementation as accurate as stock.
 
-    Means are geometric. The limit is 1.5 times the mean of stock's errors, and three standard errors of the difference
-    of two such means more: the scatter of stock's errors from batch to batch says how much of a mean over the batches
-    is chance. They scatter most in models that choose experts or tokens, where a value near a threshold may fall on
-    either side, and in gradients of few values.
+    Means are geometric. The limit is 1.5 times the mean of stock's errors, plus three standard errors of the difference
+    of two such means. The standard error comes from the scatter of stock's errors between batches. It is largest in
+    models that choose experts or tokens, where a value near a threshold may fall on either side, and in gradients with
+    few values.
     """
     logs = [log(error) for error in stock_errors]
     return exp(mean(logs) + log(1.5) + 3 * stdev(logs) * sqrt(2 / len(logs)))
 
 
-def assert_as_accurate(given: list[Step], stock: list[Step], exact: list[Step], said: object) -> None:
-    """Assert that over several batches every gradient, and the loss, is on average as near to fp32 as stock's."""
+def assert_as_accurate(actual: list[Step], stock: list[Step], exact: list[Step], report: object) -> None:
+    """Assert that the mean errors of every gradient and of the loss over several batches agree with those of stock."""
     errors, stock_errors = (
-        [relative_errors(*pair) for pair in zip(results, exact, strict=True)] for results in (given, stock)
+        [relative_errors(*pair) for pair in zip(results, exact, strict=True)] for results in (actual, stock)
     )
     for name in errors[0]:
-        # Half a unit in the last place of bf16 more, for gradients that stock computes without any error.
-        own, theirs = ([batch[name] + 2**-9 for batch in batches] for batches in (errors, stock_errors))
-        assert exp(mean(map(log, own))) <= largest_mean(theirs), f"{name}: {own}, stock {theirs}\n{said}"
-    losses = [torch.stack([result["loss"].float() for result in results]) for results in (given, stock, exact)]
+        # Stock computes some gradients without any error, so half a unit in the last place of bf16 is added.
+        ours, theirs = ([batch[name] + 2**-9 for batch in batches] for batches in (errors, stock_errors))
+        assert exp(mean(map(log, ours))) <= largest_mean(theirs), f"{name}: {ours}, stock {theirs}\n{report}"
+    losses = [torch.stack([result["loss"].float() for result in results]) for results in (actual, stock, exact)]
     error, allowed = ((loss - losses[2]).square().mean().sqrt().item() for loss in losses[:2])
-    assert error <= 2 * allowed + 1e-3 * losses[2].mean().item(), f"{losses}\n{said}"
+    assert error <= 2 * allowed + 1e-3 * losses[2].mean().item(), f"{losses}\n{report}"
 
 
 def compare(model: nn.Module, batches: list[dict]) -> None:
-    """Assert that the patched model is as near as stock to stock in fp32."""
+    """Assert that the patched model is as accurate as stock. Stock in fp32 gives the exact values."""
     wide = copy.deepcopy(model).float()
     stock, exact = ([step(m, batch) for batch in batches] for m in (model, wide))
     report = tigon.patch(model)
-    given = [step(model, batch) for batch in batches]
+    actual = [step(model, batch) for batch in batches]
     report.restore()
-    assert given[0].keys() == stock[0].keys() == exact[0].keys()
-    assert_as_accurate(given, stock, exact, report)
+    assert actual[0].keys() == stock[0].keys() == exact[0].keys()
+    assert_as_accurate(actual, stock, exact, report)
 
 
 @pytest.mark.parametrize("model_type", BUILT)
-def test_bf16_is_as_accurate_as_stock(model_type):
+def test_steps_in_bf16_are_as_accurate_as_stock(model_type):
     model = tiny_model(model_type).to(torch.bfloat16).cuda()
     compare(model, [make_batch(VOCABULARY, 4, 64, device="cuda", seed=seed) for seed in range(12)])

@@ -1,4 +1,4 @@
-"""Experts on a GPU, in bf16: as near to fp32 as transformers' own, without a wait, in a graph, and no heavier."""
+"""Experts on a GPU in bf16: they are as accurate as those of transformers, never wait, and take no more memory."""
 
 import copy
 
@@ -57,21 +57,22 @@ def _step(module: nn.Module, inputs: list[Tensor], dy: Tensor | None = None) -> 
 @pytest.mark.parametrize("router", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("absent", [0, 4], ids=["all experts", "some of another rank"])
 @pytest.mark.parametrize("flavour", ["qwen3_moe", "gpt_oss"])
-def test_accuracy(flavour, absent, router):
+def test_experts_are_as_accurate_as_stock(flavour, absent, router):
     stock, inputs = _experts(flavour, absent), _inputs(router=router, present=E - absent)
     dy = torch.randn(T, H, device="cuda", dtype=BF16)
     wide = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
-    got, eager = _step(_patched(copy.deepcopy(stock)), inputs, dy), _step(stock, inputs, dy)
+    actual, eager = _step(_patched(copy.deepcopy(stock)), inputs, dy), _step(stock, inputs, dy)
     exact = _step(copy.deepcopy(stock).float(), wide, dy.float())
-    present = inputs[1] < E - absent  # the gradient of a weight that is dropped is nobody's
-    for results in (got, eager, exact):
+    # The gradient of the weight of an absent expert has no meaning.
+    present = inputs[1] < E - absent
+    for results in (actual, eager, exact):
         results["weights"] = results["weights"] * present
     for name in exact:
-        assert_accurate(got[name], eager[name], exact[name], msg=name)
+        assert_accurate(actual[name], eager[name], exact[name], msg=name)
 
 
 @pytest.mark.parametrize("flavour", ["qwen3_moe", "gpt_oss"])
-def test_never_waits_for_the_device(flavour):
+def test_experts_never_wait_for_the_device(flavour):
     module, inputs = _patched(_experts(flavour)), _inputs()
     _step(module, inputs)
     torch.cuda.synchronize()
@@ -82,7 +83,7 @@ def test_never_waits_for_the_device(flavour):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_runs_in_a_cuda_graph_and_follows_the_router():
+def test_experts_run_in_a_cuda_graph_with_other_indices():
     module, static, other = _patched(_experts()), _inputs(), _inputs(seed=1)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -102,49 +103,50 @@ def test_runs_in_a_cuda_graph_and_follows_the_router():
 
 
 @pytest.mark.parametrize("flavour", ["qwen3_moe", "gpt_oss"])
-def test_compiles_without_a_graph_break(flavour):
-    """The graph's results are as accurate as the stock module's outside of one."""
+def test_experts_compile_without_a_graph_break(flavour):
+    """The results of the graph are as accurate as those of the stock module in eager mode."""
     torch._dynamo.reset()
     stock, inputs = _experts(flavour), _inputs()
     dy = torch.randn(T, H, device="cuda", dtype=BF16)
     compiled = torch.compile(_patched(copy.deepcopy(stock)), fullgraph=True)
     wide = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
-    got, eager = _step(compiled, inputs, dy), _step(stock, inputs, dy)
+    actual, eager = _step(compiled, inputs, dy), _step(stock, inputs, dy)
     exact = _step(copy.deepcopy(stock).float(), wide, dy.float())
     for name, value in exact.items():
-        given = got[name] if name in got else got[f"_orig_mod.{name}"]
-        assert_accurate(given, eager[name], value, msg=name)
+        result = actual[name] if name in actual else actual[f"_orig_mod.{name}"]
+        assert_accurate(result, eager[name], value, msg=name)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 7])
-def test_few_tokens(tokens):
+def test_experts_accept_few_tokens(tokens):
     module, inputs = _experts(), _inputs(tokens)
-    got = _step(_patched(copy.deepcopy(module)), inputs)
-    assert all(value.isfinite().all() for value in got.values())
+    actual = _step(_patched(copy.deepcopy(module)), inputs)
+    assert all(value.isfinite().all() for value in actual.values())
     if tokens:
         for name, value in _step(module, inputs).items():
-            torch.testing.assert_close(got[name], value, rtol=0, atol=2**-6 * value.abs().max().item(), msg=name)
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=2**-6 * value.abs().max().item(), msg=name)
 
 
-def test_is_the_same_from_run_to_run():
-    """No atomics: stock adds the gradients of a token's choices in whatever order they come."""
+def test_experts_have_the_same_bits_in_every_run():
+    """The kernels have no atomics. Stock adds the gradients of a token's choices in no fixed order."""
     module, inputs = _patched(_experts()), _inputs()
     first, second = _step(module, inputs), _step(module, inputs)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_keeps_the_first_product_alone():
+def test_experts_save_only_the_first_product():
     module, inputs = _patched(_experts()), _inputs(8192)
     _step(module, inputs)
     before = torch.cuda.memory_allocated()
     y = module(*inputs)
-    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    saved = torch.cuda.memory_allocated() - before - y.nbytes
     rows = 8192 * K
-    expected = rows * 2 * INNER * 2 + rows * (8 + 8 + 2)  # and the slot, the choice and the expert of each row
-    assert expected <= kept <= expected + 2**14
+    # The product, and the slot, the choice and the expert of each row.
+    expected = rows * 2 * INNER * 2 + rows * (8 + 8 + 2)
+    assert expected <= saved <= expected + 2**14
 
 
-def test_takes_less_memory_than_stock():
+def test_experts_need_less_memory_than_stock():
     def peak(module: nn.Module) -> int:
         inputs = _inputs(8192)
         _step(module, inputs)
@@ -154,28 +156,29 @@ def test_takes_less_memory_than_stock():
         return torch.cuda.max_memory_allocated() - before
 
     stock = _experts()
-    taken, y, rows = peak(_patched(copy.deepcopy(stock))), 8192 * H * 2, 8192 * K
-    # What is kept, its gradient and one tensor of [S, H]; and that of the activation's output, or the other gradients.
-    most = 2 * y + rows * 18 + rows * 2 * (4 * INNER + H)
-    most += max(rows * 2 * INNER, y + sum(p.nbytes for p in stock.parameters()))
-    assert taken < 1.03 * most
-    assert taken < 0.75 * peak(stock)
+    patched_peak, y, rows = peak(_patched(copy.deepcopy(stock))), 8192 * H * 2, 8192 * K
+    # The saved tensors, the gradient of the first product and one tensor of [S, H].
+    limit = 2 * y + rows * 18 + rows * 2 * (4 * INNER + H)
+    # The gradient of the activation's output, or the other gradients.
+    limit += max(rows * 2 * INNER, y + sum(p.nbytes for p in stock.parameters()))
+    assert patched_peak < 1.03 * limit
+    assert patched_peak < 0.75 * peak(stock)
 
 
 @pytest.mark.parametrize("flavour", ["qwen3_moe", "gpt_oss"])
-def test_frozen_experts_keep_no_tokens_and_get_no_gradient(flavour):
-    """Adapters elsewhere: the gradients of tokens and router alone, equal to those of a step that makes all."""
+def test_frozen_experts_compute_only_the_gradients_of_tokens_and_router(flavour):
+    """These gradients have the same bits as in a step that computes all gradients."""
     module, inputs = _patched(_experts(flavour)), _inputs()
     full = _step(module, inputs)
     module.requires_grad_(False)
     y = module(*inputs)
-    got = torch.autograd.grad(y, [inputs[0], inputs[2]], torch.ones_like(y))
-    for gradient, name in zip(got, ("hidden", "weights"), strict=True):
+    gradients = torch.autograd.grad(y, [inputs[0], inputs[2]], torch.ones_like(y))
+    for gradient, name in zip(gradients, ("hidden", "weights"), strict=True):
         assert torch.equal(gradient, full[name])
 
 
-def test_other_dtypes():
-    """fp32 and fp16 take torch's loop over experts, which waits, as stock does."""
+def test_moe_mlp_accepts_other_dtypes():
+    """fp32 and fp16 run a loop over experts, which waits for the device as stock does."""
     for dtype in (torch.float32, torch.float16):
         x, index, weights = _inputs()
         x = x.detach().to(dtype).requires_grad_()
@@ -186,13 +189,13 @@ def test_other_dtypes():
             up, down, up_bias, down_bias = experts
             y = function(x, up, down, index, weights, up_bias=up_bias, down_bias=down_bias)
             results.append([y, *torch.autograd.grad(y.square().sum(), [x, weights, *experts])])
-        for got, expected in zip(*results, strict=True):
-            torch.testing.assert_close(got, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+        for actual, expected in zip(*results, strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
 
 
 @pytest.mark.parametrize("activation", ["gelu_tanh", "relu2"])
-def test_accuracy_with_biases(activation):
-    """Transposed, with products of ones for the biases' gradients; no model of transformers has all of it."""
+def test_moe_mlp_with_biases_is_accurate(activation):
+    """The weights are transposed. No model of transformers has these forms together with these activations."""
     x, index, weights = _inputs(router=torch.float32)
     width = INNER if activation == "relu2" else 2 * INNER
     generator = torch.Generator("cuda").manual_seed(2)
@@ -202,9 +205,9 @@ def test_accuracy_with_biases(activation):
     options = {"transposed": True, "activation": activation}
 
     def run(function, dtype: torch.dtype | None = None) -> list[Tensor]:
-        x, weights, up, down, *biases = own = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
+        x, weights, up, down, *biases = leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in tensors]
         y = function(x, up, down, index, weights, **options, **dict(zip(("up_bias", "down_bias"), biases, strict=True)))
-        return [y.detach(), *torch.autograd.grad(y, own, dy.to(y.dtype))]
+        return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
     reference = tigon.ops.experts.moe_mlp.moe_mlp_reference
     for i, triple in enumerate(zip(run(tigon.moe_mlp), run(reference), run(reference, torch.float64), strict=True)):

@@ -1,4 +1,4 @@
-"""The levels of memory by the kernels: the bits of the default level, less memory, no waits."""
+"""The levels of memory on the kernels have the bits of the default level, need less memory and never wait."""
 
 import contextlib
 import itertools
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tigon
 from memory.steps import assert_same_bits, block, run
-from memory.test_ops import CASES, KEPT
+from memory.test_ops import ALIVE, CASES
 from tigon.memory import offload
 
 transformers = pytest.importorskip("transformers")
@@ -30,7 +30,7 @@ TOKENS = (2, 1024)
 
 
 def make_model(memory: str, model_type: str = "llama", attention: str = "eager", **sizes: int) -> nn.Module:
-    """Eager attention, because the backward of others adds in no fixed order."""
+    """Return a patched model. Only eager attention has a backward that sums in a fixed order."""
     config = transformers.AutoConfig.for_model(model_type, **SIZE | sizes)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation=attention)
@@ -45,29 +45,29 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def take_step(model: nn.Module, batch: dict) -> tuple[list[Tensor], int, int]:
-    """Loss and gradients; bytes that the forward pass leaves behind, and the most that the step takes.
+    """Return the loss and the gradients, the bytes that are allocated after the forward pass, and the peak of the step.
 
-    Bytes are those that were requested. What the allocator gives depends on the free blocks that it happens to have.
+    These are the requested bytes. The sizes of the allocated blocks depend on the blocks that are free at the time.
     """
     model.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     loss = model(**batch).loss
-    kept = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    saved = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
     loss.backward()
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    return [loss.detach(), *(p.grad for p in model.parameters())], kept, peak
+    return [loss.detach(), *(p.grad for p in model.parameters())], saved, peak
 
 
-def made_again(layers: int = 2, product: bool = False) -> int:
-    """Bytes: two norms a layer, and in a graph the product: elsewhere no level keeps it."""
+def recomputed_bytes(layers: int = 2, product: bool = False) -> int:
+    """Return the bytes of two norms for each layer. In a graph act(gate) * up is recomputed too."""
     return TOKENS[0] * TOKENS[1] * layers * 2 * (2 * SIZE["hidden_size"] + product * SIZE["intermediate_size"])
 
 
 @pytest.fixture
 def deterministic():
-    """Also of what is not Tigon's: the embedding's gradient."""
+    """Make torch's own kernels deterministic too, such as the gradient of the embedding."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -75,7 +75,7 @@ def deterministic():
 
 @pytest.mark.parametrize("level", ["lean", "lean+mlp", "checkpoint", "offload"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
-def test_the_bits_of_the_default_level(model_type, level, deterministic, monkeypatch):
+def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic, monkeypatch):
     monkeypatch.setattr(offload, "WINDOW", 2**20)
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
     results = []
@@ -88,44 +88,44 @@ def test_the_bits_of_the_default_level(model_type, level, deterministic, monkeyp
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
-def test_less_memory(model_type):
+def test_lean_needs_less_memory(model_type):
     results = []
     for memory in ("lean", "default"):
         model, batch = make_model(memory, model_type, attention="sdpa"), make_batch()
         take_step(model, batch)
         results.append(take_step(model, batch)[1:])
         del model
-    (lean_kept, lean_peak), (kept, peak) = results
-    assert kept - lean_kept >= 0.98 * made_again()
-    assert peak - lean_peak >= 0.8 * made_again()
-    if model_type == "llama":  # the other has more norms
-        assert kept - lean_kept <= 1.02 * (made_again() + TOKENS[0] * TOKENS[1] * 2 * SIZE["hidden_size"])
+    (lean_saved, lean_peak), (saved, peak) = results
+    assert saved - lean_saved >= 0.98 * recomputed_bytes()
+    assert peak - lean_peak >= 0.8 * recomputed_bytes()
+    # The other model type has more norms.
+    if model_type == "llama":
+        assert saved - lean_saved <= 1.02 * (recomputed_bytes() + TOKENS[0] * TOKENS[1] * 2 * SIZE["hidden_size"])
 
 
-def test_less_memory_without_the_projections():
-    """Gate and up of each layer."""
+def test_lean_mlp_saves_neither_gate_nor_up():
     results = []
     for memory in ("lean+mlp", "lean"):
         model, batch = make_model(memory, attention="sdpa"), make_batch()
         take_step(model, batch)
         results.append(take_step(model, batch)[1])
         del model
-    less, gates = results[1] - results[0], TOKENS[0] * TOKENS[1] * 2 * 2 * 2 * SIZE["intermediate_size"]
-    assert 0.98 * gates <= less <= 1.02 * gates
+    difference, gates = results[1] - results[0], TOKENS[0] * TOKENS[1] * 2 * 2 * 2 * SIZE["intermediate_size"]
+    assert 0.98 * gates <= difference <= 1.02 * gates
 
 
-# --- what is left goes to the host -----------------------------------------------------------------
+# --- offload ---------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def narrow(monkeypatch):
-    """A window of a tensor or two, where that of a large model would hold all of these."""
+    """Use a window of one or two tensors. The window of a large model would hold all tensors of these tests."""
     monkeypatch.setattr(offload, "WINDOW", 2**22)
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
 
 
-def test_what_is_left_goes_to_the_host(narrow):
-    """Kept: no more than a window, and what is smaller than 1 MiB; of 8 layers, where lean+mlp keeps some 150 MiB."""
+def test_offload_moves_the_saved_tensors_to_the_host(narrow):
+    """The device holds a window and tensors of less than 1 MiB. lean+mlp saves about 150 MiB for these 8 layers."""
     results = []
     for memory in ("offload", "lean+mlp"):
         model = make_model(memory, attention="sdpa", num_hidden_layers=8, vocab_size=1024)
@@ -136,7 +136,7 @@ def test_what_is_left_goes_to_the_host(narrow):
     assert results[0] < 0.35 * results[1]
 
 
-def test_the_host_waits_for_nothing(narrow):
+def test_offload_never_makes_the_host_wait(narrow):
     model, batch = make_model("offload", attention="sdpa"), make_batch()
     take_step(model, batch)
     torch.cuda.set_sync_debug_mode("error")
@@ -146,7 +146,7 @@ def test_the_host_waits_for_nothing(narrow):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_pinned_memory_is_used_again(narrow):
+def test_pinned_memory_is_reused(narrow):
     model, batch = make_model("offload", attention="sdpa"), make_batch()
     for _ in range(3):
         take_step(model, batch)
@@ -166,8 +166,8 @@ def squares(x: Tensor, w: Tensor, layers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["once", "twice", "one gradient", "dropped", "another stream", "busy"])
-def test_copies_and_what_computes_keep_to_their_order(narrow, how):
-    """Memory that was let go is written by others at once: who read it too late would see that."""
+def test_copies_and_computation_are_ordered(narrow, how):
+    """Freed memory is filled with NaN at once, so a read that comes too late would see NaN."""
     w = torch.randn(2048, 2048, device="cuda").div_(50).requires_grad_()
     x = torch.randn(4096, 2048, device="cuda", requires_grad=True)
     side = torch.cuda.Stream()
@@ -186,7 +186,8 @@ def test_copies_and_what_computes_keep_to_their_order(narrow, how):
                 loss = squares(x * 1.0, w, 12)
         if how == "one gradient":
             return [loss.detach(), *torch.autograd.grad(loss, [w])]
-        if how == "busy":  # the stream that computes is far behind the host
+        # The compute stream is far behind the host.
+        if how == "busy":
             torch.cuda._sleep(10**8)
         if how == "twice":
             loss.backward(retain_graph=True)
@@ -204,8 +205,7 @@ def test_copies_and_what_computes_keep_to_their_order(narrow, how):
         assert_same_bits(gradients(True), expected)
 
 
-def test_offload_in_a_graph_stays(narrow):
-    """While a graph is captured nothing moves."""
+def test_nothing_is_offloaded_during_the_capture_of_a_graph(narrow):
     w = torch.randn(512, 512, device="cuda", requires_grad=True)
     x = torch.randn(1024, 512, device="cuda")
 
@@ -222,10 +222,10 @@ def test_offload_in_a_graph_stays(narrow):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        given = gradient()
+        replayed = gradient()
     x.normal_()
     graph.replay()
-    assert torch.equal(given, gradient())
+    assert torch.equal(replayed, gradient())
 
 
 # --- every op --------------------------------------------------------------------------------------
@@ -233,12 +233,12 @@ def test_offload_in_a_graph_stays(narrow):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_op(name, dtype):
-    kept, expected = run(CASES[name], False, dtype, "cuda")
-    assert kept >= KEPT.get(name, {"y"})
-    kept, given = run(CASES[name], True, dtype, "cuda")
-    assert not kept
-    assert_same_bits(given, expected)
+def test_results_are_recomputed(name, dtype):
+    alive, expected = run(CASES[name], False, dtype, "cuda")
+    assert alive >= ALIVE.get(name, {"y"})
+    alive, actual = run(CASES[name], True, dtype, "cuda")
+    assert not alive
+    assert_same_bits(actual, expected)
 
 
 DTYPES = list(itertools.product((torch.bfloat16, torch.float32), repeat=3))
@@ -246,31 +246,31 @@ DTYPES = list(itertools.product((torch.bfloat16, torch.float32), repeat=3))
 
 @pytest.mark.parametrize("n", [64, 1000, 1024, 4096, 5120, 8192, 16384, 32768])
 @pytest.mark.parametrize("dtypes", DTYPES, ids=lambda d: "-".join(str(x)[6:] for x in d))
-def test_the_norm_of_a_sum(n, dtypes):
-    """Made of the sum: a variant of the kernel that sums over features would do so in another order."""
-    make = lambda dtype, *shape: torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
-    x, residual, w = make(dtypes[0], 333, n), make(dtypes[1], 333, n), make(dtypes[2], n)
+def test_the_norm_of_a_sum_is_recomputed_from_the_sum(n, dtypes):
+    """The recomputation reads rstd, because another variant of the kernel may sum over features in another order."""
+    random = lambda dtype, *shape: torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
+    x, residual, w = random(dtypes[0], 333, n), random(dtypes[1], 333, n), random(dtypes[2], n)
     for rounding in ("before_weight", "after_weight"):
         with tigon.lean():
             y, _ = tigon.add_rms_norm(x, residual, w, rounding=rounding)
             expected, one = y.detach().clone(), torch.ones_like(y, requires_grad=True)
             z = y * one
-            # Of two dtypes it is kept.
+            # The norm is saved if the weight has another dtype than the sum.
             assert len(tigon.memory.lean._block().by_storage) == (dtypes[2] == torch.promote_types(*dtypes[:2]))
             del y
-        (given,) = torch.autograd.grad(z.sum(), one)
-        assert torch.equal(given, expected)
+        (recomputed,) = torch.autograd.grad(z.sum(), one)
+        assert torch.equal(recomputed, expected)
 
 
 @pytest.mark.parametrize("n", [64, 1000, 4096, 8192])
 @pytest.mark.parametrize("op", [tigon.rms_norm, lambda x, w: tigon.layer_norm(x, w, w)], ids=["rms", "layer"])
 def test_a_copy_of_the_weight_gives_the_same_bits(n, op):
-    """Also where the weight itself is not aligned, as a part of a flat one."""
+    """The weight itself is not aligned, like a part of a flat parameter."""
     x, flat = torch.randn(333, n, device="cuda", dtype=torch.bfloat16), torch.randn(n + 1, device="cuda").bfloat16()
     assert torch.equal(op(x, flat[1:]), op(x, flat[1:].clone()))
 
 
-def test_no_wait():
+def test_lean_never_waits_for_the_device():
     model, batch = make_model("lean", attention="sdpa"), make_batch()
     take_step(model, batch)
     torch.cuda.set_sync_debug_mode("error")
@@ -280,8 +280,7 @@ def test_no_wait():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_in_a_graph():
-    """Forward and backward, captured; replayed on other values."""
+def test_a_captured_lean_step_is_replayed_on_other_values():
     w, v = (torch.randn(*s, device="cuda", requires_grad=True) for s in ((512,), (64, 512)))
     x = torch.randn(1000, 512, device="cuda")
 
@@ -301,14 +300,14 @@ def test_in_a_graph():
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        given = gradients(True)
+        replayed = gradients(True)
     x.normal_()
     graph.replay()
-    assert_same_bits(list(given), list(gradients(False)))
+    assert_same_bits(list(replayed), list(gradients(False)))
 
 
-def test_streams():
-    """A product on another stream makes its input for itself, of memory that no one takes meanwhile."""
+def test_a_product_on_another_stream_recomputes_its_own_input():
+    """The memory of that input must not be reused too early."""
     side = torch.cuda.Stream()
     w = torch.randn(4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     v = torch.randn(256, 4096, device="cuda", dtype=torch.bfloat16, requires_grad=True)
@@ -327,17 +326,18 @@ def test_streams():
             there.record_stream(torch.cuda.current_stream())
             loss = here.float().square().mean() + there.sin().mean()
             del y, h
-        made = torch.autograd.grad(loss, (w, v))
-        noise = [torch.full_like(x, torch.nan) for _ in range(3)]  # takes what was freed
+        results = torch.autograd.grad(loss, (w, v))
+        # These tensors reuse the freed memory.
+        noise = [torch.full_like(x, torch.nan) for _ in range(3)]
         del noise
-        return list(made)
+        return list(results)
 
     expected = gradients(False)
     for _ in range(5):
         assert_same_bits(gradients(True), expected)
 
 
-def test_offloading_what_is_left(deterministic):
+def test_save_on_cpu_moves_the_tensors_that_lean_saves(deterministic):
     results = []
     for memory in ("lean", "default"):
         model, batch = make_model(memory), make_batch()
@@ -345,13 +345,13 @@ def test_offloading_what_is_left(deterministic):
         with hooks if memory == "lean" else contextlib.nullcontext():
             results.append(take_step(model, batch))
         del model
-    (given, lean_kept, _), (expected, kept, _) = results
-    assert_same_bits(given, expected)
-    assert lean_kept < 0.3 * kept
+    (actual, lean_saved, _), (expected, saved, _) = results
+    assert_same_bits(actual, expected)
+    assert lean_saved < 0.3 * saved
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpointing_of_one_layer(reentrant, deterministic):
+def test_one_layer_of_a_lean_model_may_be_checkpointed(reentrant, deterministic):
     results = []
     for memory in ("lean", "default"):
         model, batch = make_model(memory), make_batch()
@@ -361,33 +361,34 @@ def test_checkpointing_of_one_layer(reentrant, deterministic):
         take_step(model, batch)
         results.append(take_step(model, batch))
         del model
-    (given, lean_kept, _), (expected, kept, _) = results
-    assert_same_bits(given, expected)
-    assert kept - lean_kept >= 0.98 * made_again(layers=1)
+    (actual, lean_saved, _), (expected, saved, _) = results
+    assert_same_bits(actual, expected)
+    assert saved - lean_saved >= 0.98 * recomputed_bytes(layers=1)
 
 
-def test_a_captured_backward_is_replayed_alone():
-    """Its second replay reads what the first one did: nothing of that is overwritten."""
+def test_a_captured_backward_may_be_replayed_alone():
+    """The second replay reads the same tensors as the first one, so backward must not overwrite them."""
     torch.manual_seed(0)
     mlp = tigon.SwiGLUMLP(256, 512, device="cuda", dtype=torch.bfloat16)
     x, dy = (torch.randn(64, 256, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     leaves = [x.requires_grad_(), *mlp.parameters()]
     stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):  # where forward ran, backward runs
+    # Backward runs on the stream of the forward pass.
+    with torch.cuda.stream(stream):
         y = mlp(x)
         expected = [g.clone() for g in torch.autograd.grad(y, leaves, dy, retain_graph=True)]
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            given = torch.autograd.grad(y, leaves, dy)
+            replayed = torch.autograd.grad(y, leaves, dy)
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
-        assert_same_bits(list(given), expected)
+        assert_same_bits(list(replayed), expected)
 
 
-def test_compiled():
-    """Another graph fuses otherwise: as near to the default as roundings are."""
+def test_a_compiled_lean_model_saves_less():
+    """The two graphs fuse different operations, so their results differ by roundings."""
     results = []
     for memory in ("lean", "default"):
         torch._dynamo.reset()
@@ -397,7 +398,7 @@ def test_compiled():
         results.append(take_step(compiled, batch))
         del model, compiled
     torch._dynamo.reset()
-    (given, lean_kept, _), (expected, kept, _) = results
-    assert kept - lean_kept >= 0.9 * made_again(product=True)
-    for a, b in zip(given, expected, strict=True):
+    (actual, lean_saved, _), (expected, saved, _) = results
+    assert saved - lean_saved >= 0.9 * recomputed_bytes(product=True)
+    for a, b in zip(actual, expected, strict=True):
         assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()

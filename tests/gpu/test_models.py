@@ -1,4 +1,4 @@
-"""Patched models on a GPU in bf16: as accurate as stock, no waits, less memory."""
+"""Patched models on a GPU in bf16 are as accurate as stock, never wait for the device and need less memory."""
 
 import copy
 
@@ -48,7 +48,7 @@ def _step(model: torch.nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def _losses(model: torch.nn.Module) -> torch.Tensor:
-    """Return the losses of 32 batches: one loss may be exact by luck, but not the largest error of so many."""
+    """Return the losses of 32 batches. One loss may be exact by chance, but not all of them."""
     return torch.stack([model(**_batch(seed=seed)).loss.float() for seed in range(32)])
 
 
@@ -66,7 +66,7 @@ def test_loss_and_every_gradient_are_as_accurate_as_stock(model_type):
         if name != "loss":
             assert_accurate(patched[name], stock[name], value, msg=name)
     report.restore()
-    # Attention's backward adds in no fixed order, so two stock runs differ in their last bits as well.
+    # The backward of attention sums in no fixed order, so two stock runs differ in their last bits too.
     torch.testing.assert_close(_step(model, batch)["loss"], stock["loss"], rtol=1e-6, atol=0)
 
 
@@ -82,7 +82,7 @@ def test_a_training_step_never_waits_for_the_device():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_logits_are_never_held():
+def test_a_patched_model_never_holds_all_logits():
     model, batch = _model("llama", vocab_size=128256, tie_word_embeddings=True), _batch(4, 1024)
     peak = {}
     for kind in ("stock", "patched"):
@@ -100,17 +100,17 @@ def test_logits_are_never_held():
     assert peak["patched"] < 0.3 * peak["stock"]
 
 
-def test_compiles_in_one_graph():
-    """Loss and gradients of the graph are as accurate as the stock model's outside of one."""
+def test_a_patched_model_compiles_in_one_graph():
+    """The loss and the gradients of the graph are as accurate as those of the stock model in eager mode."""
     torch._dynamo.reset()
     model, batch = _model("llama"), _batch()
     exact, stock = _step(copy.deepcopy(model).float(), batch), _step(model, batch)
     stock_losses, exact_losses = _losses(model), _losses(copy.deepcopy(model).float())
     tigon.patch(model)
     compiled = _step(torch.compile(model, fullgraph=True), batch)
-    given = {name.removeprefix("_orig_mod."): value for name, value in compiled.items()}
-    assert given.keys() == exact.keys()
-    # One loss of the stock model may be exact by luck, so its largest error over several batches is the measure.
-    assert abs(given.pop("loss") - exact["loss"]) <= 2 * (stock_losses - exact_losses).abs().max()
-    for name, gradient in given.items():
+    actual = {name.removeprefix("_orig_mod."): value for name, value in compiled.items()}
+    assert actual.keys() == exact.keys()
+    # One loss of the stock model may be exact by chance, so its largest error over several batches is the limit.
+    assert abs(actual.pop("loss") - exact["loss"]) <= 2 * (stock_losses - exact_losses).abs().max()
+    for name, gradient in actual.items():
         assert_accurate(gradient, stock[name], exact[name], msg=name)

@@ -1,4 +1,4 @@
-"""The kernel that keeps a row of logits on the chip, at sizes where its slots wrap, overflow and stand empty."""
+"""The kernel that holds a row of logits on the chip, with sizes at which its slots wrap, overflow or stay empty."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 import tigon
 from op_cases import assert_as_accurate_as_eager
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
-from tigon.ops.logits.token import row as token_loss_row
+from tigon.ops.logits.token import kernels
 from tigon.ops.logits.token.kernels import Options, Wants, statistics
 from tigon.ops.logits.token.row import RowConfig
 from tigon.runtime.tuning import tuned
@@ -16,15 +16,15 @@ OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}, {"tok
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The configurations that the kernel was launched with."""
-    seen, row_losses = [], token_loss_row.row_losses
+    """The configs of all launches of the kernel."""
+    configs, row_losses = [], kernels.row_losses
 
-    def noted(*arguments):
-        seen.append(arguments[-2])
+    def recorded(*arguments):
+        configs.append(arguments[-2])
         row_losses(*arguments)
 
-    monkeypatch.setattr(token_loss_row, "row_losses", noted)
-    return seen
+    monkeypatch.setattr(kernels, "row_losses", recorded)
+    return configs
 
 
 def _check(m: int, v: int, dtype: torch.dtype, weighted: bool, options: dict) -> None:
@@ -45,38 +45,41 @@ def _check(m: int, v: int, dtype: torch.dtype, weighted: bool, options: dict) ->
     ("v", "slots"), [(4096, 4), (4000, 4), (4000, 2), (4000, 1), (16, 1), (16, 3), (10000, 2)], ids=str
 )
 @pytest.mark.parametrize("m", [1, 7, 700])
-def test_any_fit_of_row_and_slots(m, v, slots, dtype, options, launches):
+def test_the_row_kernel_accepts_any_number_of_slots(m, v, slots, dtype, options, launches):
     if m == 1 and "token_scaling" in options:
-        pytest.skip("p_t, of a whole row one factor, is as exact as eager's over many rows; of one, luck decides")
+        pytest.skip(
+            "The error of p_t scales the whole row, so with one row chance decides which code is more accurate."
+        )
     lane = 16 // dtype.itemsize
-    block = 2 * 128 * lane  # two rounds of 128 threads a slot
+    # A slot holds two elements of 16 bytes for each of 128 threads.
+    block = 2 * 128 * lane
     with tuned(RowConfig, slots=slots, block=block, lane=lane, num_warps=4, programs_per_multiprocessor=2):
         _check(m, v, dtype, weighted=v == 4000, options=options)
     assert launches
 
 
 @pytest.mark.parametrize("v", [8192, 32000, 50304, 65536, 128256, 151936, 256000])
-def test_real_vocabularies(v, launches):
+def test_the_row_kernel_is_accurate_for_real_vocabularies(v, launches):
     _check(300, v, torch.bfloat16, weighted=False, options={})
     assert launches
 
 
 @pytest.mark.parametrize("v", [32000, 128256, 256000])
-def test_log_probabilities(v, launches):
+def test_the_row_kernel_computes_log_probabilities(v, launches):
     logits = torch.randn(300, v, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(v, (300,), device="cuda")
     labels[::3], labels[1] = -100, v
     expected = torch.log_softmax(logits.double(), -1).gather(1, labels.clamp(0, v - 1)[:, None])[:, 0]
     expected[1] = torch.nan
     scales = torch.ones(3, device="cuda")
-    found = statistics(logits, labels, None, scales, Options(), Wants(log_probs=True), gradient_=True)
+    result = statistics(logits, labels, None, scales, Options(), Wants(log_probs=True), with_gradient=True)
     assert launches
     expected = expected.masked_fill(labels == -100, 0.0).float()
-    torch.testing.assert_close(found.log_probs, expected, rtol=1e-6, atol=2e-6, equal_nan=True)
-    assert (found.loss[::3] == 0).all()
+    torch.testing.assert_close(result.log_probs, expected, rtol=1e-6, atol=2e-6, equal_nan=True)
+    assert (result.loss[::3] == 0).all()
 
 
-def test_ignored_rows_are_not_looked_at(launches):
+def test_ignored_rows_may_hold_nan(launches):
     logits = torch.randn(300, 32000, device="cuda", dtype=torch.bfloat16)
     labels = torch.randint(32000, (300,), device="cuda")
     labels[::3] = -100
@@ -91,7 +94,7 @@ def test_ignored_rows_are_not_looked_at(launches):
     assert gradient.isfinite().all()
 
 
-def test_is_the_same_from_run_to_run():
+def test_the_row_kernel_has_the_same_bits_in_every_run():
     logits = torch.randn(2000, 128256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(128256, (2000,), device="cuda")
     runs = []
@@ -105,9 +108,11 @@ def test_is_the_same_from_run_to_run():
 
 
 @pytest.mark.parametrize(("v", "slots"), [(4000, 4), (4000, 1), (32000, 4)], ids=str)
-def test_an_ignored_row_sees_nothing_of_the_row_before_it_in_its_program(v, slots, launches):
-    m = 4000  # many rows a program, half of them ignored
-    logits = torch.randn(m, v, device="cuda", dtype=torch.bfloat16) * 1000  # exponentials overflow without their pivot
+def test_an_ignored_row_is_independent_of_the_row_before_it(v, slots, launches):
+    # Each program computes many rows, and half of them are ignored.
+    m = 4000
+    # Without the maximum of their own row exponentials overflow.
+    logits = torch.randn(m, v, device="cuda", dtype=torch.bfloat16) * 1000
     labels = torch.randint(v, (m,), device="cuda")
     ignored = torch.rand(m, device="cuda") < 0.5
     labels[ignored] = -100

@@ -1,4 +1,4 @@
-"""Ways of training that only a GPU shows: a patched model in fp16 and bf16 is as accurate as the stock one."""
+"""Ways of training that need a GPU: a patched model in fp16 or bf16 is as accurate as the stock one."""
 
 import pytest
 import torch
@@ -25,7 +25,8 @@ SIZE = {
     "eos_token_id": 2,
     "bos_token_id": 1,
 }
-Step = dict[str, torch.Tensor]  # the loss, and every gradient by name
+# The loss, and every gradient by name.
+Step = dict[str, torch.Tensor]
 
 
 @pytest.fixture(params=["llama", "qwen3", "gemma2"])
@@ -34,7 +35,7 @@ def model_type(request) -> str:
 
 
 def make_model(model_type: str, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
-    """Its parameters, norms included, are random numbers of bf16, whatever its dtype."""
+    """Return a model whose parameters, with those of norms, are random numbers in bf16 for every dtype."""
     config = transformers.AutoConfig.for_model(model_type, **SIZE)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
@@ -61,30 +62,30 @@ def patch(model: nn.Module) -> nn.Module:
     return model
 
 
-def assert_as_accurate(given: Step, stock: Step, exact: Step) -> None:
-    """The error of every result, relative to its norm, is at most twice that of stock."""
-    assert given.keys() == stock.keys() == exact.keys()
+def assert_as_accurate(actual: Step, stock: Step, exact: Step) -> None:
+    """Assert that the relative error of every result is at most twice that of stock."""
+    assert actual.keys() == stock.keys() == exact.keys()
     assert len(exact) > 2
     for name, value in exact.items():
         error = lambda x, value=value: float((x.double() - value.double()).norm() / value.double().norm())
-        # One number may be right by luck.
-        allowed = 2 * error(stock[name]) + (2e-3 if value.numel() == 1 else 2e-4)
-        assert error(given[name]) <= allowed, f"{name}: {error(given[name]):.2e}, stock {error(stock[name]):.2e}"
+        # A single number of stock may be exact by chance.
+        limit = 2 * error(stock[name]) + (2e-3 if value.numel() == 1 else 2e-4)
+        assert error(actual[name]) <= limit, f"{name}: {error(actual[name]):.2e}, stock {error(stock[name]):.2e}"
 
 
 def compare(run, model_type: str, dtype: torch.dtype = torch.bfloat16) -> None:
-    """`run(model, batch)` of a patched and a stock model of `dtype`, and a plain step of one in fp32."""
+    """Compare `run(model, batch)` of a patched and a stock model in `dtype` with a step of a stock model in fp32."""
     batch = make_batch()
     exact = take_step(make_model(model_type, torch.float32), batch)
     stock = run(make_model(model_type, dtype), batch)
-    given = run(patch(make_model(model_type, dtype)), batch)
-    assert_as_accurate(given, stock, exact)
+    actual = run(patch(make_model(model_type, dtype)), batch)
+    assert_as_accurate(actual, stock, exact)
 
 
 # --- precision and memory ------------------------------------------------------------------------
 
 
-def test_bf16_autocast(model_type):
+def test_a_patched_model_is_accurate_under_autocast(model_type):
     def run(model, batch):
         with torch.autocast("cuda", torch.bfloat16):
             return take_step(model, batch)
@@ -92,7 +93,7 @@ def test_bf16_autocast(model_type):
     compare(run, model_type, torch.float32)
 
 
-def test_fp16_with_a_scaled_loss(model_type):
+def test_a_patched_model_is_accurate_in_fp16_with_a_scaled_loss(model_type):
     def run(model, batch):
         scaler, optimizer = torch.amp.GradScaler("cuda", init_scale=2.0**10), torch.optim.SGD(model.parameters(), 0.1)
         with torch.autocast("cuda", torch.float16):
@@ -105,7 +106,7 @@ def test_fp16_with_a_scaled_loss(model_type):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpointing(model_type, reentrant):
+def test_a_patched_model_is_accurate_with_checkpointing(model_type, reentrant):
     def run(model, batch):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -114,7 +115,7 @@ def test_checkpointing(model_type, reentrant):
     compare(run, model_type)
 
 
-def test_activations_in_host_memory(model_type):
+def test_a_patched_model_is_accurate_with_activations_on_the_host(model_type):
     def run(model, batch):
         with torch.autograd.graph.save_on_cpu(pin_memory=True):
             return take_step(model, batch)
@@ -125,7 +126,7 @@ def test_activations_in_host_memory(model_type):
 # --- graphs --------------------------------------------------------------------------------------
 
 
-def test_compiled_in_one_graph(model_type):
+def test_a_patched_model_is_accurate_in_one_graph(model_type):
     def run(model, batch):
         torch._dynamo.reset()
         step = take_step(torch.compile(model, fullgraph=True), batch)
@@ -134,8 +135,8 @@ def test_compiled_in_one_graph(model_type):
     compare(run, model_type)
 
 
-def test_a_captured_step(model_type):
-    """Forward and backward in one CUDA graph, replayed on another batch with another number of labels."""
+def test_a_captured_step_is_replayed_on_another_batch(model_type):
+    """One CUDA graph holds the forward and the backward. The other batch has another number of labels."""
 
     def capture_and_replay(model, batch):
         static = make_batch(seed=9)
@@ -154,7 +155,8 @@ def test_a_captured_step(model_type):
         for name in ("input_ids", "labels"):
             static[name].copy_(batch[name])
         results = []
-        for _ in range(2):  # a replay writes the gradients; it does not add to them
+        # A replay writes the gradients and does not add to them.
+        for _ in range(2):
             graph.replay()
             torch.cuda.synchronize()
             results.append({"loss": loss.detach().clone(), **gradients(model)})
@@ -164,21 +166,22 @@ def test_a_captured_step(model_type):
     batch = make_batch()
     exact = take_step(make_model(model_type, torch.float32), batch)
     stock = take_step(make_model(model_type), batch)
-    given = capture_and_replay(patch(make_model(model_type)), batch)
-    assert_as_accurate(given, stock, exact)
+    actual = capture_and_replay(patch(make_model(model_type)), batch)
+    assert_as_accurate(actual, stock, exact)
 
 
 # --- quantised layers and adapters ---------------------------------------------------------------
 
 
 def to_4bit(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Every linear layer but the head in 4 bits that it computes with in `dtype`."""
+    """Replace every linear layer but the head by one with 4-bit weights that computes in `dtype`."""
     bnb = pytest.importorskip("bitsandbytes")
     for module in list(model.model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
                 layer = bnb.nn.Linear4bit(child.in_features, child.out_features, bias=False, compute_dtype=dtype)
-                weight = child.weight.data.to("cpu", torch.float32)  # quantised from the same numbers in every dtype
+                # The quantised weights are the same for every dtype.
+                weight = child.weight.data.to("cpu", torch.float32)
                 layer.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", module=layer)
                 setattr(module, name, layer.cuda())
     model.enable_input_require_grads()
@@ -191,15 +194,16 @@ def with_lora(model: nn.Module) -> nn.Module:
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_" in name:  # numbers of bf16 in every dtype
-                spread = 0.02 * torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(spread.bfloat16())
+            # The values are in bf16 for every dtype.
+            if "lora_" in name:
+                values = 0.02 * torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(values.bfloat16())
     return model.train()
 
 
 @pytest.mark.parametrize("order", ["patch first", "layers first"])
 @pytest.mark.parametrize("layers", ["4 bit", "adapters", "adapters on 4 bit"])
-def test_quantised_layers_and_adapters(model_type, layers, order):
+def test_a_patched_model_is_accurate_with_quantised_layers_and_adapters(model_type, layers, order):
     def build(dtype: torch.dtype, patched: bool) -> nn.Module:
         model = make_model(model_type, dtype)
         if patched and order == "patch first":
@@ -221,8 +225,8 @@ def test_quantised_layers_and_adapters(model_type, layers, order):
 # --- two GPUs ------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="The test needs two GPUs.")
 @every_launch
-def test_two_gpus(launch):
-    """DDP and FSDP, tensor and context parallel, ZeRO-3, in fp32 over NCCL."""
+def test_a_patched_model_agrees_with_stock_on_two_gpus(launch):
+    """The launches are DDP and FSDP, tensor and context parallelism, and ZeRO-3, in fp32 over NCCL."""
     assert_same_on_two("cuda", launch)

@@ -1,4 +1,4 @@
-"""Count how often a layer runs in a step."""
+"""Count the runs of a layer in a step."""
 
 from torch import nn
 

@@ -1,4 +1,4 @@
-"""Small steps whose products save what an op gives, and what of it is kept."""
+"""Small training steps whose products save the result of an op, and the tensors that are alive after the forward."""
 
 import contextlib
 import gc
@@ -20,10 +20,12 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 class Step:
-    """Inputs and weights that need gradients, always the same, and what of a forward pass is still there."""
+    """The inputs and weights of a step, which are the same in every step, and the tensors that are still alive."""
 
     def __init__(self, dtype: torch.dtype = torch.float32, device: str = "cpu") -> None:
-        self.dtype, self.device, self.leaves, self.watched = dtype, device, [], {}
+        self.dtype, self.device = dtype, device
+        self.leaves: list[Tensor] = []
+        self.storages: dict[str, StorageWeakRef] = {}
 
     def constant(self, seed: int, *shape: int) -> Tensor:
         return normal(seed, *shape, dtype=self.dtype).to(self.device)
@@ -33,7 +35,7 @@ class Step:
         return self.leaves[-1]
 
     def x(self, *shape: int) -> Tensor:
-        """An input that is itself computed: as an activation, it is no leaf."""
+        """Return an input that is computed like an activation, so that it is not a leaf."""
         return self.leaf(*(shape or (*ROWS, WIDTH))) * 1.5
 
     def weight(self, *shape: int) -> nn.Parameter:
@@ -41,42 +43,47 @@ class Step:
         return self.leaves[-1]
 
     def product(self, y: Tensor, width: int = 5) -> Tensor:
-        """y W^T, of which autograd saves y."""
+        """Return y W^T. Autograd saves y."""
         return F.linear(y, self.weight(width, y.shape[-1]))
 
     def watch(self, **tensors: Tensor) -> None:
-        self.watched |= {name: StorageWeakRef(y.untyped_storage()) for name, y in tensors.items()}
+        """Let `alive` report these tensors."""
+        self.storages |= {name: StorageWeakRef(y.untyped_storage()) for name, y in tensors.items()}
 
-    def kept(self) -> set[str]:
+    def alive(self) -> set[str]:
+        """Return the names of the watched tensors whose memory is still allocated."""
+        # The interpreter leaves reference cycles.
         if INTERPRETED:
-            gc.collect()  # the interpreter leaves cycles
-        return {name for name, storage in self.watched.items() if not storage.expired()}
+            gc.collect()
+        return {name for name, storage in self.storages.items() if not storage.expired()}
 
     def gradients(self) -> list[Tensor | None]:
         return [leaf.grad for leaf in self.leaves]
 
 
 def block(lean: bool, **options: bool) -> contextlib.AbstractContextManager:
+    """Return a block of `lean`, or a block without effect."""
     return tigon.lean(**options) if lean else contextlib.nullcontext()
 
 
 def total(*results: Tensor) -> Tensor:
+    """Return the sum of the squares of all elements."""
     return sum(z.float().square().sum() for z in results)
 
 
 def run(
     forward: Callable[[Step], Tensor], lean: bool, dtype: torch.dtype = torch.float32, device: str = "cpu"
 ) -> tuple[set[str], list[Tensor]]:
-    """What is kept after the forward pass, and the loss and every gradient."""
+    """Return the tensors that are alive after the forward pass, and a list of the loss and all gradients."""
     step = Step(dtype, device)
     with block(lean):
         loss = forward(step)
-    kept = step.kept()
+    alive = step.alive()
     loss.backward()
-    return kept, [loss.detach(), *step.gradients()]
+    return alive, [loss.detach(), *step.gradients()]
 
 
-def assert_same_bits(given: list[Tensor | None], expected: list[Tensor | None]) -> None:
-    assert len(given) == len(expected)
-    for i, (a, b) in enumerate(zip(given, expected, strict=True)):
+def assert_same_bits(actual: list[Tensor | None], expected: list[Tensor | None]) -> None:
+    assert len(actual) == len(expected)
+    for i, (a, b) in enumerate(zip(actual, expected, strict=True)):
         assert a is b or (a.dtype == b.dtype and torch.equal(a, b)), f"result {i}"

@@ -1,6 +1,6 @@
-"""What one layer of a Llama keeps for backward, in units of the bytes of its hidden state; by the kernels.
+"""The bytes that one layer of a Llama saves for backward, in units of the bytes of its hidden state.
 
-Without kernels the references keep what they make on the way: these run in Triton's interpreter (`make test`).
+References save their intermediate results, so these tests need kernels and run in Triton's interpreter (`make test`).
 """
 
 import pytest
@@ -17,7 +17,7 @@ HIDDEN, INNER, HEADS, GROUPS = 128, 448, 32, 8
 
 
 class Layer(nn.Module):
-    """A decoder layer whose parts are all of torch but the norms, the gate and the rotation."""
+    """A decoder layer of torch modules, except for the norms, the gate and the rotation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps what fused attention keeps: its inputs, its output, and a number a row."""
+    """Saves what fused attention saves: its inputs and its output. A number for each row is neglected."""
 
     @staticmethod
     def forward(ctx, q, k, v):
@@ -49,32 +49,34 @@ class _Attention(torch.autograd.Function):
 
 
 def units(lean: bool, **options: bool) -> float:
+    """Return the bytes that a layer saves, divided by the bytes of its hidden state."""
     layer, batch, length = Layer(), 2, 24
     weights = {p.untyped_storage()._cdata for p in layer.parameters()}
     angles = torch.randn(1, length, HIDDEN // HEADS)
-    x, kept = torch.randn(batch, length, HIDDEN, requires_grad=True), {}
+    x, saved = torch.randn(batch, length, HIDDEN, requires_grad=True), {}
     tables = angles.cos(), angles.sin()
-    weights |= {t.untyped_storage()._cdata for t in tables}  # all layers share them
+    # All layers share the tables.
+    weights |= {t.untyped_storage()._cdata for t in tables}
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage()._cdata not in weights:
-            kept[t.untyped_storage()._cdata] = t.untyped_storage()
+            saved[t.untyped_storage()._cdata] = t.untyped_storage()
         return t.detach()
 
     with saved_tensors_hooks(pack, lambda t: t), block(lean, **options):
         layer(x * 1, *tables)
-    whole = [storage.nbytes() for storage in kept.values() if storage.nbytes() > batch * length * 4 * 2]
-    return sum(whole) / (x.numel() * 4)
+    sizes = [storage.nbytes() for storage in saved.values() if storage.nbytes() > batch * length * 4 * 2]
+    return sum(sizes) / (x.numel() * 4)
 
 
-def kept_by_graph(lean: bool, **options: bool) -> int:
-    """Bytes that a compiled MLP keeps for backward, with kernels that write nothing."""
+def bytes_saved_by_graph(lean: bool, **options: bool) -> int:
+    """Return the bytes that a compiled MLP saves for backward, with kernels that write nothing."""
     norm, mlp, x = tigon.RMSNorm(HIDDEN), tigon.SwiGLUMLP(HIDDEN, INNER), torch.randn(48, HIDDEN)
-    weights, kept = {p.untyped_storage()._cdata for p in (*norm.parameters(), *mlp.parameters())}, {}
+    weights, saved = {p.untyped_storage()._cdata for p in (*norm.parameters(), *mlp.parameters())}, {}
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage()._cdata not in weights:
-            kept[t.untyped_storage()._cdata] = t.untyped_storage()
+            saved[t.untyped_storage()._cdata] = t.untyped_storage()
         return t.detach()
 
     def forward(x: Tensor) -> Tensor:
@@ -85,28 +87,28 @@ def kept_by_graph(lean: bool, **options: bool) -> int:
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
     with saved_tensors_hooks(pack, lambda t: t):
         compiled(x)
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 @pytest.mark.no_interpreter("It calls no kernel.")
-def test_graphs_with_kernels(monkeypatch):
-    """Operators inside of autograd functions are told to be made again as well: norm, its statistics, and product."""
+def test_graphs_recompute_the_results_of_kernels(monkeypatch):
+    """Operators inside autograd functions are recomputed too: the norm, its statistics and the gated product."""
     for op in (tigon.ops.norms.rms_norm, tigon.ops.mlps.glu):
         monkeypatch.setattr(op, "runs_kernels", lambda *tensors: True)
     for launches in (tigon.ops.norms.kernels, tigon.runtime.rows):
         monkeypatch.setattr(launches, "launch", lambda *args, **kwargs: None)
-    default = kept_by_graph(False)
-    assert default - kept_by_graph(True) == 48 * 4 * (HIDDEN + 1 + INNER)
-    # One region takes what another makes: some versions of torch keep the norm's output.
-    assert kept_by_graph(True, mlp=True) <= 48 * 4 * (2 * HIDDEN + 1)
+    default = bytes_saved_by_graph(False)
+    assert default - bytes_saved_by_graph(True) == 48 * 4 * (HIDDEN + 1 + INNER)
+    # Some versions of torch save the norm's output, because one recomputed region reads it from another.
+    assert bytes_saved_by_graph(True, mlp=True) <= 48 * 4 * (2 * HIDDEN + 1)
     torch._dynamo.reset()
 
 
 @pytest.mark.interpreter
-def test_units_of_a_layer():
-    """x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7: stock code has a product of 3.5 beside.
+def test_bytes_that_a_layer_saves():
+    """By default: x 1, norm 1, q/k/v 1.5, attention 1, residual 1, norm 1, gate and up 7. Stock code also saves 3.5.
 
-    lean: no norms; with the MLP's projections neither gate nor up.
+    `lean` does not save the norms, and `lean(mlp=True)` saves neither gate nor up.
     """
     assert units(lean=False) == 13.5
     assert units(lean=True) == 11.5

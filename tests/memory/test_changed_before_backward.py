@@ -1,4 +1,4 @@
-"""A projection that backward calls again is refused, by name, if what it reads has changed since the forward pass."""
+"""Backward does not call a projection again if state that it reads has changed since the forward pass."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def loss_of(model: nn.Module) -> torch.Tensor:
     return model(input_ids=ids, labels=ids).loss
 
 
-# --- changes that a second call would see ----------------------------------------------------------
+# --- changes that would affect a second call -------------------------------------------------------
 
 
 def switch_off(model):
@@ -139,7 +139,7 @@ def assert_same_gradients(ours, stock):
 
 
 @pytest.mark.parametrize("memory", ["default", "lean"])
-def test_levels_that_call_nothing_again_need_no_refusal(memory):
+def test_levels_that_repeat_no_call_refuse_no_change(memory):
     models = [make_model(2), make_model(2)]
     tigon.patch(models[0], memory=memory)
     for model in models:
@@ -149,7 +149,7 @@ def test_levels_that_call_nothing_again_need_no_refusal(memory):
     assert_same_gradients(*models)
 
 
-def test_the_message_names_what_changed():
+def test_the_error_names_the_changed_attribute():
     model = make_model(2).requires_grad_(True)
     tigon.patch(model, memory=LEVEL)
     with model.disable_adapter():
@@ -158,7 +158,7 @@ def test_the_message_names_what_changed():
         loss.backward()
 
 
-def test_torch_s_own_forward_replaced_before_backward_is_refused(monkeypatch):
+def test_a_replaced_forward_of_torch_is_refused(monkeypatch):
     model = make_model()
     tigon.patch(model, memory=LEVEL)
     loss = loss_of(model)
@@ -168,7 +168,7 @@ def test_torch_s_own_forward_replaced_before_backward_is_refused(monkeypatch):
         loss.backward()
 
 
-# --- changes that a second call does not see -------------------------------------------------------
+# --- changes without effect on a second call -------------------------------------------------------
 
 
 def reference_in_between(model):
@@ -202,14 +202,14 @@ def hook_of_an_engine(model):
     gate(model).register_forward_pre_hook(gather)
 
 
-SEEN_BY_NOBODY = [
+WITHOUT_EFFECT = [
     *(reference_in_between, to_another_adapter_and_back, merge_and_unmerge_nothing, add_an_attribute),
     *(exchange_the_data, hook_of_an_engine),
 ]
 
 
-@pytest.mark.parametrize("change", SEEN_BY_NOBODY, ids=lambda f: f.__name__)
-def test_changes_that_a_second_call_does_not_see(change):
+@pytest.mark.parametrize("change", WITHOUT_EFFECT, ids=lambda f: f.__name__)
+def test_changes_without_effect_on_a_second_call_are_accepted(change):
     models = [make_model(2), make_model(2)]
     tigon.patch(models[0], memory=LEVEL)
     for model in models:
@@ -220,7 +220,7 @@ def test_changes_that_a_second_call_does_not_see(change):
 
 
 class Scaled(nn.Linear):
-    """A projection of a user's, whose code reads an attribute and a global."""
+    """A projection of a user, whose code reads an attribute and a global variable."""
 
     scale = 1.0
 
@@ -232,7 +232,7 @@ FACTOR = 1.0
 
 
 @pytest.mark.parametrize("where", ["attribute", "class", "global"])
-def test_settings_of_a_module_of_the_user(monkeypatch, where):
+def test_a_changed_setting_of_a_module_of_the_user_is_refused(monkeypatch, where):
     model = make_model()
     gate(model).__class__ = Scaled
     tigon.patch(model, memory=LEVEL)
@@ -245,8 +245,8 @@ def test_settings_of_a_module_of_the_user(monkeypatch, where):
         loss.backward()
 
 
-def test_fast_weights_of_a_functional_call():
-    """Backward meets the parameters of the module, and the forward pass had others."""
+def test_the_weights_of_a_functional_call_are_refused():
+    """The module has its own parameters again in backward, and the forward pass had other ones."""
     model = make_model()
     tigon.patch(model, memory=LEVEL)
     ids = torch.arange(24).view(2, 12)
@@ -257,8 +257,8 @@ def test_fast_weights_of_a_functional_call():
 
 
 @pytest.mark.parametrize("is_same", [True, False], ids=["a view of the same", "a view of another"])
-def test_views_of_a_flat_parameter(is_same):
-    """FSDP with a flat parameter gives its layers new views of it for backward."""
+def test_a_view_of_the_same_flat_parameter_is_accepted(is_same):
+    """FSDP with a flat parameter assigns new views of it to its layers for backward."""
     model = make_model()
     tigon.patch(model, memory=LEVEL)
     layer = gate(model)

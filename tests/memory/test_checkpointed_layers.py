@@ -1,7 +1,7 @@
-"""`memory="checkpoint"`: a layer runs twice only if the second run computes what the first one did.
+"""With `memory="checkpoint"` a layer runs twice only if the second run computes the same values as the first.
 
-A hook, a class or a forward that is on a projection before the patch, that comes after it, or that comes between the
-forward pass and backward.
+The tests change a projection by a hook, a class or a forward: before the patch, after the patch, or between the forward
+pass and backward.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ def counted(self, x):
 
 
 class WithFunction(nn.Linear):
-    """A layer that may run twice as long as its function may."""
+    """A layer that may run twice if its function may."""
 
     function = staticmethod(torch.sin)
 
@@ -103,7 +103,7 @@ def change_all(model, change):
 
 
 def assert_stock_steps(model, stock, steps=2):
-    """A second step counts on where the first one ended, so it differs after a run too many."""
+    """Compare the gradients of several steps. A run too many of a layer changes the gradients of the next step."""
     for i in range(steps):
         for each in (model, stock):
             each.zero_grad()
@@ -113,7 +113,7 @@ def assert_stock_steps(model, stock, steps=2):
 
 
 @each_change
-def test_before_the_patch(change):
+def test_layers_that_were_changed_before_the_patch_run_once(change):
     model, stock = build("llama", num_hidden_layers=3), build("llama", num_hidden_layers=3)
     change_all(model, change), change_all(stock, change)
     (note,) = [note for note in tigon.patch(model, memory="checkpoint").notes if note.startswith("checkpoint")]
@@ -124,8 +124,8 @@ def test_before_the_patch(change):
 
 
 @each_change
-def test_after_the_patch(change):
-    """One layer is changed, and the warning comes once. The last layer always runs once."""
+def test_a_layer_that_was_changed_after_the_patch_runs_once(change):
+    """One layer is changed, and there is one warning. The last layer always runs once."""
     model, stock = build("llama", num_hidden_layers=3), build("llama", num_hidden_layers=3)
     tigon.patch(model, memory="checkpoint")
     assert_stock_steps(model, stock, 1)
@@ -140,7 +140,7 @@ def test_after_the_patch(change):
     assert [len(run) for run in runs] == [2, 4, 2]
 
 
-def test_a_function_that_a_layer_calls_changes_after_the_patch():
+def test_a_layer_runs_once_if_a_function_that_it_calls_was_replaced_after_the_patch():
     model, stock = build("llama"), build("llama")
     for gate in (*gates(model), *gates(stock)):
         gate.__class__ = WithFunction
@@ -162,7 +162,7 @@ def test_a_function_that_a_layer_calls_changes_after_the_patch():
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_layer_that_is_pure_again_is_checkpointed_again():
+def test_a_layer_is_checkpointed_after_its_hook_is_removed():
     model = build("llama")
     handle = gates(model)[0].register_forward_hook(lambda *_: None)
     tigon.patch(model, memory="checkpoint")
@@ -175,8 +175,8 @@ def test_a_layer_that_is_pure_again_is_checkpointed_again():
 
 
 @pytest.mark.filterwarnings("error")
-def test_changes_that_a_second_run_repeats():
-    """Another class that is pure, and the hooks that transformers leaves on layers for `output_hidden_states`."""
+def test_a_layer_runs_twice_after_changes_that_a_second_run_repeats():
+    """The changes are a pure class and the hooks that transformers leaves on layers for `output_hidden_states`."""
     model, stock = build("llama"), build("llama")
     tigon.patch(model, memory="checkpoint")
     runs = count_runs(model.model.layers[0])
@@ -198,7 +198,7 @@ def with_doubling(gate):
 
 
 @pytest.mark.parametrize("change", [*CHANGES, with_doubling, with_another_child], ids=lambda change: change.__name__)
-def test_between_forward_and_backward(change):
+def test_a_change_between_forward_and_backward_is_refused(change):
     model = build("llama")
     tigon.patch(model, memory="checkpoint")
     loss = model(**batch(0)).loss
@@ -207,7 +207,7 @@ def test_between_forward_and_backward(change):
         loss.backward()
 
 
-def test_a_hook_of_an_engine_between_forward_and_backward():
+def test_an_engine_may_add_a_hook_between_forward_and_backward():
     model = build("llama")
     tigon.patch(model, memory="checkpoint")
     loss = model(**batch(0)).loss
@@ -216,7 +216,7 @@ def test_a_hook_of_an_engine_between_forward_and_backward():
     assert len(runs) == 1
 
 
-def test_a_hook_of_all_modules():
+def test_with_a_hook_of_all_modules_layers_run_once():
     model, seen = build("llama"), []
     tigon.patch(model, memory="checkpoint")
     handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module))
@@ -228,7 +228,7 @@ def test_a_hook_of_all_modules():
     assert seen.count(gates(model)[0]) == 1
 
 
-def test_compiled_with_a_hook_that_comes_after_the_patch():
+def test_a_compiled_layer_with_a_hook_from_after_the_patch_runs_once():
     torch._dynamo.reset()
     model, stock = build("llama", use_cache=False), build("llama", use_cache=False)
     tigon.patch(model, memory="checkpoint")
@@ -239,7 +239,7 @@ def test_compiled_with_a_hook_that_comes_after_the_patch():
     torch._dynamo.reset()
 
 
-def test_a_checkpointed_layer_frees_its_memory_at_once():
+def test_a_checkpointed_layer_is_in_no_reference_cycle():
     model = build("llama")
     tigon.patch(model, memory="checkpoint")
     model(**batch(0)).loss.backward()

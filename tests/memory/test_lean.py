@@ -1,4 +1,4 @@
-"""`tigon.lean()`: who saves what, how often it is made again, when it goes, and what it meets."""
+"""`tigon.lean()`: which tensors are saved, how often backward recomputes them, and how lean works with other hooks."""
 
 import contextlib
 import functools
@@ -15,54 +15,55 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from memory.steps import ROWS, WIDTH, Step, assert_same_bits, block, normal, run, total
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 
 
 class Counted:
-    """rms_norm, and which storages its calls made."""
+    """An rms_norm that records the storages of its results."""
 
     def __init__(self) -> None:
-        self.made: list[StorageWeakRef] = []
-        self.again = remade(self.norm)
+        self.results: list[StorageWeakRef] = []
+        self.recomputed_norm = recomputed_by_call(self.norm)
 
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         y = tigon.ops.norms.rms_norm.rms_norm_reference(x, weight)
-        self.made.append(StorageWeakRef(y.untyped_storage()))
+        self.results.append(StorageWeakRef(y.untyped_storage()))
         return y
 
     def alive(self) -> list[int]:
-        return [i for i, storage in enumerate(self.made) if not storage.expired()]
+        return [i for i, storage in enumerate(self.results) if not storage.expired()]
 
 
-def same(forward, **options) -> tuple[set[str], set[str]]:
-    """The bits are the same; what is kept without and with lean."""
-    stock, expected = run(forward, False, **options)
-    lean, given = run(forward, True, **options)
-    assert_same_bits(given, expected)
-    return stock, lean
+def compare(forward, **options) -> tuple[set[str], set[str]]:
+    """Check that lean has the same bits, and return the tensors that are alive without lean and with it."""
+    alive, expected = run(forward, False, **options)
+    alive_in_lean, actual = run(forward, True, **options)
+    assert_same_bits(actual, expected)
+    return alive, alive_in_lean
 
 
-# --- who takes it --------------------------------------------------------------------------------
+# --- nodes that share a recomputed result --------------------------------------------------------
 
 
-def test_three_products_share_one():
-    """Made by the first that asks, gone when the third has taken it: before the norm's own backward."""
+def test_three_products_share_one_recomputed_result():
+    """The first product recomputes it. It is freed after the third one, before the backward of the norm itself."""
     step, norm, seen = Step(), Counted(), []
     with tigon.lean():
         x = step.x()
         x.register_hook(lambda _: seen.append(norm.alive()))
-        y = norm.again(x, step.weight())
-        y.register_hook(lambda _: seen.append(norm.alive()))  # all three are done
+        y = norm.recomputed_norm(x, step.weight())
+        # This hook runs after all three products.
+        y.register_hook(lambda _: seen.append(norm.alive()))
         loss = total(step.product(y), step.product(y), step.product(y))
         del y
     assert norm.alive() == []
     loss.backward()
-    assert len(norm.made) == 2
+    assert len(norm.results) == 2
     assert seen == [[], []]
 
 
 class Twice(torch.autograd.Function):
-    """Asks for what it saved once for each use."""
+    """A function whose backward unpacks its saved tensor twice."""
 
     @staticmethod
     def forward(ctx, y):
@@ -74,20 +75,19 @@ class Twice(torch.autograd.Function):
         return ctx.saved_tensors[0] * dy + dy * ctx.saved_tensors[0]
 
 
-def test_one_that_asks_twice():
-    """It takes no one else's turn."""
+def test_a_node_that_unpacks_a_result_twice_counts_once():
     step, norm = Step(), Counted()
     with tigon.lean():
-        y = norm.again(step.x(), step.weight())
+        y = norm.recomputed_norm(step.x(), step.weight())
         loss = total(step.product(y), Twice.apply(y))
         del y
     loss.backward()
-    assert len(norm.made) == 2
+    assert len(norm.results) == 2
     assert norm.alive() == []
 
 
-def test_one_that_is_not_asked_for():
-    """A product outside of the gradient's path does not take part; the next backward is right all the same."""
+def test_a_node_outside_of_the_gradient_does_not_unpack_its_result():
+    """The next backward still computes the right gradients."""
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -103,13 +103,13 @@ def test_one_that_is_not_asked_for():
     assert_same_bits(gradients(True), gradients(False))
 
 
-def test_backward_twice():
+def test_every_backward_recomputes_once():
     norm = Counted()
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
         with block(lean):
-            y = norm.again(step.x(), step.weight())
+            y = norm.recomputed_norm(step.x(), step.weight())
             loss = total(step.product(y), step.product(y))
             del y
         for retain in (True, True, False):
@@ -119,9 +119,10 @@ def test_backward_twice():
         return step.gradients()
 
     expected = gradients(False)
-    norm.made.clear()
+    norm.results.clear()
     assert_same_bits(gradients(True), expected)
-    assert len(norm.made) == 4  # once forward, once in each backward
+    # One call in the forward, and one in each backward.
+    assert len(norm.results) == 4
     assert norm.alive() == []
 
 
@@ -138,8 +139,8 @@ def test_backward_twice():
     ],
     ids=["view", "transposed", "slice", "detached", "half", "expanded", "of another dtype"],
 )
-def test_views(view):
-    """A square saves what it is given."""
+def test_views_of_results_are_not_saved(view):
+    """A product of two tensors saves both."""
 
     def forward(step: Step) -> Tensor:
         y = tigon.rms_norm(step.x(), step.weight())
@@ -147,34 +148,35 @@ def test_views(view):
         v = view(y)
         return total(v * step.leaf(*v.shape), step.product(y))
 
-    other = view(torch.zeros(*ROWS, WIDTH)).dtype != torch.float32
-    assert same(forward) == ({"y"}, {"y"} if other else set())
+    has_other_dtype = view(torch.zeros(*ROWS, WIDTH)).dtype != torch.float32
+    assert compare(forward) == ({"y"}, {"y"} if has_other_dtype else set())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-def test_autocast(dtype):
-    """Products save a cast of their own each, and it is made again as well; backward runs outside of autocast."""
+def test_casts_of_autocast_are_recomputed(dtype):
+    """Each product saves its own cast. Backward runs outside of autocast."""
 
     def forward(step: Step) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            y = tigon.layer_norm(step.x(), step.weight())  # that of torch is in fp32 under autocast
+            # The layer norm of torch returns fp32 under autocast.
+            y = tigon.layer_norm(step.x(), step.weight())
             z = step.product(y), step.product(y)
         step.watch(y=y)
         return total(*z)
 
-    same(forward, dtype=dtype)
-    step, kept = Step(dtype), []
-    with saved_tensors_hooks(lambda t: kept.append((t.dtype, t.shape[-1])) or t, lambda t: t), tigon.lean():
+    compare(forward, dtype=dtype)
+    step, saved = Step(dtype), []
+    with saved_tensors_hooks(lambda t: saved.append((t.dtype, t.shape[-1])) or t, lambda t: t), tigon.lean():
         forward(step)
-    casts = [(d, n) for d, n in kept if d == torch.bfloat16 and n == WIDTH and dtype == torch.float32]
+    casts = [(d, n) for d, n in saved if d == torch.bfloat16 and n == WIDTH and dtype == torch.float32]
     assert not casts
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["backward outside", "backward inside"])
 @pytest.mark.parametrize("forward", [False, True], ids=["forward outside", "forward inside"])
-def test_made_again_as_in_the_forward_pass(forward, backward):
-    """An op of torch's own computes in another dtype under autocast."""
-    op = remade(lambda x: x @ x.mT)
+def test_backward_recomputes_with_the_autocast_of_the_forward_pass(forward, backward):
+    """The product of torch computes in another dtype under autocast."""
+    op = recomputed_by_call(lambda x: x @ x.mT)
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -188,8 +190,8 @@ def test_made_again_as_in_the_forward_pass(forward, backward):
     assert_same_bits(gradients(True), gradients(False))
 
 
-def test_casts_of_adapters():
-    """Adapters in fp32 beside layers in bf16 cast what they are given; each of the casts would be kept."""
+def test_casts_of_adapters_are_recomputed():
+    """Adapters in fp32 cast the input of a layer in bf16. Without lean each cast is saved."""
 
     def forward(step: Step) -> Tensor:
         y = tigon.rms_norm(step.x(), step.weight())
@@ -198,10 +200,10 @@ def test_casts_of_adapters():
         a = step.leaf(4, WIDTH).float()
         return total(step.product(y), *(F.linear(cast.view(-1, WIDTH), a) for cast in casts))
 
-    assert same(forward, dtype=torch.bfloat16) == ({"y", "a", "b"}, set())
+    assert compare(forward, dtype=torch.bfloat16) == ({"y", "a", "b"}, set())
 
 
-# --- what was written in place -------------------------------------------------------------------
+# --- tensors that were written in place ----------------------------------------------------------
 
 
 def write(y: Tensor) -> None:
@@ -215,8 +217,8 @@ def write(y: Tensor) -> None:
     ids=["without gradient", "detached", "a view", "with gradient"],
 )
 @pytest.mark.parametrize("saved", [lambda y: y, lambda y: y.data], ids=["itself", "data"])
-def test_results_written_before_they_are_saved(change, saved):
-    """They are kept: the call would make the old values."""
+def test_results_that_were_written_before_they_are_saved_are_kept(change, saved):
+    """The call would recompute the old values."""
 
     def forward(step: Step) -> Tensor:
         y = tigon.rms_norm(step.x(), step.weight())
@@ -224,10 +226,10 @@ def test_results_written_before_they_are_saved(change, saved):
         step.watch(y=y)
         return total(step.product(saved(y)), y)
 
-    assert same(forward)[1] == {"y"}
+    assert compare(forward)[1] == {"y"}
 
 
-def test_results_written_between_two_that_save_them():
+def test_each_node_gets_the_values_that_it_saved():
     with tigon.lean():
         step = Step()
         y = tigon.rms_norm(step.x(), None)
@@ -241,8 +243,8 @@ def test_results_written_between_two_that_save_them():
 
 
 @pytest.mark.parametrize("when", ["before it is saved", "after"])
-def test_inputs_written(when):
-    """Backward refuses, as it does without lean; before that, where the result is kept, its saver is right."""
+def test_backward_refuses_inputs_that_were_written(when):
+    """It does so without lean too. A product that saved the result itself still has the right gradient."""
     step = Step()
     with tigon.lean():
         x, w = step.x(), step.weight()
@@ -254,14 +256,14 @@ def test_inputs_written(when):
             write(x)
         del y
     if when == "before it is saved":
-        (given,) = torch.autograd.grad(total(z), step.leaves[2], retain_graph=True)
-        torch.testing.assert_close(given, torch.einsum("abi,abj->ij", 2 * z, saved))
+        (gradient,) = torch.autograd.grad(total(z), step.leaves[2], retain_graph=True)
+        torch.testing.assert_close(gradient, torch.einsum("abi,abj->ij", 2 * z, saved))
     with pytest.raises(RuntimeError, match="modified by an inplace operation.* at version 1; expected version 0"):
         total(z).backward()
 
 
-def test_other_tensors_written():
-    """Those that no op of Tigon made keep autograd's check, which saved-tensor hooks turn off."""
+def test_backward_refuses_other_tensors_that_were_written():
+    """Saved-tensor hooks disable the check of autograd, so lean checks the tensors of other ops itself."""
     with tigon.lean():
         a, b = Step().x(), Step().x()
         z = total(a * b)
@@ -270,12 +272,12 @@ def test_other_tensors_written():
         z.backward()
 
 
-# --- weights that are not there ------------------------------------------------------------------
+# --- weights that are freed before backward ------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", ["exchanged", "emptied"])
-def test_weights_that_are_gone_in_backward(way):
-    """A norm's weight is back for the norm's own backward; the products ask before."""
+@pytest.mark.parametrize("change", ["exchanged", "emptied"])
+def test_products_recompute_a_norm_whose_weight_was_freed(change):
+    """An engine gathers the weight for the backward of the norm, which comes after that of the products."""
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -284,21 +286,22 @@ def test_weights_that_are_gone_in_backward(way):
             y = tigon.rms_norm(step.x(), w)
             z = step.product(y)
         values, step.loss = w.detach().clone(), total(z)
-        if way == "exchanged":
+        if change == "exchanged":
             step.watch(w=w)
             w.data = torch.empty(0)
-            assert step.kept() == set()  # an engine means to free it
+            # The engine wants to free the memory of the weight.
+            assert step.alive() == set()
         else:
             w.untyped_storage().resize_(0)
 
-        def bring(_: Tensor) -> None:
-            if way == "exchanged":
+        def gather(_: Tensor) -> None:
+            if change == "exchanged":
                 w.data = values
             else:
                 w.untyped_storage().resize_(values.nbytes)
                 w.data.copy_(values)
 
-        y.register_hook(bring)
+        y.register_hook(gather)
         step.loss.backward()
         return step.gradients()
 
@@ -314,19 +317,20 @@ def norm_and_product(step: Step) -> Tensor:
     return total(step.product(y))
 
 
-def test_nested_blocks():
+def test_a_nested_block_does_not_end_the_outer_one():
     def forward(step: Step) -> Tensor:
         with tigon.lean(), tigon.lean():
             y = tigon.rms_norm(step.x(), step.weight())
             one = step.product(y)
         step.watch(y=y)
-        return total(one, step.product(y))  # in the outer block still
+        # The outer block has not ended.
+        return total(one, step.product(y))
 
-    kept, expected = run(forward, False)
-    assert kept == {"y"}
-    kept, given = run(forward, True)
-    assert kept == set()
-    assert_same_bits(given, expected)
+    alive, expected = run(forward, False)
+    assert alive == {"y"}
+    alive, actual = run(forward, True)
+    assert alive == set()
+    assert_same_bits(actual, expected)
 
 
 def test_outside_of_a_block_nothing_changes():
@@ -336,7 +340,7 @@ def test_outside_of_a_block_nothing_changes():
     assert tigon.memory.lean._open == 0
 
 
-def test_a_result_that_is_saved_after_the_block():
+def test_a_result_that_is_saved_after_the_block_is_kept():
     def forward(step: Step) -> Tensor:
         with tigon.lean():
             y = tigon.rms_norm(step.x(), step.weight())
@@ -346,7 +350,7 @@ def test_a_result_that_is_saved_after_the_block():
     assert run(forward, False)[0] == {"y"}
 
 
-def test_exceptions():
+def test_an_exception_ends_the_block():
     step = Step()
 
     def fail() -> None:
@@ -362,10 +366,10 @@ def test_exceptions():
     assert run(norm_and_product, True)[0] == set()
 
 
-def test_an_op_that_fails_in_backward_can_be_asked_again():
+def test_an_op_that_fails_in_backward_is_called_in_the_next_backward():
     calls = []
 
-    def moody(x: Tensor) -> Tensor:
+    def failing(x: Tensor) -> Tensor:
         calls.append(1)
         if len(calls) == 2:
             raise KeyError("once")
@@ -373,22 +377,22 @@ def test_an_op_that_fails_in_backward_can_be_asked_again():
 
     step = Step()
     with tigon.lean():
-        z = step.product(remade(moody)(step.x()))
+        z = step.product(recomputed_by_call(failing)(step.x()))
     with pytest.raises(KeyError, match="once"):
         total(z).backward(retain_graph=True)
     total(z).backward()
     assert len(calls) == 3
 
 
-def test_as_a_decorator():
-    kept, given = run(tigon.lean()(norm_and_product), False)
-    assert kept == set()
-    assert_same_bits(given, run(norm_and_product, False)[1])
+def test_lean_is_a_decorator():
+    alive, actual = run(tigon.lean()(norm_and_product), False)
+    assert alive == set()
+    assert_same_bits(actual, run(norm_and_product, False)[1])
 
 
 @pytest.mark.no_interpreter("The interpreter has one thread.")
-def test_threads():
-    """Each has its own blocks; a thread without one keeps what it kept, and a graph may go from one to the other."""
+def test_each_thread_has_its_own_blocks():
+    """A thread without a block saves as before. The backward of a graph may run in another thread."""
     expected, results, barrier = run(norm_and_product, False)[1], {}, threading.Barrier(3, timeout=60)
 
     def work(name: int, lean: bool) -> None:
@@ -400,9 +404,9 @@ def test_threads():
     [t.start() for t in threads], [t.join() for t in threads]
     assert {name: len(runs) for name, runs in results.items()} == {0: 10, 1: 10, 2: 10}
     for name, runs in results.items():
-        for kept, given in runs:
-            assert kept == ({"y"} if name == 2 else set())
-            assert_same_bits(given, expected)
+        for alive, actual in runs:
+            assert alive == ({"y"} if name == 2 else set())
+            assert_same_bits(actual, expected)
 
     step = Step()
     with tigon.lean():
@@ -413,7 +417,7 @@ def test_threads():
     assert tigon.memory.lean._open == 0
 
 
-def test_without_gradients():
+def test_lean_without_gradients_records_nothing():
     with tigon.lean(), torch.no_grad():
         x = Step().x()
         y = tigon.rms_norm(x, None)
@@ -422,7 +426,7 @@ def test_without_gradients():
         assert torch.equal(tigon.rms_norm(x, None), y)
 
 
-def test_where_hooks_are_forbidden():
+def test_lean_is_refused_where_hooks_are_forbidden():
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):  # noqa: SIM117
         with pytest.raises(RuntimeError, match="no hooks here"), tigon.lean():
             pass
@@ -433,7 +437,7 @@ def test_where_hooks_are_forbidden():
 
 
 class Host(saved_tensors_hooks):
-    """As `save_on_cpu` on a GPU: every tensor is copied, and comes back as a copy; it counts them."""
+    """Hooks that copy every tensor twice, as `save_on_cpu` does on a GPU, and record the shapes."""
 
     def __init__(self) -> None:
         self.copies: list[tuple[int, ...]] = []
@@ -449,7 +453,7 @@ class Host(saved_tensors_hooks):
 
 
 class Exp(torch.autograd.Function):
-    """Keeps its input alone, as the kernels of norms and gates do."""
+    """A function that saves only its input, as the kernels of norms and gates do."""
 
     @staticmethod
     def forward(ctx, x):
@@ -461,9 +465,9 @@ class Exp(torch.autograd.Function):
         return dy * ctx.saved_tensors[0].exp()
 
 
-def test_hooks_around_the_block():
-    """They keep what is kept: the op's input, once for itself and for the recipe, and not its result."""
-    exp = remade(Exp.apply)
+def test_hooks_around_the_block_get_the_saved_tensors():
+    """The op and the recomputation save the same input, so the hooks get it once. They do not get the result."""
+    exp = recomputed_by_call(Exp.apply)
 
     def forward(lean: bool, step: Step) -> Tensor:
         x = step.x()
@@ -478,18 +482,19 @@ def test_hooks_around_the_block():
     results, inputs = [], []
     for lean in (True, False):
         with Host() as host:
-            kept, made = run(functools.partial(forward, lean), False)
-        assert kept == set()
-        results.append(made)
-    assert inputs == [1, 1]  # of the others its products see views
+            alive, values = run(functools.partial(forward, lean), False)
+        assert alive == set()
+        results.append(values)
+    # The products save views of the other tensors.
+    assert inputs == [1, 1]
     assert_same_bits(*results)
 
 
-def test_hooks_that_lose_the_strides():
-    """As `save_on_cpu` with pinned memory: what was made of a transposed tensor is laid out as it was."""
+def test_a_recomputed_result_has_the_strides_of_the_first_one():
+    """Hooks may return the input with other strides, as `save_on_cpu` with pinned memory does."""
 
     def forward(lean: bool, step: Step) -> Tensor:
-        with saved_tensors_hooks(lambda t: (t.detach().contiguous(), 0), lambda kept: kept[0]), block(lean):
+        with saved_tensors_hooks(lambda t: (t.detach().contiguous(), 0), lambda packed: packed[0]), block(lean):
             y = tigon.relu2(step.x(2, 3, 4, 5).transpose(1, 2))
             assert not y.is_contiguous()
             return total(y.transpose(1, 2) * step.leaf(5))
@@ -497,19 +502,19 @@ def test_hooks_that_lose_the_strides():
     assert_same_bits(*(run(functools.partial(forward, lean), False)[1] for lean in (True, False)))
 
 
-def test_hooks_in_the_block():
-    """Torch calls the innermost hooks alone: what is saved under them is theirs, and right."""
+def test_hooks_inside_the_block_get_what_is_saved_under_them():
+    """Torch calls only the innermost hooks."""
 
     def forward(step: Step) -> Tensor:
         y = tigon.rms_norm(step.x(), step.weight())
         with save_on_cpu():
             return total(step.product(y), step.product(tigon.relu2(y)))
 
-    same(forward)
+    compare(forward)
 
 
-def test_a_tensor_that_other_hooks_keep_is_not_taken_for_a_later_one():
-    """Its memory is used again at once."""
+def test_a_freed_tensor_is_not_mistaken_for_a_later_one():
+    """Other hooks copy the tensor, so its memory is reused at once."""
 
     def forward(step: Step) -> Tensor:
         with Host(), block(lean):
@@ -527,8 +532,7 @@ def test_a_tensor_that_other_hooks_keep_is_not_taken_for_a_later_one():
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
 @pytest.mark.parametrize("backward_inside", [False, True], ids=["backward outside", "backward inside"])
-def test_checkpointing_in_the_block(reentrant, backward_inside):
-    """Of some of the layers."""
+def test_some_layers_may_be_checkpointed_in_the_block(reentrant, backward_inside):
 
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
@@ -549,7 +553,7 @@ def test_checkpointing_in_the_block(reentrant, backward_inside):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpointing_around_the_block(reentrant):
+def test_a_checkpointed_region_may_contain_the_block(reentrant):
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
         w, v = step.weight(), step.weight(WIDTH, WIDTH)
@@ -570,8 +574,8 @@ def test_checkpointing_around_the_block(reentrant):
 # --- gradients of gradients ----------------------------------------------------------------------
 
 
-def test_gradients_of_gradients_of_products():
-    """The product's own second derivative goes through what was made again; making it leaves no history."""
+def test_products_have_a_second_derivative():
+    """The second derivative of the product reads the recomputed result, which is computed without a graph."""
     modes = []
 
     def norm(x: Tensor, w: Tensor) -> Tensor:
@@ -581,7 +585,7 @@ def test_gradients_of_gradients_of_products():
     def gradients(lean: bool) -> list[Tensor]:
         step = Step()
         with block(lean):
-            z = step.product(remade(norm)(step.x(), step.weight()))
+            z = step.product(recomputed_by_call(norm)(step.x(), step.weight()))
         (first,) = torch.autograd.grad(total(z), step.leaves[2], create_graph=True)
         total(first).backward()
         return step.gradients()
@@ -599,14 +603,14 @@ def test_ops_without_a_second_derivative_refuse():
         torch.autograd.grad(loss, step.leaves[0], create_graph=True)
 
 
-# --- what is left --------------------------------------------------------------------------------
+# --- memory after a step -------------------------------------------------------------------------
 
 
 @pytest.mark.no_interpreter("The interpreter leaves reference cycles.")
 @pytest.mark.parametrize("backward", [True, False], ids=["after backward", "dropped before"])
 @pytest.mark.parametrize("inside", [True, False], ids=["in the block", "after it"])
-def test_nothing_is_left(backward, inside):
-    """Without the garbage collector: nothing refers to itself."""
+def test_no_reference_cycle_keeps_memory_alive(backward, inside):
+    """The garbage collector is off."""
     gc.collect()
     gc.disable()
     try:
@@ -623,15 +627,15 @@ def test_nothing_is_left(backward, inside):
         if backward:
             loss.backward()
         del x, y, z, products, loss
-        assert step.kept() == set()
+        assert step.alive() == set()
         assert not inside or not (tigon.memory.lean._block().by_storage or tigon.memory.lean._block().by_node)
         stack.close()
     finally:
         gc.enable()
 
 
-def test_outputs_that_the_user_keeps():
-    """The output of a model stays as it is, and after the block holds on to nothing but itself."""
+def test_an_output_that_the_user_keeps_holds_no_other_tensor():
+    """Backward does not change the output."""
     step = Step()
     with tigon.lean():
         x = step.x()
@@ -642,11 +646,10 @@ def test_outputs_that_the_user_keeps():
     total(z).backward()
     del x, z
     assert torch.equal(y, before)
-    assert step.kept() == set()
+    assert step.alive() == set()
 
 
-def test_bytes_of_a_step_fall_back():
-    """Over many steps in one block."""
+def test_a_block_forgets_the_tensors_of_each_step():
     step = Step()
     with tigon.lean():
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""`tigon.patch(model, memory=LEVEL)`: each level keeps less, and every gradient has the bits of the default one."""
+"""With `tigon.patch(model, memory=LEVEL)` each level saves less, and all values have the bits of the default level."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ import transformers
 from hf.test_ways_adapters import exchange, to_4bit, with_lora
 from hf.ways import batch, build
 from memory.runs import count_runs
-from memory.test_models import kept_bytes, step
+from memory.test_models import saved_bytes, step
 
 LEVELS = ["default", "lean", "lean+mlp", "checkpoint", "offload"]
 
@@ -36,23 +36,23 @@ def patched(level: str, model_type: str = "llama", change=lambda model: model, *
 
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
-    """Of projections in lean+mlp: whether each is made again."""
-    seen, call = [], Block.call
+    """A list with an item for each call of a projection in lean+mlp: True if backward recomputes it."""
+    are_recomputed, call = [], Block.call
 
     def watched(self: Block, module: nn.Module, x: Tensor) -> Tensor:
         y = call(self, module, x)
-        seen.append(self.find(y) is not None)
+        are_recomputed.append(self.find(y) is not None)
         return y
 
     monkeypatch.setattr(Block, "call", watched)
-    return seen
+    return are_recomputed
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3"])
-def test_every_level(model_type):
-    """Twice the intermediate size of two layers and 24 tokens is what lean+mlp lets go of; on a CPU nothing moves."""
+def test_every_level_saves_less_with_the_same_bits(model_type):
+    """lean+mlp does not save gate and up of two layers for 24 tokens. On a CPU nothing is offloaded."""
     models = {level: patched(level, model_type) for level in LEVELS}
-    sizes = {level: kept_bytes(model) for level, model in models.items()}
+    sizes = {level: saved_bytes(model) for level, model in models.items()}
     assert sizes["checkpoint"] < sizes["lean+mlp"] == sizes["offload"] < sizes["lean"] < sizes["default"]
     assert sizes["lean"] - sizes["lean+mlp"] == 2 * 24 * 2 * 112 * 4
     expected = step(models["default"])
@@ -61,8 +61,7 @@ def test_every_level(model_type):
 
 
 @pytest.mark.parametrize("level", LEVELS[2:])
-def test_twice(level):
-    """Another batch after the first, and backward twice."""
+def test_a_second_batch_and_a_second_backward_have_the_same_bits(level):
     results = []
     for memory_ in (level, "default"):
         model = patched(memory_)
@@ -75,7 +74,7 @@ def test_twice(level):
 
 
 @pytest.mark.parametrize("level", LEVELS[2:])
-def test_autocast(level):
+def test_levels_have_the_same_bits_under_autocast(level):
     results = []
     for memory_ in (level, "default"):
         model = patched(memory_)
@@ -88,14 +87,14 @@ def test_autocast(level):
 
 @pytest.mark.filterwarnings("ignore:Failed to load CPU gemm_4bit_forward")
 @pytest.mark.parametrize("change", [with_lora, lambda m: with_lora(exchange(m, to_4bit))], ids=["LoRA", "4 bit + LoRA"])
-def test_adapters(change, calls):
-    given, expected = (step(patched(level, change=change)) for level in ("lean+mlp", "default"))
-    assert_same_bits(given, expected)
+def test_projections_with_adapters_are_recomputed(change, calls):
+    actual, expected = (step(patched(level, change=change)) for level in ("lean+mlp", "default"))
+    assert_same_bits(actual, expected)
     assert calls == [True] * 4
 
 
-def test_adapters_with_dropout_are_not_called_again(calls):
-    """Another call would drop other values."""
+def test_projections_with_dropout_are_not_recomputed(calls):
+    """A second call would drop other values."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.3, init_lora_weights=False)
     results = []
@@ -109,11 +108,11 @@ def test_adapters_with_dropout_are_not_called_again(calls):
     assert calls[4:] == [True] * 4, model_in_eval
 
 
-# --- modules that are called again -----------------------------------------------------------------
+# --- modules that backward calls -------------------------------------------------------------------
 
 
 class Counting(nn.Linear):
-    """Writes a buffer at each call."""
+    """A layer that writes a buffer in each call."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -141,7 +140,7 @@ class Writing(nn.Linear):
 
 
 @pytest.mark.parametrize("change", [counting, with_hook], ids=["writes a buffer", "has a hook"])
-def test_modules_that_do_more_are_called_once(change, calls):
+def test_modules_with_side_effects_are_called_once(change, calls):
     lean, default = (patched(level, change=change) for level in ("lean+mlp", "default"))
     assert_same_bits(step(lean), step(default))
     assert calls == [True, True, False, True]
@@ -149,13 +148,13 @@ def test_modules_that_do_more_are_called_once(change, calls):
         assert lean.model.layers[1].mlp.gate_proj.calls == 1
 
 
-def test_modules_that_write_or_return_their_input():
+def test_modules_that_write_or_return_their_input_are_not_recomputed():
     x = torch.randn(3, 8, requires_grad=True)
     with tigon.lean(mlp=True):
         for module in (Writing(8, 8), nn.Identity()):
-            y = memory.call(module, x * 2)
+            y = memory.call_projection(module, x * 2)
             assert memory._block().find(y) is None
-        assert memory._block().find(memory.call(nn.Linear(8, 8), x * 2)) is not None
+        assert memory._block().find(memory.call_projection(nn.Linear(8, 8), x * 2)) is not None
 
 
 def test_hooks_of_every_module_see_one_call(calls):
@@ -171,25 +170,26 @@ def test_hooks_of_every_module_see_one_call(calls):
 
 
 class Watched(nn.Linear):
-    """A linear layer that knows which of its outputs are still there."""
+    """A linear layer that records which of its outputs are alive."""
 
-    # A user's layer that writes to a list would never be called again. A layer of torch is assumed to be pure.
+    # Backward never calls a user's layer that writes to a list. A layer of torch is assumed to be pure.
     __module__ = "torch.nn.watched"
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
-        self.weight, self.made = linear.weight, []
+        self.weight, self.outputs = linear.weight, []
 
     def forward(self, x: Tensor) -> Tensor:
-        self.made.append(StorageWeakRef((y := super().forward(x)).untyped_storage()))
+        y = super().forward(x)
+        self.outputs.append(StorageWeakRef(y.untyped_storage()))
         return y
 
     def live(self) -> int:
-        return sum(not storage.expired() for storage in self.made)
+        return sum(not storage.expired() for storage in self.outputs)
 
 
-def test_each_is_gone_when_the_last_has_taken_it():
-    """Of the product, which is made of them, and of the gate, whose gradients are the last that need them."""
+def test_gate_and_up_are_freed_after_their_last_use():
+    """The last product needs gate * up, and the backward of the gate needs gate and up."""
     model, seen = patched("lean+mlp", num_hidden_layers=1), []
     mlp = model.model.layers[0].mlp
     mlp.gate_proj, mlp.up_proj = children = [Watched(child) for child in (mlp.gate_proj, mlp.up_proj)]
@@ -202,34 +202,34 @@ def test_each_is_gone_when_the_last_has_taken_it():
     loss.backward()
     live(None)
     assert seen == [[0, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
-    assert [len(child.made) for child in children] == [2, 2]
+    assert [len(child.outputs) for child in children] == [2, 2]
 
 
 # --- blocks ----------------------------------------------------------------------------------------
 
 
-def test_what_ops_are_told():
-    asked = lambda: (memory.is_lean(), memory.remakes_mlp())
-    assert asked() == (False, False)
+def test_ops_see_the_options_of_the_innermost_block():
+    options = lambda: (memory.is_lean(), memory.recomputes_mlp())
+    assert options() == (False, False)
     with tigon.lean():
-        assert asked() == (True, False)
+        assert options() == (True, False)
         with tigon.lean(mlp=True):
-            assert asked() == (True, True)
+            assert options() == (True, True)
             with tigon.lean():
-                assert asked() == (True, True)
-        assert asked() == (True, False)
+                assert options() == (True, True)
+        assert options() == (True, False)
         with torch.autograd.graph.save_on_cpu():
-            assert asked() == (False, False)
+            assert options() == (False, False)
     with pytest.raises(KeyError), tigon.lean(mlp=True):
         raise KeyError
-    assert asked() == (False, False)
+    assert options() == (False, False)
 
 
 @pytest.mark.parametrize("mlp", [False, True])
-def test_what_graphs_are_told(mlp):
+def test_graphs_see_the_options_of_the_block(mlp):
     def forward(x: Tensor) -> Tensor:
         with tigon.lean(mlp=mlp):
-            return x + 2 * memory.is_lean() + 4 * memory.remakes_mlp()
+            return x + 2 * memory.is_lean() + 4 * memory.recomputes_mlp()
 
     torch._dynamo.reset()
     assert torch.compile(forward, fullgraph=True, backend="eager")(torch.zeros(())) == 2 + 4 * mlp
@@ -243,7 +243,10 @@ def test_options_are_bools():
 
 @pytest.fixture(scope="module")
 def compiled():
-    """Loss, gradients and bytes kept of a compiled model by level; a second step compiles nothing."""
+    """A function from a level to the loss and the gradients of a compiled model, and to the bytes that it saves.
+
+    The second step must not compile anything.
+    """
 
     def run(level: str) -> tuple[list[torch.Tensor], int]:
         torch._dynamo.reset()
@@ -252,7 +255,7 @@ def compiled():
         step(model)
         with torch._dynamo.config.patch(error_on_recompile=True):
             results = step(model)
-        size = kept_bytes(model)
+        size = saved_bytes(model)
         torch._dynamo.reset()
         return results, size
 
@@ -269,7 +272,7 @@ def test_compiled(compiled, level, most):
 
 def test_offload_in_a_graph_is_refused():
     torch._dynamo.reset()
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="offload=True cannot be had under torch.compile"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="offload=True does not work under torch.compile"):
         torch.compile(patched("offload", num_hidden_layers=1), fullgraph=True, backend="aot_eager")(**batch(0))
     torch._dynamo.reset()
 
@@ -282,13 +285,13 @@ def attributes(model: nn.Module) -> dict:
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-def test_undone_exactly(level):
+def test_restore_undoes_every_change(level):
     model = build("llama")
     before = attributes(model)
     report = tigon.patch(model, memory=level)
     assert any(note.startswith(f"{level}: ") for note in report.notes)
     tigon.patch(model, memory=level).restore()
-    assert kept_bytes(model) == kept_bytes(patched(level))
+    assert saved_bytes(model) == saved_bytes(patched(level))
     report.restore()
     assert attributes(model) == before
     with tigon.patched(model, memory=level):
@@ -296,39 +299,39 @@ def test_undone_exactly(level):
     assert attributes(model) == before
 
 
-def test_from_level_to_level():
+def test_a_model_may_change_its_level():
     model = build("llama")
     reports, sizes = [], []
     for level in LEVELS[:4]:
-        sizes.append(kept_bytes(patched(level)))
+        sizes.append(saved_bytes(patched(level)))
         reports.append(tigon.patch(model, memory=level))
-        # Checkpointed after that, what is around the layers is lean too.
-        assert kept_bytes(model) == sizes[-1] or (level == "checkpoint" and kept_bytes(model) < sizes[-1])
+        # A lean model that is then checkpointed saves even less, because the parts around the layers are lean too.
+        assert saved_bytes(model) == sizes[-1] or (level == "checkpoint" and saved_bytes(model) < sizes[-1])
     for size, report in zip(sizes[2::-1], reports[:0:-1], strict=True):
         report.restore()
-        assert kept_bytes(model) == size
+        assert saved_bytes(model) == size
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copy", "pickle"])
 @pytest.mark.parametrize("level", LEVELS[2:])
-def test_copies(level, duplicate):
+def test_copies_have_the_level_of_the_model(level, duplicate):
     model = patched(level)
-    assert kept_bytes(duplicate(model)) == kept_bytes(model)
+    assert saved_bytes(duplicate(model)) == saved_bytes(model)
 
 
 @pytest.mark.parametrize("level", LEVELS[2:])
-def test_models_patched_by_type(level):
+def test_models_patched_by_type_have_the_level(level):
     report = tigon.patch("llama", memory=level)
     try:
         model = build("llama")
     finally:
         report.restore()
-    assert kept_bytes(model) == kept_bytes(patched(level))
+    assert saved_bytes(model) == saved_bytes(patched(level))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2_moe"])
 def test_the_last_layer_of_a_checkpointed_model_runs_once(model_type):
-    """It is lean, and like the others it leaves a cache alone."""
+    """The last layer is lean. Like the other layers it writes no cache."""
     model = patched("checkpoint", model_type, num_hidden_layers=3)
     runs = [count_runs(layer) for layer in model.model.layers]
     output = model(**batch(0), use_cache=True)
@@ -337,12 +340,12 @@ def test_the_last_layer_of_a_checkpointed_model_runs_once(model_type):
     assert output.past_key_values is None
 
 
-def test_what_the_last_layer_of_a_checkpointed_model_keeps():
-    sizes = {level: kept_bytes(patched(level, num_hidden_layers=1)) for level in ("default", "lean", "checkpoint")}
+def test_the_last_layer_of_a_checkpointed_model_is_lean():
+    sizes = {level: saved_bytes(patched(level, num_hidden_layers=1)) for level in ("default", "lean", "checkpoint")}
     assert sizes["lean"] <= sizes["checkpoint"] < sizes["default"]
 
 
-def test_checkpointed_layers_that_are_compiled_one_by_one():
+def test_checkpointed_layers_may_be_compiled_one_by_one():
     results = []
     for level in ("checkpoint", "default"):
         torch._dynamo.reset()
@@ -357,23 +360,24 @@ def test_checkpointed_layers_that_are_compiled_one_by_one():
         torch.testing.assert_close(a, b)
 
 
-def ways(model: nn.Module) -> list[bool]:
-    """Of every layer that has the switch, whether it runs again."""
+def list_checkpointed(model: nn.Module) -> list[bool]:
+    """Return an item for each layer that supports checkpointing: True if the layer runs twice."""
     layers = [m for m in model.modules() if hasattr(m, "_gradient_checkpointing_func") and "Layer" in type(m).__name__]
     return [layer._gradient_checkpointing_func is not levels.call_once for layer in layers]
 
 
-def test_which_layers_run_again():
+def test_the_last_layer_runs_twice_if_it_is_small_or_not_unique():
     several, large = build("llama", num_hidden_layers=3), build("llama", num_hidden_layers=3, vocab_size=8000)
     several.model.more = nn.ModuleList([copy.deepcopy(several.model.layers[0])])
     notes = [tigon.patch(model, memory="checkpoint").notes[0] for model in (several, large)]
-    assert ways(several) == [True] * 4
-    assert ways(large) == [True] * 3  # a vocabulary beside which the layers are small
+    assert list_checkpointed(several) == [True] * 4
+    # The layers are small in comparison with this vocabulary.
+    assert list_checkpointed(large) == [True] * 3
     assert not any("except the last" in note for note in notes)
     assert "checkpoint: layers except the last save" in tigon.patch(build("llama"), memory="checkpoint").notes[0]
 
 
-def test_the_last_layer_is_that_of_the_decoder():
+def test_the_last_layer_of_the_decoder_runs_once():
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_heads": 4, "vocab_size": 64, "num_layers": 2}
     model = transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).train()
     tigon.patch(model, memory="checkpoint")
@@ -381,7 +385,7 @@ def test_the_last_layer_is_that_of_the_decoder():
     assert [block._gradient_checkpointing_func is levels.call_once for block in blocks] == [False, False, False, True]
 
 
-def test_checkpointing_that_is_on_stays():
+def test_checkpointing_of_transformers_stays_enabled():
     model = build("llama")
     model.gradient_checkpointing_enable({"use_reentrant": True})
     before = attributes(model)
@@ -400,7 +404,7 @@ def test_checkpointing_keeps_hooks_for_gradients_of_inputs():
     assert attributes(model) == before
 
 
-def test_checkpointing_of_a_model_in_another():
+def test_a_model_inside_another_module_is_checkpointed():
     wrapped = nn.ModuleList([build("llama")])
     report = tigon.patch(wrapped, memory="checkpoint")
     assert wrapped[0].is_gradient_checkpointing
@@ -408,7 +412,7 @@ def test_checkpointing_of_a_model_in_another():
     assert not wrapped[0].is_gradient_checkpointing
 
 
-def test_refusals(monkeypatch):
+def test_unsupported_levels_are_refused(monkeypatch):
     plain = nn.Sequential(tigon.RMSNorm(8), nn.Linear(8, 8))
     message = "memory='checkpoint' cannot be had of this Sequential: it is no model of transformers.* 'offload' can"
     with pytest.raises(ValueError, match=message):

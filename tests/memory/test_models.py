@@ -1,4 +1,4 @@
-"""`tigon.patch(model, memory="lean")`: less is kept, and the loss and every gradient have the bits of the default."""
+"""With `tigon.patch(model, memory="lean")` less is saved, and all values have the bits of the default level."""
 
 import copy
 import pickle
@@ -30,23 +30,23 @@ def step(model: nn.Module, **inputs) -> list[Tensor | None]:
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-def kept_bytes(model: nn.Module, **inputs) -> int:
-    """Of the distinct storages that a forward pass keeps for backward, parameters aside."""
-    kept, weights = {}, {p.untyped_storage()._cdata for p in model.parameters()}
+def saved_bytes(model: nn.Module, **inputs) -> int:
+    """Return the bytes of the storages that a forward pass saves for backward, without parameters."""
+    saved, weights = {}, {p.untyped_storage()._cdata for p in model.parameters()}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage._cdata not in weights:
-            kept[storage._cdata] = storage
+            saved[storage._cdata] = storage
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
         model(**(inputs or batch(0)))
-    return sum(storage.nbytes() for storage in kept.values())
+    return sum(storage.nbytes() for storage in saved.values())
 
 
 def pair(model_type: str = "llama", change=lambda model: model, **config) -> tuple[nn.Module, nn.Module]:
-    """A lean model and one of the default level, both patched and with the same parameters."""
+    """Return a lean model and one of the default level, both patched and with the same parameters."""
     models = []
     for memory in ("lean", "default"):
         model = build(model_type, **config)
@@ -56,15 +56,15 @@ def pair(model_type: str = "llama", change=lambda model: model, **config) -> tup
 
 
 def assert_lean(lean: nn.Module, default: nn.Module, least: float = 0.1, **inputs) -> None:
-    """The same bits, and `least` of the bytes are no longer kept."""
-    assert kept_bytes(lean, **inputs) <= (1 - least) * kept_bytes(default, **inputs)
+    """Check that both have the same bits, and that at least the fraction `least` of the bytes is not saved."""
+    assert saved_bytes(lean, **inputs) <= (1 - least) * saved_bytes(default, **inputs)
     assert_same_bits(step(lean, **inputs), step(default, **inputs))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", TYPES)
-def test_every_kind_of_norm_and_gate(model_type, dtype):
-    """On a CPU the references keep what they make on the way: all of squared ReLUs, and of bf16 copies in fp32."""
+def test_models_save_less(model_type, dtype):
+    """On a CPU the references save intermediate results: all those of squared ReLUs, and fp32 copies of bf16."""
     lean, default = (tiny_model(model_type, dtype) for _ in range(2))
     tigon.patch(lean, memory="lean"), tigon.patch(default)
     tokens = torch.randint(3, 131, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -72,10 +72,10 @@ def test_every_kind_of_norm_and_gate(model_type, dtype):
     assert_lean(lean, default, least, input_ids=tokens, labels=tokens)
 
 
-def test_autocast():
+def test_models_save_less_under_autocast():
     lean, default = pair()
     with torch.autocast("cpu", torch.bfloat16):
-        assert kept_bytes(lean) < 0.9 * kept_bytes(default)
+        assert saved_bytes(lean) < 0.9 * saved_bytes(default)
         losses = [model(**batch(0)).loss for model in (lean, default)]
     for loss in losses:
         loss.backward()
@@ -92,7 +92,7 @@ def test_autocast():
         if (weights, name) != ("8 bit", "bf16")
     ],
 )
-def test_adapters(weights, dtype):
+def test_models_with_adapters_save_less(weights, dtype):
     def change(model: nn.Module) -> nn.Module:
         model = model.to(dtype)
         convert = {"4 bit": to_4bit, "8 bit": to_8bit}.get(weights)
@@ -103,7 +103,7 @@ def test_adapters(weights, dtype):
 
 @pytest.mark.parametrize("layers", ["all", "one"])
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_checkpointing(reentrant, layers):
+def test_models_with_checkpointed_layers_save_less(reentrant, layers):
     def change(model: nn.Module) -> nn.Module:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
@@ -113,14 +113,14 @@ def test_checkpointing(reentrant, layers):
     assert_lean(*pair(change=change), 0.0 if layers == "all" else 0.1)
 
 
-def test_save_on_cpu():
+def test_lean_models_work_with_save_on_cpu():
     lean, default = pair()
     with torch.autograd.graph.save_on_cpu():
-        given = step(lean)
-    assert_same_bits(given, step(default))
+        actual = step(lean)
+    assert_same_bits(actual, step(default))
 
 
-def test_backward_twice():
+def test_a_second_backward_has_the_same_bits():
     results = []
     for model in pair():
         loss = model(**batch(0)).loss
@@ -130,8 +130,7 @@ def test_backward_twice():
     assert_same_bits(*results)
 
 
-def test_two_models_at_once():
-    """Their passes interleave."""
+def test_the_passes_of_two_models_may_interleave():
     (one, two), (other_one, other_two) = (pair(t) for t in ("llama", "qwen3"))
     losses = [model(**batch(0)).loss for model in (one, other_one)]
     for loss in losses:
@@ -141,25 +140,25 @@ def test_two_models_at_once():
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
-def test_weights_that_are_elsewhere():
-    """As ZeRO-3 has them: there in the forward and the backward of their own module only."""
+def test_weights_may_be_gathered_for_their_module_only():
+    """ZeRO-3 gathers weights for the forward and for the backward of their own module."""
     results = []
     for model in pair("qwen3"):
         empty(model), engine(model)
         results.append(step_without_weights(model, batch(0)))
-    given, expected = results
-    assert given.keys() == expected.keys()
-    assert_same_bits(list(given.values()), list(expected.values()))
+    actual, expected = results
+    assert actual.keys() == expected.keys()
+    assert_same_bits(list(actual.values()), list(expected.values()))
 
 
-def test_compiled():
-    """With norms of heads; a Llama is compiled in test_levels.py."""
+def test_a_compiled_model_with_norms_of_heads_saves_less():
+    """test_levels.py compiles a Llama."""
     results, sizes = [], []
     for model in pair("qwen3", num_hidden_layers=1):
         torch._dynamo.reset()
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         results.append(step(compiled))
-        sizes.append(kept_bytes(compiled))
+        sizes.append(saved_bytes(compiled))
     torch._dynamo.reset()
     assert sizes[0] < 0.9 * sizes[1]
     assert_same_bits(*results)
@@ -168,31 +167,31 @@ def test_compiled():
 # --- patch, restore, copy ------------------------------------------------------------------------
 
 
-def test_restore():
+def test_restore_undoes_lean():
     model, default = build("llama"), build("llama")
     before = {name: dict(vars(m)) for name, m in model.named_modules()}
     report = tigon.patch(model, memory="lean")
     assert "backward recomputes" in str(report)
     report.restore()
     assert {name: dict(vars(m)) for name, m in model.named_modules()} == before
-    assert kept_bytes(model) == kept_bytes(default)
+    assert saved_bytes(model) == saved_bytes(default)
 
 
-def test_lean_after_default():
-    """What is patched stays; restoring the second report leaves the first."""
+def test_a_patched_model_becomes_lean():
+    """Restoring the second report does not undo the first one."""
     model, default = pair()
     tigon.patch(default).restore()
-    size = kept_bytes(default)
+    size = saved_bytes(default)
     report = tigon.patch(default, memory="lean")
-    assert kept_bytes(default) == kept_bytes(model) < size
+    assert saved_bytes(default) == saved_bytes(model) < size
     twice = tigon.patch(default, memory="lean")
     twice.restore()
-    assert kept_bytes(default) == kept_bytes(model)
+    assert saved_bytes(default) == saved_bytes(model)
     report.restore()
-    assert kept_bytes(default) == size
+    assert saved_bytes(default) == size
 
 
-def test_without_the_loss():
+def test_lean_works_without_other_parts():
     lean, default = build("llama"), build("llama")
     tigon.patch(lean, loss=False, memory="lean"), tigon.patch(default, loss=False)
     assert_lean(lean, default)
@@ -215,21 +214,21 @@ def test_models_patched_by_type():
     assert_lean(lean, pair()[1])
 
 
-def test_a_model_of_the_ops_own_modules():
-    """There is nothing to replace, and something to make again."""
+def test_a_model_of_tigons_modules_becomes_lean():
+    """Nothing is replaced, and backward recomputes the norm."""
     model = nn.Sequential(nn.Linear(8, 8), tigon.RMSNorm(8), nn.Linear(8, 8))
     report = tigon.patch(model, memory="lean")
-    x, made = torch.randn(3, 8), []
-    model[1].register_forward_hook(lambda *args: made.append(weakref.ref(args[2])))
+    x, outputs = torch.randn(3, 8), []
+    model[1].register_forward_hook(lambda *args: outputs.append(weakref.ref(args[2])))
     y = model(x)
-    assert made[0]() is None
+    assert outputs[0]() is None
     report.restore()
     z = model(x)
-    assert made[1]() is not None
+    assert outputs[1]() is not None
     assert torch.equal(y, z)
 
 
-def test_a_model_with_another_forward_is_refused():
+def test_a_model_with_an_assigned_forward_is_refused():
     model = build("llama")
     model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
     with pytest.raises(

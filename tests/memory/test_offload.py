@@ -1,4 +1,4 @@
-"""What `lean(offload=True)` moves and brings again, and when; on a CPU, with copies in place of transfers."""
+"""Which tensors `lean(offload=True)` copies out and back, and when. On a CPU clones replace the transfers."""
 
 import gc
 import itertools
@@ -15,42 +15,44 @@ from memory.steps import Step, assert_same_bits
 from tigon.memory import offload
 from tigon.memory.offload import Offloader, _Segment
 
-SIZE = 4 * 64 * 16  # bytes of an activation
+# Bytes of an activation.
+SIZE = 4 * 64 * 16
 
 
 class Record:
-    """The passes of a test, and how often something was copied out and brought."""
+    """The offloaders of a test, the numbers of copies, and the largest number of prefetched bytes."""
 
     def __init__(self) -> None:
-        self.passes: list[Offloader] = []
-        self.out = self.brought = self.most = 0
+        self.offloaders: list[Offloader] = []
+        self.copies_out = self.copies_back = self.max_prefetched_bytes = 0
 
 
 @pytest.fixture
 def record(monkeypatch) -> Record:
-    """Everything of 1 KiB and more is copied one activation later, and leaves after another."""
+    """Copy every tensor of 1 KiB or more after one further activation, and free it after another one."""
     monkeypatch.setattr(offload, "can_offload", lambda device: True)
     monkeypatch.setattr(offload, "SMALLEST", 1024)
     monkeypatch.setattr(offload, "WINDOW", 2 * SIZE)
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
-    record, copy, init, bring = Record(), offload._copy, Offloader.__init__, Offloader.prefetch_before
+    record, copy, init, prefetch = Record(), offload._copy, Offloader.__init__, Offloader.prefetch_before
 
-    def counted(given, direction, *rest):
-        record.out, record.brought = record.out + (direction == "out"), record.brought + (direction == "back")
-        return copy(given, direction, *rest)
+    def counted(source, direction, *rest):
+        record.copies_out += direction == "out"
+        record.copies_back += direction == "back"
+        return copy(source, direction, *rest)
 
     def watched(self: Offloader, segment: _Segment) -> None:
-        bring(self, segment)
-        record.most = max(record.most, self.prefetched_bytes)
+        prefetch(self, segment)
+        record.max_prefetched_bytes = max(record.max_prefetched_bytes, self.prefetched_bytes)
 
     monkeypatch.setattr(offload, "_copy", counted)
     monkeypatch.setattr(Offloader, "prefetch_before", watched)
-    monkeypatch.setattr(Offloader, "__init__", lambda self: (init(self), record.passes.append(self))[0])
+    monkeypatch.setattr(Offloader, "__init__", lambda self: (init(self), record.offloaders.append(self))[0])
     return record
 
 
 def chain(step: Step, layers: int = 6) -> Tensor:
-    """Products and squares: of each layer two activations are saved."""
+    """Compute products and squares. Each layer saves two activations."""
     x, w = step.leaf(64, 16) * 1.0, step.weight(layers, 16, 16)
     for i in range(layers):
         y = F.linear(x, w[i])
@@ -63,54 +65,54 @@ def run(offloaded: bool, forward=chain, times: int = 1) -> tuple[Step, list]:
     step = Step()
     with tigon.lean(offload=offloaded):
         loss = forward(step)
-    step.left = step.kept()
+    step.alive_after_forward = step.alive()
     for i in range(times):
         loss.backward(retain_graph=i < times - 1)
     return step, [loss.detach(), *step.gradients()]
 
 
-def assert_nothing_is_left(record: Record) -> None:
+def assert_all_is_freed(record: Record) -> None:
     gc.collect()
-    for offloader in record.passes:
+    for offloader in record.offloaders:
         assert not any(segment() for segment in offloader.segments)
         assert offloader.prefetched_bytes == 0
         assert not offloader.segments_by_key
         assert not offloader.copy_queue.segments
 
 
-def test_all_but_the_last_leave(record):
+def test_all_tensors_but_the_last_are_offloaded(record):
     expected = run(False)[1]
-    step, given = run(True)
-    assert_same_bits(given, expected)
-    assert step.left == {"x5", "y5"}
-    assert record.out == 11
-    assert record.brought == 10
-    assert record.most == 2 * SIZE
-    assert_nothing_is_left(record)
+    step, actual = run(True)
+    assert_same_bits(actual, expected)
+    assert step.alive_after_forward == {"x5", "y5"}
+    assert record.copies_out == 11
+    assert record.copies_back == 10
+    assert record.max_prefetched_bytes == 2 * SIZE
+    assert_all_is_freed(record)
 
 
-def test_a_window_comes_before_it_is_asked_for(record, monkeypatch):
+def test_a_window_is_prefetched(record, monkeypatch):
     monkeypatch.setattr(offload, "WINDOW", 4 * SIZE)
-    step, given = run(True)
-    assert_same_bits(given, run(False)[1])
-    assert step.left == {"x4", "y4", "x5", "y5"}
-    assert record.most == 4 * SIZE
-    assert record.out == 10
-    assert record.brought == 8
-    assert_nothing_is_left(record)
+    step, actual = run(True)
+    assert_same_bits(actual, run(False)[1])
+    assert step.alive_after_forward == {"x4", "y4", "x5", "y5"}
+    assert record.max_prefetched_bytes == 4 * SIZE
+    assert record.copies_out == 10
+    assert record.copies_back == 8
+    assert_all_is_freed(record)
 
 
 @pytest.mark.parametrize("times", [2, 3])
-def test_backward_again(record, times):
-    """Brings everything again that was copied: also what had not left by the first."""
+def test_every_backward_copies_back(record, times):
+    """A later backward copies everything back, even tensors that were still on the device in the first backward."""
     assert_same_bits(run(True, times=times)[1], run(False, times=times)[1])
-    assert record.out == 11
-    assert record.brought == 10 + 11 * (times - 1)
-    assert_nothing_is_left(record)
+    assert record.copies_out == 11
+    assert record.copies_back == 10 + 11 * (times - 1)
+    assert_all_is_freed(record)
 
 
 def shared(step: Step) -> Tensor:
-    """One activation for three products, whole and as parts."""
+    """Compute three products of one activation, which save it whole or as a view."""
     x = step.leaf(64, 16) * 1.0
     y = [F.linear(x, step.weight(3, 16)), F.linear(x.view(8, 8, 16), step.weight(3, 16))]
     y.append(F.linear(x.t(), step.leaf(3, 64)))
@@ -118,28 +120,29 @@ def shared(step: Step) -> Tensor:
     return sum(z.square().sum() for z in y) + (big.square() * 2).sum()
 
 
-def test_one_copy_for_all_who_saved_it(record):
+def test_nodes_that_save_one_tensor_share_its_copy(record):
     assert_same_bits(run(True, shared)[1], run(False, shared)[1])
-    assert record.out == 1
-    assert len(record.passes[0].segments) == 2  # the products are too small
-    assert_nothing_is_left(record)
+    assert record.copies_out == 1
+    # The products themselves are too small.
+    assert len(record.offloaders[0].segments) == 2
+    assert_all_is_freed(record)
 
 
 def parts(step: Step) -> Tensor:
-    """Query, key and value of one product; each saves its third, at an offset and with gaps."""
+    """Compute with thirds of one product, like query, key and value. The thirds have offsets, and some have gaps."""
     x = step.leaf(3 * 64, 16) * 1.0
     y = sum((part.sin() * part[:, ::2].sum()).sum() for part in x.chunk(3))
     z = (step.leaf(64, 48) * 1.0).chunk(3, -1)
     return y + sum((a.sin() * b).sum() for a, b in itertools.pairwise(z)) + chain(step, 2)
 
 
-def test_parts(record):
+def test_parts_of_a_tensor_are_offloaded(record):
     assert_same_bits(run(True, parts)[1], run(False, parts)[1])
-    assert record.brought
-    assert_nothing_is_left(record)
+    assert record.copies_back
+    assert_all_is_freed(record)
 
 
-def test_a_half_is_moved_as_all_and_less_as_it_is():
+def test_a_view_of_half_a_storage_or_more_is_copied_as_a_whole():
     whole = torch.empty(64, 16)
     assert offload._byte_range(whole[:32]) == (0, 4096)
     assert offload._byte_range(whole[33:40]) == (33 * 64 // 512 * 512, 40 * 64)
@@ -147,30 +150,30 @@ def test_a_half_is_moved_as_all_and_less_as_it_is():
     assert offload._byte_range(whole.view(-1)[1000:1003]) == (4000 // 512 * 512, 4012)
 
 
-def test_parameters_stay(record):
-    """And views of them, and casts for autocast; what is cast of an activation moves."""
+def test_parameters_stay_on_the_device(record):
+    """Views of parameters and casts for autocast stay too. Casts of activations are offloaded."""
     w = torch.nn.Parameter(torch.randn(32, 32))
     x = torch.randn(32, 32, requires_grad=True)
     with tigon.lean(offload=True):
         y = F.linear(x, w) + F.linear(x, w.t()) + w * w.view(-1).view(32, 32)
         with torch.autocast("cpu", torch.bfloat16):
             z = F.linear(x, w)
-    assert not record.passes[0].segments
+    assert not record.offloaders[0].segments
     (y.sum() + z.sum()).backward()
     with tigon.lean(offload=True), torch.autocast("cpu", torch.bfloat16):
         F.linear(x * 1.0, w)
-    assert len(record.passes[1].segments) == 1
+    assert len(record.offloaders[1].segments) == 1
 
 
-def test_small_ones_stay(record):
+def test_small_tensors_stay_on_the_device(record):
     x = torch.randn(255, requires_grad=True)
     with tigon.lean(offload=True):
         (x * 1.0).square()
-    assert not record.out
+    assert not record.copies_out
 
 
-def test_together_with_recipes(record):
-    """What a norm is given moves; the norm's output and the product are made of what was brought."""
+def test_recomputed_results_read_offloaded_inputs(record):
+    """The input of a norm is offloaded. Backward recomputes the norm and the gate from the copy."""
 
     def layers(step: Step) -> Tensor:
         x = step.leaf(64, 16) * 1.0
@@ -182,14 +185,14 @@ def test_together_with_recipes(record):
             del y
         return x.square().sum()
 
-    step, given = run(True, layers)
-    assert_same_bits(given, run(False, layers)[1])
-    assert not step.left
-    assert record.brought
-    assert_nothing_is_left(record)
+    step, actual = run(True, layers)
+    assert_same_bits(actual, run(False, layers)[1])
+    assert not step.alive_after_forward
+    assert record.copies_back
+    assert_all_is_freed(record)
 
 
-def test_written_on_its_way(record):
+def test_a_tensor_that_is_written_during_its_copy_is_refused(record):
     x = torch.randn(64, 16, requires_grad=True)
     with tigon.lean(offload=True):
         h = x * 1.0
@@ -199,34 +202,36 @@ def test_written_on_its_way(record):
         y.sum().backward()
 
 
-def test_written_after_it_has_left(record):
-    """Then the copy has what was saved."""
+def test_a_tensor_may_be_written_after_its_copy(record):
+    """The copy has the saved values."""
     x = torch.randn(64, 16, requires_grad=True)
     with tigon.lean(offload=True):
         h = x * 1.0
         y = h.square()
-        others = (x * 2.0).square(), (x * 3.0).square()  # take the window
+        # These fill the window.
+        others = (x * 2.0).square(), (x * 3.0).square()
         h.add_(1)
-        z = h.square()  # saves what it is now
+        # This saves the new values.
+        z = h.square()
     assert all(other.requires_grad for other in others)
     (y.sum() + z.sum()).backward()
     assert torch.equal(x.grad, 2 * x.detach() + 2 * (x.detach() + 1))
 
 
-def test_one_that_is_far_larger_stays(record, monkeypatch):
-    """As the gradient of a head; the window is as wide for the others as without it."""
+def test_a_tensor_that_is_far_larger_stays_on_the_device(record, monkeypatch):
+    """The gradient of a head is such a tensor. It does not widen the window."""
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 2)
 
     def forward(step: Step) -> Tensor:
         return (step.leaf(6400, 16) * 1.0).square().sum() + chain(step)
 
     assert_same_bits(run(True, forward)[1], run(False, forward)[1])
-    assert record.passes[0].window == 2 * SIZE
-    assert record.out == 11
+    assert record.offloaders[0].window == 2 * SIZE
+    assert record.copies_out == 11
 
 
 @pytest.mark.parametrize("how", ["dropped", "one gradient", "raises"])
-def test_what_is_not_asked_for_is_let_go(record, how):
+def test_tensors_that_are_never_unpacked_are_freed(record, how):
     step = Step()
     with tigon.lean(offload=True):
         loss = chain(step)
@@ -237,10 +242,10 @@ def test_what_is_not_asked_for_is_let_go(record, how):
         with pytest.raises(ZeroDivisionError):
             loss.backward()
     del loss
-    assert_nothing_is_left(record)
+    assert_all_is_freed(record)
 
 
-def test_what_came_for_a_backward_that_failed_is_let_go(record):
+def test_tensors_that_a_failed_backward_prefetched_are_freed(record):
     step = Step()
     with tigon.lean(offload=True):
         x = chain(step) * step.leaf(64, 16)
@@ -250,28 +255,28 @@ def test_what_came_for_a_backward_that_failed_is_let_go(record):
         loss = x.sum()
     with pytest.raises(ZeroDivisionError):
         loss.backward()
-    assert record.brought
+    assert record.copies_back
     del x, loss
-    assert_nothing_is_left(record)
+    assert_all_is_freed(record)
 
 
-def test_exceptions_in_the_forward_pass(record):
+def test_an_exception_in_the_forward_pass_frees_the_copies(record):
     with pytest.raises(RuntimeError, match="shape"), tigon.lean(offload=True):
         F.linear(chain(Step()).expand(3), torch.ones(2, 2))
-    assert_nothing_is_left(record)
+    assert_all_is_freed(record)
     assert_same_bits(run(True)[1], run(False)[1])
 
 
-def test_nested(record):
-    """The inner block's pass ends with it, and what is saved after it stays."""
+def test_offloading_ends_with_the_inner_block(record):
+    """Tensors that are saved later stay on the device."""
     step = Step()
     with tigon.lean():
         with tigon.lean(offload=True), tigon.lean(offload=True):
             loss = chain(step)
-        out = record.out
+        out = record.copies_out
         loss = loss + chain(step)
-    assert len(record.passes) == 1
-    assert record.out == out == 11
+    assert len(record.offloaders) == 1
+    assert record.copies_out == out == 11
     loss.backward()
     with tigon.lean(offload=False):
         expected = chain(other := Step()) + chain(other)
@@ -279,13 +284,13 @@ def test_nested(record):
     assert_same_bits(step.gradients(), other.gradients())
 
 
-def test_hooks_around_it_take_what_is_left(record):
+def test_with_hooks_around_the_block_nothing_is_offloaded(record):
     with torch.autograd.graph.save_on_cpu():
         run(True)
-    assert not record.out
+    assert not record.copies_out
 
 
-def test_threads(record):
+def test_threads_offload_separately(record):
     results = [None] * 4
 
     def work(i: int) -> None:
@@ -298,33 +303,33 @@ def test_threads(record):
         thread.join()
     for result in results:
         assert_same_bits(result, run(False)[1])
-    assert_nothing_is_left(record)
+    assert_all_is_freed(record)
 
 
-def test_an_address_is_not_taken_for_another_tensor(record):
-    """Storages come and go; each that is saved has its own values."""
+def test_a_new_tensor_at_an_old_address_has_its_own_copy(record):
+    """Storages are freed and their addresses are reused."""
     x = torch.randn(64, 16, requires_grad=True)
     with tigon.lean(offload=True):
         total = sum((x * i).square().sum() for i in range(20))
     total.backward()
     assert torch.allclose(x.grad, 2 * x.detach() * sum(i * i for i in range(20)))
-    assert record.out == 19
+    assert record.copies_out == 19
 
 
-def test_on_a_cpu_nothing_moves(monkeypatch):
-    copied = []
-    monkeypatch.setattr(offload, "_copy", lambda *args: copied.append(args))
+def test_on_a_cpu_nothing_is_offloaded(monkeypatch):
+    copies = []
+    monkeypatch.setattr(offload, "_copy", lambda *args: copies.append(args))
     monkeypatch.setattr(offload, "SMALLEST", 0)
     assert_same_bits(run(True)[1], run(False)[1])
-    assert not copied
+    assert not copies
 
 
-def test_who_holds_what_moves(record):
-    """Neither the block nor the segments that were saved before keep a storage alive."""
+def test_an_unused_segment_is_freed(record):
+    """Neither the block nor an earlier segment keeps a storage alive."""
     x = torch.randn(64, 16, requires_grad=True)
     with tigon.lean(offload=True):
         y = (x * 1.0).square()
-        segment = record.passes[0].segments[0]
+        segment = record.offloaders[0].segments[0]
         storage = StorageWeakRef(segment().device_data.untyped_storage())
         del y
         assert segment() is None

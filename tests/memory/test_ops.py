@@ -1,4 +1,4 @@
-"""Every op whose results are cheap: in `lean` a product keeps none of them, and every gradient has the same bits."""
+"""In `lean` a product does not save the result of an op that is cheap, and every gradient has the same bits."""
 
 import functools
 
@@ -11,12 +11,12 @@ import tigon
 from memory.steps import HEADS, ROWS, WIDTH, Step, assert_same_bits, normal, run, total
 
 
-def of_one(op, *inputs: str):
-    """A product of op(...): `x` is an input, `w` a weight [WIDTH], `packed` an input of twice the width."""
+def product_of(op, *inputs: str):
+    """Return a product of op(...). "x" is an input, "w" a weight [WIDTH], and "packed" an input of twice the width."""
 
     def forward(step: Step) -> Tensor:
-        make = {"x": step.x, "w": step.weight, "packed": lambda: step.x(*ROWS, 2 * WIDTH)}
-        y = op(*(make[name]() for name in inputs))
+        factories = {"x": step.x, "w": step.weight, "packed": lambda: step.x(*ROWS, 2 * WIDTH)}
+        y = op(*(factories[name]() for name in inputs))
         step.watch(y=y)
         return total(step.product(y))
 
@@ -30,7 +30,7 @@ def added_norm(step: Step) -> Tensor:
 
 
 def gated_norm(step: Step) -> Tensor:
-    """Of a norm, which the gate saves, a product: what the norm was given makes both again."""
+    """Return a product of a gate of a norm. The input of the norm suffices to recompute both."""
     y = tigon.rms_norm(step.x(), step.weight())
     z = tigon.swiglu(step.x(), y)
     step.watch(y=y, z=z)
@@ -52,7 +52,8 @@ def attend(q: Tensor, k: Tensor) -> Tensor:
 
 def normed_heads(step: Step) -> Tensor:
     q, k = tigon.qk_norm_rope(heads(step, HEADS), heads(step, 2), step.weight(8), step.weight(8), *tables(step))
-    step.watch(q=q)  # of k a copy is saved, as it is without lean
+    # A copy of k is saved, with and without lean.
+    step.watch(q=q)
     return attend(q, k)
 
 
@@ -65,36 +66,39 @@ def norms_then_rope(step: Step) -> Tensor:
 
 
 CASES = {
-    "rms_norm": of_one(tigon.rms_norm, "x", "w"),
-    "rms_norm, rounded after": of_one(functools.partial(tigon.rms_norm, offset=1.0, rounding="after_weight"), "x", "w"),
-    "rms_norm, no weight": of_one(lambda x: tigon.rms_norm(x, None), "x"),
-    "layer_norm": of_one(tigon.layer_norm, "x", "w", "w"),
-    "layer_norm, no weight": of_one(tigon.layer_norm, "x"),
-    "swiglu": of_one(tigon.swiglu, "x", "x"),
-    "swiglu, packed": of_one(tigon.swiglu, "packed"),
-    "geglu": of_one(tigon.geglu, "x", "x"),
-    "geglu, tanh": of_one(functools.partial(tigon.geglu, approximate="tanh"), "x", "x"),
-    "relu2": of_one(tigon.relu2, "x"),
+    "rms_norm": product_of(tigon.rms_norm, "x", "w"),
+    "rms_norm, rounded after": product_of(
+        functools.partial(tigon.rms_norm, offset=1.0, rounding="after_weight"), "x", "w"
+    ),
+    "rms_norm, no weight": product_of(lambda x: tigon.rms_norm(x, None), "x"),
+    "layer_norm": product_of(tigon.layer_norm, "x", "w", "w"),
+    "layer_norm, no weight": product_of(tigon.layer_norm, "x"),
+    "swiglu": product_of(tigon.swiglu, "x", "x"),
+    "swiglu, packed": product_of(tigon.swiglu, "packed"),
+    "geglu": product_of(tigon.geglu, "x", "x"),
+    "geglu, tanh": product_of(functools.partial(tigon.geglu, approximate="tanh"), "x", "x"),
+    "relu2": product_of(tigon.relu2, "x"),
     "add_rms_norm": added_norm,
     "gated norm": gated_norm,
     "qk_norm_rope": normed_heads,
     "norms of heads, then rope": norms_then_rope,
 }
-KEPT = {"gated norm": {"y", "z"}, "norms of heads, then rope": {"q"}, "qk_norm_rope": {"q"}}  # without lean
+# The tensors that are alive without lean, if these are not {"y"}.
+ALIVE = {"gated norm": {"y", "z"}, "norms of heads, then rope": {"q"}, "qk_norm_rope": {"q"}}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", CASES)
-def test_results_are_made_again(name, dtype):
-    kept, expected = run(CASES[name], False, dtype)
-    assert kept >= KEPT.get(name, {"y"})
-    kept, given = run(CASES[name], True, dtype)
-    assert not kept
-    assert_same_bits(given, expected)
+def test_results_are_recomputed(name, dtype):
+    alive, expected = run(CASES[name], False, dtype)
+    assert alive >= ALIVE.get(name, {"y"})
+    alive, actual = run(CASES[name], True, dtype)
+    assert not alive
+    assert_same_bits(actual, expected)
 
 
-def test_turned_heads_without_norms_are_kept():
-    """What they were turned from would have to be kept in their place."""
+def test_rotated_heads_without_norms_are_saved():
+    """Otherwise the heads before the rotation would have to be saved."""
 
     def forward(step: Step) -> Tensor:
         q, k = heads(step, HEADS), heads(step, 2)
@@ -103,22 +107,22 @@ def test_turned_heads_without_norms_are_kept():
         step.watch(q=q)
         return attend(q, k)
 
-    kept, expected = run(forward, False)
-    assert kept == {"q"}
-    kept, given = run(forward, True)
-    assert kept == {"q"}
-    assert_same_bits(given, expected)
+    alive, expected = run(forward, False)
+    assert alive == {"q"}
+    alive, actual = run(forward, True)
+    assert alive == {"q"}
+    assert_same_bits(actual, expected)
 
 
 @pytest.mark.parametrize("shape", [(0, WIDTH), (1, WIDTH), (WIDTH,), (2, 0, WIDTH)], ids=str)
-def test_few_rows(shape):
+def test_lean_accepts_few_rows(shape):
     forward = lambda step: total(step.product(tigon.rms_norm(step.x(*shape), step.weight())))
     assert_same_bits(run(forward, True)[1], run(forward, False)[1])
 
 
 @pytest.mark.parametrize("frozen", ["input", "weight", "both"])
-def test_frozen(frozen):
-    """Where nothing flows back through the op, nothing of it is kept either: then its result is."""
+def test_the_result_of_an_op_without_gradients_is_saved(frozen):
+    """An op whose inputs need no gradient saves nothing, so it could not be recomputed."""
 
     def forward(step: Step) -> Tensor:
         x, w = step.x(), step.weight()
@@ -127,18 +131,18 @@ def test_frozen(frozen):
         step.watch(y=y)
         return total(step.product(y))
 
-    kept, expected = run(forward, False)
-    assert kept == {"y"}
-    kept, given = run(forward, True)
-    assert kept == ({"y"} if frozen == "both" else set())
-    assert_same_bits(given, expected)
+    alive, expected = run(forward, False)
+    assert alive == {"y"}
+    alive, actual = run(forward, True)
+    assert alive == ({"y"} if frozen == "both" else set())
+    assert_same_bits(actual, expected)
 
 
-def test_frozen_products_save_nothing():
-    """Only the gradient of y is asked for: there is nothing to make again."""
+def test_products_with_frozen_weights_recompute_nothing():
+    """Only the gradient of y is needed, and the product saves nothing for it."""
     x, calls = normal(0, 3, WIDTH).requires_grad_(), []
-    again = tigon.memory.lean.remade(lambda x: calls.append(1) or tigon.relu2(x))
+    op = tigon.memory.lean.recomputed_by_call(lambda x: calls.append(1) or tigon.relu2(x))
     with tigon.lean():
-        z = F.linear(again(x * 2), normal(1, 5, WIDTH))
+        z = F.linear(op(x * 2), normal(1, 5, WIDTH))
     z.sum().backward()
     assert len(calls) == 1

@@ -1,4 +1,4 @@
-"""A module that is no pure function of its input and weights is called once, at every level of memory."""
+"""A module that is not a pure function of its input and weights is called once, at every level of memory."""
 
 import itertools
 import random
@@ -17,11 +17,11 @@ COUNT = 0
 
 
 class Noisy(nn.Module):
-    """A projection that adds a value to its output, and the value differs from call to call."""
+    """A projection that adds a value to its output. The value differs in every call."""
 
-    def __init__(self, layer: nn.Linear, how: str) -> None:
+    def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
-        self.layer, self.how, self.steps = layer, how, 0
+        self.layer, self.steps = layer, 0
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.generator, self.numbers = torch.Generator().manual_seed(0), itertools.count()
 
@@ -64,10 +64,10 @@ def of_a_global(self):
     return COUNT
 
 
-HOW = [of_a_generator, of_numpy, of_python, of_a_counter, of_an_iterator, of_a_list, of_a_global]
+NOISES = [of_a_generator, of_numpy, of_python, of_a_counter, of_an_iterator, of_a_list, of_a_global]
 
 
-def step(memory: str | None, how) -> tuple[torch.Tensor, torch.Tensor]:
+def step(memory: str | None, noise) -> tuple[torch.Tensor, torch.Tensor]:
     global COUNT
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
@@ -76,7 +76,7 @@ def step(memory: str | None, how) -> tuple[torch.Tensor, torch.Tensor]:
     COUNT = 0
     model = transformers.LlamaForCausalLM(config).train()
     for layer in model.model.layers:
-        layer.mlp.gate_proj = type("Noisy", (Noisy,), {"noise": how})(layer.mlp.gate_proj, how.__name__)
+        layer.mlp.gate_proj = type("Noisy", (Noisy,), {"noise": noise})(layer.mlp.gate_proj)
     if memory:
         tigon.patch(model, memory=memory)
     torch.manual_seed(0), np.random.seed(0), random.seed(0)
@@ -87,10 +87,10 @@ def step(memory: str | None, how) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("memory", ["default", "lean", "lean+mlp", "offload", "checkpoint"])
-@pytest.mark.parametrize("how", HOW, ids=lambda f: f.__name__)
-def test_a_projection_that_differs_from_call_to_call_is_called_once(how, memory):
-    loss, gradient = step(memory, how)
-    expected, stock = step(None, how)
+@pytest.mark.parametrize("noise", NOISES, ids=lambda f: f.__name__)
+def test_a_projection_that_differs_in_every_call_is_called_once(noise, memory):
+    loss, gradient = step(memory, noise)
+    expected, stock = step(None, noise)
     torch.testing.assert_close(loss, expected)
     torch.testing.assert_close(gradient, stock, rtol=1e-4, atol=1e-6)
 
@@ -101,7 +101,7 @@ def test_the_report_says_which_layers_run_once():
     )
     model = transformers.LlamaForCausalLM(config).train()
     model.model.layers[0].mlp.gate_proj = type("Noisy", (Noisy,), {"noise": of_a_counter})(
-        model.model.layers[0].mlp.gate_proj, ""
+        model.model.layers[0].mlp.gate_proj
     )
     report = tigon.patch(model, memory="checkpoint")
     (note,) = [note for note in report.notes if "checkpoint" in note]

@@ -360,7 +360,7 @@ GROUPS = {
     "vocab_size that is a string": ({"vocab_size": "10"}, "vocab_size must be an int, got '10'"),
     "vocab_size that is a bool": ({"vocab_size": True}, "vocab_size must be an int, got True"),
     "vocab_size of nothing": ({"vocab_size": 0}, "vocab_size must be positive and fit into 64 bits, got 0"),
-    "no vocab_size": ({}, "vocab_size must say how many rows the ranks of process_group hold together, got None"),
+    "no vocab_size": ({}, "vocab_size must be the number of rows on all ranks of process_group, got None"),
     "a number for a group": ({"process_group": 3}, "process_group must be a torch.distributed.ProcessGroup, got int"),
     "an array for a group": (
         {"process_group": np.ones(2)},

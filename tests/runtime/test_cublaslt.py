@@ -13,7 +13,7 @@ pytestmark = pytest.mark.no_interpreter("The binding runs no kernel.")
 
 
 class _Library:
-    """A cuBLASLt in Python behind C function pointers of the declared types. It proposes one kernel per product."""
+    """A fake cuBLASLt: Python functions behind C function pointers of the declared types. It proposes one kernel."""
 
     def __init__(self, tile: int = cublaslt.PING_PONG_TILES["128x160"]) -> None:
         self.calls, self.tile = [], tile
@@ -45,11 +45,15 @@ class _Library:
 def _plan(monkeypatch, library: _Library) -> cublaslt.Plan:
     monkeypatch.setattr(cublaslt, "_library", lambda: library)
     monkeypatch.setattr(cublaslt, "current_raw_stream", lambda device: 77)
-    key = (torch.bfloat16, torch.float32, 2, 3, 4, (False, 3), (True, 3), 4, True, (16, 16, 16))
-    return cublaslt.Plan(ctypes.c_void_p(1), key)
+    problem = cublaslt.PlanProblem(
+        dtype=torch.bfloat16, out_dtype=torch.float32, m=2, k=3, n=4,
+        a_layout=cublaslt.Layout(False, 3), b_layout=cublaslt.Layout(True, 3), out_stride=4, accumulate=True,
+        alignments=(16, 16, 16),
+    )  # fmt: skip
+    return cublaslt.Plan(ctypes.c_void_p(1), problem, tuple(cublaslt.PING_PONG_TILES.values()))
 
 
-def test_a_product_passes_its_addresses_and_sizes(monkeypatch):
+def test_product_passes_its_addresses_and_sizes(monkeypatch):
     library = _Library()
     plan = _plan(monkeypatch, library)
     a, b, out = torch.zeros(2, 3).bfloat16(), torch.zeros(3, 4).bfloat16(), torch.zeros(2, 4)
@@ -58,7 +62,7 @@ def test_a_product_passes_its_addresses_and_sizes(monkeypatch):
     assert (arguments[3], arguments[5]) == (b.data_ptr(), a.data_ptr())
     assert (arguments[8], arguments[10]) == (out.data_ptr(), out.data_ptr())
     assert (arguments[2][0], arguments[7][0]) == (1.0, 1.0)
-    assert arguments[14:] == (cublaslt.WORKSPACE, 77)
+    assert arguments[14:] == (cublaslt.WORKSPACE_BYTES, 77)
     layouts = [arguments[1:] for arguments in library.arguments_of("cublasLtMatrixLayoutCreate")]
     assert layouts == [(14, 3, 4, 3), (14, 3, 2, 3), (0, 4, 2, 4)]
     created = sum(name.endswith("Create") for name, _ in library.calls)
@@ -66,13 +70,13 @@ def test_a_product_passes_its_addresses_and_sizes(monkeypatch):
     assert sum(name.endswith("Destroy") for name, _ in library.calls) == created
 
 
-def test_a_kernel_that_is_not_ping_pong_is_not_used(monkeypatch):
+def test_kernel_that_is_not_ping_pong_is_not_used(monkeypatch):
     plan = _plan(monkeypatch, _Library(tile=0))
     assert plan.algorithm is None
     assert not plan.run(*[torch.zeros(4, 4)] * 3)
 
 
-def test_every_function_is_declared():
+def test_every_function_has_declared_parameters():
     library = SimpleNamespace(**{name: SimpleNamespace() for name in cublaslt.SIGNATURES})
     cublaslt.declare(library)
     for name, parameters in cublaslt.SIGNATURES.items():
@@ -107,6 +111,6 @@ def test_no_second_copy_of_the_library_is_loaded(monkeypatch):
     assert options["mode"] & os.RTLD_NOLOAD
 
 
-def test_the_switch(monkeypatch):
+def test_environment_variable_switches_cublaslt_off(monkeypatch):
     assert _opened(monkeypatch, TIGON_CUBLASLT="0") == []
     assert "TIGON_CUBLASLT=0" in cublaslt.state()

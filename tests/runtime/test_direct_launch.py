@@ -72,7 +72,7 @@ def arrange(monkeypatch):
         monkeypatch.setattr(launch, "_check_kernel", check)
         monkeypatch.setattr(launch, "_check_tensors", check_tensors)
         monkeypatch.setattr(launch, "_variants", {})
-        monkeypatch.setattr(launch, "_keys", {})
+        monkeypatch.setattr(launch, "_key_functions", {})
         monkeypatch.setattr(launch, "_verdicts", {})
         monkeypatch.setattr(launch, "current_raw_stream", lambda device: 5)
         monkeypatch.setattr(launch, "has_direct_launch", lambda real=launch.has_direct_launch: real(version))

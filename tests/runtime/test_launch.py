@@ -60,7 +60,7 @@ def test_what_triton_tells_apart_has_keys_apart(backend, monkeypatch):
     ]
     for arguments in calls:
         kinds = [torch.Tensor if isinstance(x, torch.Tensor) else type(x) for x in arguments]
-        key = (*kinds, launch._key_of(kernel, arguments)(*arguments))
+        key = (*kinds, launch._key_function(kernel, arguments)(*arguments))
         assert variants.setdefault(key, found := _specialised(kernel, arguments, backend)) == found, arguments
 
 
@@ -70,7 +70,7 @@ def test_keys_are_few_whatever_the_batch():
     keys = set()
     for m in range(1, 2000):
         arguments = (BASE, BASE, BASE, 0, 0, 0, m * 14336, m * 14)
-        keys.add(launch._key_of(kernel, arguments)(*arguments))
+        keys.add(launch._key_function(kernel, arguments)(*arguments))
     assert len(keys) == 1
 
 
@@ -78,7 +78,7 @@ def test_absent_tensors_are_told_apart():
     keys = set()
     for absent in itertools.product([BASE, None], repeat=3):
         arguments = (BASE, None, BASE, *absent)
-        keys.add((*map(type, arguments), launch._key_of(norm._forward_kernel, arguments)(*arguments)))
+        keys.add((*map(type, arguments), launch._key_function(norm._forward_kernel, arguments)(*arguments)))
     assert len(keys) == 8
 
 

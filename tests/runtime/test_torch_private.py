@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import tigon
-from tigon.memory.lean import in_checkpoint, is_seen_by_nobody, runs_again
+from tigon.memory.lean import in_checkpoint, is_checkpoint_recomputation, is_saved_only_by_this_op
 from tigon.runtime import torch_private
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
@@ -81,7 +81,7 @@ def test_the_two_runs_of_a_checkpoint_are_told_apart():
     answers = []
 
     def region(x):
-        answers.append((in_checkpoint(), runs_again(), is_seen_by_nobody()))
+        answers.append((in_checkpoint(), is_checkpoint_recomputation(), is_saved_only_by_this_op()))
         return x.sin().sin()
 
     region(torch.ones(2, requires_grad=True))
@@ -199,7 +199,7 @@ def test_unknown_checkpoint_hooks_count_as_foreign_and_are_reported(monkeypatch)
     answers = []
 
     def region(x):
-        answers.append((in_checkpoint(), runs_again(), is_seen_by_nobody()))
+        answers.append((in_checkpoint(), is_checkpoint_recomputation(), is_saved_only_by_this_op()))
         return x.sin().sin()
 
     checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()

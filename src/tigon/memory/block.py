@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.offload import Offloader
-from tigon.memory.recipe import PackedTensor, Recomputation, SavedResult, cast
+from tigon.memory.recomputation import PackedTensor, Recomputation, SavedResult, cast
 from tigon.memory.repeating import CallWatch, RepeatedCall
 from tigon.runtime.torch_private import CastBackward, storage_id
 
@@ -20,7 +20,9 @@ class _Entry:
 
     __slots__ = ("index", "node", "ref", "source", "version")
 
-    def __init__(self, x: Tensor, forget: Callable, source: Recomputation | PackedTensor, index: int = 0) -> None:
+    def __init__(
+        self, x: Tensor, forget: Callable[..., None], source: Recomputation | PackedTensor, index: int = 0
+    ) -> None:
         # The reference is to the tensor and not to its storage, because the tensor's version counts writes through any
         # view. The tensor lives as long as its views.
         self.ref, self.version, self.source, self.index = weakref.ref(x, forget), x._version, source, index
@@ -60,7 +62,7 @@ class Block:
         if type(source) is Recomputation:
             self.by_node[entry.node] = entry
 
-    def remember(self, results: Tensor | tuple, function: Callable, args: tuple) -> None:
+    def register(self, results: Tensor | tuple, function: Callable, args: tuple) -> None:
         """Note that `function(*args)` recomputes `results`."""
         results = results if isinstance(results, tuple) else (results,)
         recomputation = None
@@ -79,14 +81,15 @@ class Block:
         if watch is None or type(y) is not Tensor or not watch.may_repeat(x):
             return y
         if storage_id(y.untyped_storage()) != storage_id(x.untyped_storage()) and self.find(y) is None:
-            self.remember(y, RepeatedCall(module, watch), (x,))
+            self.register(y, RepeatedCall(module, watch), (x,))
         return y
 
     def find(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
         """Return the entry of `t`, or of the tensor that `t` is a view of, and the tensor of that entry."""
         entry = self.by_storage.get(storage_id(t.untyped_storage()))
-        x = None if entry is None else entry.current(t)
-        return None if x is None else (entry, x)
+        if entry is None or (x := entry.current(t)) is None:
+            return None
+        return entry, x
 
     def can_recompute(self, t: Tensor) -> bool:
         """Return whether `t` is a result that can be recomputed, or a view of one."""
@@ -100,11 +103,11 @@ class Block:
         """
         base = t if t._base is None else t._base
         node = base.grad_fn
-        if type(node) is not CastBackward or base._version or not _is_whole(base):
+        if node is None or type(node) is not CastBackward or base._version or not _is_whole(base):
             return None
         entry = self.by_node.get(node.next_functions[0])
         y = None if entry is None else entry.ref()
-        if y is None or entry.current(y) is None or y.device != base.device or y.shape != base.shape:
+        if entry is None or y is None or entry.current(y) is None or y.device != base.device or y.shape != base.shape:
             return None
         self.add(base, Recomputation(cast, (y, base.dtype), (base,), base.device))
         return self.find(t)
@@ -127,9 +130,10 @@ class Block:
     def save(self, t: Tensor, match: tuple | None) -> Any:
         """Return what autograd saves for a tensor that is not recomputed."""
         if self.outer is None:
-            is_plain = self.offloader is not None and type(t) is Tensor and t.layout is torch.strided
-            if is_plain and (saved := self.offloader.save(t)) is not None:
-                return saved
+            if self.offloader is not None and type(t) is Tensor and t.layout is torch.strided:
+                saved = self.offloader.save(t)
+                if saved is not None:
+                    return saved
             # Leaves are saved themselves, because FSDP and ZeRO swap the data of parameters. Other tensors are
             # detached: the graph of such a tensor may contain the node that saves it, which would be a reference cycle.
             return t if t.is_leaf else t.detach(), t._version

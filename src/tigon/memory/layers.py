@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from tigon.memory.lean import runs_again
+from tigon.memory.lean import is_checkpoint_recomputation
 from tigon.memory.repeating import REPEATING, foreign_hook
 from tigon.runtime.reach import Reach, explore
 from tigon.runtime.stock import written_in
@@ -32,7 +32,8 @@ def _reference(forward: Any) -> Any:
 
 def _read_code(layer: nn.Module) -> tuple[list, list]:
     """Return two lists that decide which code a layer runs: its modules with classes and forwards, and its hooks."""
-    code, hooks, modules = [], [any_global_hook()], [layer]
+    code: list[Any] = []
+    hooks, modules = [any_global_hook()], [layer]
     for module in modules:
         if module is None:
             continue
@@ -100,7 +101,7 @@ class LayerJudgement:
         """Return a function for a checkpoint. In backward it raises an error if the code of the layer has changed."""
 
         def call(*args: Any) -> Any:
-            if runs_again() and (change := self._change(layer)) is not None:
+            if is_checkpoint_recomputation() and (change := self._change(layer)) is not None:
                 raise RuntimeError(
                     f"tigon: a checkpointed layer ({type(layer).__name__}) has to run again in backward, but {change} "
                     "since the forward pass. Run backward before this change, or use memory='lean', which runs no "

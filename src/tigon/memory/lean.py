@@ -4,11 +4,11 @@
     lean        In place of y, each product saves the call norm(x). The norm saves x in any case.
     backward    The first product that unpacks the call recomputes y. The last one frees y.
 
-An op decorates a function with `remade` if the same call recomputes the function's results. A saved-tensor hook inside
-`lean()` sees every tensor that any layer saves, whether the layer is a plain linear one, an adapter or a quantised one.
-If the tensor is such a result, a view of one (recognised by its storage) or a cast of one, the hook saves the call in
-place of the tensor. The recomputed bits are the same. If a tensor was written in place since, the hook saves the
-result, or backward raises an error.
+An op decorates a function with `recomputed_by_call` if the same call recomputes the function's results. A saved-tensor
+hook inside `lean()` sees every tensor that any layer saves, whether the layer is a plain linear one, an adapter or a
+quantised one. If the tensor is such a result, a view of one (recognised by its storage) or a cast of one, the hook
+saves the call in place of the tensor. The recomputed bits are the same. If a tensor was written in place since, the
+hook saves the result, or backward raises an error.
 
 A block of `lean()` belongs to the thread that enters it, as saved-tensor hooks do. It recognises a result as long as
 the result and the block exist.
@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tigon.memory.block import Block
 from tigon.memory.offload import Offloader
-from tigon.memory.recipe import unpack
+from tigon.memory.recomputation import unpack
 from tigon.runtime.torch_private import (
     NAMES_FOR_LEAN,
     NAMES_FOR_OFFLOAD,
@@ -38,17 +38,17 @@ from tigon.runtime.torch_private import (
 )
 
 __all__ = [
-    "call",
+    "call_mlp_region",
+    "call_projection",
     "in_checkpoint",
+    "is_checkpoint_recomputation",
     "is_lean",
-    "is_seen_by_nobody",
+    "is_saved_only_by_this_op",
     "lean",
-    "remade",
-    "remade_mlp",
-    "remakes_mlp",
-    "remember",
-    "remembers",
-    "runs_again",
+    "recomputed_by_call",
+    "recomputes_mlp",
+    "register_recomputation",
+    "registers_recomputations",
 ]
 
 # The number of open blocks of `lean` in all threads.
@@ -59,7 +59,7 @@ _open_mlp = 0
 _is_in_region = False
 _lock = threading.Lock()
 _NOT_COMPILED = (
-    "lean: offload=True cannot be had under torch.compile, because a compiled graph saves all its tensors at its end; "
+    "lean: offload=True does not work under torch.compile, because a compiled graph saves all its tensors at its end; "
     "compile only the layers, so that the block of lean is outside of the graphs, or use mlp=True"
 )
 
@@ -81,7 +81,7 @@ def is_lean() -> bool:
     return bool(_open) and _block() is not None
 
 
-def remakes_mlp() -> bool:
+def recomputes_mlp() -> bool:
     """Return whether this call is in a block of `lean(mlp=True)`, which also recomputes the gate and up projections."""
     if torch.compiler.is_compiling():
         return _open_mlp > 0
@@ -98,12 +98,13 @@ def in_checkpoint() -> bool:
     return hooks is not None and is_checkpoint_hook(hooks[0])
 
 
-def runs_again() -> bool:
+def is_checkpoint_recomputation() -> bool:
     """Return whether a checkpoint recomputes this call in backward. The saved tensors then belong to the first run."""
-    return in_checkpoint() and is_recompute_hook(saved_tensor_hooks(True)[0])
+    hooks = saved_tensor_hooks(True) if in_checkpoint() else None
+    return hooks is not None and is_recompute_hook(hooks[0])
 
 
-def is_seen_by_nobody() -> bool:
+def is_saved_only_by_this_op() -> bool:
     """Return whether the tensors that an op saves here are saved only for this op.
 
     That is true in the first run of a checkpoint, in a plain block of `lean`, and without hooks.
@@ -111,19 +112,19 @@ def is_seen_by_nobody() -> bool:
     if torch.compiler.is_compiling():
         return False
     if saved_tensor_hooks(True) is None or in_checkpoint():
-        return not runs_again()
+        return not is_checkpoint_recomputation()
     return (block := _block()) is not None and block.outer is None and block.offloader is None
 
 
-def remembers() -> bool:
-    """Return whether `remember` has an effect here."""
+def registers_recomputations() -> bool:
+    """Return whether `register_recomputation` has an effect here."""
     return bool(_open) and not torch.compiler.is_compiling() and _block() is not None
 
 
-def remember(results: Tensor | tuple[Tensor | None, ...], function: Callable, *args: Any) -> None:
+def register_recomputation(results: Tensor | tuple[Tensor | None, ...], function: Callable, *args: Any) -> None:
     """Note that `function(*args)` recomputes `results` with the same bits."""
-    if remembers():
-        _block().remember(results, function, args)
+    if _open and not torch.compiler.is_compiling() and (block := _block()) is not None:
+        block.register(results, function, args)
 
 
 def _policy(*args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -136,14 +137,14 @@ _checkpoint_in_graph = functools.partial(
 )
 
 
-def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
+def recomputed_by_call(function: Callable | None = None, *, inputs: int = 0) -> Callable:
     """Decorate a function of an op whose results are recomputed by a call with the same positional arguments.
 
     Results are recomputed only if each of the first `inputs` arguments is recomputed itself, or None. This is for an op
     that does not save these arguments for its own backward.
     """
     if function is None:
-        return functools.partial(remade, inputs=inputs)
+        return functools.partial(recomputed_by_call, inputs=inputs)
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -155,24 +156,25 @@ def remade(function: Callable | None = None, *, inputs: int = 0) -> Callable:
             return function(*args) if is_plain else _checkpoint_in_graph(function, *args)
         results = function(*args)
         if (block := _block()) is not None and all(x is None or block.can_recompute(x) for x in args[:inputs]):
-            block.remember(results, function, args)
+            block.register(results, function, args)
         return results
 
     return call
 
 
-def call(module: nn.Module, x: Tensor) -> Any:
-    """Return `module(x)` for a gate or up projection. Backward recomputes it if `remakes_mlp()` is true.
+def call_projection(module: nn.Module, x: Tensor) -> Any:
+    """Return `module(x)` for a gate or up projection. Backward recomputes it if `recomputes_mlp()` is true.
 
     The result is saved all the same if a second call might give other values or have side effects. That is so for a
     module that draws random numbers or writes its buffers, and for one with hooks that were not added to shard it.
     """
-    is_recomputed = remakes_mlp() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
-    return _block().call(module, x) if is_recomputed else module(x)
+    is_recomputed = recomputes_mlp() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
+    block = _block() if is_recomputed else None
+    return module(x) if block is None else block.call(module, x)
 
 
-def remade_mlp(function: Callable, *args: Any) -> Any:
-    """Return `function(*args)`, the part of an MLP before its last product. It runs the projections by `call`.
+def call_mlp_region(function: Callable, *args: Any) -> Any:
+    """Return `function(*args)`, the part of an MLP before its last product. It calls `call_projection`.
 
     Under torch.compile, backward recomputes the function as one region of the graph, because the partitioner saves
     every tensor that one region reads from another.
@@ -255,7 +257,7 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         with contextlib.nullcontext() if enclosing else saved_tensors_hooks(block.pack, unpack):
             yield
     finally:
-        if block.offloader is not before[1]:
+        if block.offloader is not None and block.offloader is not before[1]:
             block.offloader.end()
         block.mlp, block.offloader = before
         if enclosing is None:

@@ -21,6 +21,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +57,7 @@ def _side_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
-def _copy(source: Tensor, direction: str, device: torch.device, stream: torch.cuda.Stream | None) -> tuple:
+def _copy(source: Tensor, direction: str, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Any, Any]:
     """Copy bytes "out" to the host or "back" on a side stream, after the present work of `stream`.
 
     Returns:
@@ -82,7 +83,7 @@ def _is_weight(t: Tensor) -> bool:
     if isinstance(base, nn.Parameter) or (base.is_leaf and base.requires_grad):
         return True
     node = base.grad_fn
-    return type(node) is CastBackward and type(node.next_functions[0][0]) is AccumulateGrad
+    return node is not None and type(node) is CastBackward and type(node.next_functions[0][0]) is AccumulateGrad
 
 
 def _byte_range(t: Tensor) -> tuple[int, int]:
@@ -90,7 +91,7 @@ def _byte_range(t: Tensor) -> tuple[int, int]:
     size, whole = t.element_size(), t.untyped_storage().nbytes()
     start = t.storage_offset() * size // ALIGNED * ALIGNED
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    end = (t.storage_offset() + last + 1) * size
+    end = int(t.storage_offset() + last + 1) * size
     return (0, whole) if 2 * (end - start) >= whole else (start, end)
 
 
@@ -107,7 +108,8 @@ class _Segment:
         # No other storage gets the address of this one while the weak reference exists.
         self.storage = StorageWeakRef(t.untyped_storage())
         # The alias shares the version counter of the saved tensor. It is None once the device memory has been freed.
-        self.alias, self.version = t.detach(), t._version
+        self.alias: Tensor | None = t.detach()
+        self.version = t._version
         self.device, self.stream = t.device, _stream(t.device)
         whole = torch.empty(0, dtype=torch.uint8, device=t.device).set_(t.untyped_storage())
         self.device_data: Tensor | None = whole[start:end]
@@ -118,6 +120,8 @@ class _Segment:
         self.savers, self.users, self.generation, self.last_backward = 0, 0, 1, -2
 
     def copy_out(self) -> None:
+        """Start the copy to the host."""
+        assert self.device_data is not None
         self.host_data, self.event = _copy(self.device_data, "out", self.device, self.stream)
 
     def check_version(self) -> None:
@@ -132,13 +136,17 @@ class _Segment:
                 stream.wait_event(event)
 
     def free_device_data(self) -> None:
+        """Free the device memory, in the order of the compute streams, after the copy to the host."""
         self.check_version()
         self.wait_for_copy()
         self.alias = self.device_data = None
 
-    def copy_back(self) -> None:
+    def copy_back(self) -> Tensor:
+        """Start the copy to the device, and return that copy."""
+        assert self.host_data is not None
         self.device_data, self.event = _copy(self.host_data, "back", self.device, self.stream)
         self.generation, self.users = self.generation + 1, 0
+        return self.device_data
 
     def unpack(self, view: "_SavedView") -> Tensor:
         """Return the bytes on the device, for a node that saved `view`."""
@@ -150,15 +158,13 @@ class _Segment:
             )
         stream = _stream(self.device)
         # The memory belongs to the stream of the forward pass, which might reuse it too early.
-        if stream != self.stream:
+        if stream is not None and stream != self.stream:
             return _data_for_stream(self, stream)
-        if self.device_data is None:
-            self.copy_back()
+        data = self.copy_back() if self.device_data is None else self.device_data
         if self.is_prefetched:
             self.is_prefetched, self.offloader.prefetched_bytes = False, self.offloader.prefetched_bytes - self.size
         if self.alias is None:
             self.wait_for_copy()
-        data = self.device_data
         if view.generation != self.generation:
             view.generation, self.users = self.generation, self.users + 1
         if self.users >= self.savers and self.host_data is not None:
@@ -176,9 +182,12 @@ class _Segment:
 def _data_for_stream(segment: _Segment, stream: torch.cuda.Stream) -> Tensor:
     """Return the bytes for a stream other than that of the forward pass. A copy for this stream is not shared."""
     if segment.alias is not None:
+        assert segment.device_data is not None
         segment.device_data.record_stream(stream)
         return segment.device_data
     # The stream of the forward pass may itself have to wait for the copy to the host.
+    assert segment.stream is not None
+    assert segment.host_data is not None
     stream.wait_stream(segment.stream)
     data, event = _copy(segment.host_data, "back", segment.device, stream)
     stream.wait_event(event)
@@ -197,6 +206,7 @@ class _SavedView:
         segment.savers += 1
 
     def unpack(self) -> Tensor:
+        """Return the tensor on the device, and prefetch the tensors that were saved before it."""
         segment, offloader = self.segment, self.segment.offloader
         with torch.no_grad(), offloader.lock:
             data = segment.unpack(self)

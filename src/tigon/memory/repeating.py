@@ -25,8 +25,14 @@ __all__ = ["REPEATING", "CallWatch", "RepeatedCall", "foreign_hook"]
 # Prefixes of the Python modules of engines. The hooks of an engine only gather and shard parameters, or convert inputs
 # and outputs. The hooks that transformers leaves on layers for the outputs of a call (`output_hidden_states`) have no
 # effect outside of that call.
-_ENGINES = "torch.distributed.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations."
-_ENGINES += ("transformers.utils.output_capturing",)
+_ENGINES = (
+    "torch.distributed.",
+    "deepspeed.",
+    "accelerate.",
+    "transformers.distributed.",
+    "transformers.integrations.",
+    "transformers.utils.output_capturing",
+)
 
 # Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's
 # random numbers and of buffers, which `CallWatch` compares.
@@ -66,6 +72,7 @@ def _read_call_state(module: nn.Module, x: Tensor) -> tuple | None:
     """
     if _is_plain(module):
         return x._version, (), None
+    generator_state: int | Tensor
     if x.device.type == "cuda":
         if torch.cuda.is_current_stream_capturing():
             return None
@@ -187,11 +194,12 @@ class _TensorState:
     def __init__(self, x: Tensor) -> None:
         self.ref, self.version = weakref.ref(x), _version(x)
         base = None if x.is_inference() else x._base
-        self.base, self.layout = (None, None) if base is None else (weakref.ref(base), _layout(x))
+        self.base = None if base is None else weakref.ref(base)
+        self.layout = None if base is None else _layout(x)
 
     def change(self, x: Any) -> str | None:
         """Return how the tensor, which now is `x`, was changed since; None if its values are the same."""
-        if x is not None and self.ref() is x:
+        if isinstance(x, Tensor) and self.ref() is x:
             return None if _version(x) == self.version else "was written in place"
         # Engines swap a shard for the whole tensor, and replace a tensor on the host by an empty one.
         if any(t is not None and (hasattr(t, "placements") or t.is_meta) for t in (self.ref(), x)):
@@ -224,7 +232,8 @@ _State = dict[tuple[str, str], Any]
 
 def _add_reads(state: _State, module: nn.Module, path: str) -> None:
     """Add the state that a call reads from a module, without its children: its forward, its settings, its tensors."""
-    attributes, kind = vars(module), type(module)
+    attributes = vars(module)
+    kind: Any = type(module)
     names, defaults = _setting_names(kind)
     state[path, "class"] = kind
     state[path, "forward"] = kind.forward, attributes.get("forward")
@@ -258,15 +267,18 @@ def _read_state(module: nn.Module) -> _State:
 def _changes(before: _State, module: nn.Module) -> Iterator[str]:
     """Yield a clause for each part of a module's state that has changed."""
     now = _read_state(module)
-    names = before if before.keys() == now.keys() else {**before, **now}
-    for key in names:
+    for key in before if before.keys() == now.keys() else {**before, **now}:
         a, b = before.get(key), now.get(key)
         if a is b:
             continue
         name = ".".join(filter(None, key))
         if isinstance(a, _TensorState) or isinstance(b, _TensorState):
-            tensor_state, other = (a, b) if isinstance(a, _TensorState) else (b, a)
-            if (change := tensor_state.change(other.ref() if isinstance(other, _TensorState) else None)) is not None:
+            if isinstance(a, _TensorState):
+                change = a.change(b.ref() if isinstance(b, _TensorState) else None)
+            else:
+                assert isinstance(b, _TensorState)
+                change = b.change(None)
+            if change is not None:
                 yield f"its {name} {change}"
         elif not _is_same(a, b):
             yield f"its {name} was changed"

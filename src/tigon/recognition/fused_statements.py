@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
 from tigon.ops.mlps.projections import is_hooked, linears
-from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_passing
+from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norms import RMSNormRecipe, recognise_norm
 from tigon.recognition.replacement import Replacement
@@ -58,7 +58,7 @@ def norm_pass(norm: nn.Module, x: Any) -> tuple[Any, Any]:
     """norm(x) and x."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (found := _arguments(norm, x)) is not None:
         weight, eps, form = found
-        return rms_norm_passing(x, weight, eps, **form)
+        return rms_norm_with_residual(x, weight, eps, **form)
     return norm(x), x
 
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from tigon.memory.lean import call, remade_mlp
+from tigon.memory.lean import call_mlp_region, call_projection
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
-from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, takes_weights
+from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
 from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
 from tigon.recognition.probes import (
@@ -88,9 +88,9 @@ class GLURecipe:
             return type(module).forward(module, *args, **kwargs)
         if self.up is not None and not reference:
             weights = [plain_weight(getattr(module, name)) for name in (self.gate, self.up, self.down)]
-            if takes_weights(*args, *weights):
+            if supports_weights(*args, *weights):
                 return glu_mlp_by_kernels(*args, *weights, KINDS[self.kind][2])
-        return getattr(module, self.down)(remade_mlp(self._product, module, *args, reference))
+        return getattr(module, self.down)(call_mlp_region(self._product, module, *args, reference))
 
     def _fits(self, x: object) -> bool:
         """Return True if recognition compared the module with the op for an input of this kind."""
@@ -100,10 +100,10 @@ class GLURecipe:
 
     def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
         """Return act(gate) * up, computed through the module's children."""
-        up = call(getattr(module, self.up), x) if self.up_first else None
-        gate = call(getattr(module, self.gate), x)
+        up = call_projection(getattr(module, self.up), x) if self.up_first else None
+        gate = call_projection(getattr(module, self.gate), x)
         if self.up is not None and not self.up_first:
-            up = call(getattr(module, self.up), x)
+            up = call_projection(getattr(module, self.up), x)
         # If gate and up have different dtypes, the reference promotes as torch does.
         op, eager, _ = KINDS[self.kind]
         return (eager if reference or (up is not None and up.dtype != gate.dtype) else op)(gate, up)

@@ -1,25 +1,26 @@
-"""What the autograd functions of all ops share."""
+"""Helpers that the autograd functions of all ops share."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tigon.runtime.torch_private import keeps_graph
 
-__all__ = ["first_order", "frees_saved", "leave_absent", "without_autocast"]
+__all__ = ["first_order", "frees_saved", "keep_none_gradients", "without_autocast"]
 
 
 def first_order(backward: Callable) -> Callable:
-    """Decorate the backward of an autograd function that has no second derivative: `create_graph=True` is refused.
+    """Decorate the backward of an autograd function that has no second derivative, and refuse `create_graph=True`.
 
-    torch's `once_differentiable` raises only where the incoming gradient itself needs a gradient: a penalty on the
-    gradient of a plain loss would silently be a constant.
+    torch's `once_differentiable` raises only if the upstream gradient itself needs a gradient. With it, a penalty on
+    the gradient of a plain loss would be a constant, without any error.
     """
 
     @functools.wraps(backward)
-    def call(ctx, *gradients):
+    def call(ctx: Any, *gradients: Tensor | None) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             name = type(ctx).__name__.strip("_").removesuffix("Backward")
             raise RuntimeError(f"tigon: {name} has no second derivative, so it refuses create_graph=True")
@@ -29,12 +30,13 @@ def first_order(backward: Callable) -> Callable:
 
 
 def without_autocast(backward: Callable) -> Callable:
-    """Decorate the backward of an autograd function that never runs under autocast: nor do its products then, if the
-    caller takes gradients in a block of it.
+    """Decorate the backward of an autograd function, and switch autocast off while it runs.
+
+    Its products then have the dtypes of the saved tensors, also if the caller runs backward in a block of autocast.
     """
 
     @functools.wraps(backward)
-    def call(ctx, *gradients):
+    def call(ctx: Any, *gradients: Tensor | None) -> Any:
         kind = next((x.device.type for x in gradients if x is not None), "meta")
         if kind == "meta" or not torch.is_autocast_enabled(kind):
             return backward(ctx, *gradients)
@@ -45,17 +47,17 @@ def without_autocast(backward: Callable) -> Callable:
 
 
 def frees_saved(x: Tensor) -> bool:
-    """In the backward of an autograd function: whether what it saved, as x, is let go after it and may be overwritten.
+    """Return whether a backward pass may overwrite the tensors that its forward saved, which are on the device of `x`.
 
-    Not where the graph is retained, and not in a CUDA graph, whose backward may be replayed alone.
+    It may not if the graph is retained, nor in a CUDA graph, because its backward may be replayed alone.
     """
     return not keeps_graph() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def leave_absent(ctx) -> None:
-    """In the forward of an autograd function: gradients of outputs that nothing was computed from stay None.
+def keep_none_gradients(ctx: Any) -> None:
+    """Let backward receive None, not zeros, for an output that has no upstream gradient. Call this in a forward.
 
-    Not under `torch.compile`, which does not know the method in every version, and makes zeros of them.
+    `torch.compile` does not know the method in every version, so there backward receives zeros.
     """
     if not torch.compiler.is_compiling():
         ctx.set_materialize_grads(False)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from types import NoneType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,7 +124,7 @@ def size(op: str, name: str, value: object) -> int:
     return value
 
 
-def _factory(op: str, options: dict[str, object]) -> None:
+def _factory(op: str, options: dict[str, Any]) -> None:
     """Check the options `device` and `dtype` of a module's parameters."""
     for name in options:
         choice(op, "an option", name, ("device", "dtype"))
@@ -134,7 +135,7 @@ def _factory(op: str, options: dict[str, object]) -> None:
         raise ValueError(f"{op}: device must be one that torch has, got {shown(options['device'])}") from error
 
 
-def norm_module(op: str, normalized_shape: object, factory: dict[str, object], **flags: object) -> None:
+def norm_module(op: str, normalized_shape: object, factory: dict[str, Any], **flags: object) -> None:
     """Check the arguments of a norm's constructor: N or a shape of one dimension, flags, `device` and `dtype`."""
     if isinstance(normalized_shape, (tuple, list)):
         if len(normalized_shape) != 1:
@@ -145,7 +146,7 @@ def norm_module(op: str, normalized_shape: object, factory: dict[str, object], *
     _factory(op, factory)
 
 
-def mlp_module(op: str, hidden_size: object, intermediate_size: object, bias: object, factory: dict) -> None:
+def mlp_module(op: str, hidden_size: object, intermediate_size: object, bias: object, factory: dict[str, Any]) -> None:
     """Check the arguments of an MLP's constructor."""
     size(op, "hidden_size", hidden_size)
     size(op, "intermediate_size", intermediate_size)
@@ -160,7 +161,7 @@ def products(op: str, x: Tensor, **weights: Tensor) -> None:
         same(op, "dtype", x=x, **weights)
 
 
-def features(op: str, x: object, count: int) -> None:
+def features(op: str, x: Any, count: int) -> None:
     """Check that `x` is a tensor [..., count]."""
     tensor(op, x=x)
     if x.shape[-1:] != (count,):

@@ -1,10 +1,11 @@
-"""cuBLASLt through ctypes: a matrix product by one of its "ping-pong" kernels, where it proposes one.
+"""cuBLASLt through ctypes: a matrix product by one of its "ping-pong" kernels, if it proposes one.
 
-The module `products` says when these kernels are faster. Only kernels are used that cuBLASLt itself proposes for the
-very sizes, strides and alignments of a product, so a wrong number below costs speed and never a result.
+The module `products` says when these kernels are faster. A kernel is used only if cuBLASLt itself proposes it for
+exactly the sizes, strides and alignments of a product. A wrong number below can therefore make a product slow, but not
+wrong.
 
-The library is the copy that torch has loaded; none is loaded here. `TIGON_CUBLASLT=0` switches all of this off, and the
-products are then those of `torch.mm`.
+The library is the copy that torch has loaded; this module loads none. With `TIGON_CUBLASLT=0` it is not used, and
+`torch.mm` computes the products.
 
 Shapes: out [M, N] = a [M, K] b [K, N].
 """
@@ -12,6 +13,7 @@ Shapes: out [M, N] = a [M, K] b [K, N].
 import ctypes
 import functools
 import os
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +21,7 @@ from torch import Tensor
 from tigon.runtime.device import HIP
 from tigon.runtime.torch_private import current_raw_stream
 
-__all__ = ["Plan", "plan", "state"]
+__all__ = ["Layout", "Plan", "PlanProblem", "plan", "state"]
 
 # --- names and values of cublasLt.h ----------------------------------------------------------------
 
@@ -33,8 +35,10 @@ DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 NVJET = 66
 PING_PONG_TILES = {"176x128": 201, "168x128": 197, "128x160": 29, "144x128": 184, "128x128": 20}
 
-WORKSPACE = 1024  # bytes: enough for a counter of tiles; kernels that split K need more and are not requested
-CANDIDATES = 16  # cuBLASLt proposes at most 8
+# 1024 bytes are enough for a counter of tiles. Kernels that split K need more, and are not requested.
+WORKSPACE_BYTES = 1024
+# cuBLASLt proposes at most 8 kernels.
+MAX_PROPOSALS = 16
 LARGEST_ALIGNMENT = 256
 
 
@@ -54,7 +58,8 @@ class _Proposal(ctypes.Structure):
 
 # The parameters of each function, in the order of cublasLt.h. Each function returns a status, a C int. ctypes raises an
 # error for an argument that does not fit, where an undeclared function would read wrong memory.
-_POINTER = ctypes.c_void_p  # to an object of the library, to memory of the device, or to a value that an attribute has
+# _POINTER points to an object of the library, to memory of the device, or to the value of an attribute.
+_POINTER = ctypes.c_void_p
 _NEW = ctypes.POINTER(ctypes.c_void_p)
 _SET = [_POINTER, ctypes.c_int, _POINTER, ctypes.c_size_t]
 _ALGORITHM = ctypes.POINTER(_Algorithm)
@@ -128,21 +133,17 @@ def state() -> str:
     return f"the library of torch, CUDA {torch.version.cuda}, on Hopper GPUs"
 
 
-# By device.
+# The handle of each device.
 _handles: dict[int, ctypes.c_void_p] = {}
 
 
 def _handle(device: int) -> ctypes.c_void_p | None:
-    """Return a handle of the current device, or None unless the device is a Hopper chip and the library is there."""
+    """Return a handle of the current device, or None if there is no library or a CUDA graph is captured."""
     if device in _handles:
         return _handles[device]
     library, handle = _library(), ctypes.c_void_p()
     # Creating a handle allocates memory, which the capture of a CUDA graph does not allow.
-    if (
-        library is None
-        or torch.cuda.get_device_capability(device) != (9, 0)
-        or torch.cuda.is_current_stream_capturing()
-    ):
+    if library is None or torch.cuda.is_current_stream_capturing():
         return None
     if library.cublasLtCreate(ctypes.byref(handle)) == 0:
         _handles[device] = handle
@@ -154,64 +155,104 @@ def _check(status: int) -> None:
         raise RuntimeError(f"cuBLASLt: status {status}")
 
 
+class Layout(NamedTuple):
+    """How a matrix is stored."""
+
+    # whether its columns are contiguous; otherwise its rows are
+    by_columns: bool
+    # elements from one column (or row) to the next
+    stride: int
+
+
+class PlanProblem(NamedTuple):
+    """The dtypes, sizes, strides and alignments of a product out [M, N] = a [M, K] b [K, N], or out += a b."""
+
+    dtype: torch.dtype
+    out_dtype: torch.dtype
+    m: int
+    k: int
+    n: int
+    a_layout: Layout
+    b_layout: Layout
+    # elements from one row of `out` to the next
+    out_stride: int
+    accumulate: bool
+    # bytes by which the addresses of a, b and out can be divided
+    alignments: tuple[int, int, int]
+
+
 class Plan:
-    """A product of given sizes, strides and alignments, ready to run.
+    """A product that is ready to run.
 
-    `algorithm` is the ping-pong kernel, or None if cuBLASLt proposes none.
+    `algorithm` is the ping-pong kernel with the first tile of `tiles` that cuBLASLt proposes, or None if it proposes
+    none.
 
-
-    cuBLAS stores matrices by columns: for it, a row-major out [M, N] is out^T, the product of b^T and a^T.
+    cuBLAS stores matrices by columns. A row-major out [M, N] is therefore out^T for cuBLAS, the product of b^T and a^T.
     """
 
-    def __init__(self, handle, key) -> None:
-        dtype, out_dtype, m, k, n, (a_transposed, lda), (b_transposed, ldb), ldd, accumulate, alignments = key
-        self.cublaslt, self.handle, self.owned = _library(), handle, []
-        make = self._make
-        self.operation = make("cublasLtMatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
-        for attribute, transposed in ((MATMUL_DESC_TRANSA, b_transposed), (MATMUL_DESC_TRANSB, a_transposed)):
-            self._set("cublasLtMatmulDescSetAttribute", self.operation, attribute, ctypes.c_int32(transposed))
-        layout = lambda dtype, rows, columns, ld: make("cublasLtMatrixLayout", DATA_TYPES[dtype], rows, columns, ld)
+    def __init__(self, handle: ctypes.c_void_p, problem: PlanProblem, tiles: tuple[int, ...]) -> None:
+        self.cublaslt: Any = _library()
+        self.handle = handle
+        # the objects of the library that `__del__` destroys, each with the name of its kind
+        self.owned: list[tuple[str, ctypes.c_void_p]] = []
+        m, k, n, a_layout, b_layout = problem.m, problem.k, problem.n, problem.a_layout, problem.b_layout
+        self.operation = self._create("cublasLtMatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
+        for attribute, layout in ((MATMUL_DESC_TRANSA, b_layout), (MATMUL_DESC_TRANSB, a_layout)):
+            self._set("cublasLtMatmulDescSetAttribute", self.operation, attribute, ctypes.c_int32(layout.by_columns))
         self.layouts = (
-            layout(dtype, *((k, n) if b_transposed else (n, k)), ldb),
-            layout(dtype, *((m, k) if a_transposed else (k, m)), lda),
-            layout(out_dtype, n, m, ldd),
+            self._create_layout(problem.dtype, *((k, n) if b_layout.by_columns else (n, k)), b_layout.stride),
+            self._create_layout(problem.dtype, *((m, k) if a_layout.by_columns else (k, m)), a_layout.stride),
+            self._create_layout(problem.out_dtype, n, m, problem.out_stride),
         )
-        preference = make("cublasLtMatmulPreference")
+        preference = self._create("cublasLtMatmulPreference")
         set_preference = functools.partial(self._set, "cublasLtMatmulPreferenceSetAttribute", preference)
-        set_preference(PREF_MAX_WORKSPACE_BYTES, ctypes.c_size_t(WORKSPACE))
-        a_alignment, b_alignment, d_alignment = alignments
-        for i, alignment in enumerate((b_alignment, a_alignment, d_alignment, d_alignment)):
+        set_preference(PREF_MAX_WORKSPACE_BYTES, ctypes.c_size_t(WORKSPACE_BYTES))
+        a_alignment, b_alignment, out_alignment = problem.alignments
+        for i, alignment in enumerate((b_alignment, a_alignment, out_alignment, out_alignment)):
             set_preference(PREF_MIN_ALIGNMENT_A_BYTES + i, ctypes.c_uint32(alignment))
-        self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if accumulate else 0.0)
-        self.algorithm = self._choose(preference)
+        self.one, self.beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if problem.accumulate else 0.0)
+        self.algorithm = self._choose(preference, tiles)
 
-    def _make(self, kind: str, *arguments) -> ctypes.c_void_p:
+    def _create(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
         created = ctypes.c_void_p()
         _check(getattr(self.cublaslt, f"{kind}Create")(ctypes.byref(created), *arguments))
         self.owned.append((kind, created))
         return created
 
-    def _set(self, function: str, object: ctypes.c_void_p, attribute: int, value) -> None:
+    def _create_layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
+        return self._create("cublasLtMatrixLayout", DATA_TYPES[dtype], rows, columns, stride)
+
+    def _set(self, function: str, object: ctypes.c_void_p, attribute: int, value: Any) -> None:
         _check(getattr(self.cublaslt, function)(object, attribute, ctypes.byref(value), ctypes.sizeof(value)))
 
-    def _choose(self, preference: ctypes.c_void_p) -> _Algorithm | None:
-        results, count = (_Proposal * CANDIDATES)(), ctypes.c_int()
+    def _choose(self, preference: ctypes.c_void_p, tiles: tuple[int, ...]) -> _Algorithm | None:
+        """Return the proposed ping-pong kernel with the first of the tiles, or None."""
+        proposals, count = (_Proposal * MAX_PROPOSALS)(), ctypes.c_int()
         left, right, out = self.layouts
         status = self.cublaslt.cublasLtMatmulAlgoGetHeuristic(
-            self.handle, self.operation, left, right, out, out, preference, CANDIDATES, results, ctypes.byref(count)
+            self.handle,
+            self.operation,
+            left,
+            right,
+            out,
+            out,
+            preference,
+            MAX_PROPOSALS,
+            proposals,
+            ctypes.byref(count),
         )
-        # No kernel fits.
+        # The status is an error if no kernel fits.
         if status:
             return None
-        tiles = {}
-        for result in results[: count.value]:
+        algorithms: dict[int, _Algorithm] = {}
+        for proposal in proposals[: count.value]:
             identity, tile, splits = (
-                self._property(result.algorithm, name)
+                self._property(proposal.algorithm, name)
                 for name in (ALGO_CONFIG_ID, ALGO_CONFIG_TILE_ID, ALGO_CONFIG_SPLITK_NUM)
             )
-            if result.state == 0 and identity == NVJET and splits == 1:
-                tiles.setdefault(tile, result.algorithm)
-        return next((tiles[tile] for tile in PING_PONG_TILES.values() if tile in tiles), None)
+            if proposal.state == 0 and identity == NVJET and splits == 1:
+                algorithms.setdefault(tile, proposal.algorithm)
+        return next((algorithms[tile] for tile in tiles if tile in algorithms), None)
 
     def _property(self, algorithm: _Algorithm, name: int) -> int:
         value, written = ctypes.c_int32(-1), ctypes.c_size_t()
@@ -225,11 +266,11 @@ class Plan:
         if self.algorithm is None:
             return False
         left, right, result = self.layouts
-        workspace = out.new_empty(WORKSPACE, dtype=torch.uint8)
+        workspace = out.new_empty(WORKSPACE_BYTES, dtype=torch.uint8)
         status = self.cublaslt.cublasLtMatmul(
             self.handle, self.operation, ctypes.byref(self.one), b.data_ptr(), left, a.data_ptr(), right,
             ctypes.byref(self.beta), out.data_ptr(), result, out.data_ptr(), result,
-            ctypes.byref(self.algorithm), workspace.data_ptr(), WORKSPACE, current_raw_stream(out.get_device()),
+            ctypes.byref(self.algorithm), workspace.data_ptr(), WORKSPACE_BYTES, current_raw_stream(out.get_device()),
         )  # fmt: skip
         if status:
             self.algorithm = None
@@ -240,12 +281,13 @@ class Plan:
             getattr(self.cublaslt, f"{kind}Destroy")(created)
 
 
-# The length of the last chunk changes with the number of valid tokens, so plans come and go.
+# The length of the last chunk depends on the number of valid tokens, so there are many plans, and old ones are dropped.
 @functools.lru_cache(maxsize=512)
-def plan(device: int, *key) -> Plan | None:
-    """Return the plan of a product, or None if the device or the library has none."""
+def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
+    """Return the plan of a product with one of the tiles, or None if the device or the library has none."""
     handle = _handle(device)
     try:
-        return None if handle is None else Plan(handle, key)
-    except RuntimeError:  # this version of the library does not know an attribute or a value
+        return None if handle is None else Plan(handle, problem, tiles)
+    except RuntimeError:
+        # This version of the library does not know an attribute or a value.
         return None

@@ -1,4 +1,4 @@
-"""The device of a tensor: whether kernels run on it, what they may use of it, and simulation of a GPU on a CPU."""
+"""The device of a tensor: whether kernels run on it, its properties, and the simulation of a GPU on a CPU."""
 
 import contextlib
 import functools
@@ -29,43 +29,52 @@ __all__ = [
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 
-KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # fp64 takes the references
+# The references compute fp64.
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+# the types of tensors that have memory of their own
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, eq=False)  # compared by identity, for heuristics that cache: there is one for each device
+# Devices are compared by identity, which is fast in the cache of choices. There is one object for each device.
+@dataclass(frozen=True, eq=False)
 class Device:
     """The properties that launch parameters depend on."""
 
     multiprocessors: int
-    warp_size: int  # 32 on NVIDIA, 64 on the Instinct chips of AMD
-    shared_memory: int  # bytes that one workgroup may use
-    async_copy: bool = False  # from global to shared memory by single threads: NVIDIA since Ampere
-    arch: str = ""  # "sm_90", "gfx942" and so on; "" is the interpreter's
+    # 32 on NVIDIA, 64 on the Instinct chips of AMD
+    warp_size: int
+    # bytes that one workgroup may use
+    shared_memory: int
+    # whether threads can copy from global to shared memory asynchronously: NVIDIA since Ampere
+    async_copy: bool = False
+    # "sm_90", "gfx942" and so on; "" for the interpreter
+    arch: str = ""
 
     @property
     def max_warps(self) -> int:
-        """A workgroup holds 1024 threads on either vendor."""
+        """The number of warps of the largest workgroup, which has 1024 threads on both vendors."""
         return 1024 // self.warp_size
 
 
 HIP = torch.version.hip is not None
 
-# What kernels launched on CPU tensors take for their device: the interpreter's, or one that is compiled for.
+# The device of kernels that are launched on CPU tensors: that of the interpreter, or a chip that kernels are compiled
+# for.
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 
 
 class Simulation(Protocol):
-    """Who counts what a GPU would do."""
+    """An object that counts what a GPU would do."""
 
-    device: Device  # that meta tensors are taken to be on
+    # the device of meta tensors
+    device: Device
 
     def launched(self, arguments: tuple) -> None:
-        """A kernel would run with these."""
+        """Count the launch of a kernel with these arguments."""
 
     def copied(self, made: Tensor, out: bool) -> None:
-        """`made` would have been copied out to the host, or back from it."""
+        """Count the copy `made` of a tensor: to the host with `out`, otherwise back from the host."""
 
 
 _simulation: Simulation | None = None
@@ -73,7 +82,7 @@ _simulation: Simulation | None = None
 
 @contextlib.contextmanager
 def simulated(simulation: Simulation) -> Iterator[None]:
-    """Ops treat meta tensors as those of a GPU in the block, in every thread, and run no kernel on them."""
+    """Let ops treat meta tensors as tensors of a GPU in the block, in every thread, without running kernels on them."""
     global _simulation
     before, _simulation = _simulation, simulation
     try:
@@ -83,20 +92,21 @@ def simulated(simulation: Simulation) -> Iterator[None]:
 
 
 def simulation_of(device: torch.device) -> Simulation | None:
-    """Who counts what would happen on a device; None if it does happen."""
+    """Return the simulation of a device, or None if the device is real."""
     return _simulation if device.type == "meta" else None
 
 
 def device_kind(x: Tensor) -> str:
-    """The type of the tensor's device, or of the one it is taken to be on."""
+    """Return the type of the tensor's device, which is "cuda" for meta tensors in a simulation."""
     return "cuda" if _simulation is not None and x.is_meta else x.device.type
 
 
 def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
-    """Whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in Triton's interpreter.
+    """Return whether Triton kernels run on the tensors: on a CUDA or ROCm device, or on the CPU in the interpreter.
 
-    Not on DTensors and other wrappers without memory of their own: the references, in torch's operations, are right for
-    any cut. A collective's result that is still on its way is waited for where it is read (`launcher`).
+    Kernels do not run on DTensors and other wrappers without memory of their own. The references compute these by torch
+    operations, which are correct for every placement. For the result of a collective that is still running, the answer
+    is True, because `launcher` waits for it.
     """
     if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or (_simulation is not None and x.is_meta)):
         return False
@@ -122,12 +132,12 @@ def _device(index: int) -> Device:
 
 
 def device_of(x: Tensor) -> Device:
-    """Properties of the device that holds `x`."""
+    """Return the properties of the device that holds `x`."""
     if x.is_cuda:
         return _device(x.device.index)
     return _simulation.device if _simulation is not None and x.is_meta else EMULATED
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b rounded up. `triton.cdiv` takes 1.7 us, and small models wait for the host."""
+    """Return a / b rounded up. `triton.cdiv` takes 1.7 us, and small models wait for the host."""
     return -(-a // b)

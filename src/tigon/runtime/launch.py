@@ -17,33 +17,34 @@ from tigon.runtime.device import HIP, PLAIN, simulation_of
 from tigon.runtime.torch_private import current_device, current_raw_stream, dispatch_modes
 from tigon.runtime.triton_private import JITFunction, has_direct_launch, is_hooked, positional_launch
 
-__all__ = ["COMPILE", "launch", "launch_method", "launcher", "on_device"]
+__all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device"]
 
 _log = logging.getLogger("tigon")
 
 Function = TypeVar("Function", bound=Callable)
 
-# Options of every launch: Triton 3.10 stops fusing products and sums by default.
+# Options of every launch. By default Triton 3.10 does not fuse products and sums.
 COMPILE = {"enable_fp_fusion": True}
 
-# Variants that may be launched directly, by what Triton chooses a variant by. A value holds the launcher, its first
-# arguments and the values of the constexprs. It also holds the kernel, because the key has the kernel's id, and the
-# compiled variant, because Triton may unload one that nobody refers to.
+# Variants that may be launched directly. A key holds everything by which Triton chooses a variant. A value holds the
+# launcher, its first arguments and the values of the constexprs. It also holds the kernel, because the key has the id
+# of the kernel, and the compiled variant, because Triton may unload one that nobody refers to.
 _variants: dict[tuple, tuple] = {}
 
-# Whether direct launches passed the self-check, by device.
+# The verdict of the self-check of direct launches on each device.
 _verdicts: dict[int, bool] = {}
 
-_keys: dict[tuple, Callable] = {}  # of the types of a launch's arguments: the rest of what the choice depends on
+# For a kernel and the types of its arguments, a function that returns the rest of a key of `_variants`.
+_key_functions: dict[tuple, Callable[..., tuple]] = {}
 
 
-def _key_of(kernel: JITFunction, arguments: tuple) -> Callable:
-    """A function of a launch's arguments, of these types, to what Triton compiles a variant of the kernel for.
+def _key_function(kernel: JITFunction, arguments: tuple) -> Callable[..., tuple]:
+    """Return a function from arguments of these types to everything that Triton compiles a variant of the kernel for.
 
-    That is, of tensors the dtype and whether they are aligned to 16 bytes (on AMD also whether they take less than
-    2 GiB), of ints whether they take 64 bits and, unless it leaves them alone (M), whether they are 1 or a multiple of
-    16. Not their values: those of a batch are endless. The function is made once, as source, because small models wait
-    for the host.
+    For a tensor these are the dtype and whether it is aligned to 16 bytes (on AMD also whether it has less than 2 GiB).
+    For an int these are whether it takes 64 bits and, unless the kernel does not specialise it (such as M), whether it
+    is 1 or a multiple of 16. The values of ints are not part of the key, because each batch has others. The function is
+    compiled from source, once, because small models wait for the host.
     """
     parts = []
     for i, value in enumerate(arguments):
@@ -60,14 +61,19 @@ def _key_of(kernel: JITFunction, arguments: tuple) -> Callable:
 
 
 def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any) -> None:
-    """Run `programs` programs of a kernel; `constants` are its constexprs by name, and `num_warps`. None run for 0.
-
-    `arguments` are all others, in the kernel's order: tensors or None, the first a tensor, then ints and floats.
+    """Launch `programs` programs of a kernel, or do nothing if there are none.
 
     Triton derives from the arguments, at every launch, which compiled variant it needs (11 us). Small models wait for
     the host, so from the second launch on the variant is looked up here and launched directly. That passes arguments by
     position to an undocumented launcher. Only tested versions of Triton do so, and only on devices where the self-check
     passed; every other launch goes through `kernel[grid]`.
+
+    Args:
+        kernel: The kernel.
+        programs: The size of the one-dimensional grid.
+        *arguments: All arguments that are no constexprs, in the order of the kernel: tensors or None, of which the
+            first is a tensor, then ints and floats. `in_order` sorts arguments that are given by name.
+        **constants: The constexprs by name, and `num_warps`.
     """
     if not programs:
         return
@@ -75,15 +81,15 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     if device < 0 and (simulation := simulation_of(arguments[0].device)) is not None:
         simulation.launched(arguments)
         return
-    # The interpreter has no device, and a profiler's hooks are called by Triton alone.
+    # The interpreter has no device, and only Triton calls the hooks of a profiler.
     if device < 0 or is_hooked():
         kernel[(programs,)](*arguments, **constants, **COMPILE)
         return
     kinds = (id(kernel), *map(type, arguments))
-    key_of = _keys.get(kinds)
-    if key_of is None:
-        key_of = _keys[kinds] = _key_of(kernel, arguments)
-    key = (kinds, device, key_of(*arguments), *constants, *constants.values())
+    key_function = _key_functions.get(kinds)
+    if key_function is None:
+        key_function = _key_functions[kinds] = _key_function(kernel, arguments)
+    key = (kinds, device, key_function(*arguments), *constants, *constants.values())
     variant = _variants.get(key)
     if variant is None:
         compiled = kernel[(programs,)](*arguments, **constants, **COMPILE)
@@ -94,6 +100,21 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         run, function, metadata, tail, _ = variant
         stream = current_raw_stream(device)
         run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *tail)
+
+
+def in_order(kernel: JITFunction, **arguments: Any) -> list[Any]:
+    """Return the arguments of a kernel, given by name, in the order of its parameters.
+
+    Kernels with many parameters are launched as `launch(kernel, programs, *in_order(kernel, x_ptr=x, ...), ...)`.
+
+    Raises:
+        TypeError: A parameter has no argument, or an argument no parameter.
+    """
+    names = kernel.arg_names[: len(arguments)]
+    try:
+        return [arguments[name] for name in names]
+    except KeyError as error:
+        raise TypeError(f"{kernel}: the first parameters are {names}, got {list(arguments)}") from error
 
 
 # --- the self-check of direct launches -------------------------------------------------------------
@@ -113,8 +134,8 @@ def _check_kernel(x_ptr, absent_ptr, out_ptr, stride, n, factor, BLOCK: tl.const
 def _launches_directly(kernel: JITFunction, device: int) -> bool:
     """Return whether variants of the kernel may be launched directly on the device.
 
-    The first call for a device at a time when the host may wait runs the self-check. The question comes only after a
-    launch through Triton, so a direct launch pays nothing for it.
+    The first call for a device at a time when the host may wait runs the self-check. This function is called only after
+    a launch through Triton, so direct launches take no time for it.
     """
     if kernel is _check_kernel:
         return True
@@ -140,7 +161,7 @@ def _may_wait() -> bool:
 
 
 def _check_tensors(device: int) -> tuple[Tensor, Tensor]:
-    """Return the input of the self-check and two outputs, whose different values remain where nothing is written."""
+    """Return the input of the self-check and two outputs. They stay different where the kernel does not write."""
     x = torch.arange(600, dtype=torch.float32, device=torch.device("cuda", device))
     return x, torch.stack([torch.full_like(x[:300], value) for value in (-1.0, -2.0)])
 
@@ -161,8 +182,8 @@ def _direct_launch_agrees(device: int) -> bool:
             agrees = False
     if not agrees:
         _log.warning(
-            "Triton %s launches kernels otherwise than Tigon expects on device %d: each launch goes through Triton and "
-            "takes about 10 us more of the host's time. Results are unaffected.", triton.__version__, device
+            "On device %d, Triton %s launches kernels otherwise than Tigon expects. Each launch therefore goes through "
+            "Triton and takes about 10 us more of the host's time. Results are unaffected.", device, triton.__version__
         )  # fmt: skip
     return agrees
 
@@ -177,20 +198,21 @@ def launch_method() -> str:
     return "direct, once the self-check on the device has passed"
 
 
-def on_device(function: Callable) -> Callable:
-    """Decorate a function that launches kernels: the device of its first tensor is the current one while it runs."""
+def on_device(function: Function) -> Function:
+    """Decorate a function that launches kernels: the device of its first argument is the current device."""
 
     @functools.wraps(function)
-    def call(*args, **kwargs):
+    def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **kwargs)
-        device = args[0].get_device()  # -1 for the CPU
+        # -1 stands for the CPU.
+        device = args[0].get_device()
         if device >= 0 and device != current_device():
             with torch.cuda.device(device):
                 return function(*args, **kwargs)
         return function(*args, **kwargs)
 
-    return call
+    return cast(Function, call)
 
 
 # --- custom operators ------------------------------------------------------------------------------

@@ -1,38 +1,83 @@
-"""Matrix products by cuBLAS, in the head of a language model and in its layers by the kernel that is fastest there.
+"""Matrix products by cuBLAS: those of the head of a language model, and those of its layers with the fastest kernel.
 
-For [T, H] x [H, V] cuBLAS on Hopper picks "cooperative" kernels, whose warps compute a tile together and write it
-together: while they write, nothing is multiplied. Its "ping-pong" kernels, where one half of the warps writes while
-the other multiplies, come behind in its ranking, and ahead on the clock wherever much is written for each product:
+For [T, H] x [H, V] cuBLAS on Hopper picks "cooperative" kernels, whose warps compute a tile together and then write it
+together. While they write, they multiply nothing. In its "ping-pong" kernels, one half of the warps writes while the
+other half multiplies. cuBLAS ranks these kernels lower, but they are faster wherever much is written for each product:
 adding to an fp32 dW by 17-38 %, to a bf16 one by 3-28 %, logits by 3-10 % (chunks of 640 to 3328 tokens, V = 128256,
-151936 and 256000, H200, CUDA 13.0). So cuBLASLt is asked for its list, and a ping-pong kernel is taken from it.
+151936 and 256000, H200, CUDA 13.0). `product` therefore takes a ping-pong kernel from the list that cuBLASLt proposes.
 Other chips, dtypes and libraries use `torch.mm`, and so does every product with `TIGON_CUBLASLT=0`. dx of the head is
-always `torch.mm`: alone these kernels are up to 6 % faster there, but in a loop at the chip's power limit the whole
-loss became up to 3 % slower with them.
+always computed by `torch.mm`: these kernels are up to 6 % faster for it alone, but in a loop at the chip's power limit
+the whole loss became up to 3 % slower with them.
 
 Shapes: out [M, N] = a [M, K] b [K, N].
 """
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tigon.runtime import cublaslt
-from tigon.runtime.device import device_kind
+from tigon.runtime.device import Device, device_kind, device_of
 from tigon.runtime.launch import on_device
 from tigon.runtime.torch_private import dispatch_modes
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["accumulates_in_fp32", "multiply", "product"]
-
-FEWEST = 512  # with a shorter side there is little to win, and it was not measured
-LONG = 2**39  # multiplications, 1.6 ms on an H200: from here on a layer's products gain, below its step loses (glu_mlp)
+__all__ = ["ProductConfig", "ProductProblem", "accumulates_in_fp32", "multiply", "product"]
 
 
-def _stored(x: Tensor) -> tuple[bool, int] | None:
-    """Whether a matrix is stored by columns, and the distance of its rows (or columns); None if by neither."""
+# --- configuration -------------------------------------------------------------------------------
+
+
+class ProductProblem(NamedTuple):
+    """The properties that the choice between cuBLASLt and torch depends on."""
+
+    # bytes of an element of the factors
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class ProductConfig(LaunchConfig):
+    """Parameters that say which products a ping-pong kernel of cuBLASLt computes."""
+
+    # the shortest side of a factor
+    min_side: int
+    # multiplications of a product of a layer; products of the head have no such limit
+    min_multiplications: int
+    # numbers of the tiles of ping-pong kernels, the best one first
+    tiles: tuple[int, ...]
+
+    @staticmethod
+    def heuristic(problem: ProductProblem, device: Device) -> "ProductConfig | None":
+        """Return None for chips and dtypes without ping-pong kernels: torch computes their products."""
+        if device.arch != "sm_90" or problem.itemsize != 2:
+            return None
+        return ProductConfig(
+            # Products with a shorter side have little to gain, and were not measured.
+            min_side=512,
+            # 2^39 multiplications take 1.6 ms on an H200. Longer products of a layer gain; with shorter ones the step
+            # of a model becomes slower (`glu_mlp`).
+            min_multiplications=2**39,
+            tiles=tuple(cublaslt.PING_PONG_TILES.values()),
+        )
+
+
+# --- products ------------------------------------------------------------------------------------
+
+
+def accumulates_in_fp32(x: Tensor) -> bool:
+    """Return whether `product` takes an fp32 `out` for factors of the dtype and on the device of this tensor."""
+    return device_kind(x) == "cuda" and x.element_size() == 2
+
+
+def _layout(x: Tensor) -> cublaslt.Layout | None:
+    """Return how a matrix is stored, or None if neither its rows nor its columns are contiguous."""
     rows, columns = x.shape
-    by_rows, by_columns = x.stride()
-    if by_columns == 1 and by_rows >= columns:
-        return False, by_rows
-    return (True, by_columns) if by_rows == 1 and by_columns >= rows else None
+    row_stride, column_stride = x.stride()
+    if column_stride == 1 and row_stride >= columns:
+        return cublaslt.Layout(False, row_stride)
+    return cublaslt.Layout(True, column_stride) if row_stride == 1 and column_stride >= rows else None
 
 
 def _alignment(x: Tensor) -> int:
@@ -40,36 +85,42 @@ def _alignment(x: Tensor) -> int:
     return min(address & -address, cublaslt.LARGEST_ALIGNMENT)
 
 
-# --- products ------------------------------------------------------------------------------------
+def _config(a: Tensor) -> ProductConfig | None:
+    """Return the config for a factor, or None if torch computes its products."""
+    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return ProductConfig.find(ProductProblem(a.element_size()), device_of(a))
 
 
-def accumulates_in_fp32(x: Tensor) -> bool:
-    """Whether `product` takes an fp32 `out` for factors of this tensor's dtype and device."""
-    return device_kind(x) == "cuda" and x.element_size() == 2
+def _run_ping_pong(config: ProductConfig, a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
+    """Compute the product by a ping-pong kernel, and return whether there was one.
 
-
-def _by_cublaslt(a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
-    """Whether it is done. Not in a dispatch mode, which counts, caches or simulates what torch does."""
-    if not a.is_cuda or a.dtype not in (torch.bfloat16, torch.float16) or min(*a.shape, *b.shape) < FEWEST:
+    Dispatch modes count, cache or simulate what torch does, so torch computes the products in their blocks.
+    """
+    if min(*a.shape, *b.shape) < config.min_side:
         return False
-    stored = a_stored, b_stored, out_stored = _stored(a), _stored(b), _stored(out)
-    if None in stored or out_stored[0] or dispatch_modes():
+    a_layout, b_layout, out_layout = _layout(a), _layout(b), _layout(out)
+    if a_layout is None or b_layout is None or out_layout is None or out_layout.by_columns or dispatch_modes():
         return False
-    plan = cublaslt.plan(
-        a.get_device(), a.dtype, out.dtype, *a.shape, b.shape[1], a_stored, b_stored, out_stored[1], accumulate,
-        (_alignment(a), _alignment(b), _alignment(out)),
+    problem = cublaslt.PlanProblem(
+        dtype=a.dtype, out_dtype=out.dtype, m=a.shape[0], k=a.shape[1], n=b.shape[1],
+        a_layout=a_layout, b_layout=b_layout, out_stride=out_layout.stride, accumulate=accumulate,
+        alignments=(_alignment(a), _alignment(b), _alignment(out)),
     )  # fmt: skip
+    plan = cublaslt.plan(a.get_device(), problem, config.tiles)
     return plan is not None and plan.run(a, b, out)
 
 
 @on_device
 def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None:
-    """out [M, N] = a [M, K] b [K, N], or += with `accumulate`; `out` may be fp32 where `accumulates_in_fp32`."""
-    if _by_cublaslt(a, b, out, accumulate):
+    """Compute out [M, N] = a [M, K] b [K, N], or out += a b. `out` may be fp32 if `accumulates_in_fp32(a)`."""
+    config = _config(a)
+    if config is not None and _run_ping_pong(config, a, b, out, accumulate):
         return
-    if out.is_meta and out.dtype != a.dtype:  # not every torch has a mixed product there: half of each value stands in
+    # Some versions of torch have no product of mixed dtypes for meta tensors. Every other element of `out` stands in.
+    if out.is_meta and out.dtype != a.dtype:
         out = out.view(a.dtype)[:, ::2]
-    mixed = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    mixed: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if accumulate:
         torch.addmm(out, a, b, out=out, **mixed)
     else:
@@ -77,11 +128,19 @@ def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None
 
 
 @on_device
-def multiply(a: Tensor, b: Tensor, onto: Tensor | None = None, least: int = LONG) -> Tensor:
-    """a b, or `onto` += a b; by torch below so many multiplications, and wherever `product` would be."""
-    if a.is_cuda and a.shape[0] * a.shape[1] * b.shape[1] >= least:
-        out = a.new_empty(a.shape[0], b.shape[1]) if onto is None else onto
-        if _by_cublaslt(a, b, out, onto is not None):
-            return out
-        del out  # before torch makes its own
+def multiply(a: Tensor, b: Tensor, onto: Tensor | None = None, min_multiplications: int | None = None) -> Tensor:
+    """Return a b, or add a b to `onto` and return it.
+
+    torch computes products with fewer than `min_multiplications` multiplications (None: those of the config), and every
+    product that `product` lets torch compute.
+    """
+    config = _config(a)
+    if config is not None:
+        limit = config.min_multiplications if min_multiplications is None else min_multiplications
+        if a.shape[0] * a.shape[1] * b.shape[1] >= limit:
+            out = a.new_empty(a.shape[0], b.shape[1]) if onto is None else onto
+            if _run_ping_pong(config, a, b, out, onto is not None):
+                return out
+            # Free the buffer before torch allocates its own.
+            del out
     return torch.mm(a, b) if onto is None else torch.addmm(onto, a, b, out=onto)

@@ -1,7 +1,10 @@
-"""Tensors [..., N] as rows: what ops over the last dimension, and of single values, have in common.
+"""Tensors [..., N] as rows, for ops over the last dimension and for elementwise ops.
 
-A kernel of single values takes a block of one row a program; `block_of_row` says which, `launch_blocks` starts it.
+A program of an elementwise kernel computes one block of one row. `block_of_row` returns this block, and `launch_blocks`
+launches the kernel.
 """
+
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -15,9 +18,9 @@ __all__ = ["block_of_row", "dense_rows", "launch_blocks"]
 
 
 def dense_rows(x: Tensor) -> tuple[Tensor, int]:
-    """x [..., N] of any strides -> a tensor of the same rows, dense in the last dimension, and the stride of the rows.
+    """Return a tensor with the rows of x [..., N] and a dense last dimension, and the stride of its rows.
 
-    A view where that exists. A contiguous tensor keeps its shape: no view is made of it.
+    The tensor is a view of x if its strides allow one. A contiguous x is returned itself, in its shape.
     """
     n = x.shape[-1]
     if x.is_contiguous():
@@ -29,20 +32,22 @@ def dense_rows(x: Tensor) -> tuple[Tensor, int]:
 
 @triton.jit
 def block_of_row(width, blocks, BLOCK: tl.constexpr):
-    """This program's row, its columns and which of them are inside."""
+    """Return the row of this program, the columns of its block, and the mask of those below `width`."""
     pid = tl.program_id(0)
     cols = (pid % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     return (pid // blocks).to(tl.int64), cols, cols < width
 
 
 def launch_blocks(
-    kernel: JITFunction, width: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], block: int, **constants
+    kernel: JITFunction, width: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], block: int, **constants: Any
 ) -> None:
-    """Run `kernel(*tensors, *strides, width, blocks, ...)` over tensors of the first one's rows, which lie `strides`
-    apart; as one long row where no tensor has gaps, so that no block is cut at a row's end.
+    """Run `kernel(*tensors, *strides, width, blocks, ...)` over tensors with the same rows, which are `strides` apart.
+
+    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row.
     """
     m = tensors[0].numel() // width
-    # An odd width would make the long row's length divisible by 16 or not from batch to batch, and compile twice.
+    # With an odd width, the length of the long row would be divisible by 16 for some batches only, and Triton would
+    # compile the kernel twice.
     if width % 16 == 0 and all(stride == width for stride in strides):
         m, width, strides = 1, m * width, (0,) * len(strides)
     blocks = cdiv(width, block)

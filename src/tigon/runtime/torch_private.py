@@ -7,6 +7,7 @@ known answers, so that a new version of torch fails there, by name.
 The names are bound once, at import, because small models wait for the host.
 """
 
+import importlib
 import inspect
 import operator
 import types
@@ -174,6 +175,7 @@ def _node_types() -> tuple[type, type]:
     """Return the types of the autograd nodes of a cast and of a leaf, from a cast of a leaf."""
     with torch.inference_mode(False), torch.enable_grad():
         node = torch.empty(0, device="cpu", dtype=torch.float32, requires_grad=True).to(torch.float64).grad_fn
+    assert node is not None
     return type(node), type(node.next_functions[0][0])
 
 
@@ -193,9 +195,10 @@ else:
 
 # A reference that keeps the address of a storage from being used again, but not its memory. Seen in 2.8 to 2.13.
 # Without it: `tigon.lean(offload=True)` refuses to run.
+StorageWeakRef: Any
 try:
-    from torch.multiprocessing.reductions import StorageWeakRef
-except ImportError:
+    StorageWeakRef = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
+except (ImportError, AttributeError):
     StorageWeakRef = _find("multiprocessing.reductions.StorageWeakRef")
 
 # --- modules, optimizers, operators ----------------------------------------------------------------
@@ -252,4 +255,4 @@ def process_group_of(name: str) -> Any:
     return _resolve(name)
 
 
-_resolve = _find("distributed.distributed_c10d._resolve_process_group") if dist.is_available() else None
+_resolve: Any = _find("distributed.distributed_c10d._resolve_process_group") if dist.is_available() else None

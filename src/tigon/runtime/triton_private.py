@@ -1,16 +1,28 @@
-"""Every private or undocumented name of Triton that Tigon uses outside its kernels, in one place.
+"""Every private, experimental or undocumented name of Triton that Tigon uses, in one place.
 
 Each name states why it is needed, the versions of Triton that it was seen in, and what happens without it.
 `tests/runtime/test_triton_private.py` asks each name for its known answers, so that a new version fails there, by name.
 """
 
+import importlib
 import types
 from typing import Any
 
 import triton
 from triton.runtime.jit import JITFunction
 
-__all__ = ["JITFunction", "has_direct_launch", "is_hooked", "positional_launch"]
+__all__ = [
+    "JITFunction",
+    "async_load",
+    "block_barrier",
+    "commit_group",
+    "gl",
+    "gluon",
+    "has_direct_launch",
+    "is_hooked",
+    "positional_launch",
+    "wait_group",
+]
 
 # `JITFunction` is the class of kernels: annotations name it, and `tigon resources` replaces its `run`. Its attributes
 # `params` (with `do_not_specialize`) and `arg_names` give the key of a direct launch. Seen in 3.4 to 3.9. Without the
@@ -38,7 +50,7 @@ def positional_launch(compiled: Any) -> tuple:
 
 # Profilers put hooks on launches into `triton.knobs.runtime`. Seen in 3.4 to 3.9. Without them, no hook is seen, so a
 # profiler misses the launches after the first of each kernel.
-_runtime = getattr(getattr(triton, "knobs", None), "runtime", None)
+_runtime: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
 if not (hasattr(_runtime, "launch_enter_hook") and hasattr(_runtime, "launch_exit_hook")):
     _runtime = types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
 
@@ -48,3 +60,26 @@ def is_hooked() -> bool:
     # A hook is None or a function in Triton 3.4, and a chain of functions later.
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
+
+
+# --- Gluon -----------------------------------------------------------------------------------------
+
+# Gluon is Triton's experimental language for kernels that place data in shared memory by hand. The kernel of
+# `ops/logits/token/row.py` needs it, and asynchronous copies from global to shared memory. Seen in 3.5 to 3.9. Between
+# 3.6 and 3.9 two functions have other names: `async_load` or `async_copy_global_to_shared`, `barrier` or
+# `thread_barrier`. If a name is missing, as all are in 3.4, `gluon` is None, and cross entropy reads the logits twice.
+gluon: Any = None
+gl: Any = None
+async_load: Any = None
+block_barrier: Any = None
+commit_group: Any = None
+wait_group: Any = None
+try:
+    gl = importlib.import_module("triton.experimental.gluon.language")
+    _async_copy = importlib.import_module("triton.experimental.gluon.language.nvidia.ampere").async_copy
+    async_load = getattr(_async_copy, "async_load", None) or _async_copy.async_copy_global_to_shared
+    block_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+    commit_group, wait_group = _async_copy.commit_group, _async_copy.wait_group
+    gluon = importlib.import_module("triton.experimental.gluon")
+except (ImportError, AttributeError):
+    pass

@@ -40,7 +40,7 @@ def _index(tokens: int = T, choices: int = K, experts: int = E) -> Tensor:
 
 
 def _experts(dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
-    """Up and down, and biases if asked for."""
+    """Return up and down, and their biases with the option `biases`."""
     width = INNER if options.get("activation") == "relu2" else 2 * INNER
     shapes = [(E, width, H), (E, H, INNER)]
     shapes = [(*s[:1], *s[:0:-1]) for s in shapes] if options.get("transposed") else shapes
@@ -49,7 +49,7 @@ def _experts(dtype: torch.dtype = torch.float32, **options) -> list[Tensor]:
 
 
 def _call(function, index: Tensor, transposed: bool = False, **options):
-    """Of x, the weights of the router and the parameters of the experts."""
+    """Return a function of x, the weights of the router and the parameters of the experts."""
 
     def call(x: Tensor, weights: Tensor, up: Tensor, down: Tensor, *biases: Tensor) -> Tensor:
         named = dict(zip(("up_bias", "down_bias"), biases, strict=False))
@@ -70,13 +70,13 @@ LAYOUTS = {
     "biases, transposed, gelu": {"biases": True, "transposed": True, "activation": "gelu"},
     "gelu_tanh": {"activation": "gelu_tanh"},
     "biases, no gate": {"biases": True, "activation": "relu2"},
-    "biases, transposed, a gate of one's own": {"biases": True, "transposed": True, "activation": _gpt_oss_gate},
+    "biases, transposed, a function": {"biases": True, "transposed": True, "activation": _gpt_oss_gate},
 }
 every_layout = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 @one_in(2, layout=LAYOUTS, dtype=DTYPES, router_dtype=["same", torch.float32])
-def test_accuracy(layout, dtype, router_dtype):
+def test_moe_mlp_accuracy(layout, dtype, router_dtype):
     weights = _normal(T, K, dtype=dtype if router_dtype == "same" else router_dtype)
     tensors = [_normal(T, H, dtype=dtype), weights, *_experts(dtype, **layout)]
     options = {name: value for name, value in layout.items() if name != "biases"}
@@ -94,39 +94,39 @@ INDICES = {
 
 
 @pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
-def test_any_choice(index):
+def test_moe_mlp_accepts_every_form_of_index(index):
     index = index()
     tensors = [_normal(index.shape[0], H), _normal(*index.shape), *_experts(biases=True)]
-    got, expected = (outputs_and_gradients(_call(f, index), tensors) for f in (tigon.moe_mlp, moe_mlp_reference))
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    results, expected = (outputs_and_gradients(_call(f, index), tensors) for f in (tigon.moe_mlp, moe_mlp_reference))
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @one_in(2, layout=LAYOUTS, absent={"E": E, "more": E + 7})
 def test_experts_of_other_ranks_add_nothing(layout, absent):
-    """Their rows are written by nobody: what is in that memory must not show, in results and in gradients."""
+    """Nothing writes their rows. The values in that memory must not change results or gradients."""
     index = _index()
     index[1::2, 1], index[4] = absent, absent
     tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
     options = {name: value for name, value in layout.items() if name != "biases"}
-    got, expected = (
+    results, expected = (
         outputs_and_gradients(_call(f, index, **options), tensors) for f in (tigon.moe_mlp, moe_mlp_reference)
     )
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    assert (got[0][0][4] == 0).all()
+    assert (results[0][0][4] == 0).all()
 
 
-def test_experts_in_a_lower_precision_than_the_tokens():
-    """Products in the dtype of the weights, and the sum over experts rounded to that of the tokens, not before."""
+def test_moe_mlp_accepts_experts_in_a_lower_precision_than_the_tokens():
+    """Products have the dtype of the weights. The sum over experts is rounded once, to the dtype of the tokens."""
     dtype = torch.float16
     tensors = [_normal(T, H), _normal(T, K), *_experts(dtype)]
     assert tigon.moe_mlp(tensors[0], *tensors[2:], _index(), tensors[1]).dtype == torch.float32
     assert_as_accurate_as_eager(_call(tigon.moe_mlp, _index()), _call(moe_mlp_reference, _index()), tensors)
 
 
-def test_larger_sums():
-    """Of hundreds of terms each, with weights of another size than one."""
+def test_moe_mlp_accuracy_of_longer_sums():
+    """Each sum has more than a hundred terms, and the weights are smaller than one."""
     t, e, h, inner, dtype = 40, 4, 128, 160, DTYPES[-1]
     index, weights = _index(t, 2, e), (_normal(t, 2).detach().sigmoid() / 4).to(dtype).requires_grad_()
     shapes = (e, 2 * inner, h), (e, h, inner), (e, 2 * inner), (e, h)
@@ -135,11 +135,11 @@ def test_larger_sums():
     assert_as_accurate_as_eager(_call(tigon.moe_mlp, index), _call(moe_mlp_reference, index), tensors)
 
 
-# --- what backward takes -------------------------------------------------------------------------
+# --- saved tensors and needed gradients ----------------------------------------------------------
 
 
-def _kept(run, tensors: list[Tensor]) -> int:
-    """Bytes that are kept for backward, beside the inputs."""
+def _saved_bytes(run, tensors: list[Tensor]) -> int:
+    """Return the bytes that are saved for backward, without the inputs."""
     storages = {}
     note = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
     with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
@@ -148,24 +148,25 @@ def _kept(run, tensors: list[Tensor]) -> int:
 
 
 @pytest.mark.parametrize("layout", [x for x in LAYOUTS.values() if not callable(x.get("activation"))], ids=str)
-def test_only_the_first_product_is_kept(layout):
+def test_moe_mlp_saves_only_the_first_product(layout):
     tensors = [_normal(T, H), _normal(T, K), *_experts(**layout)]
     options = {name: value for name, value in layout.items() if name != "biases"}
     width = INNER if layout.get("activation") == "relu2" else 2 * INNER
-    order = T * K * (8 + 8 + 2) + E * 4  # the slot, the choice and the expert of each row, and where experts end
-    assert _kept(_call(tigon.moe_mlp, _index(), **options), tensors) == T * K * width * 4 + order
+    # The slot, the choice and the expert of each row, and the end of each expert.
+    order = T * K * (8 + 8 + 2) + E * 4
+    assert _saved_bytes(_call(tigon.moe_mlp, _index(), **options), tensors) == T * K * width * 4 + order
 
 
-def test_nothing_is_kept_where_no_gradient_will_be_asked_for(monkeypatch):
-    launcher, kept = moe_module.moe_forward, []
-    monkeypatch.setattr(moe_module, "moe_forward", lambda *args: kept.append(launcher(*args)[1]) or launcher(*args))
+def test_moe_mlp_saves_nothing_if_no_gradient_is_needed(monkeypatch):
+    launcher, saved = moe_module.moe_forward, []
+    monkeypatch.setattr(moe_module, "moe_forward", lambda *args: saved.append(launcher(*args)[1]) or launcher(*args))
     tensors, run = [_normal(T, H), _normal(T, K), *_experts()], _call(tigon.moe_mlp, _index())
     with torch.no_grad():
         run(*tensors)
     run(*[x.detach() for x in tensors])
-    assert kept == [None, None]
+    assert saved == [None, None]
     assert run(*tensors).requires_grad
-    assert kept[2].shape == (T * K, 2 * INNER)
+    assert saved[2].shape == (T * K, 2 * INNER)
 
 
 NEEDS = {
@@ -181,8 +182,8 @@ NEEDS = {
 
 
 @pytest.mark.parametrize(("needed", "expected"), NEEDS.values(), ids=NEEDS)
-def test_what_nobody_needs_is_not_computed(needed, expected, monkeypatch):
-    """Products of rows with experts, of rows with rows (of a bias with ones), and rows made of tokens in backward."""
+def test_moe_mlp_computes_only_the_gradients_that_are_needed(needed, expected, monkeypatch):
+    """Backward has products of rows with experts, products of rows with rows or ones, and tokens spread to rows."""
     counts = dict.fromkeys(expected, 0)
 
     def counted(name: str, function):
@@ -204,17 +205,17 @@ def test_what_nobody_needs_is_not_computed(needed, expected, monkeypatch):
     ):  # fmt: skip
         monkeypatch.setattr(moe_module, part, counted(name, getattr(moe_module, part)))
     upstream = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    got = torch.autograd.grad(y, [x for x in some if x.requires_grad], upstream)
+    gradients = torch.autograd.grad(y, [x for x in some if x.requires_grad], upstream)
     assert counts == expected
-    for name, gradient in zip([n for n in names if n in needed.split()], got, strict=True):
+    for name, gradient in zip([n for n in names if n in needed.split()], gradients, strict=True):
         torch.testing.assert_close(gradient, full[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("inner", [1, 17, 1030])
 @pytest.mark.parametrize("kind", ACTIVATIONS)
-def test_gradients_of_an_activation(kind, inner):
-    """One block and several; rows of no expert hold NaN, which must not show."""
+def test_activation_gradients_agree_with_their_reference(kind, inner):
+    """The sizes take one block or several. Rows of no expert hold NaN, which must not change a result."""
     index = _index(3)
     index[1, 0] = E
     routing, rows = route(index, E), 3 * K
@@ -222,19 +223,19 @@ def test_gradients_of_an_activation(kind, inner):
     h[-1], da[-1], weights = torch.nan, torch.nan, _normal(3, K).detach()
     expected = activation_gradients_reference(h, da, weights, routing, kind, True, True, True)
     assert expected[2][1, 0] == 0
-    for asked in ((True, True, True), (True, False, True), (False, True, False), (False, False, True)):
-        given = da.clone() if asked[0] or asked[2] else None
-        got = activation_gradients(h, given, weights, routing, kind, *asked)
-        for a, b, wanted in zip(got, expected, asked, strict=True):
-            assert (a is None) == (not wanted)
-            if wanted:
+    for needs in ((True, True, True), (True, False, True), (False, True, False), (False, False, True)):
+        upstream = da.clone() if needs[0] or needs[2] else None
+        results = activation_gradients(h, upstream, weights, routing, kind, *needs)
+        for a, b, is_needed in zip(results, expected, needs, strict=True):
+            assert (a is None) == (not is_needed)
+            if is_needed:
                 a, b = (a[:-1], b[:-1]) if a.shape[0] == rows else (a, b)
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("inner", [1, 64, 768, 1024, 14336])
-def test_heuristic_of_an_activation(inner):
+def test_activation_heuristic_limits_the_block(inner):
     config = ActivationConfig.heuristic(ActivationProblem(inner), EMULATED)
     assert config.block <= 1024
     assert 1 <= config.num_warps <= 4
@@ -244,18 +245,18 @@ def test_heuristic_of_an_activation(inner):
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
-def test_a_route_sorts_rows_by_expert_and_keeps_the_order_of_the_tokens():
+def test_route_sorts_rows_by_expert_and_keeps_the_order_of_the_tokens():
     index = torch.tensor([[2, 0], [3, 2], [0, 5]], device=DEVICE)
-    found = route(index, 4)
-    assert found.slot.tolist() == [[2, 0], [4, 3], [1, 5]]
-    assert found.order.tolist() == [1, 4, 0, 3, 2, 5]
-    assert found.ends.tolist() == [2, 2, 4, 5]
-    assert found.absent.flatten().tolist() == [False] * 5 + [True]
+    routing = route(index, 4)
+    assert routing.slot.tolist() == [[2, 0], [4, 3], [1, 5]]
+    assert routing.order.tolist() == [1, 4, 0, 3, 2, 5]
+    assert routing.ends.tolist() == [2, 2, 4, 5]
+    assert routing.absent.flatten().tolist() == [False] * 5 + [True]
 
 
 @pytest.mark.parametrize("h", [1, 17, 1030, 8200])
-def test_any_width(h):
-    """One block, several, and a row that does not fit in registers."""
+def test_spread_and_combine_accept_any_width(h):
+    """The widths take one block or several. The last one does not fit in registers."""
     index = _index(3)
     index[1, 0] = E
     routing = route(index, E)
@@ -271,24 +272,24 @@ def test_any_width(h):
 
 
 @pytest.mark.kernels
-def test_a_gradient_that_nobody_needs_costs_nothing(monkeypatch):
-    made, launcher = [], routing_module.spread_tokens
-    monkeypatch.setattr(routing_module, "spread_tokens", lambda *args: made.append(args[-2:]) or launcher(*args))
-    routing, kept = route(_index(), E), []
+def test_combine_computes_only_the_gradients_that_are_needed(monkeypatch):
+    launches, launcher = [], routing_module.spread_tokens
+    monkeypatch.setattr(routing_module, "spread_tokens", lambda *args: launches.append(args[-2:]) or launcher(*args))
+    routing, saved = route(_index(), E), []
     for needs in ((True, False), (False, True)):
         rows, weights = (x.requires_grad_(n) for x, n in zip((_normal(T * K, H), _normal(T, K)), needs, strict=True))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
             y = combine(rows, weights, routing)
         y.sum().backward()
-        assert made.pop() == needs
-        # The rows are kept for the gradient of the weights alone.
-        assert (rows.data_ptr() in [t.data_ptr() for t in kept]) == needs[1]
-        kept.clear()
+        assert launches.pop() == needs
+        # The rows are saved only for the gradient of the weights.
+        assert (rows.data_ptr() in [t.data_ptr() for t in saved]) == needs[1]
+        saved.clear()
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("h", [1, 64, 1000, 2048, 7168, 8192, 8193, 16384])
-def test_heuristic(h):
+def test_routing_heuristic_holds_a_token_in_registers(h):
     config = RoutingConfig.heuristic(RoutingProblem(h), EMULATED)
     assert config.sum_block <= config.block
     assert config.block >= h or h > 8192
@@ -302,25 +303,26 @@ def test_heuristic(h):
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("sizes", [(16, 24), (5, 7)], ids=["aligned", "odd"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_grouped_products(dtype, sizes, transposed):
-    """By torch's kernel or group by group, with groups of no rows, the first and the last among them."""
+def test_grouped_linear_agrees_with_a_product_for_each_group(dtype, sizes, transposed):
+    """The sizes run `grouped_mm` or one product for each group. The first and the last group have no rows."""
     n, m = sizes
     x, weight = _normal(9, n, dtype=dtype), _normal(4, n, m, dtype=dtype)
     ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
     stored = weight.detach().mT.contiguous().mT.requires_grad_() if transposed else weight
-    got = outputs_and_gradients(lambda x, w: grouped_linear(x, w, ends), [x, stored])
+    results = outputs_and_gradients(lambda x, w: grouped_linear(x, w, ends), [x, stored])
     expected = outputs_and_gradients(lambda x, w: torch.cat((x[:5] @ w[1], x[5:] @ w[2])), [x, weight])
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_sums_over_groups(dtype):
-    """A bias's gradient, in fp32 and rounded once: in half precision, 2048 ones and a quarter each."""
+def test_group_sums_are_rounded_once(dtype):
+    """The gradient of a bias is such a sum. Its terms are ones and a quarter, and half precision would lose them."""
     rows, ends = torch.full((4100, 8), 1.0, device=DEVICE, dtype=dtype), [0, 2049, 4098, 4098]
     ends = torch.tensor(ends, dtype=torch.int32, device=DEVICE)
-    rows[4098:] = torch.nan  # of no group
+    # The last two rows belong to no group.
+    rows[4098:] = torch.nan
     rows[2049] = 0.25
     expected = torch.tensor([0.0, 2049.0, 2048.25, 0.0], device=DEVICE).to(dtype)[:, None].expand(4, 8)
     assert torch.equal(group_sums(rows, ends), expected)
@@ -334,9 +336,9 @@ def test_sums_over_groups(dtype):
     assert torch.equal(torch.autograd.grad(spread_bias, bias, rows)[0], expected)
 
 
-# A user's functions [S, 2 I] -> [S, I]. Their backward gives the first product an upstream gradient whose strides,
-# dtype or address differ from those of the product.
-OWN = {
+# Functions of a user from [S, 2 I] to [S, I]. Their backward gives the first product an upstream gradient whose
+# strides, dtype or address differ from those of the product.
+FUNCTIONS = {
     "interleaved": lambda h: torch.tanh(h[..., ::2]) * h[..., 1::2],
     "halves": lambda h: F.silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
     "in place": lambda h: (h * 1.5)[:, : h.shape[1] // 2].sigmoid_(),
@@ -347,16 +349,17 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("own", OWN.values(), ids=OWN)
+@pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 @pytest.mark.parametrize("sizes", [(16, 1), (16, 3), (16, 4), (5, 7), (1, 8), (8, 2)], ids=str)
-def test_odd_sizes_with_a_users_activation(sizes, own):
-    """Forward and backward take factors of any width, stride and address, if need be by another kernel."""
+def test_moe_mlp_accepts_odd_sizes_with_a_function_as_activation(sizes, function):
+    """Products of any width, stride and address are computed. Some of them need another kernel."""
     h, inner = sizes
     tensors = [_normal(T, h), _normal(T, K), _normal(E, 2 * inner, h), _normal(E, h, inner)]
-    got, expected = (
-        outputs_and_gradients(_call(f, _index(), activation=own), tensors) for f in (tigon.moe_mlp, moe_mlp_reference)
+    results, expected = (
+        outputs_and_gradients(_call(f, _index(), activation=function), tensors)
+        for f in (tigon.moe_mlp, moe_mlp_reference)
     )
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
@@ -377,12 +380,12 @@ FROZEN = {
 }
 
 
-@pytest.mark.no_interpreter("grouped products are torch's there too")
+@pytest.mark.no_interpreter("Grouped products run in torch there too.")
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
 @pytest.mark.parametrize("layout", ODD.values(), ids=ODD)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_odd_sizes_in_every_layout(dtype, layout, frozen):
-    """Each gradient is one product, whose kernel is chosen by its own factors."""
+def test_moe_mlp_accepts_odd_sizes_in_every_layout(dtype, layout, frozen):
+    """Each gradient is one product. The factors of this product decide which kernel computes it."""
     h, inner = 8, 3
     shapes = [(E, 2 * inner, h), (E, h, inner)]
     shapes = [(*s[:1], *s[:0:-1]) for s in shapes] if layout.get("transposed") else shapes
@@ -391,29 +394,29 @@ def test_odd_sizes_in_every_layout(dtype, layout, frozen):
     tensors = [_normal(*s, seed=i, dtype=dtype).detach() for i, s in enumerate([(T, h), (T, K), *shapes])]
     for name, x in zip(names, tensors, strict=False):
         x.requires_grad_(name not in frozen.split())
-    options = {"activation": OWN["interleaved"], "transposed": layout.get("transposed", False)}
+    options = {"activation": FUNCTIONS["interleaved"], "transposed": layout.get("transposed", False)}
     run, reference = (_call(f, _index(), **options) for f in (tigon.moe_mlp, moe_mlp_reference))
     assert_as_accurate_as_eager(run, reference, tensors)
 
 
-def test_odd_sizes_without_rows_and_on_meta():
+def test_moe_mlp_accepts_odd_sizes_without_rows_and_on_meta():
     empty = torch.empty(0, K, dtype=torch.int64, device=DEVICE)
     tensors = [_normal(0, 5), _normal(0, K), _normal(E, 6, 5), _normal(E, 5, 3)]
-    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, empty, activation=OWN["halves"]), tensors)
+    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, empty, activation=FUNCTIONS["halves"]), tensors)
     assert outputs[0].shape == (0, 5)
     assert all((g == 0).all() for g in gradients)
-    nothing = [_normal(T, 8), _normal(T, K), _normal(E, 0, 8), _normal(E, 8, 0)]
-    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, _index(), activation=OWN["halves"]), nothing)
+    tensors = [_normal(T, 8), _normal(T, K), _normal(E, 0, 8), _normal(E, 8, 0)]
+    outputs, gradients = outputs_and_gradients(_call(tigon.moe_mlp, _index(), activation=FUNCTIONS["halves"]), tensors)
     assert all((g == 0).all() for g in [*outputs, *gradients])
     if DEVICE == "cpu" and not tigon.runtime.device.INTERPRETED:
         on_meta = [_normal(*s).to("meta") for s in ((T, 5), (T, K), (E, 6, 5), (E, 5, 3))]
-        y = _call(tigon.moe_mlp, _index().to("meta"), activation=OWN["halves"])(*on_meta)
+        y = _call(tigon.moe_mlp, _index().to("meta"), activation=FUNCTIONS["halves"])(*on_meta)
         assert (y.shape, y.device.type) == ((T, 5), "meta")
 
 
 @pytest.mark.parametrize("sizes", [(8, 8), (8, 3), (5, 7)], ids=str)
 @pytest.mark.parametrize("needs", ["x weight", "x", "weight"])
-def test_grouped_products_are_differentiated_twice(sizes, needs):
+def test_grouped_linear_is_differentiated_twice(sizes, needs):
     n, m = sizes
     x, weight = _normal(9, n, dtype=torch.float64), _normal(4, n, m, dtype=torch.float64)
     ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
@@ -432,29 +435,29 @@ STRIDES = {
 
 @pytest.mark.parametrize("strides", STRIDES.values(), ids=STRIDES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_grouped_products_of_any_strides(dtype, strides):
+def test_grouped_linear_accepts_any_strides(dtype, strides):
     ends = torch.tensor([0, 5, 9, 9], dtype=torch.int32, device=DEVICE)
     x, weight = _normal(9, 8, dtype=dtype), _normal(4, 8, 8, dtype=dtype)
     dy = strides(_normal(9, 8, dtype=dtype, seed=3).detach())
     expected = torch.autograd.grad(torch.cat((x[:5] @ weight[1], x[5:] @ weight[2])), (x, weight), dy)
     for a, b in zip(torch.autograd.grad(grouped_linear(x, weight, ends), (x, weight), dy), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    got = grouped_linear(strides(x.detach()), weight, ends)
+    y = grouped_linear(strides(x.detach()), weight, ends)
     torch.testing.assert_close(
-        got, torch.cat((strides(x)[:5] @ weight[1], strides(x)[5:] @ weight[2])), rtol=1e-5, atol=1e-5
+        y, torch.cat((strides(x)[:5] @ weight[1], strides(x)[5:] @ weight[2])), rtol=1e-5, atol=1e-5
     )
 
 
-def test_odd_sizes():
-    """Rows that begin at no multiple of 16 bytes, which grouped_mm refuses."""
+def test_moe_mlp_accepts_odd_sizes():
+    """The rows do not start at multiples of 16 bytes, so `grouped_mm` refuses them."""
     x, up, down = _normal(T, 5), _normal(E, 14, 5), _normal(E, 5, 7)
     weights = _normal(T, K)
-    got, expected = (f(x, up, down, _index(), weights) for f in (tigon.moe_mlp, moe_mlp_reference))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    y, expected = (f(x, up, down, _index(), weights) for f in (tigon.moe_mlp, moe_mlp_reference))
+    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_moe_mlp_refuses_bad_input():
     x, up, down, index, weights = _normal(T, H), *_experts(), _index(), _normal(T, K)
     bad = {
         r"down_proj must have shape \(6, 16, 24\), got \(6, 24, 16\)": (x, up, down.mT, index, weights),

@@ -288,7 +288,7 @@ def test_bad_weights():
         w = _head()
         w.grad = torch.zeros_like(w)
         handle = getattr(w, register)(lambda _: None)
-        refused("linear_weight has hooks that wait for its gradient", w)
+        refused("needs a linear_weight without hooks on its gradient", w)
         handle.remove()
         _loss(x, w, target).backward()
 

@@ -7,8 +7,11 @@ import torch.nn.functional as F
 
 import tigon
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.head.chunks import DEFAULT_MIB, MOST_CHUNKS, chunk_size
+from tigon.ops.head.chunks import ChunkConfig, ChunkProblem, CountConfig, CountProblem
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.head.weight_gradient import WeightGradientConfig
+from tigon.runtime.device import EMULATED
+from tigon.runtime.tuning import tuned
 from tigon.testing import assert_accurate
 from tigon.tools.bench.inputs import Maker
 from tigon.tools.bench.inputs import linear_cross_entropy as bench_inputs
@@ -32,34 +35,29 @@ def _inputs(t: int = 23, h: int = 16, v: int = 101, bias: bool = True) -> list[t
     return [*tensors, target.to(DEVICE)]
 
 
-def _in_chunks_of(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    import tigon.ops.head.chunks as module
-
-    monkeypatch.setattr(module, "chunk_size", lambda *_: tokens)
-
-
 # 23 chunks of one token each take the interpreter too long.
 CHUNKS = {f"chunks of {n}": n for n in ([7, 23, 64] if INTERPRETED else [1, 7, 23, 64])}
 
 
 @one_in(2, options=OPTIONS, weighted={"": False, "class weights": True}, chunk=CHUNKS)
-def test_accuracy(options, weighted, chunk, monkeypatch):
-    """In fp32 each chunk adds its part of dW: the chunked sum may err as eager code does, and no more."""
-    _in_chunks_of(chunk, monkeypatch)
-    # On a GPU small products of other sizes take other kernels: more tokens for eager's largest error to be typical.
+def test_linear_cross_entropy_is_as_accurate_as_eager_code(options, weighted, chunk):
+    """Each chunk adds its part to an fp32 dW. The error of the sum must not exceed that of eager code."""
+    # On a GPU, small products of other sizes use other kernels. With more tokens the largest error of eager code is
+    # typical.
     *tensors, target = _inputs(203 if DEVICE == "cuda" else 23)
     generator = torch.Generator().manual_seed(chunk)
     weight = (torch.rand(101, generator=generator) + 0.1).to(DEVICE) if weighted else None
-    assert_as_accurate_as_eager(
-        lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, weight=weight, **options),
-        lambda x, w, b: linear_cross_entropy_reference(x, w, target, linear_bias=b, weight=weight, **options),
-        tensors,
-        loss=True,
-    )
+    with tuned(ChunkConfig, tokens=chunk):
+        assert_as_accurate_as_eager(
+            lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, weight=weight, **options),
+            lambda x, w, b: linear_cross_entropy_reference(x, w, target, linear_bias=b, weight=weight, **options),
+            tensors,
+            loss=True,
+        )
 
 
 @pytest.mark.skipif(not hasattr(F, "linear_cross_entropy"), reason="torch.nn.functional has it from 2.13 on")
-def test_agrees_with_torch():
+def test_linear_cross_entropy_agrees_with_torch():
     x, w, b, target = _inputs()
     options = {"linear_bias": b, "label_smoothing": 0.1, "weight": torch.rand(101, device=DEVICE)}
     ours, theirs = tigon.linear_cross_entropy(x, w, target, **options), F.linear_cross_entropy(x, w, target, **options)
@@ -68,7 +66,7 @@ def test_agrees_with_torch():
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-def test_leading_dimensions_and_gaps():
+def test_inputs_may_have_leading_dimensions_and_gaps():
     x, w, target = _inputs(24, bias=False)
     flat = tigon.linear_cross_entropy(x, w, target, reduction="none")
     shaped = tigon.linear_cross_entropy(x.view(2, 3, 4, 16), w, target.view(2, 3, 4), reduction="none")
@@ -82,7 +80,7 @@ def test_leading_dimensions_and_gaps():
 
 @pytest.mark.parametrize("retain", [False, True], ids=["last backward", "graph kept"])
 @pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
-def test_any_upstream_gradient(factor, retain):
+def test_upstream_gradient_may_be_any_number(factor, retain):
     *tensors, target = _inputs()
     run = lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b)
     expected = torch.autograd.grad(
@@ -93,7 +91,7 @@ def test_any_upstream_gradient(factor, retain):
         torch.testing.assert_close(a, factor * e, rtol=1e-5, atol=1e-6)
 
 
-def test_twice_in_one_graph():
+def test_loss_may_be_used_twice_in_one_graph():
     x, w, target = _inputs(bias=False)
     both = lambda f: f(x, w, target) + 2 * f(x.flip(0), w, target)
     got, expected = (
@@ -103,7 +101,7 @@ def test_twice_in_one_graph():
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-class _CountsProducts(torch.utils._python_dispatch.TorchDispatchMode):
+class _ProductCounter(torch.utils._python_dispatch.TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.sizes: list[tuple[int, int, int]] = []
@@ -134,11 +132,11 @@ class _CountsProducts(torch.utils._python_dispatch.TorchDispatchMode):
         pytest.param((True, True), "none", 4, id="both, any gradient"),
     ],
 )
-def test_only_the_products_that_are_needed(needs, reduction, products):
+def test_only_needed_products_are_computed(needs, reduction, products):
     x, w, target = _inputs(bias=False)
     x.requires_grad_(needs[0])
     w.requires_grad_(needs[1])
-    with _CountsProducts() as count:
+    with _ProductCounter() as count:
         loss = tigon.linear_cross_entropy(x, w, target, reduction=reduction)
         if any(needs):
             loss.sum().backward()
@@ -146,6 +144,7 @@ def test_only_the_products_that_are_needed(needs, reduction, products):
     assert [p.grad is not None for p in (x, w)] == list(needs)
 
 
+SLOW_IN_INTERPRETER = pytest.mark.no_interpreter("The interpreter takes long for 200 tokens.")
 IGNORED = {
     "none": lambda t: torch.zeros(t, dtype=torch.bool),
     "one in a hundred": lambda t: torch.arange(t) % 100 == 3,
@@ -158,19 +157,15 @@ IGNORED = {
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"return_entropy": True}], ids=str)
 @pytest.mark.parametrize(
     "ignored",
-    [
-        name if name == "half" else pytest.param(name, marks=pytest.mark.no_interpreter("It takes 200 tokens long."))
-        for name in IGNORED
-    ],
+    [name if name == "half" else pytest.param(name, marks=SLOW_IN_INTERPRETER) for name in IGNORED],
 )
-def test_ignored_tokens_cost_nothing(ignored, options, monkeypatch):
-    """Products have the sizes of the valid rows; where fewer than one row in 64 is ignored, copies would cost more."""
-    _in_chunks_of(64, monkeypatch)
+def test_ignored_tokens_are_not_multiplied(ignored, options):
+    """Products have the sizes of the valid rows. If fewer than one row in 64 is ignored, copies would cost more."""
     x, w, b, target = _inputs(200)
     target = target.abs().masked_fill(IGNORED[ignored](200).to(DEVICE), -100)
     valid = target != -100
     computed = 200 if ignored == "one in a hundred" else int(valid.sum())
-    with _CountsProducts() as count:
+    with tuned(ChunkConfig, tokens=64), _ProductCounter() as count:
         result = tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
         loss = result if isinstance(result, torch.Tensor) else result.loss
         dx, dw, db = torch.autograd.grad(loss.sum(), (x, w, b))
@@ -185,23 +180,22 @@ def test_ignored_tokens_cost_nothing(ignored, options, monkeypatch):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.no_interpreter("The interpreter takes long for 1200 tokens, and the chunks are the same.")
-def test_the_last_chunks_share_what_is_left(monkeypatch):
+@pytest.mark.no_interpreter("The interpreter takes long for 1200 tokens, and the chunks do not depend on it.")
+def test_last_two_chunks_are_about_equally_long():
     x, w, target = _inputs(1200, bias=False)
-    _in_chunks_of(512, monkeypatch)
-    with torch.no_grad(), _CountsProducts() as count:
+    with tuned(ChunkConfig, tokens=512), torch.no_grad(), _ProductCounter() as count:
         tigon.linear_cross_entropy(x, w, target.abs() % 101)
     assert [n for n, *_ in count.sizes] == [512, 384, 304]
 
 
-def test_what_ignored_tokens_hold_does_not_matter():
-    """Padding may be anything; it is not multiplied, and all that is returned of it is finite."""
+def test_values_of_ignored_tokens_do_not_matter():
+    """Padding may hold any value: it is not multiplied, and all results for it are finite."""
     x, w, target = _inputs(bias=False)
     clean = x.detach().clone().requires_grad_()
     with torch.no_grad():
         x[target == -100] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38], device=DEVICE).repeat(4)
-    asked = {"return_entropy": True, "return_log_probs": True, "return_predicted_tokens": True, "reduction": "none"}
-    got, expected = (tigon.linear_cross_entropy(i, w, target, z_loss=0.1, **asked) for i in (x, clean))
+    requested = {"return_entropy": True, "return_log_probs": True, "return_predicted_tokens": True, "reduction": "none"}
+    got, expected = (tigon.linear_cross_entropy(i, w, target, z_loss=0.1, **requested) for i in (x, clean))
     for a, e in zip(got, expected, strict=True):
         assert (a is None and e is None) or torch.equal(a, e)
     total = lambda result: (result.loss + result.entropy + result.log_probs).sum()
@@ -211,8 +205,8 @@ def test_what_ignored_tokens_hold_does_not_matter():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf], ids=str)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 0.1}, {"token_scaling": True}], ids=str)
-def test_not_a_number_gives_not_a_number(options, value):
-    """A logit of +inf or NaN has no finite loss; -inf is a class of probability zero."""
+def test_nan_and_inf_logits_give_a_nan_loss(options, value):
+    """A logit of +inf or NaN has no finite loss. A logit of -inf is a class of probability zero."""
     x, w, b, target = _inputs()
     with torch.no_grad():
         b[7] = value
@@ -227,7 +221,7 @@ def test_not_a_number_gives_not_a_number(options, value):
 
 
 class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most bytes that the tensors made inside held at one time."""
+    """Records the largest number of bytes that the tensors created in the block hold at one time."""
 
     def __init__(self):
         super().__init__()
@@ -254,12 +248,13 @@ def _is_tensor(x: object) -> bool:
 
 @pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
 @pytest.mark.parametrize("options", [{}, {"softcap": 30.0}, {"reduction": "none"}], ids=str)
-def test_no_logits_beyond_the_cap(options):
+def test_memory_of_logits_stays_below_the_cap(options):
     x, w, target = _inputs(1024, 4, 8192, bias=False)
     with _Peak() as memory:
         tigon.linear_cross_entropy(x, w, target, max_logits_mib=2, **options).sum().backward()
     gradients = 4 * (x.numel() + w.numel())
-    # Above the gradients: the cap, what is small, and for softcap on a CPU one fp32 block more.
+    # In addition to the gradients there are the logits up to the cap, small tensors, and for softcap on a CPU one more
+    # fp32 block.
     assert memory.peak <= gradients + 2.8 * 2**20 + 4 * 1024 * 32
     with _Peak() as memory:
         tigon.linear_cross_entropy(x, w, target, max_logits_mib=64, **options).sum().backward()
@@ -268,17 +263,17 @@ def test_no_logits_beyond_the_cap(options):
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 @pytest.mark.parametrize("chunks", [8, 64])
-def test_many_chunks_do_not_wear_out_a_bf16_gradient(chunks, monkeypatch):
-    _in_chunks_of(512 // chunks, monkeypatch)
+def test_bf16_gradient_stays_accurate_with_many_chunks(chunks):
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 32, generator=generator).to(DEVICE, torch.bfloat16).requires_grad_() for n in (512, 300))
     target = torch.randint(300, (512,), generator=generator).to(DEVICE)
-    assert_as_accurate_as_eager(
-        lambda x, w: tigon.linear_cross_entropy(x, w, target),
-        lambda x, w: linear_cross_entropy_reference(x, w, target),
-        [x, w],
-        loss=True,
-    )
+    with tuned(ChunkConfig, tokens=512 // chunks):
+        assert_as_accurate_as_eager(
+            lambda x, w: tigon.linear_cross_entropy(x, w, target),
+            lambda x, w: linear_cross_entropy_reference(x, w, target),
+            [x, w],
+            loss=True,
+        )
 
 
 def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> tuple[torch.Tensor, ...]:
@@ -293,38 +288,38 @@ def _gradients(function, x, w, target) -> list[torch.Tensor]:
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 @pytest.mark.parametrize("shape", [(600, 48, 384), (701, 33, 1001), (512, 32, 100), (600, 7, 641)], ids=str)
-def test_the_error_of_dw_against_one_product(shape, monkeypatch):
-    """On logits as peaked as a trained model's: as good as eager's one product if summed in fp32, 2x by default."""
+def test_error_of_chunked_dw_against_one_product(shape):
+    """The logits are as peaked as those of a trained model. dW is as accurate as eager's one product if it is summed in
+    fp32, and has at most twice its error by default.
+    """
     x, w, target = _peaked(*shape)
     exact = _gradients(linear_cross_entropy_reference, *(p.detach().double().requires_grad_() for p in (x, w)), target)
-    error = lambda given: [((g.double() - e).norm() / e.norm()).item() for g, e in zip(given, exact, strict=True)]
+    error = lambda got: [((g.double() - e).norm() / e.norm()).item() for g, e in zip(got, exact, strict=True)]
     eager = error(_gradients(linear_cross_entropy_reference, x, w, target))
-    for chunks, acc_dtype, most in (
+    for chunks, acc_dtype, limit in (
         (1, None, 1.01), (8, None, 2.0), (30, None, 1.05),
         (1, torch.float32, 1.05), (2, torch.float32, 1.05), (8, torch.float32, 1.05), (30, torch.float32, 1.05),
     ):  # fmt: skip
-        _in_chunks_of(-(-shape[0] // chunks), monkeypatch)
         run = lambda *inputs: tigon.linear_cross_entropy(*inputs, acc_dtype=acc_dtype)  # noqa: B023
-        dx, dw = error(_gradients(run, x, w, target))
-        assert dw <= most * eager[1], (chunks, acc_dtype)
+        with tuned(ChunkConfig, tokens=-(-shape[0] // chunks)):
+            dx, dw = error(_gradients(run, x, w, target))
+        assert dw <= limit * eager[1], (chunks, acc_dtype)
         assert dx <= 1.01 * eager[0], (chunks, acc_dtype)
-    # What fails this: chunks summed in bf16 without end.
-    monkeypatch.setattr("tigon.ops.head.chunks.MOST_CHUNKS", 10**6)
-    _in_chunks_of(shape[0] // 150, monkeypatch)
-    assert error(_gradients(tigon.linear_cross_entropy, x, w, target))[1] > 2 * eager[1]
+    # The check can fail: many chunks that are summed in bf16 exceed the limit.
+    with tuned(ChunkConfig, tokens=shape[0] // 150, max_chunks=10**6):
+        assert error(_gradients(tigon.linear_cross_entropy, x, w, target))[1] > 2 * eager[1]
 
 
 @pytest.mark.no_interpreter("The interpreter copies the tensors of each launch.")
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_an_fp32_sum_makes_no_third_copy(reduction, monkeypatch):
-    """Above the gradients: one more buffer of the size of dW, the logits, and slabs that only a CPU needs."""
-    monkeypatch.setattr("tigon.ops.head.weight_gradient.SLAB_BYTES", 2**14)
+def test_fp32_sum_of_dw_takes_one_more_buffer(reduction):
+    """In addition to the gradients there are one more buffer of the size of dW, the logits, and slabs on a CPU."""
     generator = torch.Generator().manual_seed(0)
     x, w = (torch.randn(n, 512, generator=generator).bfloat16().requires_grad_() for n in (128, 8192))
     target = torch.randint(8192, (128,), generator=generator)
     peaks = []
     for acc_dtype in (None, torch.float32):
-        with _Peak() as memory:
+        with tuned(WeightGradientConfig, slab_bytes=2**14), _Peak() as memory:
             tigon.linear_cross_entropy(
                 x, w, target, max_logits_mib=4, acc_dtype=acc_dtype, reduction=reduction
             ).sum().backward()
@@ -336,8 +331,8 @@ def test_an_fp32_sum_makes_no_third_copy(reduction, monkeypatch):
     assert peaks[1] >= w.nbytes, "the check can fail"
 
 
-def test_fp16_gradients_survive_a_loss_scale():
-    """1 / items is below what fp16 holds; the scale that arrives in backward brings the gradient back."""
+def test_fp16_gradients_use_the_loss_scale():
+    """1 / items underflows in fp16. The loss scale of the upstream gradient prevents this."""
     x, w, target = _inputs(24, 16, 5000, bias=False)
     x, w = (p.detach().half().requires_grad_() for p in (x, w * 0.1))
     scale = torch.tensor(65536.0, device=DEVICE)
@@ -355,20 +350,40 @@ def test_fp16_gradients_survive_a_loss_scale():
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 32768, 100_000])
 @pytest.mark.parametrize("mib", [None, 1, 64, 4096])
 @pytest.mark.parametrize("spare", [0, 4096])
-def test_chunks(tokens, v, mib, device, spare):
-    chunk = chunk_size(tokens, v, 2, mib, device, spare)
+def test_chunks_respect_their_budget(tokens, v, mib, device, spare):
+    problem = ChunkProblem(v, logit_bytes=2, device_type=device)
+    config = ChunkConfig.heuristic(problem, EMULATED)
+    chunk = config.chunk_tokens(tokens, v * 2, mib, spare)
     count = -(-tokens // chunk)
     assert chunk >= 1
     if mib is not None:
         assert chunk == 1 or chunk * v * 2 <= mib * 2**20
     elif device == "cuda":
-        budget = DEFAULT_MIB["cuda"] * 2**20 // (v * 2)
-        assert chunk <= budget + spare + 127, "memory does not grow with the number of tokens"
-        assert count <= MOST_CHUNKS or tokens > MOST_CHUNKS * (budget + spare)
-        assert chunk <= budget or count == MOST_CHUNKS
+        budget = config.budget_mib * 2**20 // (v * 2)
+        assert chunk <= budget + spare + 127, "memory must not grow with the number of tokens"
+        assert count <= config.max_chunks or tokens > config.max_chunks * (budget + spare)
+        assert chunk <= budget or count == config.max_chunks
 
 
-def test_ignored_and_out_of_range_targets():
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_chunk_heuristic():
+    on = lambda device: ChunkConfig.heuristic(ChunkProblem(128256, 2, device), EMULATED)
+    assert on("cuda") == ChunkConfig(budget_mib=640, may_exceed_budget=True, max_chunks=8, tile=128)
+    assert on("cpu") == on("mps") == ChunkConfig(budget_mib=96, may_exceed_budget=False, max_chunks=8, tile=128)
+    # 2616 tokens of 128256 bf16 logits fit in 640 MiB. 24000 tokens fit in 10 chunks, or in 8 that exceed the budget.
+    assert on("cuda").chunk_tokens(8192, 128256 * 2, None, spare=0) == 2048
+    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare=0) == 2432
+    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare=4096) == 3000
+    assert on("cuda").chunk_tokens(24000, 128256 * 2, 640, spare=4096) == 2432
+
+
+@pytest.mark.no_interpreter("It launches no kernel.")
+def test_count_heuristic():
+    assert CountConfig.heuristic(CountProblem("cuda"), EMULATED) == CountConfig(2**35, 64)
+    assert CountConfig.heuristic(CountProblem("cpu"), EMULATED) == CountConfig(0, 64)
+
+
+def test_ignored_targets_give_zeros_and_out_of_range_targets_nan():
     x, w, b, target = _inputs()
     (dx,) = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, linear_bias=b), x)
     assert (dx[target == -100] == 0).all()
@@ -383,11 +398,11 @@ def test_ignored_and_out_of_range_targets():
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
-def test_what_may_be_asked_for_beside_the_loss(options):
+def test_further_results_equal_those_of_cross_entropy(options):
     x, w, target = _inputs(bias=False)
-    asked = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
-    result = tigon.linear_cross_entropy(x, w, target, z_loss=0.1, **asked, **options)
-    expected = tigon.cross_entropy(F.linear(x, w), target, z_loss=0.1, **asked, **options)
+    requested = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
+    result = tigon.linear_cross_entropy(x, w, target, z_loss=0.1, **requested, **options)
+    expected = tigon.cross_entropy(F.linear(x, w), target, z_loss=0.1, **requested, **options)
     torch.testing.assert_close(result.loss, expected.loss)
     torch.testing.assert_close(result.z_loss, expected.z_loss)
     torch.testing.assert_close(result.token_accuracy, expected.token_accuracy)
@@ -396,7 +411,7 @@ def test_what_may_be_asked_for_beside_the_loss(options):
 
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
-def test_autocast_casts_as_a_linear_layer_does():
+def test_autocast_casts_like_a_linear_layer():
     x, w, target = _inputs(bias=False)
     with torch.autocast(DEVICE, torch.bfloat16):
         ours = tigon.linear_cross_entropy(x, w, target)
@@ -407,7 +422,7 @@ def test_autocast_casts_as_a_linear_layer_does():
         torch.testing.assert_close(a, e, rtol=0.02, atol=1e-3)
 
 
-def test_module():
+def test_module_computes_the_function():
     x, w, b, target = _inputs()
     module = tigon.LinearCrossEntropyLoss(label_smoothing=0.1, softcap=5.0, max_logits_mib=1)
     expected = linear_cross_entropy_reference(x, w, target, linear_bias=b, label_smoothing=0.1, softcap=5.0)
@@ -417,7 +432,7 @@ def test_module():
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_bad_input_is_refused():
     x, w, b, target = (t.detach() for t in _inputs())
     for error, message, arguments, options in [
         (

@@ -146,18 +146,16 @@ def everything_returned() -> None:
 
 
 def several_chunks() -> None:
-    """Ranks with more rows must not cut the tokens into other chunks: they would wait for one another for ever."""
-    import tigon.ops.head.chunks as module
+    """All ranks must use the same chunks, although some have more rows: they would wait for one another for ever."""
+    from tigon.ops.head.chunks import ChunkConfig
+    from tigon.runtime.tuning import tuned
 
-    # As under a budget of 48 logits; of 5 tokens of 9 or 10 rows, of 12 of 4 rows.
-    kept, module.chunk_size = module.chunk_size, lambda tokens, v, *_: max(1, min(tokens, 48 // v))
-    try:
+    # The budget is 48 logits, each of 4 bytes and two fp32 values: 5 tokens with 9 or 10 rows, 12 tokens with 4 rows.
+    with tuned(ChunkConfig, budget_mib=48 * 12 / 2**20):
         for v in _sizes():
             for options in ({}, {"reduction": "none"}, {"acc_dtype": torch.float32}):
                 compare(v, **options)
             compare(v, ("loss", "log_probs", "entropy"), **ASKED)
-    finally:
-        module.chunk_size = kept
 
 
 def ignored_tokens() -> None:
@@ -306,16 +304,16 @@ def refusals() -> None:
     # A rank whose rows fit would go on and wait for the others: here none is asked whose do.
     expected = min(8, max(0, v + 1 - 8 * rank))
     if expected != 7:
-        message = rf"of a vocabulary of {v + 1} over {ranks} ranks, rank {rank} must hold {expected} rows .*, got 7"
+        message = rf"linear_weight must have {expected} rows on rank {rank} of {ranks} .* of {v + 1}, got 7"
         with _refused(ValueError, message):
             run(shard, process_group=world, vocab_size=v + 1)
-    with _refused(ValueError, "vocab_size must say how many rows the ranks of process_group hold together, got None"):
+    with _refused(ValueError, "vocab_size must be the number of rows on all ranks of process_group, got None"):
         run(shard, process_group=world)
     # Sizes that differ, and fit what each rank holds: the one thing that the others must be asked about.
     if ranks == 2:
         loss = run(w.detach()[7 * rank :][: 7 - rank], process_group=world, vocab_size=v - rank)
         assert loss.isnan()
-    with _refused(ValueError, "vocab_size is the size of a vocabulary cut over a process_group, which is missing"):
+    with _refused(ValueError, "vocab_size needs a process_group over which the vocabulary is sharded, got None"):
         run(shard, vocab_size=v)
     with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
         run(shard, process_group="tp")
@@ -331,22 +329,22 @@ def refusals() -> None:
     mesh = init_device_mesh("cpu", (ranks,))
     place = lambda t, placement: distribute_tensor(t.detach(), mesh, [placement])
     cut = place(w, Shard(0))
-    with _refused(ValueError, r"linear_weight is a DTensor \(Shard\(dim=0\),\): give the process_group"):
+    with _refused(ValueError, r"linear_weight must not be a DTensor without a process_group, got \(Shard\(dim=0\),\)"):
         run(cut)
-    with _refused(ValueError, "linear_weight must be cut by rows over process_group, .* got"):
+    with _refused(ValueError, "linear_weight must be sharded by rows over process_group, .* got"):
         run(place(w, Shard(1)), process_group=world)
-    with _refused(ValueError, "linear_weight must be cut by rows over process_group"):
+    with _refused(ValueError, "linear_weight must be sharded by rows over process_group"):
         run(place(w, Replicate()), process_group=world)
     with _refused(ValueError, "input must be replicated, and on no other dimension, got"):
         tigon.linear_cross_entropy(place(x, Shard(1)), cut, target, process_group=world)
     with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
         run(cut, process_group="tp")
     if rank == 0:
-        with _refused(ValueError, "linear_weight must be cut by rows over process_group, .* on DeviceMesh"):
+        with _refused(ValueError, "linear_weight must be sharded by rows over process_group, .* on DeviceMesh"):
             run(cut, process_group=first)  # the mesh is not that group
     parameter = nn.Parameter(cut)
     parameter.grad = torch.zeros_like(parameter)
-    with _refused(ValueError, "accumulate_grad adds the whole dW, but linear_weight is a DTensor"):
+    with _refused(ValueError, "accumulate_grad needs a linear_weight whose .grad is the whole gradient, got a DTensor"):
         run(parameter, process_group=world, accumulate_grad=True)
     assert (parameter.grad.full_tensor() == 0).all()
 

@@ -9,8 +9,10 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from op_cases import DEVICE, DTYPES, one_in
+from tigon.ops.head.chunks import ChunkConfig
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.logits.cross_entropy import log_probs_and_entropy_reference
+from tigon.runtime.tuning import tuned
 
 ASKED = {
     "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
@@ -123,15 +125,21 @@ def test_activation_checkpointing(options, reentrant):
     _same(*results)
 
 
+@pytest.fixture
+def short_chunks():
+    """Process 64 tokens per chunk."""
+    with tuned(ChunkConfig, tokens=64):
+        yield
+
+
 # --- autocast ------------------------------------------------------------------------------------
 
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 @pytest.mark.parametrize("hidden", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}, {"acc_dtype": torch.float32}], ids=str)
-def test_autocast_with_fp32_weights(options, hidden, monkeypatch):
-    """The products are in bf16, as linear's; dW comes as the weight is, in fp32, and was never rounded to bf16."""
-    monkeypatch.setattr("tigon.ops.head.chunks.chunk_size", lambda *_: 64)
+def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden, short_chunks):
+    """The products are in bf16, like those of a linear layer. dW is fp32 like the weight, and never rounded to bf16."""
     x, w, b, target = _inputs(200)
     x = x.detach().to(hidden).requires_grad_()
     with torch.autocast(DEVICE, torch.bfloat16):

@@ -9,9 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import tigon
-import tigon.ops.head.weight_gradient as module
 from op_cases import DEVICE
-from tigon.ops.head.weight_gradient import WeightGradient
+from tigon.ops.head.weight_gradient import WeightGradient, WeightGradientConfig, WeightGradientProblem
+from tigon.runtime.device import EMULATED
+from tigon.runtime.tuning import tuned
 
 pytestmark = pytest.mark.no_interpreter("On CPU tensors the sum is made by torch's products alone.")
 
@@ -95,8 +96,7 @@ def test_no_third_copy():
                 assert sum(n for n in made if n >= weight.nbytes // 2) <= 2 * weight.nbytes
             return result
 
-    with pytest.MonkeyPatch.context() as patch, Large():
-        patch.setattr(module, "SLAB_BYTES", 2**15)
+    with tuned(WeightGradientConfig, slab_bytes=2**15), Large():
         dw = WeightGradient(weight, True)
         for part in parts:
             dw.add(*part)
@@ -117,12 +117,11 @@ def test_where_nothing_arrives_the_sum_is_zero(v, in_fp32):
 @pytest.mark.parametrize("slab", [1, 100, 2**20], ids=lambda n: f"slabs of {n} bytes")
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("kind", [BF16, torch.float16], ids=str)
-def test_half_precision_products_add_up_unrounded_in_an_fp32_sum(kind, autocast, slab, monkeypatch):
-    """The gradient of an fp32 weight under autocast, and Megatron's main_grad."""
-    monkeypatch.setattr(module, "SLAB_BYTES", slab)
+def test_half_precision_products_add_up_unrounded_in_an_fp32_sum(kind, autocast, slab):
+    """This is the gradient of an fp32 weight under autocast, and Megatron's main_grad."""
     parts, weight = _parts(70, 5, dtype=kind), torch.empty(70, 5, device=DEVICE)
     expected = _sum(parts)
-    with torch.autocast(DEVICE, BF16, enabled=autocast):
+    with tuned(WeightGradientConfig, slab_bytes=slab), torch.autocast(DEVICE, BF16, enabled=autocast):
         assert torch.equal(_made(weight, False, parts), expected)
         into = torch.full((70, 5), 3.0, device=DEVICE)
         assert _made(weight, False, parts, into) is into
@@ -200,9 +199,15 @@ def test_a_sum_in_fp32_that_is_added_to_fp64(buffer_dtype):
 def test_only_half_precision_splits_its_sum(v, dtype):
     weight = torch.zeros(v, 3, dtype=dtype, device=DEVICE)
     total = WeightGradient(weight, in_fp32=True)
-    assert total.split == (dtype == torch.float16)
+    assert total.is_split == (dtype == torch.float16)
     assert total.lower.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     logits, x = torch.ones(2, v, dtype=dtype, device=DEVICE), torch.ones(2, 3, dtype=dtype, device=DEVICE)
     total.add(logits, x)
     total.add(logits, x)
     assert torch.equal(total.finish(), torch.full_like(weight, 4.0))
+
+
+def test_heuristic():
+    for itemsize in (2, 4):
+        config = WeightGradientConfig.heuristic(WeightGradientProblem(itemsize), EMULATED)
+        assert config == WeightGradientConfig(slab_bytes=64 * 2**20, row_alignment=64, first_rows=256)

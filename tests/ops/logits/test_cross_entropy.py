@@ -333,7 +333,7 @@ def test_bad_input():
         (ValueError, "logit_scale must be finite, got nan", (logits, target), {"logit_scale": float("nan")}),
         (TypeError, "softcap must be a number, got str", (logits, target), {"softcap": "30"}),
         (TypeError, "num_items must be a number, got str", (logits, target), {"num_items": "4"}),
-        (ValueError, "num_items divides a mean", (logits, target), {"num_items": 3, "reduction": "sum"}),
+        (ValueError, "num_items needs reduction='mean'", (logits, target), {"num_items": 3, "reduction": "sum"}),
     ]:
         before = logits.clone()
         with pytest.raises(error, match=f"cross_entropy: {message}"):

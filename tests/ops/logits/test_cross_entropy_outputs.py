@@ -245,7 +245,7 @@ def test_where_no_kernel_runs_two_blocks_in_fp32_are_all_that_is_held(dtype, ent
     for overwrite in (False, True):
         given = logits.clone()
         with _Peak() as memory:
-            found = statistics(given, target, None, scales, options, wants, gradient_=overwrite)
+            found = statistics(given, target, None, scales, options, wants, with_gradient=overwrite)
         assert memory.peak < 2.1 * block
         assert overwrite or memory.peak > 0.9 * block, "the check can fail"
     upstream = Upstream(None, found.log_probs if entropy else None, found.entropy if entropy else None)

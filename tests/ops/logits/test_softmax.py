@@ -5,7 +5,7 @@ from torch import nn
 import tigon
 from op_cases import DEVICE, DTYPES, INTERPRETED, assert_as_accurate_as_eager, outputs_and_gradients
 from tigon.ops.logits.softmax import SoftmaxConfig, SoftmaxProblem, softmax_reference
-from tigon.runtime.device import Device
+from tigon.runtime.device import EMULATED, Device, simulated
 from tigon.runtime.tuning import tuned
 
 # One feature, rows that fill no tile, widths on both sides of a power of two, and more than fits in registers.
@@ -152,14 +152,22 @@ def test_scalars_and_no_features():
     assert tigon.softmax(torch.randn(3, 0, device=DEVICE)).shape == (3, 0)
 
 
-@pytest.mark.kernels
-def test_rows_wider_than_32_bit_columns_are_torchs(monkeypatch):
-    import tigon.ops.logits.softmax as module
+@pytest.mark.no_interpreter("It launches no kernel.")
+@pytest.mark.parametrize("features", [2**30, 2**30 + 1])
+def test_rows_that_are_too_wide_for_32_bit_columns_launch_no_kernel(features):
+    """Meta tensors count as tensors of a GPU in the block, and launches are counted."""
 
-    monkeypatch.setattr(module, "WIDEST", 64)
-    monkeypatch.setattr(module, "softmax_forward", None)
-    x = torch.randn(3, 65, device=DEVICE)
-    torch.testing.assert_close(tigon.softmax(x), torch.softmax(x, -1))
+    class Counter:
+        device = EMULATED
+        launches = 0
+
+        def launched(self, arguments):
+            self.launches += 1
+
+    counter = Counter()
+    with simulated(counter):
+        tigon.softmax(torch.empty(1, features, device="meta"))
+    assert counter.launches == (features <= 2**30)
 
 
 def test_module_is_torchs():

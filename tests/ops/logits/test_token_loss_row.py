@@ -3,17 +3,17 @@
 import pytest
 import torch
 
-from tigon.ops.logits.token import row as token_loss_row
-from tigon.ops.logits.token.row import RowConfig, RowProblem, takes
+from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once
 from tigon.ops.logits.token.types import LOSS_ALONE, Options, Wants
 from tigon.runtime.device import Device
+from tigon.runtime.triton_private import gluon
 
 HOPPER = Device(132, 32, 227 * 1024, async_copy=True)
 AMPERE = Device(108, 32, 163 * 1024, async_copy=True)
 CONSUMER = Device(82, 32, 99 * 1024, async_copy=True)
 
 pytestmark = [
-    pytest.mark.skipif(token_loss_row.gluon is None, reason="this Triton has no Gluon"),
+    pytest.mark.skipif(gluon is None, reason="this Triton has no Gluon"),
     pytest.mark.no_interpreter("It launches no kernel."),
 ]
 
@@ -42,18 +42,18 @@ def test_two_passes_where_the_row_is_short_or_the_device_cannot():
 
 def test_takes_rows_of_whole_vectors_and_the_plain_loss():
     logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int64)
-    assert takes(logits, target, Options(z_loss=0.1, logit_scale=2.0), LOSS_ALONE)
-    assert takes(logits, target, Options(token_scaling=True), Wants(z_loss=True, log_probs=True))
-    assert not takes(logits, target, Options(), Wants(entropy=True))
-    assert not takes(logits, target, Options(), Wants(predicted=True))
-    assert not takes(logits, target, Options(softcap=30.0), LOSS_ALONE)
-    assert not takes(logits, target, Options(label_smoothing=0.1), LOSS_ALONE)
-    assert not takes(logits[:, :150], target, Options(), LOSS_ALONE)
-    assert not takes(logits[:, 2:146], target, Options(), LOSS_ALONE)
-    assert not takes(torch.zeros(4, 170)[:, :160], target, Options(), LOSS_ALONE)
+    assert can_read_once(logits, target, Options(z_loss=0.1, logit_scale=2.0), LOSS_ALONE)
+    assert can_read_once(logits, target, Options(token_scaling=True), Wants(z_loss=True, log_probs=True))
+    assert not can_read_once(logits, target, Options(), Wants(entropy=True))
+    assert not can_read_once(logits, target, Options(), Wants(predicted=True))
+    assert not can_read_once(logits, target, Options(softcap=30.0), LOSS_ALONE)
+    assert not can_read_once(logits, target, Options(label_smoothing=0.1), LOSS_ALONE)
+    assert not can_read_once(logits[:, :150], target, Options(), LOSS_ALONE)
+    assert not can_read_once(logits[:, 2:146], target, Options(), LOSS_ALONE)
+    assert not can_read_once(torch.zeros(4, 170)[:, :160], target, Options(), LOSS_ALONE)
 
 
 def test_targets_must_be_able_to_hold_the_index_to_ignore():
     logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int32)
-    assert takes(logits, target, Options(), LOSS_ALONE)
-    assert not takes(logits, target, Options(ignore_index=2**40), LOSS_ALONE)
+    assert can_read_once(logits, target, Options(), LOSS_ALONE)
+    assert not can_read_once(logits, target, Options(ignore_index=2**40), LOSS_ALONE)

@@ -102,11 +102,11 @@ def test_another_target_is_refused():
     tensors, early = _inputs(30), tigon.ValidRows(target)
     run = lambda target, rows, **options: tigon.linear_cross_entropy(*tensors, target, valid_rows=rows, **options)
     run(target, early)
-    rule = "linear_cross_entropy: valid_rows must be made of the target itself, got those of another tensor"
+    rule = "linear_cross_entropy: valid_rows must be those of the target, got those of another tensor"
     for other in (target.clone(), target.int(), target.flip(0)):
         with pytest.raises(ValueError, match=rule):
             run(other, early)
-    with pytest.raises(ValueError, match="must be made with ignore_index=3, got -100"):
+    with pytest.raises(ValueError, match="must have ignore_index=3, got -100"):
         run(target, early, ignore_index=3)
     twice = torch.cat((target, target))
     with pytest.raises(ValueError, match=rule):
@@ -114,7 +114,7 @@ def test_another_target_is_refused():
     with pytest.raises(ValueError, match=rule):
         run(twice[1:31], tigon.ValidRows(twice[:30]))
     target[0] = 5
-    with pytest.raises(ValueError, match="must be made of the target as it is, which was written to since"):
+    with pytest.raises(ValueError, match="must be those of the current target, got those of its earlier values"):
         run(target, early)
     run(target, tigon.ValidRows(target))
     assert run(target, False) == run(target, None), "all rows are computed, and these count alike"

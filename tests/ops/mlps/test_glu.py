@@ -27,7 +27,7 @@ def _tensor(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 17), (2, 3, 64), (3, 1025), (2, 4096)], ids=str)
 @every_kind
-def test_accuracy(run, reference, shape, dtype, packed):
+def test_glu_accuracy(run, reference, shape, dtype, packed):
     if packed:
         tensors = [_tensor(*shape[:-1], 2 * shape[-1], dtype=dtype)]
     else:
@@ -37,32 +37,33 @@ def test_accuracy(run, reference, shape, dtype, packed):
 
 @pytest.mark.kernels
 @every_kind
-def test_far_from_zero(run, reference):
-    """Where the gate saturates: no overflow, and the gradients vanish as they should."""
+def test_glu_accepts_large_gates(run, reference):
+    """The gate saturates. Nothing overflows, and the gradients become zero as in eager code."""
     gate = torch.tensor([[-1e4, -100.0, -20.0, -5.0, 0.0, 5.0, 20.0, 100.0, 1e4]], device=DEVICE, requires_grad=True)
     up = torch.ones_like(gate).detach().requires_grad_()
     assert_as_accurate_as_eager(run, reference, [gate, up])
 
 
 @pytest.mark.kernels
-def test_a_frozen_input_costs_nothing(monkeypatch):
+def test_glu_computes_no_gradient_of_a_frozen_input(monkeypatch):
     import tigon.ops.mlps.glu as module
 
-    made, backward = [], module.glu_backward
-    monkeypatch.setattr(module, "glu_backward", lambda *args: made.append(backward(*args)) or made[-1])
+    calls, backward = [], module.glu_backward
+    monkeypatch.setattr(module, "glu_backward", lambda *args: calls.append(backward(*args)) or calls[-1])
     gate, up = _tensor(4, 64, dtype=torch.float32), _tensor(4, 64, dtype=torch.float32, seed=1).detach()
     tigon.swiglu(gate, up).sum().backward()
-    if made:  # where the kernels run
-        assert [x.numel() for x in made[-1]] == [256, 0]
+    # The list is empty if no kernels run.
+    if calls:
+        assert [x.numel() for x in calls[-1]] == [256, 0]
 
 
-def test_no_features():
+def test_swiglu_accepts_rows_without_features():
     empty = torch.randn(3, 0, device=DEVICE)
     assert tigon.swiglu(empty, empty).shape == (3, 0)
 
 
 @pytest.mark.kernels
-def test_halves_of_one_tensor_given_apart():
+def test_swiglu_accepts_the_two_halves_of_one_tensor():
     packed = _tensor(4, 64, dtype=torch.float32)
     gate, up = packed.chunk(2, -1)
     assert torch.equal(tigon.swiglu(gate, up), tigon.swiglu(packed))
@@ -70,20 +71,20 @@ def test_halves_of_one_tensor_given_apart():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("packed", [False, True], ids=["separate", "packed"])
-def test_one_node_of_autograd_whose_result_may_be_changed_in_place(packed):
-    """A view made outside the function is a node more; one made inside cannot be written to."""
+def test_swiglu_is_one_node_whose_result_may_be_written_in_place(packed):
+    """A view outside the autograd function would be a second node. A view inside could not be written in place."""
     tensors = [_tensor(2, 3, 64, dtype=torch.float32, seed=seed) for seed in range(1 if packed else 2)]
     y = tigon.swiglu(*tensors)
     expected = torch.autograd.grad(y.sum(), tensors, retain_graph=True)
     if runs_kernels(y):
         assert {type(node).__name__ for node, _ in y.grad_fn.next_functions if node} == {"AccumulateGrad"}
-    got = torch.autograd.grad(y.mul_(2).sum(), tensors)
-    for a, b in zip(got, expected, strict=True):
+    gradients = torch.autograd.grad(y.mul_(2).sum(), tensors)
+    for a, b in zip(gradients, expected, strict=True):
         torch.testing.assert_close(a, 2 * b)
 
 
 @pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])
-def test_modules_have_the_parameters_of_hugging_face(mlp):
+def test_modules_have_the_parameters_of_transformers(mlp):
     module = mlp(8, 24, bias=True).to(DEVICE)
     assert set(module.state_dict()) == {
         f"{p}_proj.{kind}" for p in ("gate", "up", "down") for kind in ("weight", "bias")
@@ -99,7 +100,7 @@ def test_modules_have_the_parameters_of_hugging_face(mlp):
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_glu_refuses_bad_input():
     gate, up = torch.randn(2, 8, device=DEVICE), torch.randn(2, 8, device=DEVICE)
     with pytest.raises(ValueError, match=r"swiglu: up must have shape \(2, 8\), got \(2, 7\)"):
         tigon.swiglu(gate, up[:, :7])

@@ -1,4 +1,4 @@
-"""The gated MLP as one or two nodes: the products of eager code, and at every level the same bits of fewer tensors."""
+"""The gated MLP computes the products of eager code. Every level of memory gives the same bits and saves less."""
 
 import contextlib
 import copy
@@ -50,7 +50,7 @@ def _gradients(inputs: list[Tensor], level: str, activation: str = "silu") -> li
 
 
 @one_in(3, level=LEVELS, activation=list(REFERENCES), leading=[(1,), (3, 17), (2, 2, 5)], dtype=DTYPES)
-def test_accuracy(level, activation, leading, dtype):
+def test_glu_mlp_accuracy(level, activation, leading, dtype):
     def reference(x, gate, up, down):
         return REFERENCES[activation](x @ gate.t(), x @ up.t()) @ down.t()
 
@@ -59,28 +59,27 @@ def test_accuracy(level, activation, leading, dtype):
 
 
 @one_in(2, level=LEVELS[1:], activation=list(REFERENCES), dtype=DTYPES)
-def test_the_bits_of_the_default_level(level, activation, dtype):
+def test_every_level_has_the_bits_of_the_default_level(level, activation, dtype):
     inputs = _inputs(2, 9, dtype=dtype)
-    expected, given = (_gradients(inputs, name, activation) for name in ("default", level))
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    expected, results = (_gradients(inputs, name, activation) for name in ("default", level))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @one_in(2, level=LEVELS, frozen=[(0,), (1, 2), (3,), (0, 1, 2), (0, 3), (1, 3), (1, 2, 3)])
-def test_frozen(level, frozen):
-    """Gradients of the others alone, the same as with all."""
+def test_frozen_inputs_do_not_change_the_other_gradients(level, frozen):
     inputs = _inputs(2, 9)
-    everything = _gradients(inputs, "default")
-    expected = [x for i, x in enumerate(everything) if i - 1 not in frozen]
+    all_results = _gradients(inputs, "default")
+    expected = [x for i, x in enumerate(all_results) if i - 1 not in frozen]
     for i in frozen:
         inputs[i].requires_grad_(False)
-    given = _gradients(inputs, level)
-    assert len(given) == len(expected)
-    for a, b in zip(given, expected, strict=True):
+    results = _gradients(inputs, level)
+    assert len(results) == len(expected)
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize(
-    ("level", "frozen", "kept"),
+    ("level", "frozen", "saved_counts"),
     [
         ("default", (), {"x": 1, "gates": 2}),
         ("lean+mlp", (), {"x": 1, "gates": 0}),
@@ -90,7 +89,7 @@ def test_frozen(level, frozen):
     ids=str,
 )
 @pytest.mark.kernels
-def test_what_is_kept(level, frozen, kept):
+def test_glu_mlp_saves_only_what_backward_needs(level, frozen, saved_counts):
     inputs = _inputs(2, 9)
     for i in frozen:
         inputs[i].requires_grad_(False)
@@ -99,25 +98,26 @@ def test_what_is_kept(level, frozen, kept):
     with hooks:
         y = _mlp(level, *inputs)
     shapes = [tuple(t.shape) for t in saved.values() if not any(t.data_ptr() == p.data_ptr() for p in inputs[1:])]
-    assert sum(shape[-1] == HIDDEN for shape in shapes) == kept["x"]
-    assert sum(shape[-1] == INNER for shape in shapes) == kept["gates"]
+    assert sum(shape[-1] == HIDDEN for shape in shapes) == saved_counts["x"]
+    assert sum(shape[-1] == INNER for shape in shapes) == saved_counts["gates"]
     assert y.shape == inputs[0].shape
 
 
-@pytest.mark.parametrize("least", [0, 2**60], ids=["long", "short"])
+@pytest.mark.parametrize("min_multiplications", [0, 2**60], ids=["long", "short"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_product(dtype, least):
+def test_multiply_is_as_accurate_as_torch(dtype, min_multiplications):
     a, b, c = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((600, 520), (512, 520), (600, 512)))
-    given, onto = multiply(a, b.t(), least=least), c.clone()
-    assert multiply(a, b.t(), onto=onto, least=least) is onto
+    product, onto = multiply(a, b.t(), min_multiplications=min_multiplications), c.clone()
+    assert multiply(a, b.t(), onto=onto, min_multiplications=min_multiplications) is onto
     exact = a.double() @ b.t().double()
-    for result, eager, expected in ((given, a @ b.t(), exact), (onto, torch.addmm(c, a, b.t()), c.double() + exact)):
+    sums = onto, torch.addmm(c, a, b.t()), c.double() + exact
+    for result, eager, expected in ((product, a @ b.t(), exact), sums):
         assert (result - expected).abs().max() <= 2 * (eager - expected).abs().max()
 
 
 @every_level
-def test_a_second_backward(level):
-    """What is kept is not written over."""
+def test_a_second_backward_gives_the_same_gradients(level):
+    """The first backward does not overwrite the saved tensors."""
     inputs = _inputs(2, 9)
     loss = _mlp(level, *inputs).square().sum()
     first = torch.autograd.grad(loss, inputs, retain_graph=True)
@@ -127,19 +127,19 @@ def test_a_second_backward(level):
 
 @pytest.mark.kernels
 def test_checkpointing_does_not_repeat_the_last_product(monkeypatch):
-    """Three products forward, two of them again, six backward; and the gate once."""
-    gated = []
-    monkeypatch.setattr(glu_mlp, "glu_forward", lambda *args: gated.append(args) or glu_forward(*args))
+    """The forward has three products, the second run repeats two, and backward has six. The activation runs once."""
+    activations = []
+    monkeypatch.setattr(glu_mlp, "glu_forward", lambda *args: activations.append(args) or glu_forward(*args))
     inputs = _inputs(2, 9)
     with FlopCounterMode(display=False) as counter:
         torch.autograd.grad(_mlp("checkpoint", *inputs).sum(), inputs)
     assert counter.get_total_flops() == 11 * 2 * 2 * 9 * HIDDEN * INNER
-    assert len(gated) == 1
+    assert len(activations) == 1
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["all again", "products cached"])
-def test_a_second_backward_of_a_checkpoint(cached):
-    """A cache of products gives one pass."""
+@pytest.mark.parametrize("cached", [False, True], ids=["all repeated", "products cached"])
+def test_a_second_backward_of_a_checkpoint_is_exact_or_refused(cached):
+    """A cache of products serves one backward only."""
     inputs, options = _inputs(2, 9), {}
     if cached:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
@@ -148,12 +148,12 @@ def test_a_second_backward_of_a_checkpoint(cached):
     for retained in (True, False):
         refused = cached and not retained
         with pytest.raises(RuntimeError, match="extra time") if refused else contextlib.nullcontext():
-            given = torch.autograd.grad(loss, inputs, retain_graph=retained)
-            assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+            results = torch.autograd.grad(loss, inputs, retain_graph=retained)
+            assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
-def test_gradients_taken_inside_of_a_checkpoint():
-    """What is made again for them is also that of the backward around."""
+def test_gradients_may_be_computed_inside_a_checkpoint():
+    """The second run computes them too, and the outer backward uses the same tensors."""
 
     def inner(checkpointed: bool, *inputs: Tensor) -> Tensor:
         def region(x, *weights):
@@ -165,13 +165,13 @@ def test_gradients_taken_inside_of_a_checkpoint():
 
     inputs = _inputs(2, 9)
     inputs[0] = inputs[0] * 1.0
-    given, expected = (torch.autograd.grad(inner(c, *inputs).sum(), inputs) for c in (True, False))
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    results, expected = (torch.autograd.grad(inner(c, *inputs).sum(), inputs) for c in (True, False))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.kernels
-def test_gradients_taken_inside_of_a_checkpoint_that_runs_to_its_end():
-    """Those of the second run must not take what the first run's backward is to read."""
+def test_gradients_may_be_computed_inside_a_checkpoint_without_early_stop():
+    """The inner backward of the second run must not overwrite tensors that the outer backward reads."""
 
     def region(x, *weights):
         y = tigon.glu_mlp(x, *weights)
@@ -183,36 +183,36 @@ def test_gradients_taken_inside_of_a_checkpoint_that_runs_to_its_end():
     with set_checkpoint_early_stop(False):
         y = checkpoint(region, *inputs, use_reentrant=False)
     expected = region(*inputs)
-    given = [torch.autograd.grad(out.square().sum(), inputs[1:]) for out in (y, expected)]
+    gradients = [torch.autograd.grad(out.square().sum(), inputs[1:]) for out in (y, expected)]
     assert torch.equal(y, expected)
-    assert all(torch.equal(a, b) for a, b in zip(*given, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
 @pytest.mark.kernels
-def test_backward_through_what_a_checkpoint_ran_again_is_refused():
-    """Its gate and up were those of the backward around, and are gone."""
-    made = []
+def test_backward_through_the_second_run_of_a_checkpoint_is_refused():
+    """The outer backward shares the gate and up of the second run, and has overwritten them."""
+    outputs = []
 
     def region(x, *weights):
-        made.append(tigon.glu_mlp(x, *weights))
-        return tigon.glu_mlp(made[-1], *weights)
+        outputs.append(tigon.glu_mlp(x, *weights))
+        return tigon.glu_mlp(outputs[-1], *weights)
 
     inputs = _inputs(2, 9)
     loss = checkpoint(region, *inputs, use_reentrant=False).square().sum()
     torch.autograd.grad(loss, inputs)
-    assert len(made) == 2
+    assert len(outputs) == 2
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(made[1].sum(), inputs)
+        torch.autograd.grad(outputs[1].sum(), inputs)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("level", ["default", "lean", "checkpoint"])
-def test_gradients_take_the_place_of_what_was_kept(level, monkeypatch):
-    """Not where it may be asked for again, nor where somebody else may have it."""
-    places = []
+def test_gradients_overwrite_the_saved_gate_and_up(level, monkeypatch):
+    """They do not if the graph is retained, or if a hook may hold the saved tensors."""
+    overwrites = []
 
     def watched(da, gate, up, kind, dgate, dup, product):
-        places.append(dgate is gate and dup is up)
+        overwrites.append(dgate is gate and dup is up)
         glu_backward_into(da, gate, up, kind, dgate, dup, product)
 
     monkeypatch.setattr(glu_mlp, "glu_backward_into", watched)
@@ -220,17 +220,17 @@ def test_gradients_take_the_place_of_what_was_kept(level, monkeypatch):
     loss = _mlp(level, *inputs).sum()
     torch.autograd.grad(loss, inputs, retain_graph=True)
     torch.autograd.grad(loss, inputs)
-    assert places == [False, True]
+    assert overwrites == [False, True]
     if level != "checkpoint":
         with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
             loss = _mlp(level, *inputs).sum()
         torch.autograd.grad(loss, inputs)
-        assert places[2:] == [False]
+        assert overwrites[2:] == [False]
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("level", ["default", "checkpoint"])
-def test_another_try_after_an_error_in_backward_is_refused(level, monkeypatch):
+def test_a_second_attempt_after_an_error_in_backward_is_refused(level, monkeypatch):
     inputs = _inputs(2, 9)
     y = _mlp(level, *inputs)
     with monkeypatch.context() as broken:
@@ -242,32 +242,32 @@ def test_another_try_after_an_error_in_backward_is_refused(level, monkeypatch):
 
 
 @every_level
-def test_gradients_of_inputs_first_and_of_weights_later(level):
-    """As in pipelines without bubbles."""
+def test_gradients_of_inputs_may_come_before_those_of_weights(level):
+    """Pipeline schedules without bubbles split the backward in this way."""
     inputs = _inputs(2, 9)
     expected = _gradients(inputs, "default")[1:]
     loss = _mlp(level, *inputs).square().sum()
-    given = [
+    results = [
         *torch.autograd.grad(loss, inputs[:1], retain_graph=True),
         *torch.autograd.grad(loss, inputs[1:]),
     ]
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.parametrize("mlp", [tigon.SwiGLUMLP, tigon.GEGLUMLP])
 @pytest.mark.parametrize("change", ["hook", "bias", "adapter", "autocast", "dtype"])
-def test_layers_that_do_more_are_called(mlp, change):
+def test_layers_that_do_more_than_a_product_are_called(mlp, change):
     torch.manual_seed(0)
     model, x = mlp(HIDDEN, INNER, bias=change == "bias").to(DEVICE), torch.randn(2, 9, HIDDEN, device=DEVICE)
     context = contextlib.nullcontext()
-    called = []
+    calls = []
     if change == "hook":
-        model.up_proj.register_forward_hook(lambda *args: called.append(1))
+        model.up_proj.register_forward_hook(lambda *args: calls.append(1))
     elif change == "adapter":
 
         class Adapted(nn.Linear):
             def forward(self, x):
-                called.append(1)
+                calls.append(1)
                 return super().forward(x) + 1.0
 
         layer = Adapted(HIDDEN, INNER, bias=False).to(DEVICE)
@@ -283,9 +283,9 @@ def test_layers_that_do_more_are_called(mlp, change):
     activate = REFERENCES[model.activation]
     one_by_one = lambda model, x: model.down_proj(activate(model.gate_proj(x), model.up_proj(x)))
     with context:
-        given, eager = model(x), one_by_one(model, x)
-    assert len(called) == (2 if change in ("hook", "adapter") else 0)
-    assert_accurate(given, eager, one_by_one(copy.deepcopy(model).double(), x.double()))
+        actual, eager = model(x), one_by_one(model, x)
+    assert len(calls) == (2 if change in ("hook", "adapter") else 0)
+    assert_accurate(actual, eager, one_by_one(copy.deepcopy(model).double(), x.double()))
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
@@ -298,7 +298,7 @@ def test_layers_that_do_more_are_called(mlp, change):
     ],
     ids=str,
 )
-def test_refuses(change, message):
+def test_glu_mlp_refuses_weights_of_other_shapes(change, message):
     shapes = {"gate_weight": (INNER, HIDDEN), "up_weight": (INNER, HIDDEN), "down_weight": (HIDDEN, INNER)} | change
     weights = {name: torch.randn(shape, device=DEVICE) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=message):
@@ -306,27 +306,27 @@ def test_refuses(change, message):
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_refuses_an_activation():
+def test_glu_mlp_refuses_an_unknown_activation():
     x, *weights = _inputs(2)
     with pytest.raises(ValueError, match="glu_mlp: activation must be one of .*got 'relu'"):
         tigon.glu_mlp(x, *weights, activation="relu")
 
 
-def test_the_result_may_be_written():
-    """`hidden = mlp(hidden); hidden += residual`."""
+def test_the_result_of_glu_mlp_may_be_written_in_place():
+    """Models run `hidden = mlp(hidden); hidden += residual`."""
     inputs = _inputs(2, 5)
     expected = torch.autograd.grad((tigon.glu_mlp(*inputs) * 2).square().sum(), inputs)
-    given = torch.autograd.grad(tigon.glu_mlp(*inputs).mul_(2).square().sum(), inputs)
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+    results = torch.autograd.grad(tigon.glu_mlp(*inputs).mul_(2).square().sum(), inputs)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 @pytest.mark.kernels
 @every_level
-def test_gradients_taken_under_autocast(level):
+def test_gradients_computed_under_autocast_have_the_same_bits(level):
     """The forward pass ran without autocast. The gradients are computed in its dtype, with the same bits as outside."""
     inputs = _inputs(2, 5)
     loss = _mlp(level, *inputs).square().sum()
     expected = torch.autograd.grad(loss, inputs, retain_graph=True)
     with torch.autocast(DEVICE, torch.bfloat16):
-        given = torch.autograd.grad(loss, inputs)
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+        results = torch.autograd.grad(loss, inputs)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))

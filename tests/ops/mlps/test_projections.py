@@ -1,4 +1,4 @@
-"""Linear layers of one input run as one node of autograd, as accurate as one by one. Layers that do more are called."""
+"""Linear layers with the same input run as one node of autograd. Layers that do more than a product are called."""
 
 import itertools
 
@@ -41,8 +41,8 @@ def _step(run, x: Tensor, layers: nn.ModuleList) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, leaves, _upstream(outputs))]
 
 
-def _assert_same(given: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(given, expected, strict=True):
+def _assert_same(results: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
@@ -57,13 +57,13 @@ def _is_one_node(outputs: tuple[Tensor, ...]) -> bool:
 @pytest.mark.parametrize("biases", BIASES.values(), ids=BIASES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("leading", [(1,), (33,), (2, 17), (2, 3, 5)], ids=str)
-def test_accuracy(leading, dtype, biases):
+def test_linears_accuracy(leading, dtype, biases):
     x, layers = _x(*leading, dtype=dtype), _layers(biases, dtype)
-    given, eager = _step(linears, x, layers), _step(_one_by_one, x, layers)
+    actual, eager = _step(linears, x, layers), _step(_one_by_one, x, layers)
     exact = _step(_one_by_one, x.detach().double().requires_grad_(), _layers(biases, dtype).double())
-    for i, triple in enumerate(zip(given, eager, exact, strict=True)):
+    for i, triple in enumerate(zip(actual, eager, exact, strict=True)):
         assert_accurate(*triple, msg=str(i))
-    assert [y.shape for y in given[:3]] == [(*leading, width) for width in WIDTHS]
+    assert [y.shape for y in actual[:3]] == [(*leading, width) for width in WIDTHS]
     assert _is_one_node(linears(x, layers))
 
 
@@ -109,18 +109,18 @@ def test_the_input_is_saved_for_the_gradients_of_weights_alone(frozen):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)], ids=str)
-def test_outputs_that_nothing_is_computed_from(used):
-    """The weights of their layers get no gradient at all, as if the layers were called one by one."""
+def test_weights_of_unused_outputs_get_no_gradient(used):
+    """The gradients are None, as if the layers were called one by one."""
     x, layers = _x(2, 7), _layers()
     results = []
     for run in (linears, _one_by_one):
         outputs = [run(x, layers)[i] for i in used]
         upstream = _upstream(tuple(outputs))
         results.append(torch.autograd.grad(outputs, [x, *layers.parameters()], upstream, allow_unused=True))
-    for given, expected in zip(*results, strict=True):
-        assert (given is None) == (expected is None)
-        if given is not None:
-            torch.testing.assert_close(given, expected, rtol=1e-5, atol=1e-5)
+    for gradient, expected in zip(*results, strict=True):
+        assert (gradient is None) == (expected is None)
+        if gradient is not None:
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
 VIEWS = {
@@ -134,7 +134,7 @@ VIEWS = {
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
-def test_views_of_the_input(view):
+def test_linears_accepts_strided_input(view):
     base, layers = _x(4, 7), _layers()
     _assert_same(
         *(_step(lambda x, layers, run=run: run(view(x), layers), base, layers) for run in (linears, _one_by_one))
@@ -155,7 +155,7 @@ def test_upstream_gradients_may_be_expanded_or_transposed():
 
 @pytest.mark.kernels
 def test_outputs_may_be_written_in_place():
-    """Rotary embeddings write them. Autograd would refuse it if an output were a view of another tensor."""
+    """Rotary embeddings write them in place. Autograd would refuse this for an output that is a view."""
     x, layers = _x(2, 7), _layers()
     results = []
     for run in (linears, _one_by_one):
@@ -181,14 +181,14 @@ def test_a_second_derivative_is_refused():
 
 
 @pytest.mark.kernels
-def test_gradients_taken_under_autocast_are_not_rounded_by_it():
+def test_gradients_computed_under_autocast_have_the_same_bits():
     x, layers = _x(2, 7), _layers()
     outputs, leaves = linears(x, layers), [x, *layers.parameters()]
     upstream = _upstream(outputs)
     expected = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
     with torch.autocast(DEVICE, torch.bfloat16):
-        given = torch.autograd.grad(outputs, leaves, upstream)
-    assert all(torch.equal(a, b) for a, b in zip(given, expected, strict=True))
+        results = torch.autograd.grad(outputs, leaves, upstream)
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 
 # --- cases in which the layers are called --------------------------------------------------------
@@ -208,8 +208,8 @@ CHANGES = {
     "a forward pre-hook": lambda layers: layers[1].register_forward_pre_hook(lambda *args: None),
     "a backward hook": lambda layers: layers[1].register_full_backward_hook(lambda *args: None),
     "a backward pre-hook": lambda layers: layers[1].register_full_backward_pre_hook(lambda *args: None),
-    "a forward of its own": lambda layers: _with_forward(layers[1]),
-    "a call of its own": lambda layers: setattr(layers[1], "_call_impl", lambda x: x),
+    "an assigned forward": lambda layers: _with_forward(layers[1]),
+    "an assigned call": lambda layers: setattr(layers[1], "_call_impl", lambda x: x),
     "a compiled call": lambda layers: setattr(layers[1], "_compiled_call_impl", lambda x: x),
     "a subclass": lambda layers: layers.__setitem__(1, _Doubled(HIDDEN, WIDTHS[1], device=DEVICE)),
     "another layer": lambda layers: layers.__setitem__(1, nn.Identity()),

@@ -8,13 +8,13 @@ from tigon.ops.norms.kernels import NormConfig
 from tigon.ops.norms.layer_norm import layer_norm_reference
 from tigon.runtime.tuning import tuned
 
-# One feature (all variance is eps), rows that fill no tile, widths on both sides of a power of two.
+# Rows that fill no tile, widths on both sides of a power of two.
 SHAPES = [(3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000)]
 HALF, FULL = torch.float16, torch.float32
 
 
 def _inputs(shape: tuple[int, ...], *dtypes: torch.dtype, mean: float = 0.5) -> list[torch.Tensor]:
-    """x, and as many of weight and bias as there are further dtypes."""
+    """Return x, and then the weight and the bias if there are further dtypes."""
     generator = torch.Generator().manual_seed(sum(shape))
     tensors = [torch.randn(shape, generator=generator) * 3 + mean]
     tensors += [torch.randn(shape[-1], generator=generator) for _ in dtypes[1:]]
@@ -23,7 +23,7 @@ def _inputs(shape: tuple[int, ...], *dtypes: torch.dtype, mean: float = 0.5) -> 
 
 @pytest.mark.kernels
 @one_in(2, shape=SHAPES, dtype=DTYPES, parameters={"plain": 0, "weight": 1, "weight and bias": 2})
-def test_accuracy(shape, dtype, parameters):
+def test_layer_norm_accuracy(shape, dtype, parameters):
     assert_as_accurate_as_eager(
         lambda *tensors: tigon.layer_norm(*tensors, eps=1e-3),
         lambda *tensors: layer_norm_reference(*tensors, eps=1e-3),
@@ -32,42 +32,43 @@ def test_accuracy(shape, dtype, parameters):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
-def test_accuracy_of_wide_rows_that_are_read_again(keeps_row):
+@pytest.mark.parametrize("keeps_row", [False, True], ids=["row loaded twice", "row kept"])
+def test_layer_norm_loads_the_weight_of_wide_rows_for_every_tile(keeps_row):
     with tuned(NormConfig, keeps_w=False, keeps_row=keeps_row):
         assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, _inputs((9, 100), FULL, FULL, FULL))
 
 
 @pytest.mark.kernels
-def test_a_bias_needs_no_weight():
+def test_layer_norm_accepts_a_bias_without_a_weight():
     x, bias = _inputs((5, 33), FULL, FULL)
     assert_as_accurate_as_eager(
         lambda x, b: tigon.layer_norm(x, None, b), lambda x, b: layer_norm_reference(x, None, b), [x, bias]
     )
 
 
-def test_is_torchs():
+def test_layer_norm_agrees_with_torch():
     tensors = _inputs((5, 33), FULL, FULL, FULL)
     torch.testing.assert_close(tigon.layer_norm(*tensors), F.layer_norm(tensors[0], (33,), *tensors[1:]))
     torch.testing.assert_close(tigon.layer_norm(tensors[0], eps=0.1), F.layer_norm(tensors[0], (33,), eps=0.1))
 
 
-def test_one_feature_is_its_own_mean():
+def test_layer_norm_of_one_feature_is_the_bias():
     x, weight = torch.randn(6, 1, device=DEVICE, requires_grad=True), torch.randn(1, device=DEVICE)
     y = tigon.layer_norm(x, weight, weight)
     assert (y == weight).all()
-    assert torch.autograd.grad(y.sum(), x)[0].abs().max() < 1e-3  # dy - mean(dy), times 1 / sqrt(eps)
+    # dx is (dy - mean(dy)) / sqrt(eps), which is 0.
+    assert torch.autograd.grad(y.sum(), x)[0].abs().max() < 1e-3
 
 
 @pytest.mark.kernels
-def test_a_large_mean_does_not_swallow_the_variance():
-    """E[x^2] - E[x]^2 in fp32 has no digits left here; the mean first, then the centred squares has all."""
+def test_layer_norm_is_accurate_for_a_large_mean():
+    """In fp32 E[x^2] - E[x]^2 would have no correct digit here. The mean of the centred squares has all digits."""
     assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, _inputs((4, 96), FULL, FULL, FULL, mean=3000.0))
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [(HALF, FULL, FULL), (HALF, HALF, FULL), (FULL, HALF, HALF)], ids=str)
-def test_the_result_has_the_dtype_of_x(dtypes):
+def test_layer_norm_returns_the_dtype_of_x(dtypes):
     tensors = _inputs((4, 96), *dtypes)
     assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, tensors)
     y = tigon.layer_norm(*tensors)
@@ -76,7 +77,7 @@ def test_the_result_has_the_dtype_of_x(dtypes):
 
 
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"elementwise_affine": False}], ids=str)
-def test_module_is_torchs_with_the_same_state(options):
+def test_layer_norm_module_agrees_with_torch_and_loads_its_state(options):
     ours, theirs = (module(48, eps=1e-4, **options).to(DEVICE) for module in (tigon.LayerNorm, torch.nn.LayerNorm))
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter)
@@ -87,7 +88,7 @@ def test_module_is_torchs_with_the_same_state(options):
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_layer_norm_refuses_bad_input():
     x, weight = torch.randn(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with pytest.raises(ValueError, match=r"layer_norm: weight must have shape \(8,\), got \(7,\)"):
         tigon.layer_norm(x, weight[:7])

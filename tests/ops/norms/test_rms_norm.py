@@ -21,7 +21,7 @@ def _inputs(shape: tuple[int, ...], dtype: torch.dtype, weight_dtype: torch.dtyp
 
 @pytest.mark.kernels
 @one_in(2, shape=SHAPES, dtype=DTYPES, offset=[0.0, 1.0], rounding=["before_weight", "after_weight"])
-def test_accuracy(shape, dtype, offset, rounding):
+def test_rms_norm_accuracy(shape, dtype, offset, rounding):
     options = {"offset": offset, "rounding": rounding, "eps": 1e-5}
     assert_as_accurate_as_eager(
         lambda x, w: tigon.rms_norm(x, w, **options),
@@ -32,8 +32,8 @@ def test_accuracy(shape, dtype, offset, rounding):
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
-def test_a_wider_weight_widens_the_result_as_the_product_does(rounding):
-    """Under autocast, hidden states are half precision and weights fp32: the dtype must be what eager code gives."""
+def test_rms_norm_promotes_to_the_dtype_of_a_wider_weight(rounding):
+    """Under autocast, hidden states are half precision and weights fp32. Eager code gives the expected dtype."""
     x, weight = _inputs((4, 32), torch.float16, torch.float32)
     y = tigon.rms_norm(x, weight, rounding=rounding)
     expected = rms_norm_reference(x, weight, rounding=rounding)
@@ -44,18 +44,18 @@ def test_a_wider_weight_widens_the_result_as_the_product_does(rounding):
 
 
 @pytest.mark.kernels
-def test_rounding_is_where_it_is_said_to_be():
-    """fp16 shows it: rounding before the weight and after it differ, and each equals its definition bit for bit."""
+def test_rms_norm_rounds_before_or_after_the_weight():
+    """In fp16 rounding before the weight and after it give different values. Each agrees with its reference."""
     x, weight = _inputs((8, 64), torch.float16)
     before, after = (tigon.rms_norm(x, weight, rounding=r) for r in ("before_weight", "after_weight"))
     assert not torch.equal(before, after)
-    # rstd itself may differ by a unit in the last place of fp32, which moves few values of fp16.
+    # rstd may differ by a unit in the last place of fp32, which changes few values of fp16.
     for y, rounding in ((before, "before_weight"), (after, "after_weight")):
         assert (y != rms_norm_reference(x, weight, rounding=rounding)).float().mean() < 0.01
 
 
 @pytest.mark.kernels
-def test_large_and_tiny_values():
+def test_rms_norm_accepts_large_and_tiny_values():
     x = torch.tensor([[1e30, -1e30, 1e30, 0.0], [1e-30, 1e-30, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]], device=DEVICE)
     x.requires_grad_()
     (y,), (dx,) = outputs_and_gradients(lambda x: tigon.rms_norm(x, None, 1e-6), [x])
@@ -64,7 +64,7 @@ def test_large_and_tiny_values():
     assert dx[1:].isfinite().all()
 
 
-def test_module_is_torchs_with_the_same_state():
+def test_rms_norm_module_agrees_with_torch_and_loads_its_state():
     ours, theirs = tigon.RMSNorm(48, eps=1e-5).to(DEVICE), torch.nn.RMSNorm(48, eps=1e-5).to(DEVICE)
     torch.nn.init.normal_(theirs.weight)
     ours.load_state_dict(theirs.state_dict())
@@ -74,17 +74,17 @@ def test_module_is_torchs_with_the_same_state():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_modules_default_epsilon_is_torchs(dtype):
-    """Small values show it: an epsilon of half precision would swallow them."""
+def test_rms_norm_module_has_the_default_epsilon_of_torch(dtype):
+    """The values are small, so an epsilon of half precision would change the result."""
     x = (torch.randn(4, 48, device=DEVICE) * 0.01).to(dtype)
     y, expected = tigon.RMSNorm(48).to(DEVICE)(x), torch.nn.RMSNorm(48).to(DEVICE)(x.float())
     torch.testing.assert_close(y.float(), expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
-# --- the sum with a residual, normalised ----------------------------------------------------------
+# --- add_rms_norm ----------------------------------------------------------------------------------
 
 
-def _three(shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
+def _inputs_with_residual(shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[torch.Tensor]:
     x, weight = _inputs(shape, dtypes[0], dtypes[2])
     residual = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtypes[1]).requires_grad_()
     return [x, residual, weight]
@@ -94,11 +94,11 @@ def _three(shape: tuple[int, ...], dtypes: list[torch.dtype]) -> list[torch.Tens
 @pytest.mark.parametrize("options", [{}, {"offset": 1.0, "rounding": "after_weight", "eps": 1e-5}], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_add_accuracy(shape, dtype, options):
+def test_add_rms_norm_accuracy(shape, dtype, options):
     assert_as_accurate_as_eager(
         lambda *tensors: tigon.add_rms_norm(*tensors, **options),
         lambda *tensors: add_rms_norm_reference(*tensors, **options),
-        _three(shape, [dtype] * 3),
+        _inputs_with_residual(shape, [dtype] * 3),
     )
 
 
@@ -107,16 +107,16 @@ HALF, FULL = torch.float16, torch.float32
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtypes", [(HALF, FULL, HALF), (FULL, HALF, HALF), (HALF, HALF, FULL), (HALF, FULL, FULL)])
-def test_add_of_several_dtypes(dtypes):
-    """A residual stream in fp32 under layers in half precision: sum and norm are as wide as in eager code."""
-    tensors = _three((4, 96), list(dtypes))
+def test_add_rms_norm_accepts_several_dtypes(dtypes):
+    """A residual in fp32 and layers in half precision give a sum and a norm with the dtypes of eager code."""
+    tensors = _inputs_with_residual((4, 96), list(dtypes))
     assert_as_accurate_as_eager(tigon.add_rms_norm, add_rms_norm_reference, tensors)
     gradients = torch.autograd.grad([y.sum() for y in tigon.add_rms_norm(*tensors)], tensors)
     assert tuple(g.dtype for g in gradients) == dtypes
 
 
-def test_the_sum_is_rounded_before_it_is_normalised():
-    """As eager code does: 2048 + 1 is 2048 in fp16, in the sum and in its norm."""
+def test_add_rms_norm_rounds_the_sum_before_it_normalises():
+    """In fp16 2048 + 1 is 2048. Eager code normalises this rounded sum."""
     x, residual = torch.full((1, 8), 2048.0, device=DEVICE, dtype=HALF), torch.ones(1, 8, device=DEVICE, dtype=HALF)
     x[0, 0] = 1.0
     y, total = tigon.add_rms_norm(x, residual, None)
@@ -125,39 +125,39 @@ def test_the_sum_is_rounded_before_it_is_normalised():
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("used", [0, 1], ids=["the norm alone", "the sum alone"])
-def test_an_output_may_be_left_unused(used):
-    tensors = _three((5, 33), [FULL] * 3)
+@pytest.mark.parametrize("used", [0, 1], ids=["only the norm is used", "only the sum is used"])
+def test_add_rms_norm_with_one_unused_output(used):
+    tensors = _inputs_with_residual((5, 33), [FULL] * 3)
     results = []
     for run in (tigon.add_rms_norm, add_rms_norm_reference):
         y = run(*tensors)[used]
         dy = torch.randn(y.shape, generator=torch.Generator().manual_seed(2)).to(y)
         results.append(torch.autograd.grad(y, tensors, dy, allow_unused=True))
-    for got, expected in zip(*results, strict=True):
-        assert (got is None) == (expected is None)
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    for gradient, expected in zip(*results, strict=True):
+        assert (gradient is None) == (expected is None)
+        torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.kernels
-def test_a_tensor_may_be_its_own_residual():
-    x, _, weight = _three((5, 33), [FULL] * 3)
+def test_add_rms_norm_adds_a_tensor_to_itself():
+    x, _, weight = _inputs_with_residual((5, 33), [FULL] * 3)
     assert_as_accurate_as_eager(
         lambda x, w: tigon.add_rms_norm(x, x, w), lambda x, w: add_rms_norm_reference(x, x, w), [x, weight]
     )
 
 
 @pytest.mark.kernels
-def test_gradients_that_are_one_tensor_do_not_share_what_is_accumulated():
-    x, residual, weight = _three((5, 33), [FULL] * 3)
+def test_add_rms_norm_accumulates_the_gradients_of_both_inputs_separately():
+    x, residual, weight = _inputs_with_residual((5, 33), [FULL] * 3)
     for _ in range(2):
         torch.autograd.backward([y.sum() for y in tigon.add_rms_norm(x, residual, weight)])
-    kept = residual.grad.clone()
+    gradient = residual.grad.clone()
     x.grad.zero_()
-    assert torch.equal(residual.grad, kept)
+    assert torch.equal(residual.grad, gradient)
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_a_residual_of_another_shape_is_refused():
+def test_add_rms_norm_refuses_bad_input():
     x, weight = torch.randn(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with pytest.raises(ValueError, match=r"add_rms_norm: residual must have shape \(3, 8\), got \(1, 8\)"):
         tigon.add_rms_norm(x, x[:1], weight)
@@ -180,7 +180,7 @@ DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)
 @pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
 @pytest.mark.parametrize(("loads", "sums"), [(2, 0), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("n", [1, 100, 4096, 5120, 16384, 32768])
-def test_heuristic(n, loads, sums, device):
+def test_norm_heuristic_fits_the_device(n, loads, sums, device):
     config = NormConfig.heuristic(NormProblem(n, 2, loads, sums), device)
     assert config.block_n >= n
     for warps in (config.num_warps, config.backward_warps):
@@ -191,19 +191,19 @@ def test_heuristic(n, loads, sums, device):
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
-def test_programs_of_the_backward_are_balanced_and_no_more_than_rows_ask_for():
+def test_programs_of_the_backward_get_equal_numbers_of_tiles():
     config = NormConfig.heuristic(NormProblem(4096, 2), DEVICES[0])
     assert (config.programs, config.block_m) == (132, 2)
-    # 8192 pairs of rows are 63 for each of 131 programs, which 132 would not do sooner; 64 rows leave 16 partial sums.
-    assert [config.balanced(m) for m in (0, 1, 4, 5, 64, 528, 529, 16384)] == [0, 1, 1, 2, 16, 132, 89, 131]
-    assert config.balanced(16384, blocks=8) <= 132 // 8
+    # 8192 pairs of rows are 63 pairs for each of 131 programs. With 132 programs one of them would also get 63 pairs.
+    assert [config.count_programs(m) for m in (0, 1, 4, 5, 64, 528, 529, 16384)] == [0, 1, 1, 2, 16, 132, 89, 131]
+    assert config.count_programs(16384, blocks=8) <= 132 // 8
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("n", [64, 700])
-def test_sums_over_rows_in_blocks_of_columns_are_the_same(n):
-    """Rows too wide for the registers take two launches: dx, then dweight in blocks of columns."""
-    tensors = _three((37, n), [FULL] * 3)
+def test_sums_over_rows_in_blocks_of_columns_are_accurate(n):
+    """Rows that are too wide for the registers take two launches: one for dx, and one for dweight in blocks."""
+    tensors = _inputs_with_residual((37, n), [FULL] * 3)
     expected = outputs_and_gradients(tigon.add_rms_norm, tensors)[1]
     with tuned(NormConfig, splits=True, keeps_row=False, columns=128):
         results = outputs_and_gradients(tigon.add_rms_norm, tensors)[1]
@@ -212,20 +212,20 @@ def test_sums_over_rows_in_blocks_of_columns_are_the_same(n):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("keeps_row", [False, True], ids=["row read again", "row kept"])
+@pytest.mark.parametrize("keeps_row", [False, True], ids=["row loaded twice", "row kept"])
 @pytest.mark.parametrize("offset", [0.0, 1.0])
-def test_accuracy_of_wide_rows_that_are_read_again(offset, keeps_row):
-    """From 16384 features on, the backward reads the weight again for every tile, and with some configs the row."""
+def test_add_rms_norm_loads_the_weight_of_wide_rows_for_every_tile(offset, keeps_row):
+    """From 16384 features on, the backward loads the weight for every tile, and with some configs the row twice."""
     with tuned(NormConfig, keeps_w=False, keeps_row=keeps_row):
         assert_as_accurate_as_eager(
             lambda *tensors: tigon.add_rms_norm(*tensors, offset=offset),
             lambda *tensors: add_rms_norm_reference(*tensors, offset=offset),
-            _three((9, 100), [FULL] * 3),
+            _inputs_with_residual((9, 100), [FULL] * 3),
         )
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_rms_norm_refuses_bad_input():
     x, weight = torch.randn(3, 8, device=DEVICE), torch.ones(8, device=DEVICE)
     with pytest.raises(ValueError, match=r"rms_norm: weight must have shape \(8,\), got \(7,\)"):
         tigon.rms_norm(x, weight[:7])

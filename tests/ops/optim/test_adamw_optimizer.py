@@ -1,4 +1,4 @@
-"""tigon.AdamW is torch's optimizer in all but the kernel: trainings, states and paths against torch's own."""
+"""tigon.AdamW differs from torch.optim.AdamW only in its kernel. Trained parameters and states are compared."""
 
 import copy
 import importlib.util
@@ -37,14 +37,14 @@ def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], ste
 
 
 def _launches(run) -> int:
-    """How many steps of tensors the kernel takes while `run` runs."""
-    with patch.object(tigon.ops.optim.adamw, "adamw_step", wraps=adamw_step) as called:
+    """Return how many tensors the kernel updates while `run` runs."""
+    with patch.object(tigon.ops.optim.adamw, "adamw_step", wraps=adamw_step) as steps:
         run()
-    return sum(len(call.args[0]) for call in called.call_args_list)
+    return sum(len(call.args[0]) for call in steps.call_args_list)
 
 
 def _assert_same(ours: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    """Equal but for what fp32 loses in another order of the same operations."""
+    """Compare parameters. fp32 rounds differently in another order of the same operations."""
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=4e-6, atol=4e-6)
 
@@ -66,8 +66,8 @@ BY_TORCH = {"amsgrad", "foreach", "not foreach", "not fused", "differentiable"}
 
 
 @pytest.mark.parametrize("name", TRAININGS)
-def test_trains_as_torch(name):
-    """Ten steps; what the kernel does not do, or was not asked to, torch does."""
+def test_adamw_trains_as_torch_does(name):
+    """Torch takes the steps that the kernel does not support, and those whose options choose another path."""
     options = OPTIONS | TRAININGS[name]
     ours, theirs = _parameters(), _parameters()
     if name == "differentiable":
@@ -79,16 +79,16 @@ def test_trains_as_torch(name):
     by_kernel = name not in BY_TORCH and (INTERPRETED or DEVICE == "cuda")
     assert launches == (10 * len(ours) if by_kernel else 0)
     for p, q in zip(ours, theirs, strict=True):
-        state, wanted = optimizer.state[p], expected.state[q]
-        assert state.keys() == wanted.keys()
-        for key in wanted:
-            assert (state[key].dtype, state[key].device) == (wanted[key].dtype, wanted[key].device)
-            torch.testing.assert_close(state[key], wanted[key], rtol=4e-6, atol=4e-6)
+        state, expected_state = optimizer.state[p], expected.state[q]
+        assert state.keys() == expected_state.keys()
+        for key, x in expected_state.items():
+            assert (state[key].dtype, state[key].device) == (x.dtype, x.device)
+            torch.testing.assert_close(state[key], x, rtol=4e-6, atol=4e-6)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_one_unit_from_torch_fused(dtype):
+def test_adamw_is_within_one_unit_of_fused_torch(dtype):
     ours, theirs = _parameters(dtype), _parameters(dtype)
     optimizer, expected = tigon.AdamW(ours, fused=True, **OPTIONS), torch.optim.AdamW(theirs, fused=True, **OPTIONS)
     _train(optimizer, ours, 1)
@@ -98,7 +98,7 @@ def test_one_unit_from_torch_fused(dtype):
 
 
 @pytest.mark.gpu
-def test_graphs_take_torchs_path_and_other_streams_their_own_table():
+def test_graphs_run_torchs_code_and_each_stream_has_its_table():
     options = OPTIONS | {"fused": True, "capturable": True}
     ours, theirs = _parameters(), _parameters()
     optimizer, expected = tigon.AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
@@ -107,9 +107,9 @@ def test_graphs_take_torchs_path_and_other_streams_their_own_table():
     with torch.cuda.stream(stream):
         _train(optimizer, ours, 2)
     torch.cuda.current_stream().wait_stream(stream)
-    aside = optimizer._tables[0][0]
+    side_table = optimizer._tables[0][0]
     _train(optimizer, ours, 1, first=2)
-    assert optimizer._tables[0][0].made_of != aside.made_of
+    assert optimizer._tables[0][0].key != side_table.key
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         assert _launches(optimizer.step) == 0
@@ -120,14 +120,14 @@ def test_graphs_take_torchs_path_and_other_streams_their_own_table():
     _assert_same(ours, theirs)
 
 
-def test_a_step_that_is_captured_is_torchs():
+def test_torch_takes_a_captured_step():
     parameters = _parameters(shapes=[(8,)])
     optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True, capturable=True)
     with patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         assert _launches(lambda: _train(optimizer, parameters, 1)) == 0
 
 
-def test_groups_frozen_and_missing_gradients():
+def test_adamw_accepts_groups_and_missing_gradients():
     results = []
     for kind in (tigon.AdamW, torch.optim.AdamW):
         a, b, c, d = _parameters(shapes=[(4, 4)] * 4)
@@ -147,7 +147,7 @@ def test_groups_frozen_and_missing_gradients():
 
 
 @pytest.mark.parametrize("fused", [None, True])
-def test_state_dicts_go_both_ways(fused):
+def test_state_dicts_are_exchanged_with_torch(fused):
     kinds = (tigon.AdamW, torch.optim.AdamW)
     results = []
     for first in kinds:
@@ -163,13 +163,16 @@ def test_state_dicts_go_both_ways(fused):
         _assert_same(results[0], other)
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
-def test_copies_go_on(way):
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"]
+)
+def test_copies_continue_the_training(duplicate):
     parameters = _parameters()
     optimizer = tigon.AdamW(parameters, **OPTIONS)
     _train(optimizer, parameters, 2)
-    copied = way(optimizer)
-    assert "_tables" not in vars(copied)  # addresses of others
+    copied = duplicate(optimizer)
+    # The tables hold the addresses of the first optimizer's tensors.
+    assert "_tables" not in vars(copied)
     others = copied.param_groups[0]["params"]
     _train(copied, others, 2, first=2)
     _train(optimizer, parameters, 2, first=2)
@@ -177,11 +180,12 @@ def test_copies_go_on(way):
     assert parameters[1] is not others[1]
 
 
-def test_hooks_run_once_and_closures_give_the_loss():
-    torch.optim.AdamW(_parameters())  # from here on torch's own step calls hooks too
-    found = importlib.util.spec_from_file_location("imported_late", tigon.ops.optim.adamw.__file__)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+def test_hooks_run_once_and_closures_return_the_loss():
+    # From here on the step of torch's class calls hooks too.
+    torch.optim.AdamW(_parameters())
+    spec = importlib.util.spec_from_file_location("imported_late", tigon.ops.optim.adamw.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     (p,) = parameters = _parameters(shapes=[(8,)])
     optimizer, calls = module.AdamW(parameters, **OPTIONS), []
     optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
@@ -197,8 +201,8 @@ def test_hooks_run_once_and_closures_give_the_loss():
     assert calls == ["before", "after"]
 
 
-def test_a_step_inside_of_backward():
-    """One optimizer a parameter, which steps as its gradient is complete and lets it go."""
+def test_a_step_may_run_inside_backward():
+    """Each parameter has an optimizer, which takes a step when the gradient is complete and then frees it."""
     results = []
     for kind in (tigon.AdamW, torch.optim.AdamW):
         parameters = _parameters(shapes=[(8, 8), (8,)])
@@ -217,7 +221,7 @@ def test_a_step_inside_of_backward():
     _assert_same(*results)
 
 
-def test_autograd_sees_the_change():
+def test_a_step_increments_the_versions_of_parameters():
     (p,) = parameters = _parameters(shapes=[(8,)])
     optimizer = tigon.AdamW(parameters)
     p.grad = torch.ones_like(p)
@@ -227,7 +231,7 @@ def test_autograd_sees_the_change():
         y.backward()
 
 
-ODD = {
+UNSUPPORTED = {
     "transposed": lambda: nn.Parameter(torch.randn(4, 6, device=DEVICE).T),
     "fp64": lambda: nn.Parameter(torch.randn(4, 6, device=DEVICE, dtype=torch.float64)),
     "complex": lambda: nn.Parameter(torch.randn(4, 6, device=DEVICE, dtype=torch.complex64)),
@@ -235,11 +239,11 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("name", ODD)
-def test_what_the_kernel_cannot_take_goes_to_torch(name):
-    """And leaves the others of its group to the kernel."""
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_torch_updates_tensors_that_the_kernel_does_not_support(name):
+    """The kernel updates the other tensors of the group."""
     torch.manual_seed(0)
-    odd, plain = ODD[name](), nn.Parameter(torch.randn(8, device=DEVICE))
+    odd, plain = UNSUPPORTED[name](), nn.Parameter(torch.randn(8, device=DEVICE))
     theirs = [nn.Parameter(p.detach().clone()) for p in (odd, plain)]
     optimizer, expected = tigon.AdamW([odd, plain], **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     for p, q in zip((odd, plain), theirs, strict=True):
@@ -253,8 +257,8 @@ def test_what_the_kernel_cannot_take_goes_to_torch(name):
     assert launches == (1 if INTERPRETED or DEVICE == "cuda" else 0)
 
 
-def test_a_scaler_that_leaves_its_work_to_the_optimizer():
-    """With fused=True torch's GradScaler hands over the scale and what overflowed, and torch's kernel heeds them."""
+def test_adamw_supports_a_scaler_that_leaves_scaling_to_the_optimizer():
+    """With fused=True torch's GradScaler passes the scale and the overflow flag, and torch's kernel uses them."""
     (p,) = parameters = _parameters(shapes=[(8,)])
     optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True)
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
@@ -281,7 +285,7 @@ def test_a_state_of_another_shape_is_not_read_out_of_bounds():
         _train(optimizer, parameters, 1)
 
 
-def test_compiled_steps_are_taken_once_each():
+def test_a_compiled_step_is_taken_once():
     parameters, theirs = (_parameters(shapes=[(8, 4)]) for _ in range(2))
     optimizer, expected = tigon.AdamW(parameters, **OPTIONS), torch.optim.AdamW(theirs, **OPTIONS)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
@@ -292,7 +296,7 @@ def test_compiled_steps_are_taken_once_each():
     _assert_same(parameters, theirs)
 
 
-def test_bad_arguments_are_torch_errors():
+def test_bad_arguments_raise_the_errors_of_torch():
     with pytest.raises(ValueError, match="Invalid learning rate: -1"):
         tigon.AdamW(_parameters(), lr=-1)
     with pytest.raises(ValueError, match="Invalid beta parameter at index 1: 1.0"):
@@ -301,8 +305,8 @@ def test_bad_arguments_are_torch_errors():
         tigon.AdamW(_parameters(), fused=True, foreach=True)
 
 
-def test_two_ranks_with_shards():
-    """FSDP2 on CPUs: torch's path, or in the interpreter the kernel on each rank's shards."""
+def test_adamw_updates_the_shards_of_two_ranks():
+    """With FSDP2 on CPUs torch takes the step. In the interpreter the kernel updates the shards of each rank."""
     for output in run_ranks(__file__, device="cpu"):
         assert "same" in output
 
@@ -320,7 +324,8 @@ def _two_ranks(store: str) -> None:
     results = []
     for kind in (tigon.AdamW, torch.optim.AdamW):
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))  # the last weight has one row: none for rank 1
+        # The last weight has one row, so rank 1 has no part of it.
+        model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
         fully_shard(model)
         optimizer = kind(model.parameters(), **OPTIONS)
         launches = 0

@@ -14,6 +14,7 @@ LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 
 
 def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, weights="each", weight_dtype=None, stored="BSHD", axes=()):
+    """Return q, k, q_weight, k_weight, cos and sin. The weights are those of "each" head or of all heads "together"."""
     generator = torch.Generator().manual_seed(hq * s + d)
     normal = lambda *shape: (torch.randn(shape, generator=generator) * 2).to(DEVICE, dtype)
     if stored == "BSHD":
@@ -27,12 +28,12 @@ def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, weights="each", weight_dtyp
 
 
 def _both(**options):
-    """The op and its definition, with the same options."""
+    """Return the op and its reference, with the same options."""
     return [functools.partial(f, **options) for f in (tigon.qk_norm_rope, qk_norm_rope_reference)]
 
 
 def _assert_close(results, expected, rtol=1e-5, atol=1e-5):
-    """Two results of `outputs_and_gradients`."""
+    """Compare two results of `outputs_and_gradients`."""
     for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
@@ -49,29 +50,29 @@ SIZES = {
 
 @pytest.mark.kernels
 @one_in(3, sizes=SIZES, dtype=DTYPES, layout=LAYOUTS, weights=["each", "together"])
-def test_accuracy(sizes, dtype, layout, weights):
+def test_qk_norm_rope_accuracy(sizes, dtype, layout, weights):
     inputs = _inputs(*sizes, dtype=dtype, weights=weights)
     assert_as_accurate_as_eager(*_both(layout=layout), inputs)
 
 
 @pytest.mark.kernels
 @one_in(2, weights=["each", "together"], dtype=DTYPES, offset=[0.0, 1.0], rounding=["before_weight", "after_weight"])
-def test_accuracy_of_the_forms(weights, dtype, offset, rounding):
+def test_qk_norm_rope_accuracy_with_options(weights, dtype, offset, rounding):
     inputs = _inputs(2, 4, 2, 3, 16, 16, dtype=dtype, weights=weights, stored="BHSD")
     assert_as_accurate_as_eager(*_both(eps=1e-5, offset=offset, rounding=rounding), inputs)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("rotary", [128, 64], ids=["the whole head", "half of the head"])
-def test_more_tiles_than_programs(rotary):
-    """The backward's programs take several tiles each, and add up the gradients of the weights over them."""
+def test_programs_of_the_backward_sum_over_several_tiles(rotary):
+    """Each program of the backward loops over several tiles, and sums the gradients of the weights over them."""
     assert_as_accurate_as_eager(*_both(), _inputs(3, 20, 4, 3, 128, rotary))
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("weights", ["each", "together"])
-def test_sections(layout, weights):
+def test_qk_norm_rope_accepts_sections(layout, weights):
     inputs = _inputs(2, 4, 2, 3, 24, 16, weights=weights, axes=(3,))
     assert_as_accurate_as_eager(*_both(layout=layout, sections=(2, 3, 3)), inputs)
 
@@ -80,13 +81,13 @@ def test_sections(layout, weights):
 
 
 def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
-    """What the attention of a model computes between its projections, [B, S, H D] each, and its scores."""
+    """Return what the attention of a model computes between its projections, [B, S, H D] each, and its scores."""
     pytest.importorskip("transformers")
     module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     norms = [getattr(module, norm)(weight.shape[0], eps=1e-5).to(DEVICE) for weight in (q_weight, k_weight)]
 
     def call(q, k, q_weight, k_weight, cos, sin):
-        turned = []
+        normalised = []
         for x, norm, weight in zip((q, k), norms, (q_weight, k_weight), strict=True):
             normalise = lambda x, norm=norm, weight=weight: torch.func.functional_call(norm, {"weight": weight}, x)
             b, h, s, d = x.shape
@@ -94,8 +95,8 @@ def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
                 x = normalise(x.transpose(1, 2).reshape(b, s, h * d)).view(b, s, h, d)
             else:
                 x = normalise(x.transpose(1, 2))
-            turned.append(x.transpose(1, 2))
-        return module.apply_rotary_pos_emb(*turned, cos, sin)
+            normalised.append(x.transpose(1, 2))
+        return module.apply_rotary_pos_emb(*normalised, cos, sin)
 
     return call
 
@@ -109,31 +110,31 @@ def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
         ("olmo3", "Olmo3RMSNorm", "together", {"rounding": "after_weight"}),
     ],
 )
-def test_equals_hugging_faces_modules(model, norm, weights, options):
-    op, definition = _both(eps=1e-5, **options)
+def test_qk_norm_rope_agrees_with_modules_of_transformers(model, norm, weights, options):
+    op, reference = _both(eps=1e-5, **options)
     inputs = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
     stock = _stock(model, norm, weights == "together", *inputs[2:4])
     expected = outputs_and_gradients(stock, inputs)
-    results = outputs_and_gradients(definition, inputs)
+    results = outputs_and_gradients(reference, inputs)
     assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
     _assert_close(results, expected)
     _assert_close(outputs_and_gradients(op, inputs), expected)
 
 
-# --- what may be missing, frozen, or elsewhere ---------------------------------------------------
+# --- missing inputs, frozen inputs and strides ---------------------------------------------------
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("given", [(), ("q",), ("k",)], ids=["no weight", "q's weight", "k's weight"])
+@pytest.mark.parametrize("present", [(), ("q",), ("k",)], ids=["no weight", "q's weight", "k's weight"])
 @pytest.mark.parametrize("weights", ["each", "together"])
-def test_without_weights(given, weights):
+def test_qk_norm_rope_accepts_missing_weights(present, weights):
     q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
-    q_weight, k_weight = q_weight if "q" in given else None, k_weight if "k" in given else None
+    q_weight, k_weight = q_weight if "q" in present else None, k_weight if "k" in present else None
     inputs = [x for x in (q, k, q_weight, k_weight) if x is not None]
 
     def call(function):
         def run(q, k, *weight):
-            scales = (*weight, None) if "q" in given else (None, *weight) if "k" in given else (None, None)
+            scales = (*weight, None) if "q" in present else (None, *weight) if "k" in present else (None, None)
             return function(q, k, *scales, cos.to(q.dtype), sin.to(q.dtype))
 
         return run
@@ -142,7 +143,7 @@ def test_without_weights(given, weights):
 
 
 @pytest.mark.parametrize("weights", ["each", "together"])
-def test_without_keys_none_comes_back(weights):
+def test_qk_norm_rope_without_keys_returns_none_for_them(weights):
     q, k, q_weight, _, cos, sin = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
     both = outputs_and_gradients(lambda q, w: tigon.qk_norm_rope(q, k.detach(), w, None, cos, sin)[0], [q, q_weight])
     alone = outputs_and_gradients(lambda q, w: tigon.qk_norm_rope(q, None, w, None, cos, sin)[0], [q, q_weight])
@@ -152,15 +153,14 @@ def test_without_keys_none_comes_back(weights):
 
 
 @pytest.mark.kernels
-def test_a_head_alone_is_all_heads():
-    """Weights of one head's size say "each head", which for one head is the same as all of them."""
+def test_one_head_is_normalised_as_each_head():
+    """A weight with the size of one head normalises each head. For one head this is the same as all heads together."""
     q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 1, 3, 16, 16, weights="together")
     assert_as_accurate_as_eager(*_both(), [q, k, q_weight, k_weight, cos, sin])
 
 
 @pytest.mark.kernels
-def test_heads_may_stand_behind_the_sequence():
-    q, k, *others = _inputs(2, 4, 2, 3, 16, 16)
+def test_qk_norm_rope_accepts_heads_in_dimension_2():
     for weights in ("each", "together"):
         q, k, *others = _inputs(2, 4, 2, 3, 16, 16, weights=weights)
         first = tigon.qk_norm_rope(q, k, *others)
@@ -168,16 +168,16 @@ def test_heads_may_stand_behind_the_sequence():
         assert all(torch.equal(a, b.transpose(1, 2)) for a, b in zip(first, second, strict=True))
 
 
-def test_the_result_keeps_the_layout_of_its_input():
+def test_results_have_the_strides_of_their_inputs():
     q, k, *others = _inputs(2, 4, 2, 3, 16, 16, stored="BSHD")
-    turned = tigon.qk_norm_rope(q, k, *others)
-    assert [y.transpose(1, 2).is_contiguous() for y in turned] == [True, True]
-    gradients = torch.autograd.grad(turned, (q, k), turned)
+    outputs = tigon.qk_norm_rope(q, k, *others)
+    assert [y.transpose(1, 2).is_contiguous() for y in outputs] == [True, True]
+    gradients = torch.autograd.grad(outputs, (q, k), outputs)
     assert [dx.transpose(1, 2).is_contiguous() for dx in gradients] == [True, True]
 
 
 @pytest.mark.kernels
-def test_slices_of_a_packed_projection():
+def test_qk_norm_rope_accepts_slices_of_a_packed_projection():
     packed = torch.randn(2, 3, 6 * 16, device=DEVICE, requires_grad=True)
     _, _, *others = _inputs(2, 4, 2, 3, 16, 16)
 
@@ -193,40 +193,41 @@ def test_slices_of_a_packed_projection():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
-def test_wider_weights_widen_the_result_as_the_product_does(rounding):
+def test_qk_norm_rope_promotes_to_the_dtype_of_wider_weights(rounding):
     inputs = _inputs(1, 2, 1, 3, 8, 8, dtype=torch.float16, weight_dtype=torch.float32)
-    got, expected = (outputs_and_gradients(f, inputs) for f in _both(rounding=rounding))
-    assert [y.dtype for y in got[0]] == [y.dtype for y in expected[0]]
-    assert [g.dtype for g in got[1]] == [torch.float16] * 2 + [torch.float32] * 2
-    _assert_close(got, expected, rtol=1e-2, atol=1e-2)
+    results, expected = (outputs_and_gradients(f, inputs) for f in _both(rounding=rounding))
+    assert [y.dtype for y in results[0]] == [y.dtype for y in expected[0]]
+    assert [g.dtype for g in results[1]] == [torch.float16] * 2 + [torch.float32] * 2
+    _assert_close(results, expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.kernels
-def test_frozen_inputs_cost_nothing(monkeypatch):
-    """Neither do outputs that nothing is computed from."""
+def test_qk_norm_rope_computes_only_the_gradients_that_are_needed(monkeypatch):
+    """Frozen inputs and unused outputs need no gradient."""
     import tigon.ops.rotary.qk_norm_rope as module
 
-    made, backward = [], module.qk_norm_rope_backward
-    monkeypatch.setattr(module, "qk_norm_rope_backward", lambda *args: made.append(backward(*args)) or made[-1])
+    calls, backward = [], module.qk_norm_rope_backward
+    monkeypatch.setattr(module, "qk_norm_rope_backward", lambda *args: calls.append(backward(*args)) or calls[-1])
     q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
     q_out, k_out = tigon.qk_norm_rope(q, k.detach(), q_weight.detach(), k_weight, cos, sin)
     (q_out.sum() + k_out.sum()).backward()
     tigon.qk_norm_rope(q, k, q_weight, k_weight, cos, sin)[1].sum().backward()
-    if made:  # where the kernels run
-        assert [[x.numel() for x in results] for results in made] == [[q.numel(), 0, 16], [0, k.numel(), 16]]
+    # The list is empty if no kernels run.
+    if calls:
+        assert [[x.numel() for x in results] for results in calls] == [[q.numel(), 0, 16], [0, k.numel(), 16]]
 
 
 @pytest.mark.kernels
-def test_what_fits_no_workgroup_takes_the_reference(monkeypatch):
+def test_more_features_than_a_workgroup_holds_are_computed_by_the_reference(monkeypatch):
+    """65 heads of 512 features count as 128, a power of two."""
     import tigon.ops.rotary.qk_norm_rope as module
 
-    monkeypatch.setattr(module, "WIDEST", 8)
     monkeypatch.setattr(module, "qk_norm_rope_forward", None)
-    inputs = _inputs(2, 4, 2, 3, 16, 16, weights="together")
+    inputs = _inputs(1, 65, 2, 3, 512, 16, weights="together")
     _assert_close(*(outputs_and_gradients(f, inputs) for f in _both()))
 
 
-def test_no_rotary_features():
+def test_qk_norm_rope_without_rotary_features_is_rms_norm():
     inputs = _inputs(2, 4, 2, 3, 16, 0)
     (q, k), _ = outputs_and_gradients(tigon.qk_norm_rope, inputs)
     for y, x, weight in ((q, *inputs[:3:2]), (k, *inputs[1:4:2])):
@@ -240,7 +241,7 @@ DEVICES = [Device(132, 32, 232448), Device(304, 64, 65536), Device(4, 32, 49152)
 @pytest.mark.parametrize("device", DEVICES, ids=["nvidia", "amd", "small"])
 @pytest.mark.parametrize("together", [False, True], ids=["each", "together"])
 @pytest.mark.parametrize(("heads", "size"), [(1, 2), (32, 128), (14, 64), (40, 128), (8, 1024), (128, 256)])
-def test_heuristic(heads, size, together, device):
+def test_qk_norm_rope_heuristic_fits_the_device(heads, size, together, device):
     config = QKNormRopeConfig.heuristic(QKNormRopeProblem(heads, size, together, 2), device)
     for block_h, warps in ((config.block_h, config.num_warps), (config.backward_block_h, config.backward_warps)):
         assert block_h >= heads if together else block_h < 2 * heads
@@ -251,7 +252,7 @@ def test_heuristic(heads, size, together, device):
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_qk_norm_rope_refuses_bad_input():
     q, k, q_weight, k_weight, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
     call = lambda q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin, **options: tigon.qk_norm_rope(
         q, k, q_weight, k_weight, cos, sin, **options
@@ -260,7 +261,7 @@ def test_bad_input():
         call(q_weight=q_weight[:7])
     with pytest.raises(ValueError, match=r"qk_norm_rope: k_weight must have shape \(32,\), got \(16,\)"):
         call(q_weight=q_weight.repeat(4))
-    with pytest.raises(ValueError, match="qk_norm_rope: k_weight must be None where k is"):
+    with pytest.raises(ValueError, match="qk_norm_rope: k_weight must be None if k is None, got a Tensor"):
         call(k=None)
     with pytest.raises(ValueError, match="qk_norm_rope: q_weight and k_weight must have the same dtype"):
         call(k_weight=k_weight.half())

@@ -26,12 +26,12 @@ def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD"
 
 
 def _both(*options, **keywords):
-    """The op and its definition, with the same options."""
+    """Return the op and its reference, with the same options."""
     return [functools.partial(f, *options, **keywords) for f in (tigon.rope, rope_reference)]
 
 
 def _assert_close(results, expected, rtol=1e-5, atol=1e-6):
-    """Two results of `outputs_and_gradients`."""
+    """Compare two results of `outputs_and_gradients`."""
     for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
@@ -48,7 +48,7 @@ SIZES = {
 
 @pytest.mark.kernels
 @one_in(2, sizes=SIZES, dtype=DTYPES, stored=["BHSD", "BSHD"], layout=LAYOUTS)
-def test_accuracy(sizes, dtype, stored, layout):
+def test_rope_accuracy(sizes, dtype, stored, layout):
     assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, stored=stored))
 
 
@@ -57,8 +57,8 @@ def test_accuracy(sizes, dtype, stored, layout):
 @pytest.mark.parametrize("table", ["once", "pairs"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [(2, 3, 1, 4, 80, 32), (1, 2, 1, 3, 10, 6)], ids=["a part of the head", "odd sizes"])
-def test_accuracy_with_other_tables(sizes, dtype, table, layout):
-    """Every entry of a table is a value of its own, so that an entry taken for its neighbour shows."""
+def test_rope_accuracy_with_other_tables(sizes, dtype, table, layout):
+    """All entries of a table differ, so a kernel that reads the wrong entry fails the test."""
     inputs = _inputs(*sizes, dtype=dtype, table=table)
     assert_as_accurate_as_eager(*_both(layout=layout, table=table), inputs)
 
@@ -74,10 +74,10 @@ SECTIONS = [
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("shared", [False, True], ids=["a table each", "one table"])
+@pytest.mark.parametrize("shared", [False, True], ids=["one table for each row", "one table"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("r", "sections"), SECTIONS)
-def test_accuracy_with_sections(r, sections, layout, shared):
+def test_rope_accuracy_with_sections(r, sections, layout, shared):
     inputs = _inputs(2, 4, 2, 3, 80, r, shared=shared, axes=(3,))
     assert_as_accurate_as_eager(*_both(layout=layout, sections=sections), inputs)
 
@@ -94,33 +94,33 @@ def _frequencies(*axes: int, r: int = 16) -> torch.Tensor:
     return torch.rand((*axes, 2, 3, r // 2), generator=torch.Generator().manual_seed(7)).to(DEVICE) * 100
 
 
-def _twice(frequencies: torch.Tensor) -> list[torch.Tensor]:
-    """The tables that the op takes."""
+def _tables(frequencies: torch.Tensor) -> list[torch.Tensor]:
+    """Return the tables of the op."""
     angles = torch.cat((frequencies, frequencies), -1)
     return [angles.cos(), angles.sin()]
 
 
 def _assert_equals(theirs, tables, frequencies, ours=None, **options):
-    """In fp32 the definition has the very bits of their function, given its own tables, and the op its values."""
-    ours = ours or _twice(frequencies)
+    """In fp32 the reference returns the same bits as the function of transformers, and the op returns its values."""
+    ours = ours or _tables(frequencies)
     for heads in (1, 2):
         q, k, *_ = _inputs(2, 4, 2, 3, 24, 16)
         q, k = (x.transpose(1, heads).detach().requires_grad_() for x in (q, k))
         stock = functools.partial(theirs, cos=tables[0], sin=tables[1], unsqueeze_dim=heads)
         expected = outputs_and_gradients(stock, [q, k])
-        op, definition = (functools.partial(f, unsqueeze_dim=heads) for f in _both(**options))
-        results = outputs_and_gradients(definition, [q, k, *ours])
+        op, reference = (functools.partial(f, unsqueeze_dim=heads) for f in _both(**options))
+        results = outputs_and_gradients(reference, [q, k, *ours])
         assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
         _assert_close(results, expected)
         _assert_close(outputs_and_gradients(op, [q, k, *ours]), expected)
 
 
 def _on_a_part(function):
-    """Their function for the whole head, on the first 16 features."""
+    """Apply a function of the whole head to the first 16 features."""
 
     def call(q, k, cos, sin, unsqueeze_dim):
-        turned = function(q[..., :16], k[..., :16], cos, sin, unsqueeze_dim=unsqueeze_dim)
-        return tuple(torch.cat((y, x[..., 16:]), -1) for x, y in zip((q, k), turned, strict=True))
+        rotated = function(q[..., :16], k[..., :16], cos, sin, unsqueeze_dim=unsqueeze_dim)
+        return tuple(torch.cat((y, x[..., 16:]), -1) for x, y in zip((q, k), rotated, strict=True))
 
     return call
 
@@ -137,51 +137,53 @@ def _on_a_part(function):
         ("deepseek_v3", "deinterleaved", False),
     ],
 )
-def test_equals_hugging_faces_function(model, layout, partial):
+def test_rope_agrees_with_functions_of_transformers(model, layout, partial):
     module = _model(model)
     function = module.apply_rotary_pos_emb_interleave if layout == "deinterleaved" else module.apply_rotary_pos_emb
-    _assert_equals(function if partial else _on_a_part(function), _twice(_frequencies()), _frequencies(), layout=layout)
+    _assert_equals(
+        function if partial else _on_a_part(function), _tables(_frequencies()), _frequencies(), layout=layout
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "layout", "table"), [("cohere", "interleaved", "pairs"), ("gpt_oss", "split_half", "once")]
 )
-def test_equals_hugging_faces_function_on_its_own_tables(model, layout, table):
+def test_rope_agrees_with_functions_of_transformers_on_other_tables(model, layout, table):
     angles = _frequencies() if table == "once" else torch.randn(2, 3, 16, device=DEVICE)
     theirs, tables = _on_a_part(_model(model).apply_rotary_pos_emb), [angles.cos(), angles.sin()]
     _assert_equals(theirs, tables, None, tables, layout=layout, table=table)
 
 
 @pytest.mark.parametrize(
-    ("model", "rotary", "given", "sections", "layout"),
+    ("model", "rotary", "mrope_section", "sections", "layout"),
     [
         ("qwen2_vl", "Qwen2VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
         ("qwen2_5_vl", "Qwen2_5_VLRotaryEmbedding", (2, 3, 3), (2, 3, 3), "split_half"),
         ("glm4v", "Glm4vTextRotaryEmbedding", (2, 3, 3), (2, 3, 3), "interleaved"),
-        # Frequencies 0 to 5 from axes 0, 1, 2, 0, 1, 2, the last two from the first.
+        # Frequencies 0 to 5 have the axes 0, 1, 2, 0, 1, 2, and the last two have axis 0.
         ("qwen3_vl", "Qwen3VLTextRotaryEmbedding", (4, 2, 2), (1,) * 6 + (2,), "split_half"),
-        # Height and width alternate, time follows. Their tables have all of height before all of width.
+        # Height and width alternate, and time comes last. The tables of this model hold height, width and time in turn.
         ("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextRotaryEmbedding", (2, 2, 4), (0, 1, 1, 0, 1, 1, 4), "interleaved"),
     ],
 )
-def test_equals_hugging_faces_sections(model, rotary, given, sections, layout):
-    """The rotary module picks the axes, or in other versions `apply_multimodal_rotary_pos_emb`."""
+def test_rope_agrees_with_sections_of_transformers(model, rotary, mrope_section, sections, layout):
+    """The rotary module picks the axes. In other versions `apply_multimodal_rotary_pos_emb` picks them."""
     module, frequencies = _model(model), _frequencies(3)
     if hasattr(module, "apply_multimodal_rotary_pos_emb"):
-        function, tables = module.apply_multimodal_rotary_pos_emb, _twice(frequencies)
-        theirs = _on_a_part(lambda *args, **options: function(*args, mrope_section=list(given), **options))
+        function, tables = module.apply_multimodal_rotary_pos_emb, _tables(frequencies)
+        theirs = _on_a_part(lambda *args, **options: function(*args, mrope_section=list(mrope_section), **options))
     else:
         pick = getattr(module, rotary).recomposition_frequencies
         order = [0, 2, 1, 3, 4, 5, 6, 7] if model == "ernie4_5_vl_moe" else list(range(8))
-        sections_of = SimpleNamespace(mrope_section=list(given))
+        sections_of = SimpleNamespace(mrope_section=list(mrope_section))
         tables = [pick(sections_of, table[..., order]) for table in (frequencies.cos(), frequencies.sin())]
         theirs = _on_a_part(module.apply_rotary_pos_emb)
     _assert_equals(theirs, tables, frequencies, layout=layout, sections=sections)
 
 
-def test_equals_hugging_faces_function_of_one_tensor():
+def test_rope_agrees_with_a_function_of_transformers_for_one_tensor():
     q, _, _, _ = _inputs(2, 4, 2, 3, 16, 16)
-    tables = _twice(_frequencies())
+    tables = _tables(_frequencies())
     expected = outputs_and_gradients(lambda q: _model("gemma3n").apply_rotary_pos_emb(q, *tables), [q])
     _assert_close(outputs_and_gradients(lambda q: tigon.rope(q, None, *tables)[0], [q]), expected)
 
@@ -190,7 +192,7 @@ def test_equals_hugging_faces_function_of_one_tensor():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_keys_none_comes_back(layout):
+def test_rope_without_keys_returns_none_for_them(layout):
     q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
     alone, nothing = tigon.rope(q, None, cos, sin, layout=layout)
     assert nothing is None
@@ -199,55 +201,55 @@ def test_without_keys_none_comes_back(layout):
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
-def test_axes_of_sections():
+def test_axes_of_sections_has_a_digit_for_each_frequency():
     assert axes_of((2, 1, 3)) == "001222"
     assert axes_of((1,) * 6 + (2,)) == "01201200"
     assert axes_of((0, 1, 1, 0, 1, 1, 4)) == "12120000"
     assert axes_of(None) == ""
 
 
-def test_only_one_output_used():
-    """The gradient of the other is not made up of zeros, and nothing is computed from it."""
+def test_rope_with_one_unused_output():
+    """The unused output gets no gradient of zeros, and no kernel computes one."""
     for used in (0, 1):
         q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
         tigon.rope(q, k, cos, sin)[used].sum().backward()
-        kept, other = (q, k) if used == 0 else (k, q)
-        assert kept.grad is not None
-        assert other.grad is None or not other.grad.any()
+        used_input, unused_input = (q, k) if used == 0 else (k, q)
+        assert used_input.grad is not None
+        assert unused_input.grad is None or not unused_input.grad.any()
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
 @pytest.mark.parametrize("heads", [1, 2, 8, 14, 40])
 @pytest.mark.parametrize("size", [2, 64, 80, 128, 1024])
-def test_heuristic(heads, size):
+def test_rope_heuristic_limits_the_tile(heads, size):
     config = RopeConfig.heuristic(RopeProblem(heads, size), EMULATED)
     assert 1 <= config.block_h < 2 * heads
     assert config.block_h * size <= 2048
 
 
 @pytest.mark.kernels
-def test_one_table_for_the_whole_batch():
+def test_rope_accepts_one_table_for_the_whole_batch():
     q, k, cos, sin = _inputs(3, 2, 1, 4, 16, 16, shared=True)
     shared = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
-    each = outputs_and_gradients(tigon.rope, [q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)])
-    own = outputs_and_gradients(tigon.rope, [q, k, cos.repeat(3, 1, 1), sin.repeat(3, 1, 1)])
-    for results in (each, own):
+    expanded = outputs_and_gradients(tigon.rope, [q, k, cos.expand(3, -1, -1), sin.expand(3, -1, -1)])
+    copied = outputs_and_gradients(tigon.rope, [q, k, cos.repeat(3, 1, 1), sin.repeat(3, 1, 1)])
+    for results in (expanded, copied):
         for a, b in zip([*shared[0], *shared[1]], [*results[0], *results[1]], strict=True):
             assert torch.equal(a, b)
 
 
 @pytest.mark.kernels
-def test_tables_differ_between_batch_rows_and_between_halves():
-    """Each half of a row of the table is used for its own half: packed tables with unequal halves stay exact."""
+def test_rope_accepts_tables_with_unequal_halves():
+    """The first half of a row of a table rotates the first features of the pairs, the second half the second ones."""
     q, k, _, _ = _inputs(2, 2, 2, 3, 8, 8)
     cos, sin = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 8, device=DEVICE)
-    got, expected = (outputs_and_gradients(f, [q, k, cos, sin]) for f in (tigon.rope, rope_reference))
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    results, expected = (outputs_and_gradients(f, [q, k, cos, sin]) for f in (tigon.rope, rope_reference))
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.kernels
-def test_heads_may_stand_behind_the_sequence():
+def test_rope_accepts_heads_in_dimension_2():
     q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
     first = tigon.rope(q, k, cos, sin)
     second = tigon.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, unsqueeze_dim=2)
@@ -255,8 +257,8 @@ def test_heads_may_stand_behind_the_sequence():
 
 
 @pytest.mark.kernels
-def test_slices_of_a_packed_projection():
-    """q and k of Phi-3 are slices of one tensor: their rows have gaps."""
+def test_rope_accepts_slices_of_a_packed_projection():
+    """q and k of Phi-3 are slices of one tensor, so their rows have gaps."""
     packed = torch.randn(2, 3, 6 * 16, device=DEVICE, requires_grad=True)
     _, _, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
 
@@ -270,59 +272,61 @@ def test_slices_of_a_packed_projection():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
-def test_the_result_keeps_the_layout_of_its_input():
+def test_results_have_the_strides_of_their_inputs():
     q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16, stored="BSHD")
-    turned = tigon.rope(q, k, cos, sin)
-    assert [y.shape for y in turned] == [q.shape, k.shape]
-    assert [y.transpose(1, 2).is_contiguous() for y in turned] == [True, True]
+    outputs = tigon.rope(q, k, cos, sin)
+    assert [y.shape for y in outputs] == [q.shape, k.shape]
+    assert [y.transpose(1, 2).is_contiguous() for y in outputs] == [True, True]
 
 
 @pytest.mark.kernels
-def test_overlapping_strides():
+def test_rope_accepts_overlapping_strides():
     base = torch.randn(2, 40, device=DEVICE)
     q = base.as_strided((2, 2, 3, 8), (40, 1, 8, 1)).requires_grad_()
     _, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8)
-    got = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
+    results = outputs_and_gradients(tigon.rope, [q, k, cos, sin])
     expected = outputs_and_gradients(tigon.rope, [q.detach().clone().requires_grad_(), k, cos, sin])
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.kernels
-def test_a_frozen_input_costs_nothing(monkeypatch):
+def test_rope_computes_no_gradient_of_a_frozen_input(monkeypatch):
     import tigon.ops.rotary.rope as module
 
-    made, turn = [], module.rope_turn
-    monkeypatch.setattr(module, "rope_turn", lambda *args: made.append(turn(*args)) or made[-1])
+    calls, rotate = [], module.rope_rotate
+    monkeypatch.setattr(module, "rope_rotate", lambda *args: calls.append(rotate(*args)) or calls[-1])
     q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
     q, k = q * 1, (k * 1).detach()
     outputs = tigon.rope(q, k, cos, sin)
-    if made:  # where the kernels run
+    # The list is empty if no kernels run.
+    if calls:
         (outputs[0].sum() + outputs[1].sum()).backward()
-        assert [x.numel() for x in made[-1]] == [q.numel(), 0]
+        assert [x.numel() for x in calls[-1]] == [q.numel(), 0]
 
 
 @pytest.mark.kernels
-def test_wider_tables_widen_the_result():
+def test_rope_promotes_to_the_dtype_of_wider_tables():
     q, k, cos, sin = _inputs(1, 2, 1, 3, 8, 8, dtype=torch.float16)
-    got, expected = (outputs_and_gradients(f, [q, k, cos.float(), sin.float()]) for f in (tigon.rope, rope_reference))
-    assert [y.dtype for y in got[0]] == [y.dtype for y in expected[0]] == [torch.float32] * 2
-    assert [g.dtype for g in got[1]] == [torch.float16] * 2
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    inputs = [q, k, cos.float(), sin.float()]
+    results, expected = (outputs_and_gradients(f, inputs) for f in (tigon.rope, rope_reference))
+    assert [y.dtype for y in results[0]] == [y.dtype for y in expected[0]] == [torch.float32] * 2
+    assert [g.dtype for g in results[1]] == [torch.float16] * 2
+    for a, b in zip([*results[0], *results[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3)
 
 
-def test_the_dtype_of_the_result_may_be_given():
-    """Half precision turned by fp32 tables and rounded once."""
+def test_rope_rounds_once_to_the_requested_dtype():
+    """Inputs in half precision are rotated by tables in fp32."""
     q, k, cos, sin = _inputs(2, 2, 1, 3, 8, 8, dtype=torch.float16)
     inputs = [q, k, cos.float(), sin.float()]
-    wide, got = (outputs_and_gradients(functools.partial(tigon.rope, dtype=d), inputs) for d in (None, torch.float16))
-    assert [y.dtype for y in [*got[0], *got[1]]] == [torch.float16] * 4
-    assert all(torch.equal(a, b.half()) for a, b in zip(got[0], wide[0], strict=True))
+    wide, half = (outputs_and_gradients(functools.partial(tigon.rope, dtype=d), inputs) for d in (None, torch.float16))
+    assert [y.dtype for y in [*half[0], *half[1]]] == [torch.float16] * 4
+    assert all(torch.equal(a, b.half()) for a, b in zip(half[0], wide[0], strict=True))
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_rope_refuses_bad_input():
     q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16)
     with pytest.raises(ValueError, match="rope: table must be one of 'halves', 'once', 'pairs', got 'twice'"):
         tigon.rope(q, k, cos, sin, table="twice")

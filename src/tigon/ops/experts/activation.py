@@ -2,19 +2,20 @@ r"""Backward of the activation between an expert's two products, and of the weig
 
     y[t] = sum_k w[t, k] * z[slot[t, k]],    z[s] = a[s] D^T,    a[s] = act(h[s])
 
-With da[s] = dy[t] D, the gradient of `a` before it is weighted, one pass over the rows makes what the products need:
+With da[s] = dy[t] D, the gradient of `a` without the weight, one pass over the rows computes what the products need:
 
     dh[s] = w da[s] act'(h[s])
     (w a)[s], for dD = sum_s dy[t]^T (w a)[s]
     dw[t, k] = <dy[t], z[s]> = <dy[t], a[s] D^T> = <da[s], a[s]>
 
-So neither `a`, which is made again, nor `z` is kept. In fp32, each rounded once. Rows of no expert are neither read nor
-written; their dw is 0.
+The forward therefore saves neither `a`, which is recomputed here, nor `z`. The kernel computes in fp32 and rounds each
+result once. Rows of no expert are neither read nor written, and their dw is 0.
 
 Shapes: T tokens, K choices each, S = T K rows sorted by expert, I intermediate; h is [S, 2 I] = [gate | up], or [S, I]
 for an activation without a gate.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,15 +33,17 @@ from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["activation_gradients", "activation_gradients_reference"]
 
-CHUNK = 2**20  # elements that the reference widens at a time
+# The reference converts this many elements to fp32 at a time.
+REFERENCE_CHUNK = 2**20
 
 
 # --- reference -----------------------------------------------------------------------------------
 
 _aten = torch.ops.aten
 
-# act(x), and x's gradient for one of act(x); no autograd, which is off in an operator that `torch.compile` calls.
-_DERIVATIVES = {
+# By activation: act(x), and the gradient of x for one of act(x). These do not use autograd, which is off inside an
+# operator that `torch.compile` calls.
+_DERIVATIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "silu": (F.silu, _aten.silu_backward),
     "gelu": (F.gelu, _aten.gelu_backward),
     "gelu_tanh": (
@@ -55,14 +58,15 @@ def activation_gradients_reference(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str,
     needs_dh: bool, needs_activation: bool, needs_dweights: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Definition of `activation_gradients` in torch, a few rows at a time; the tests' ground truth and the CPU path."""
+    """Compute `activation_gradients` in torch, a few rows at a time, for tests and for devices without Triton."""
     wide = torch.promote_types(h.dtype, torch.float32)
     act, derivative = _DERIVATIVES[kind]
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
     factors = weights.flatten()[routing.order, None].to(wide)
-    dh, wa = (torch.empty_like(h) if needs_dh else None), (h.new_empty(len(h), inner) if needs_activation else None)
+    dh = torch.empty_like(h) if needs_dh and da is not None else None
+    wa = h.new_empty(len(h), inner) if needs_activation else None
     dots = torch.empty_like(factors)
-    rows = max(1, CHUNK // max(1, h.shape[1]))
+    rows = max(1, REFERENCE_CHUNK // max(1, h.shape[1]))
     for part in (slice(start, start + rows) for start in range(0, len(h), rows)):
         gate, *up = h[part].to(wide).split(max(1, inner), -1)
         a = act(gate) * up[0] if up else act(gate)
@@ -70,7 +74,7 @@ def activation_gradients_reference(
             wa[part] = a * factors[part]
         if da is not None:
             dots[part] = (da[part] * a).sum(-1, keepdim=True)
-        if dh is not None:
+        if da is not None and dh is not None:
             dy = da[part] * factors[part]
             dh[part] = torch.cat([derivative(dy * up[0], gate), dy * act(gate)], -1) if up else derivative(dy, gate)
     dweights = dots.masked_fill(routing.absent, 0.0)[routing.slot, 0].to(weights.dtype) if needs_dweights else None
@@ -81,23 +85,26 @@ def activation_gradients_reference(
 
 
 class ActivationProblem(NamedTuple):
-    """What the launch parameters of `activation_gradients` depend on."""
+    """The size that the launch parameters of `activation_gradients` depend on."""
 
-    inner: int  # I
+    # I.
+    inner: int
 
 
-WARPS = ((256, 1), (512, 2), (1024, 4))  # for blocks of up to so many features
+# By the features of a block: the warps.
+WARPS = ((256, 1), (512, 2), (1024, 4))
 
 
 @dataclass(frozen=True)
 class ActivationConfig(LaunchConfig):
-    """Launch parameters: a program takes a row, `block` features at a time."""
+    """Launch parameters. A program computes one row, `block` features at a time."""
 
     block: int
     num_warps: int
 
     @staticmethod
     def heuristic(problem: ActivationProblem, device: Device) -> "ActivationConfig":
+        """Return a block of at most 1024 features, with at most 8 features for each thread."""
         block = min(1024, triton.next_power_of_2(max(1, problem.inner)))
         return ActivationConfig(block, rung(WARPS, block))
 
@@ -107,11 +114,12 @@ class ActivationConfig(LaunchConfig):
 
 @triton.jit(do_not_specialize=["experts"])
 def _gradients_kernel(
-    h_ptr, da_ptr, weights_ptr, order_ptr, ends_ptr,  # [S, 2 I] or [S, I], [S, I], [T, K], [S], [E]
-    dh_ptr, wa_ptr, dweights_ptr,  # as h, [S, I], [T, K]; each None if it is not asked for
+    h_ptr, da_ptr, weights_ptr, order_ptr, ends_ptr,  # [S, 2 I] or [S, I], [S, I] or None, [T, K], [S], [E]
+    dh_ptr, wa_ptr, dweights_ptr,  # [S, 2 I] or [S, I], [S, I], [T, K]; None if not needed
     inner, experts,
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute dh, w a and dw of one row, each if it is needed."""
     row = tl.program_id(0).to(tl.int64)
     choice = tl.load(order_ptr + row)
     features = tl.where(row < tl.load(ends_ptr + experts - 1), inner, 0)
@@ -136,7 +144,8 @@ def _gradients_kernel(
             if dh_ptr is not None:
                 dy = weight * da
                 if KIND == "relu2":
-                    dgate = tl.where(gate <= 0.0, 0.0, dy * slope)  # also where dy is no number
+                    # The result is 0 for gate <= 0, even if dy is NaN.
+                    dgate = tl.where(gate <= 0.0, 0.0, dy * slope)
                 else:
                     dgate = dy * up * slope
                     tl.store(dh_ptr + gate_row + inner + cols, dy * act, mask=mask)
@@ -154,9 +163,12 @@ def activation_gradients(
     h: Tensor, da: Tensor | None, weights: Tensor, routing: Routing, kind: str,
     needs_dh: bool, needs_activation: bool, needs_dweights: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """h [S, 2 I] or [S, I], da [S, I] (None if only w a is asked for), weights [T, K] -> dh, w a [S, I], dw [T, K].
+    """Return dh, w a [S, I] and dw [T, K]. A result that is not needed is None.
 
-    What is not asked for is None. The memory of `da` is used for w a.
+    Args:
+        h: [S, 2 I] or [S, I].
+        da: [S, I], or None if only w a is needed. w a is written into its memory.
+        weights: [T, K].
     """
     if not runs_kernels(h, da, weights):
         return activation_gradients_reference(h, da, weights, routing, kind, needs_dh, needs_activation, needs_dweights)
@@ -164,7 +176,7 @@ def activation_gradients(
     config = ActivationConfig.choose(ActivationProblem(inner), device_of(h))
     h, da = h.contiguous(), None if da is None else da.contiguous()
     dh = torch.empty_like(h) if needs_dh else None
-    # A thread reads what it writes over.
+    # Each thread overwrites only elements of da that it has loaded itself.
     wa = (h.new_empty(len(h), inner) if da is None else da) if needs_activation else None
     dweights = torch.empty_like(weights, memory_format=torch.contiguous_format) if needs_dweights else None
     launch(

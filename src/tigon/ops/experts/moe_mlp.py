@@ -1,26 +1,28 @@
-r"""The MLPs of a mixture of experts (Shazeer et al., arXiv:1701.06538), each token through the K that it was sent to.
+r"""The MLPs of a mixture of experts (Shazeer et al., arXiv:1701.06538). Each token passes through K of them.
 
     y[t] = sum_k w[t, k] * act(x[t] U[e]^T + b[e]) D[e]^T + c[e],    e = index[t, k]
 
-Rows are sorted by expert without waiting for the device, so that the products of an expert are one block of a grouped
-product; `tigon.ops.experts.routing` spreads the tokens and sums what comes back. An index of E or more is an expert of
-another rank: it adds nothing.
+Rows are sorted by expert without waiting for the device, so the products of an expert are one block of a grouped
+product. `tigon.ops.experts.routing` spreads the tokens and sums the results. An index of E or more is an expert of
+another rank, and adds nothing.
 
-Of the S = T K rows only h = x[t] U^T + b is kept for backward: [S, 2 I], beside x itself. For the row s of (t, k):
+The forward saves only x and, of the S = T K rows, h = x[t] U^T + b, which is [S, 2 I]. For the row s of (t, k):
 
-    da[s] = dy[t] D                              the weight w[t, k] comes after the product: dw needs da without it
-    dh[s], (w a)[s], dw[t, k] = from da[s], h[s], w[t, k]      in one pass, `tigon.ops.experts.activation`
+    da[s] = dy[t] D                              without the weight w[t, k], because dw needs da without it
+    dh[s], (w a)[s], dw[t, k]                    one pass over da[s], h[s] and w[t, k]: `tigon.ops.experts.activation`
     dD = sum_s dy[t]^T (w a)[s]                  dc = sum_s w[t, k] dy[t]      and dw[t, k] += <dy[t], c>
     dU = sum_s dh[s]^T x[t]                      db = sum_s dh[s]
     dx[t] = sum_k dh[s] U
 
-Each only where it is needed, by the same two products forward and four backward as by autograd; x and dy are spread
-again for theirs. An activation of one's own is differentiated by autograd, which keeps what its parts save.
+Each gradient is computed only if it is needed. The products are the two forward and four backward ones of autograd.
+x and dy are spread again for the products of backward. If the activation is a function of the user, autograd
+differentiates it and saves what its operators save.
 
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +44,8 @@ from tigon.runtime.launch import launcher
 
 __all__ = ["ACTIVATIONS", "moe_mlp", "moe_mlp_reference"]
 
-# The op, its reference, and how many features it takes for one that it gives: gate and up are packed as [gate | up].
+# By name: the op, its reference, and the number of its input features for each output feature. It is 2 for a gate and
+# up that are packed as [gate | up].
 ACTIVATIONS: dict[str, tuple[Callable, Callable, int]] = {
     "silu": (swiglu, swiglu_reference, 2),
     "gelu": (geglu, geglu_reference, 2),
@@ -63,7 +66,7 @@ def moe_mlp_reference(
     *, up_bias: Tensor | None = None, down_bias: Tensor | None = None,
     transposed: bool = False, activation: str | Callable[[Tensor], Tensor] = "silu",
 ) -> Tensor:  # fmt: skip
-    """Eager definition of `moe_mlp`, expert by expert; the tests' ground truth. It waits for the device."""
+    """Compute `moe_mlp` in eager torch, expert by expert, for tests. This waits for the device."""
     act = ACTIVATIONS[activation][1] if isinstance(activation, str) else activation
     linear = lambda h, w, b, e: h @ (w[e] if transposed else w[e].T) + (0.0 if b is None else b[e])
     rows = x.new_zeros(*top_k_index.shape, x.shape[1], dtype=torch.result_type(down_proj, top_k_weights))
@@ -77,90 +80,150 @@ def moe_mlp_reference(
 # --- launchers (no autograd) ---------------------------------------------------------------------
 
 
+class ExpertParameters(NamedTuple):
+    """The parameters of all experts. The weights are [E, out, in], or [E, in, out] if they are transposed."""
+
+    up: Tensor
+    down: Tensor
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
+class BackwardParameters(NamedTuple):
+    """The parameters that the backward reads. One that no needed gradient depends on may be None."""
+
+    up: Tensor | None
+    down: Tensor | None
+    down_bias: Tensor | None
+
+
+class NeededGradients(NamedTuple):
+    """True for each gradient that the backward computes."""
+
+    x: bool
+    up: bool
+    down: bool
+    weights: bool
+    up_bias: bool
+    down_bias: bool
+
+
+class MoEGradients(NamedTuple):
+    """The gradients of `moe_forward`. One that is not needed is None."""
+
+    x: Tensor | None
+    up: Tensor | None
+    down: Tensor | None
+    weights: Tensor | None
+    up_bias: Tensor | None
+    down_bias: Tensor | None
+
+
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool) -> Tensor:
+    """Return the product of each row of x with the weight of its expert, plus the bias, without autograd."""
     y = grouped_product(x, weight if transposed else weight.mT, routing.ends)
     return y if bias is None else y.add_(bias[routing.group])
 
 
-def _fake_forward(x, up, down, weights, up_bias, down_bias, slot, order, expert, ends, kind, transposed, keeps):
-    h = up.new_empty(order.shape[0], up.shape[2 if transposed else 1]) if keeps else None
+def _empty_forward(
+    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, kind: str, transposed: bool,
+    saves_h: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Allocate what `moe_forward` returns."""
+    up = parameters.up
+    h = up.new_empty(routing.order.shape[0], up.shape[2 if transposed else 1]) if saves_h else None
     return x.new_empty(x.shape), h
 
 
-@launcher(fake=_fake_forward)
+@launcher(fake=_empty_forward)
 def moe_forward(
-    x: Tensor, up: Tensor, down: Tensor, weights: Tensor, up_bias: Tensor | None, down_bias: Tensor | None,
-    slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool, keeps: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """-> y [T, H] and, for backward, h [S, 2 I] or None."""
-    routing = Routing(slot, order, expert, ends)
+    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, kind: str, transposed: bool,
+    saves_h: bool,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return y [T, H] and, if backward needs it, h [S, 2 I] or [S, I]."""
+    up, down, up_bias, down_bias = parameters
     h = _product(spread(x, routing, up.dtype), up, up_bias, routing, transposed)
     a = ACTIVATIONS[kind][0](h)
-    h = h if keeps else None
+    saved_h = h if saves_h else None
+    del h
     z = _product(a, down, down_bias, routing, transposed)
     del a
-    return combine(z, weights, routing, x.dtype), h
+    return combine(z, weights, routing, x.dtype), saved_h
 
 
-def _fake_backward(
-    dy, x, h, up, down, weights, down_bias, slot, order, expert, ends, kind, transposed, needs
-):  # fmt: skip
-    (experts,), hidden, width = ends.shape, dy.shape[1], h.shape[1]
+def _empty_backward(
+    dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
+    kind: str, transposed: bool, needs: NeededGradients,
+) -> MoEGradients:  # fmt: skip
+    """Allocate what `moe_backward` returns."""
+    (experts,), hidden, width = routing.ends.shape, dy.shape[1], h.shape[1]
     inner = width // ACTIVATIONS[kind][2]
-    shapes = (width, hidden), (hidden, inner)
-    up, down = (h.new_empty(experts, *(s[::-1] if transposed else s)) for s in shapes)
-    made = dy.new_empty(dy.shape), up, down, torch.empty_like(weights, memory_format=torch.contiguous_format)
-    made += h.new_empty(experts, width), h.new_empty(experts, hidden)
-    return tuple(g if need else None for g, need in zip(made, needs, strict=True))
+    up_shape, down_shape = (width, hidden), (hidden, inner)
+    if transposed:
+        up_shape, down_shape = up_shape[::-1], down_shape[::-1]
+    return MoEGradients(
+        x=dy.new_empty(dy.shape) if needs.x else None,
+        up=h.new_empty(experts, *up_shape) if needs.up else None,
+        down=h.new_empty(experts, *down_shape) if needs.down else None,
+        weights=torch.empty_like(weights, memory_format=torch.contiguous_format) if needs.weights else None,
+        up_bias=h.new_empty(experts, width) if needs.up_bias else None,
+        down_bias=h.new_empty(experts, hidden) if needs.down_bias else None,
+    )
 
 
-@launcher(fake=_fake_backward)
+@launcher(fake=_empty_backward)
 def moe_backward(
-    dy: Tensor, x: Tensor | None, h: Tensor, up: Tensor | None, down: Tensor | None, weights: Tensor,
-    down_bias: Tensor | None, slot: Tensor, order: Tensor, expert: Tensor, ends: Tensor, kind: str, transposed: bool,
-    needs: list[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> gradients of x, up, down, weights, up_bias, down_bias, None where not needed; and inputs for these alone."""
-    routing = Routing(slot, order, expert, ends)
-    needs_x, needs_up, needs_down, needs_weights, needs_up_bias, needs_down_bias = needs
-    needs_dh = needs_x or needs_up or needs_up_bias
-    of_weight = lambda a, b: grouped_weight_gradient(*((b, a) if transposed else (a, b)), ends)
-    dx = dup = ddown = dweights = dup_bias = ddown_bias = da = None
+    dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
+    kind: str, transposed: bool, needs: NeededGradients,
+) -> MoEGradients:  # fmt: skip
+    """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved."""
+    up, down, down_bias = parameters
+    ends = routing.ends
+    needs_dh = needs.x or needs.up or needs.up_bias
+    gradient_of_weight = lambda inputs, doutputs: grouped_weight_gradient(
+        *((inputs, doutputs) if transposed else (doutputs, inputs)), ends
+    )
+    dx = dup = ddown = dweights = dup_bias = ddown_bias = da = dh = wa = None
 
     rows = spread(dy, routing, h.dtype)  # [S, H]
-    if needs_dh or needs_weights:
+    if needs_dh or needs.weights:
+        assert down is not None
         da = grouped_product(rows, down.mT if transposed else down, ends)  # [S, I]
-    if needs_down_bias:
-        ddown_bias = group_sums(rows, ends, weights.flatten()[order])
-    if not needs_down:
+    if needs.down_bias:
+        ddown_bias = group_sums(rows, ends, weights.flatten()[routing.order])
+    if not needs.down:
         del rows
-    if da is not None or needs_down:
-        exact = weights if down_bias is None else weights.to(_wide(weights))
-        dh, wa, dweights = activation_gradients(h, da, exact, routing, kind, needs_dh, needs_down, needs_weights)
+    if da is not None or needs.down:
+        # The products with the bias are added to dw before it is rounded.
+        factors = weights if down_bias is None else weights.to(_wide_dtype(weights))
+        dh, wa, dweights = activation_gradients(h, da, factors, routing, kind, needs_dh, needs.down, needs.weights)
     del da
     if dweights is not None and down_bias is not None:
         dweights = (dweights + _products_with_bias(dy, down_bias, routing)).to(weights.dtype)
-    if needs_down:
-        ddown = of_weight(rows, wa)
+    if wa is not None:
+        ddown = gradient_of_weight(wa, rows)
         del rows, wa
-    if needs_up_bias:
+    if dh is not None and needs.up_bias:
         dup_bias = group_sums(dh, ends)
-    if needs_up:
-        dup = of_weight(dh, spread(x, routing, h.dtype))
-    if needs_x:
+    if dh is not None and needs.up:
+        assert x is not None
+        dup = gradient_of_weight(spread(x, routing, h.dtype), dh)
+    if dh is not None and needs.x:
+        assert up is not None
         dx = combine(grouped_product(dh, up.mT if transposed else up, ends), None, routing, dy.dtype)
-    return dx, dup, ddown, dweights, dup_bias, ddown_bias
+    return MoEGradients(dx, dup, ddown, dweights, dup_bias, ddown_bias)
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _products_with_bias(dy: Tensor, bias: Tensor, routing: Routing) -> Tensor:
-    """dy [T, H], bias [E, H] -> [T, K]: dy[t] . bias[e] of each choice, 0 of an expert that is not here."""
-    wide = _wide(bias)
+    """Return dy[t] . bias[e] [T, K] for each choice, from dy [T, H] and bias [E, H]; 0 for experts of other ranks."""
+    wide = _wide_dtype(bias)
     products = dy.new_empty(dy.shape[0], bias.shape[0], dtype=wide)
-    torch.mm(dy.to(wide), bias.to(wide).T, out=products)  # into it, because autocast would round the result
+    # Autocast would round the result of a product without `out`.
+    torch.mm(dy.to(wide), bias.to(wide).T, out=products)
     absent = routing.slot >= routing.ends[-1]
     return products.gather(1, routing.group[routing.slot]).masked_fill(absent, 0.0)
 
@@ -170,33 +233,53 @@ def _products_with_bias(dy: Tensor, bias: Tensor, routing: Routing) -> Tensor:
 
 class _MoEMLP(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, up, down, weights, up_bias, down_bias, slot, order, expert, ends, kind, transposed):
-        routing = slot, order, expert, ends
-        y, h = moe_forward(x, up, down, weights, up_bias, down_bias, *routing, kind, transposed, True)
-        needs_x, needs_up, _, needs_weights, needs_up_bias, _ = needs = ctx.needs_input_grad[:6]
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        up: Tensor,
+        down: Tensor,
+        weights: Tensor,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        slot: Tensor,
+        order: Tensor,
+        expert: Tensor,
+        ends: Tensor,
+        kind: str,
+        transposed: bool,
+    ) -> Tensor:
+        parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(slot, order, expert, ends)
+        y, h = moe_forward(x, weights, parameters, routing, kind, transposed, True)
+        needs = NeededGradients(*ctx.needs_input_grad[:6])
         ctx.save_for_backward(
-            x if needs_up else None,
+            x if needs.up else None,
             h,
-            up if needs_x else None,
-            down if needs_x or needs_up or needs_up_bias or needs_weights else None,
             weights,
-            down_bias if needs_weights else None,
+            up if needs.x else None,
+            down if needs.x or needs.up or needs.up_bias or needs.weights else None,
+            down_bias if needs.weights else None,
             *routing,
         )
-        ctx.options = kind, transposed, list(needs)
+        ctx.kind, ctx.transposed, ctx.needs = kind, transposed, needs
         return y
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
-        gradients = moe_backward(dy, *ctx.saved_tensors, *ctx.options)
-        return *(g if need else None for g, need in zip(gradients, ctx.options[2], strict=True)), *[None] * 6
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, h, weights, up, down, down_bias, *routing = ctx.saved_tensors
+        parameters = BackwardParameters(up, down, down_bias)
+        gradients = moe_backward(dy, x, h, weights, parameters, Routing(*routing), ctx.kind, ctx.transposed, ctx.needs)
+        # In a graph an empty tensor stands for a gradient that is not needed.
+        return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 6
 
 
 # --- public --------------------------------------------------------------------------------------
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool) -> Tensor:
+def _product_with_autograd(
+    x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool
+) -> Tensor:
+    """Return the same as `_product`, with autograd."""
     y = grouped_linear(x, weight if transposed else weight.mT, routing.ends)
     return y if bias is None else y.add_(rows_of_groups(bias, routing.group, routing.ends))
 
@@ -213,30 +296,31 @@ def moe_mlp(
     transposed: bool = False,
     activation: str | Callable[[Tensor], Tensor] = "silu",
 ) -> Tensor:
-    """The weighted sum of the MLPs of K experts for each token, with gradients for all but the indices.
+    """Return the weighted sum of the MLPs of K experts for each token. All tensors but the indices get gradients.
 
-    For backward it keeps `x` and the result of the first product, [T K, 2 I], alone; with an activation of one's own,
-    what autograd keeps. Products are in the dtype of the weights, sums over experts in fp32. In bf16 nothing waits for
-    the device (compute capability 8.0, torch 2.10, sizes that are multiples of 8); otherwise each grouped product waits
-    for the sizes.
+    The op saves only `x` and the result of the first product, [T K, 2 I], for backward. If `activation` is a function,
+    autograd saves what its operators save. Products are in the dtype of the experts' weights, and sums over experts in
+    fp32. In bf16 nothing waits for the device, with compute capability 8.0, torch 2.10 and sizes that are multiples of
+    8. Otherwise each grouped product waits for the sizes of the groups.
 
     Args:
         x: [T, H], fp32 | bf16 | fp16.
-        up_proj: [E, 2 I, H], gate and up packed as [gate | up]; [E, I, H] for an activation without a gate.
+        up_proj: [E, 2 I, H], with gate and up packed as [gate | up], or [E, I, H] for an activation without a gate.
         down_proj: [E, H, I].
-        top_k_index: [T, K] integers; E and more for experts that are not here.
-        top_k_weights: [T, K], of any floating-point dtype.
+        top_k_index: [T, K] integers. An index of E or more is an expert of another rank.
+        top_k_weights: [T, K] in any floating-point dtype.
         up_bias, down_bias: [E, 2 I] and [E, H], or None.
-        transposed: The weights are [E, H, 2 I] and [E, I, H].
-        activation: "silu", "gelu", "gelu_tanh" (gates of `swiglu` and `geglu`), "relu2" (no gate), or a function of
-            [S, 2 I] -> [S, I] that treats each row by itself.
+        transposed: Whether the weights are [E, H, 2 I] and [E, I, H].
+        activation: "silu", "gelu" or "gelu_tanh" (the gates of `swiglu` and `geglu`), "relu2" (no gate), or a function
+            from [S, 2 I] to [S, I] that computes each row separately.
 
     Returns:
         [T, H] in the dtype of `x`.
 
     Raises:
-        TypeError: An argument is no tensor, or of no dtype listed.
-        ValueError: Shapes do not fit, or devices differ, or `activation` is unknown.
+        TypeError: An argument is not a tensor or has another dtype, or `activation` is neither a str nor a function.
+        ValueError: Shapes do not fit, devices differ, the experts' parameters differ in dtype, or `activation` is
+            unknown.
 
     Source: Shazeer et al., "Outrageously Large Neural Networks", arXiv:1701.06538.
 
@@ -285,10 +369,11 @@ def moe_mlp(
         tensors = x, up_proj, down_proj, top_k_weights, up_bias, down_bias
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors):
             return _MoEMLP.apply(*tensors, *routing, activation, transposed)
-        return moe_forward(*tensors, *routing, activation, transposed, False)[0]
+        parameters = ExpertParameters(up_proj, down_proj, up_bias, down_bias)
+        return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, False)[0]
     h = spread(x, routing, up_proj.dtype)
-    h = activation(_linear(h, up_proj, up_bias, routing, transposed))
+    h = activation(_product_with_autograd(h, up_proj, up_bias, routing, transposed))
     checks.tensor(op, **{"the result of activation": h})
     checks.shape(op, "the result of activation", h, (top_k_index.numel(), inner))
-    h = _linear(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
+    h = _product_with_autograd(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
     return combine(h, top_k_weights, routing, x.dtype)

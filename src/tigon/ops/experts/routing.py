@@ -1,18 +1,18 @@
-r"""Tokens to the experts of a mixture and back: rows sorted by expert, and weighted sums of what the experts made.
+r"""Tokens to the experts of a mixture and back: rows sorted by expert, and weighted sums of the experts' outputs.
 
     spread    rows[slot[t, k]] = x[t]                       dx[t] = sum_k drows[slot[t, k]]
     combine   y[t] = sum_k w[t, k] * rows[slot[t, k]]       drows[slot[t, k]] = w[t, k] * dy[t]
                                                             dw[t, k] = sum_h dy[t, h] * rows[slot[t, k], h]
 
-Each is one pass that reads a token once and takes its K rows in a fixed order, without atomics; sums in fp32, rounded
-once. `slot` is where the sort by expert puts token t's k-th choice. Choices of an expert that is not here (an index of
-E or more: of another rank) come last and count nothing: their rows and gradients are 0, whatever was there.
+Each of these is one pass that reads a token once and its K rows in a fixed order, without atomics. Sums are in fp32 and
+rounded once. `slot` is the row to which the sort by expert moves the k-th choice of token t. An index of E or more is
+an expert of another rank. Such choices come last and add nothing: their rows and gradients count as 0.
 
 Shapes: T tokens, K choices each, S = T K rows, E experts, H features.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -29,29 +29,33 @@ __all__ = ["Routing", "combine", "combine_reference", "route", "spread", "spread
 
 
 class Routing(NamedTuple):
-    """Where the rows of each token go; made by `route`."""
+    """The rows of each token, as `route` computes them."""
 
-    slot: Tensor  # [T, K] int64: the row of a token's choice
-    order: Tensor  # [S] int64: the choice (t K + k) of a row
-    expert: Tensor  # [S]: of a row, ascending
-    ends: Tensor  # [E] int32: one past the last row of each expert
+    # [T, K] int64: the row of each choice.
+    slot: Tensor
+    # [S] int64: the choice (t K + k) of each row.
+    order: Tensor
+    # [S]: the expert of each row, in ascending order.
+    expert: Tensor
+    # [E] int32: one past the last row of each expert.
+    ends: Tensor
 
     @property
     def absent(self) -> Tensor:
-        """[S, 1] bool: rows of no expert."""
+        """[S, 1] bool: True for rows of no expert."""
         return (self.expert >= self.ends.shape[0])[:, None]
 
     @property
     def group(self) -> Tensor:
-        """[S] int64: the expert of a row, the last one for rows of none."""
+        """[S] int64: the expert of each row, and the last expert for rows of no expert."""
         return self.expert.clamp(max=self.ends.shape[0] - 1).long()
 
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
-    """top_k_index [T, K] of integers -> its rows sorted by expert; rows of one expert keep the order of the tokens."""
-    # A radix sort takes a pass for each byte of its keys.
-    small = top_k_index.reshape(-1).to(torch.int16 if num_experts < 2**15 else torch.int32)
-    expert, order = small.sort(stable=True)
+    """Sort the choices of top_k_index [T, K] by expert. The rows of one expert stay in the order of the tokens."""
+    # A radix sort makes one pass for each byte of its keys, so the keys are small integers.
+    keys = top_k_index.reshape(-1).to(torch.int16 if num_experts < 2**15 else torch.int32)
+    expert, order = keys.sort(stable=True)
     slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     experts = torch.arange(num_experts, dtype=expert.dtype, device=order.device)
     ends = torch.searchsorted(expert, experts, right=True, out_int32=True)
@@ -62,47 +66,51 @@ def route(top_k_index: Tensor, num_experts: int) -> Routing:
 
 
 def spread_reference(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """Eager definition of `spread`; the tests' ground truth and the CPU path."""
+    """Compute `spread` in eager torch, for tests and for devices without Triton."""
     rows = x[routing.order // max(1, routing.slot.shape[1])]
     return rows.masked_fill(routing.absent, 0.0).to(dtype or x.dtype)
 
 
 def combine_reference(
     rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None
-) -> Tensor:  # fmt: skip
-    """Eager definition of `combine`; the tests' ground truth and the CPU path."""
-    chosen = rows.masked_fill(routing.absent, 0.0)[routing.slot]
-    chosen = chosen if weights is None else chosen * weights[..., None]
-    return chosen.sum(1).to(dtype or rows.dtype)
+) -> Tensor:
+    """Compute `combine` in eager torch, for tests and for devices without Triton."""
+    terms = rows.masked_fill(routing.absent, 0.0)[routing.slot]
+    terms = terms if weights is None else terms * weights[..., None]
+    return terms.sum(1).to(dtype or rows.dtype)
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
 class RoutingProblem(NamedTuple):
-    """What the launch parameters of `spread` and `combine` depend on."""
+    """The size that the launch parameters of `spread` and `combine` depend on."""
 
-    features: int  # H
+    # H.
+    features: int
 
 
-# Loads of 16 bytes a thread in bf16, K in flight in a sum: for blocks of up to so many features, the warps.
+# By the features of a block: the warps. In bf16 a thread of a sum loads 16 bytes of each row, for K rows at a time.
 SUM_WARPS = ((256, 1), (512, 2), (1024, 4))
 SPREAD_WARPS = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
 
 
 @dataclass(frozen=True)
 class RoutingConfig(LaunchConfig):
-    """Launch parameters: a program sums `sum_block` features of a token, or spreads a token, `block` at a time."""
+    """Launch parameters of the kernel that sums rows and of the kernel that spreads tokens."""
 
+    # A program of the sum computes this many features of a token.
     sum_block: int
     sum_warps: int
+    # A program of the spread copies one token, this many features at a time.
     block: int
     num_warps: int
 
     @staticmethod
     def heuristic(problem: RoutingProblem, device: Device) -> "RoutingConfig":
+        """Return blocks that hold a whole token of up to 8192 features in registers."""
         h = problem.features
-        block = triton.next_power_of_2(h) if h <= 8192 else 4096  # a token of up to 8192 features stays in registers
+        block = triton.next_power_of_2(h) if h <= 8192 else 4096
         sum_block = min(block, 1024)
         return RoutingConfig(sum_block, rung(SUM_WARPS, sum_block), block, rung(SPREAD_WARPS, block))
 
@@ -117,6 +125,7 @@ def _sum_kernel(
     width, experts, blocks,
     K: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Sum a block of features over the K rows of one token."""
     token, cols, mask = block_of_row(width, blocks, BLOCK)
     present = tl.load(ends_ptr + experts - 1)
     y = tl.zeros([BLOCK], tl.float32)
@@ -133,20 +142,22 @@ def _sum_kernel(
 @triton.jit(do_not_specialize=["experts"])
 def _spread_kernel(
     x_ptr, rows_ptr, weights_ptr, slot_ptr, ends_ptr,  # [T, H], [S, H] if DOT, [T, K] if WEIGHTED, [T, K], [E]
-    made_ptr, dot_ptr,  # [S, H] if MADE, [T, K] if DOT
+    y_ptr, dot_ptr,  # [S, H] if WRITES_ROWS, [T, K] if DOT
     stride_x, width, experts,
-    K: tl.constexpr, WEIGHTED: tl.constexpr, MADE: tl.constexpr, DOT: tl.constexpr, WHOLE: tl.constexpr,
+    K: tl.constexpr, WEIGHTED: tl.constexpr, WRITES_ROWS: tl.constexpr, DOT: tl.constexpr, WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Write the K rows of one token, compute its K dot products, or both."""
     token = tl.program_id(0).to(tl.int64)
     present = tl.load(ends_ptr + experts - 1)
     cols = tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + token * stride_x + cols, mask=cols < width, other=0.0).to(tl.float32)
-    # Of more than two, too many addresses to keep; two alone spill on sm_80 in Triton 3.6.
+    # Unrolling more than two choices would need too many addresses. If K is 2, unrolling both spills registers on sm_80
+    # in Triton 3.6.
     for k in tl.range(0, K, loop_unroll_factor=2 if K > 2 else 1):
         slot = tl.load(slot_ptr + token * K + k)
-        here = slot < present
-        features = tl.where(here, width, 0)
+        is_present = slot < present
+        features = tl.where(is_present, width, 0)
         factor = tl.load(weights_ptr + token * K + k).to(tl.float32) if WEIGHTED else 1.0
         dot = 0.0
         for start in range(0, width, BLOCK):
@@ -157,8 +168,8 @@ def _spread_kernel(
             if DOT:
                 row = tl.load(rows_ptr + slot * width + cols, mask=cols < features, other=0.0).to(tl.float32)
                 dot += tl.sum(x * row)
-            if MADE:
-                tl.store(made_ptr + slot * width + cols, tl.where(here, x * factor, 0.0), mask=mask)
+            if WRITES_ROWS:
+                tl.store(y_ptr + slot * width + cols, tl.where(is_present, x * factor, 0.0), mask=mask)
         if DOT:
             tl.store(dot_ptr + token * K + k, dot)
 
@@ -166,14 +177,15 @@ def _spread_kernel(
 # --- launchers (no autograd) ---------------------------------------------------------------------
 
 
-def _fake_sum(rows, weights, slot, ends, dtype):
+def _empty_sum(rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Allocate what `sum_rows_of_tokens` returns."""
     return rows.new_empty((slot.shape[0], rows.shape[1]), dtype=dtype)
 
 
-@launcher(fake=_fake_sum)
+@launcher(fake=_empty_sum)
 def sum_rows_of_tokens(rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows [S, H], weights [T, K] or None (of 1) -> [T, H]."""
-    y, h = _fake_sum(rows, weights, slot, ends, dtype), rows.shape[1]
+    """Return [T, H], the sum of each token's K rows of [S, H]. If weights [T, K] is not None, they scale the rows."""
+    y, h = _empty_sum(rows, weights, slot, ends, dtype), rows.shape[1]
     config = RoutingConfig.choose(RoutingProblem(h), device_of(rows))
     blocks = cdiv(h, config.sum_block)
     weights = weights if weights is None else weights.contiguous()
@@ -184,28 +196,40 @@ def sum_rows_of_tokens(rows: Tensor, weights: Tensor | None, slot: Tensor, ends:
     return y
 
 
-def _fake_spread(x, rows, weights, slot, ends, dtype, makes_rows, makes_dot):
-    made = x.new_empty((slot.numel(), x.shape[1]), dtype=dtype) if makes_rows else None
-    return made, torch.empty_like(weights, memory_format=torch.contiguous_format) if makes_dot else None
+def _empty_spread(
+    x: Tensor, rows: Tensor | None, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype,
+    needs_rows: bool, needs_dot: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Allocate what `spread_tokens` returns."""
+    y = x.new_empty((slot.numel(), x.shape[1]), dtype=dtype) if needs_rows else None
+    if not needs_dot:
+        return y, None
+    assert weights is not None
+    return y, torch.empty_like(weights, memory_format=torch.contiguous_format)
 
 
-@launcher(fake=_fake_spread)
+@launcher(fake=_empty_spread)
 def spread_tokens(
     x: Tensor, rows: Tensor | None, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype,
-    makes_rows: bool, makes_dot: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """x [T, H] -> weights[t, k] * x[t] [S, H], and x[t] . rows[slot[t, k]] [T, K] of rows [S, H]; None if not asked."""
-    made, dot = _fake_spread(x, rows, weights, slot, ends, dtype, makes_rows, makes_dot)
+    needs_rows: bool, needs_dot: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Copy each token [T, H] to its K rows.
+
+    Returns:
+        weights[t, k] * x[t] [S, H], without the factor if `weights` is None; and x[t] . rows[slot[t, k]] [T, K] for
+        rows [S, H]. A result that is not needed is None.
+    """
+    y, dot = _empty_spread(x, rows, weights, slot, ends, dtype, needs_rows, needs_dot)
     x, stride = dense_rows(x)
     config = RoutingConfig.choose(RoutingProblem(x.shape[-1]), device_of(x))
-    contiguous = lambda y: None if y is None else y.contiguous()
+    contiguous = lambda tensor: None if tensor is None else tensor.contiguous()
     launch(
-        _spread_kernel, slot.shape[0], x, contiguous(rows), contiguous(weights), slot, ends, made, dot,
+        _spread_kernel, slot.shape[0], x, contiguous(rows), contiguous(weights), slot, ends, y, dot,
         stride, x.shape[-1], ends.shape[0],
-        K=slot.shape[1], WEIGHTED=weights is not None, MADE=makes_rows, DOT=makes_dot,
+        K=slot.shape[1], WEIGHTED=weights is not None, WRITES_ROWS=needs_rows, DOT=needs_dot,
         WHOLE=x.shape[-1] <= config.block, BLOCK=config.block, num_warps=config.num_warps,
     )  # fmt: skip
-    return made, dot
+    return y, dot
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -213,48 +237,56 @@ def spread_tokens(
 
 class _Spread(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, slot, ends, dtype):
+    def forward(ctx: Any, x: Tensor, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor | None:
         ctx.save_for_backward(slot, ends)
         ctx.dtype = x.dtype
-        return spread_tokens(x, None, None, slot, ends, dtype, True, False)[0]
+        rows, _ = spread_tokens(x, None, None, slot, ends, dtype, True, False)
+        return rows
 
     @staticmethod
     @first_order
-    def backward(ctx, drows):
+    def backward(ctx: Any, drows: Tensor) -> tuple[Tensor, None, None, None]:
         slot, ends = ctx.saved_tensors
         return sum_rows_of_tokens(drows, None, slot, ends, ctx.dtype), None, None, None
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows, weights, slot, ends, dtype):
-        needs_rows = ctx.needs_input_grad[1]  # only the gradient of the weights reads them
-        ctx.save_for_backward(rows if needs_rows else None, weights, slot, ends)
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype
+    ) -> Tensor:
+        # Only the gradient of the weights reads the rows.
+        needs_dweights = ctx.needs_input_grad[1]
+        ctx.save_for_backward(rows if needs_dweights else None, weights, slot, ends)
         ctx.dtype = rows.dtype
         return sum_rows_of_tokens(rows, weights, slot, ends, dtype)
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         rows, weights, slot, ends = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        drows, dweights = spread_tokens(dy, rows, weights, slot, ends, ctx.dtype, *needs)
-        return drows if needs[0] else None, dweights if needs[1] else None, None, None, None
+        needs_drows, needs_dweights = ctx.needs_input_grad[:2]
+        drows, dweights = spread_tokens(dy, rows, weights, slot, ends, ctx.dtype, needs_drows, needs_dweights)
+        return drows if needs_drows else None, dweights if needs_dweights else None, None, None, None
 
 
-# --- public: their arguments are checked by the ops that they are parts of -------------------------
+# --- for `moe_mlp`, which checks the arguments ------------------------------------------------------
 
 
 def spread(x: Tensor, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """x [T, H] -> [S, H] in `dtype` (of `x`): each token once for each of its choices, sorted by expert."""
+    """Return [S, H]: each token of x [T, H] once for each of its choices, sorted by expert.
+
+    The result has the dtype of `x` if `dtype` is None.
+    """
     if runs_kernels(x) and routing.slot.numel() and x.shape[1]:
         return _Spread.apply(x, routing.slot, routing.ends, dtype or x.dtype)
     return spread_reference(x, routing, dtype)
 
 
 def combine(rows: Tensor, weights: Tensor | None, routing: Routing, dtype: torch.dtype | None = None) -> Tensor:
-    """rows [S, H] sorted by expert, weights [T, K] or None (of 1) -> [T, H] in `dtype` (of `rows`): weighted sums over
-    the choices.
+    """Return [T, H]: the sum of the rows of each token's choices, from rows [S, H] that are sorted by expert.
+
+    If weights [T, K] is not None, they scale the rows. The result has the dtype of `rows` if `dtype` is None.
     """
     if runs_kernels(rows, weights) and routing.slot.numel() and rows.shape[1]:
         return _Combine.apply(rows, weights, routing.slot, routing.ends, dtype or rows.dtype)

@@ -1,265 +1,428 @@
-"""The logits of a linear layer's outputs, a chunk of tokens at a time, their losses, and the gradients of its inputs.
+"""The losses of a linear layer's outputs, one chunk of tokens at a time, and the gradients of the layer's inputs.
 
-Maths and reasons: `linear_cross_entropy`.
+`linear_cross_entropy` has the maths and the reasons.
 
-Shapes: T tokens, H hidden, V vocabulary (of this rank), C tokens of a chunk.
+Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a chunk.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tigon.ops.head.vocab_parallel import Cut, parallel_statistics, sum_over_ranks
+from tigon.ops.head.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
 from tigon.ops.head.weight_gradient import WeightGradient
-from tigon.ops.logits.token.kernels import Options, Statistics, Upstream, Wants, empty_statistics, gradient, statistics
+from tigon.ops.logits.token.kernels import (
+    WHOLE_LOSS,
+    Options,
+    SavedStatistics,
+    Shard,
+    Statistics,
+    Upstream,
+    Wants,
+    empty_statistics,
+    gradient,
+    statistics,
+)
 from tigon.ops.logits.valid_rows import ValidRows
-from tigon.runtime.device import cdiv, device_kind, runs_kernels
+from tigon.runtime.device import Device, cdiv, device_kind, device_of, runs_kernels
 from tigon.runtime.launch import launcher
 from tigon.runtime.products import product
+from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
-    "Call",
-    "chunk_size",
+    "NOTHING_SAVED",
+    "ChunkConfig",
+    "ChunkProblem",
+    "CountConfig",
+    "CountProblem",
+    "Gradients",
+    "LossSettings",
+    "Needs",
     "find_rows",
     "linear_cross_entropy_chunks",
     "rows_to_compute",
 ]
 
-# On a GPU a chunk must be long enough that its products hide the traffic of W and dW: 1280 tokens of a vocabulary of
-# 256000. On a CPU, short enough for its caches.
-DEFAULT_MIB = {"cuda": 640, "cpu": 96}
-# With more, the roundings of a bf16 dW add up to more than twice those of one product: then the sum is in fp32.
-MOST_CHUNKS = 8
-# Multiplications of a product, on a GPU, that are worth finding out which tokens are ignored: 0.1 ms on an H200.
-WORTH_COUNTING = 2**35
-
 
 # --- configuration -------------------------------------------------------------------------------
 
 
-def _bytes_per_logit(x: Tensor) -> int:
-    """What a logit of a chunk takes: its own bytes, and where no kernel runs, those of two fp32 values beside it."""
-    return x.element_size() + (0 if runs_kernels(x) else 8)
+class ChunkProblem(NamedTuple):
+    """The properties that the length of a chunk depends on."""
+
+    # rows of the head on the largest rank
+    vocabulary: int
+    # bytes that one logit of a chunk takes
+    logit_bytes: int
+    # "cuda", "cpu" and so on
+    device_type: str
 
 
-def chunk_size(
-    tokens: int, vocabulary: int, itemsize: int, max_logits_mib: float | None, device_type: str, spare: int = 0
-) -> int:
-    """Tokens a chunk: equal chunks, in multiples of 128 (a tile of the products) where the budget allows.
+@dataclass(frozen=True)
+class ChunkConfig(LaunchConfig):
+    """Parameters of the division of tokens into chunks."""
 
-    Without a cap, `spare` tokens more if there are no more than `MOST_CHUNKS` chunks then.
-    """
-    budget = max_logits_mib or DEFAULT_MIB.get(device_type, DEFAULT_MIB["cpu"])
-    most = max(1, int(budget * 2**20) // (vocabulary * itemsize))
-    few = cdiv(tokens, MOST_CHUNKS)
-    if max_logits_mib is None and device_type == "cuda" and few <= most + spare:
-        most = max(most, few)
-    chunks = max(1, cdiv(tokens, most))
-    return max(1, _tiled(cdiv(tokens, chunks), most))
+    # MiB that the logits of a chunk may take, unless the caller passes another cap
+    budget_mib: float
+    # whether chunks may be longer than the budget allows, so that there are no more than `max_chunks`
+    may_exceed_budget: bool
+    # With more chunks, the roundings of a bf16 dW add up to more than twice those of one product. dW is then summed in
+    # fp32.
+    max_chunks: int
+    # Chunks are multiples of so many tokens, the tile of the products, if the budget allows it.
+    tile: int
+    # tokens of a chunk, whatever the budget is; None derives them from the budget
+    tokens: int | None = None
+
+    @staticmethod
+    def heuristic(problem: ChunkProblem, device: Device) -> "ChunkConfig":
+        # On a GPU a chunk must be so long that its products hide the traffic of W and dW: 640 MiB are 1280 tokens of a
+        # vocabulary of 256000. On a CPU it must be so short that it fits in the caches.
+        is_gpu = problem.device_type == "cuda"
+        return ChunkConfig(budget_mib=640 if is_gpu else 96, may_exceed_budget=is_gpu, max_chunks=8, tile=128)
+
+    def chunk_tokens(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare: int) -> int:
+        """Return the number of tokens of a chunk.
+
+        Args:
+            tokens: The number of tokens of the call.
+            token_bytes: The bytes that the logits of one token take.
+            max_logits_mib: The caller's cap in MiB on the logits of a chunk, or None.
+            spare: Tokens by which a chunk may exceed the budget of the config, if `max_chunks` chunks are then enough.
+        """
+        if self.tokens is not None:
+            return self.tokens
+        limit = max(1, int((max_logits_mib or self.budget_mib) * 2**20) // token_bytes)
+        shortest = cdiv(tokens, self.max_chunks)
+        if max_logits_mib is None and self.may_exceed_budget and shortest <= limit + spare:
+            limit = max(limit, shortest)
+        chunks = max(1, cdiv(tokens, limit))
+        return max(1, self.tiled(cdiv(tokens, chunks), limit))
+
+    def tiled(self, tokens: int, limit: int) -> int:
+        """Return `tokens` rounded up to whole tiles, or the smaller of `tokens` and `limit` if that exceeds `limit`."""
+        rounded = cdiv(tokens, self.tile) * self.tile
+        return rounded if rounded <= limit else min(tokens, limit)
+
+    def first_half(self, tokens: int, limit: int) -> int:
+        """Return about half of the tokens: in whole tiles, unless that leaves a short second half."""
+        half = cdiv(tokens, 2)
+        tiled = self.tiled(half, limit)
+        return tiled if 2 * (tokens - tiled) >= tiled else half
 
 
-def _tiled(tokens: int, most: int) -> int:
-    """A multiple of 128, the tile of the products, if it is not more than `most`."""
-    rounded = cdiv(tokens, 128) * 128
-    return rounded if rounded <= most else min(tokens, most)
+class CountProblem(NamedTuple):
+    """The property that the search for ignored tokens depends on."""
+
+    # "cuda", "cpu" and so on
+    device_type: str
 
 
-def _half(tokens: int, most: int) -> int:
-    """About a half: in whole tiles, unless that leaves little."""
-    half = cdiv(tokens, 2)
-    tiled = _tiled(half, most)
-    return tiled if 2 * (tokens - tiled) >= tiled else half
+@dataclass(frozen=True)
+class CountConfig(LaunchConfig):
+    """Parameters that say when ignored tokens are left out of the products."""
+
+    # With fewer multiplications in one product, it costs more to find the ignored tokens than it saves.
+    min_multiplications: int
+    # All tokens are computed if at most one in so many is ignored, because copies of the others would cost more.
+    tokens_per_ignored: int
+
+    @staticmethod
+    def heuristic(problem: CountProblem, device: Device) -> "CountConfig":
+        # 2^35 multiplications take 0.1 ms on an H200.
+        return CountConfig(2**35 if problem.device_type == "cuda" else 0, tokens_per_ignored=64)
 
 
-class Call(NamedTuple):
-    """What a call asks for, as plain values."""
+# --- the values that a call takes and returns ------------------------------------------------------
 
-    needs: tuple[bool, bool, bool]  # gradients of input, weight and bias
+
+class Needs(NamedTuple):
+    """Name the gradients that are computed."""
+
+    dx: bool
+    dw: bool
+    db: bool
+
+
+class LossSettings(NamedTuple):
+    """Everything that a call requests, as plain values."""
+
+    needs: Needs
     wants: Wants
-    in_fp32: bool
+    sums_in_fp32: bool
     max_logits_mib: float | None
-    cut: Cut
+    shard: Shard
     options: Options
 
-    @property
-    def arguments(self) -> tuple:
-        """What the launcher ends with."""
-        return *self.needs, *self.wants, self.in_fp32, self.max_logits_mib, *self.cut, *self.options
+
+# The argument of the first pass over the logits.
+NOTHING_SAVED = SavedStatistics()
+
+
+class Gradients(NamedTuple):
+    """The gradients of hidden states [T, H], weight [V, H] and bias [V]. None stands for one that is not needed."""
+
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+
+
+class ChunkStatistics(NamedTuple):
+    """The fields of `Statistics` for all tokens, all None if they were computed by an earlier call."""
+
+    loss: Tensor | None = None
+    lse: Tensor | None = None
+    z_loss: Tensor | None = None
+    predicted: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+
+class ChunkResults(NamedTuple):
+    """The results of `linear_cross_entropy_chunks`."""
+
+    statistics: ChunkStatistics
+    gradients: Gradients
+
+
+# --- the rows to compute -------------------------------------------------------------------------
+
+
+def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidRows | None:
+    """Return the valid rows, or None if a graph fixes the sizes or if finding the rows costs more than it saves."""
+    if torch.compiler.is_compiling() or target.device.type not in ("cpu", "cuda"):
+        return None
+    if target.is_cuda and torch.cuda.is_current_stream_capturing():
+        return None
+    config = CountConfig.choose(CountProblem(target.device.type), device_of(target))
+    return ValidRows(target, ignore_index) if multiplications >= config.min_multiplications else None
+
+
+def rows_to_compute(
+    valid_rows: ValidRows | bool | None, target: Tensor, ignore_index: int, multiplications: int
+) -> tuple[Tensor | None, int]:
+    """Return the rows to compute and their number. None stands for all rows.
+
+    All rows are computed if the caller requests it by `valid_rows=False`, or if few rows are ignored.
+    """
+    m = target.numel()
+    if valid_rows is None or (valid_rows and target.is_cuda and torch.cuda.is_current_stream_capturing()):
+        valid_rows = find_rows(target, ignore_index, multiplications)
+    if not isinstance(valid_rows, ValidRows):
+        return None, m
+    config = CountConfig.choose(CountProblem(target.device.type), device_of(target))
+    if (m - valid_rows.count) * config.tokens_per_ignored <= m:
+        return None, m
+    return valid_rows.rows, valid_rows.count
 
 
 # --- chunks --------------------------------------------------------------------------------------
 
 
-def find_rows(target: Tensor, ignore_index: int, multiplications: int) -> ValidRows | None:
-    """The rows that count; None where a graph fixes the sizes, or where looking would cost more than it saves."""
-    if torch.compiler.is_compiling():
-        return None
-    if target.is_cuda and (multiplications < WORTH_COUNTING or torch.cuda.is_current_stream_capturing()):
-        return None
-    return ValidRows(target, ignore_index) if target.device.type in ("cpu", "cuda") else None
+# The rows of a chunk in tensors [T, ...]: neighbours, or any rows by their indices.
+Rows = slice | Tensor
 
 
-def rows_to_compute(
-    given: ValidRows | bool | None, target: Tensor, ignore_index: int, multiplications: int
-) -> tuple[Tensor | None, int]:
-    """The rows that count and their number; None for all: by request (False), and where few are ignored."""
-    m = target.numel()
-    if given is None or (given and target.is_cuda and torch.cuda.is_current_stream_capturing()):
-        given = find_rows(target, ignore_index, multiplications)
-    return (None, m) if not given or (m - given.count) * 64 <= m else (given.rows, given.count)
+def _select(x: Tensor, rows: Rows) -> Tensor:
+    return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
-Where = slice | Tensor  # rows of [T, ...]: neighbours, or by index
+def _select_some(x: Tensor | None, rows: Rows) -> Tensor | None:
+    """Return the rows of x, or x itself if it is None, empty, or one value for all rows."""
+    return x if x is None or x.dim() == 0 or len(x) == 0 else _select(x, rows)
 
 
-def _taken(x: Tensor | None, where: Where) -> Tensor | None:
-    """Rows of x; x itself if it is one for all, or empty, or None."""
-    if x is None or x.dim() == 0 or len(x) == 0:
-        return x
-    return x[where] if isinstance(where, slice) else x.index_select(0, where)
+class Chunk(NamedTuple):
+    """One chunk of tokens."""
+
+    rows: Rows
+    # [C, H]
+    x: Tensor
+    # [C]
+    target: Tensor
+    # [C, V], in a buffer that the next chunk overwrites
+    logits: Tensor
 
 
 def _chunks(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: Tensor | None, count: int,
-    size: int,
-) -> Iterator[tuple[Where, Tensor, Tensor, Tensor]]:  # fmt: skip
-    """Where a chunk is, its x [C, H], targets [C] and logits [C, V], in a buffer that the next chunk uses again."""
-    buffer = x.new_empty(min(size, count), len(weight))
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: Tensor | None, count: int, tokens: int,
+    config: ChunkConfig,
+) -> Iterator[Chunk]:  # fmt: skip
+    """Yield chunks of `tokens` tokens, with their logits, that cover the `count` rows."""
+    buffer = x.new_empty(min(tokens, count), len(weight))
     start = 0
     while start < count:
-        left = count - start
-        # The last two share what is left: a short one would leave multiprocessors idle.
-        part = slice(start, start + (_half(left, size) if size < left < 2 * size else min(size, left)))
+        rest = count - start
+        # The last two chunks are about equally long, because a short one would leave multiprocessors idle.
+        length = config.first_half(rest, tokens) if tokens < rest < 2 * tokens else min(tokens, rest)
+        part = slice(start, start + length)
         start = part.stop
-        where = part if rows is None else rows[part]
-        x_part = _taken(x, where)
-        logits = buffer[: len(x_part)]
+        chunk_rows = part if rows is None else rows[part]
+        x_chunk = _select(x, chunk_rows)
+        logits = buffer[: len(x_chunk)]
         if bias is None:
-            product(x_part, weight.t(), out=logits)
+            product(x_chunk, weight.t(), out=logits)
         else:
-            torch.addmm(bias, x_part, weight.t(), out=logits)
-        yield where, x_part, _taken(target, where), logits
+            torch.addmm(bias, x_chunk, weight.t(), out=logits)
+        yield Chunk(chunk_rows, x_chunk, _select(target, chunk_rows), logits)
 
 
-class _Gradients:
-    """Those of x, weight and bias, of which a chunk's d(logits) make a part; None where not needed."""
+class _GradientSums:
+    """The gradients of x, weight and bias, to which the d(logits) of each chunk contribute."""
 
-    def __init__(self, x, weight, bias, rows, count, into, in_fp32, call: Call) -> None:
-        needs_dx, needs_dw, needs_db = call.needs
-        # Rows that are left out have gradients of zero.
-        new = x.new_empty if rows is None and count else x.new_zeros
-        self.dx = new(x.shape) if needs_dx else None
-        self.db = weight.new_zeros(len(weight), dtype=torch.promote_types(x.dtype, torch.float32)) if needs_db else None
-        self.dw, self.bias, self.cut = None, bias, call.cut
-        if needs_dw:
-            self.dw = WeightGradient(weight, in_fp32, into)
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, computes_all_rows: bool, dw_buffer: Tensor | None,
+        sums_in_fp32: bool, needs: Needs,
+    ) -> None:  # fmt: skip
+        self.dx, self.dw, self.db, self.bias = None, None, None, bias
+        if needs.dx:
+            # Rows that are not computed have gradients of zero.
+            self.dx = x.new_empty(x.shape) if computes_all_rows else x.new_zeros(x.shape)
+        if needs.dw:
+            self.dw = WeightGradient(weight, sums_in_fp32, dw_buffer)
+        if needs.db:
+            self.db = weight.new_zeros(len(weight), dtype=torch.promote_types(x.dtype, torch.float32))
 
-    def add(self, where: Where, x: Tensor, weight: Tensor, dlogits: Tensor) -> None:
-        if self.dx is not None and isinstance(where, slice):
-            torch.mm(dlogits, weight, out=self.dx[where])
-        elif self.dx is not None:
-            self.dx.index_copy_(0, where, dlogits @ weight)
+    def add(self, chunk: Chunk, weight: Tensor) -> None:
+        """Add the gradients of a chunk, whose logits have been overwritten with their gradient."""
+        dlogits = chunk.logits
+        if self.dx is not None:
+            if isinstance(chunk.rows, slice):
+                torch.mm(dlogits, weight, out=self.dx[chunk.rows])
+            else:
+                self.dx.index_copy_(0, chunk.rows, dlogits @ weight)
         if self.dw is not None:
-            self.dw.add(dlogits, x)
+            self.dw.add(dlogits, chunk.x)
         if self.db is not None:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
 
-    def finish(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def finish(self, shard: Shard) -> Gradients:
+        """Return the gradients, with dx summed over the ranks that share the vocabulary."""
         if self.dx is not None:
-            sum_over_ranks(self.dx, self.cut)
-        dw = None if self.dw is None else self.dw.finish()
-        return self.dx, dw, None if self.db is None else self.db.to(self.bias.dtype)
+            sum_over_ranks(self.dx, shard)
+        db = None
+        if self.db is not None:
+            assert self.bias is not None
+            db = self.db.to(self.bias.dtype)
+        return Gradients(self.dx, None if self.dw is None else self.dw.finish(), db)
 
 
-# --- launchers (2-D in, no autograd) -------------------------------------------------------------
+class _AllStatistics:
+    """The statistics of all tokens, into which those of each chunk are copied."""
+
+    def __init__(self, tokens: int) -> None:
+        self.tokens = tokens
+        self.result: Statistics | None = None
+
+    def add(self, part: Statistics, rows: Rows) -> None:
+        """Copy the statistics of a chunk. A chunk that has all tokens is not copied."""
+        if isinstance(rows, slice) and rows == slice(0, self.tokens):
+            self.result = part
+            return
+        if self.result is None:
+            t = self.tokens
+            self.result = Statistics(*(x.new_empty(t if len(x) else 0, *x.shape[1:]) for x in part))
+            if not isinstance(rows, slice):
+                _fill_as_ignored(self.result)
+        for whole, values in zip(self.result, part, strict=True):
+            # The statistics that were not requested are empty.
+            if len(whole) == 0:
+                continue
+            if isinstance(rows, slice):
+                whole[rows] = values
+            else:
+                whole.index_copy_(0, rows, values)
+
+    def finish(self, x: Tensor, settings: LossSettings) -> ChunkStatistics:
+        """Return the statistics, which are those of ignored tokens if there was no chunk."""
+        if self.result is None:
+            self.result = empty_statistics(x, settings.options, settings.wants)
+            _fill_as_ignored(self.result)
+        return ChunkStatistics(*self.result)
 
 
-def _fake_gradients(x, weight, bias, needs):
-    kept = zip((x, weight, bias), needs, strict=True)
-    return tuple(torch.empty_like(p, memory_format=torch.contiguous_format) if need else None for p, need in kept)
+def _fill_as_ignored(result: Statistics) -> None:
+    """Write the statistics that ignored tokens have."""
+    for field, values in result._asdict().items():
+        values.fill_(-1 if field == "predicted" else 0)
 
 
-def _fake(x, weight, target, bias, class_weight, scales, rows, count, into, lse, *rest):
-    needs, wants, options = rest[5:8], Wants(*rest[8:12]), Options(*rest[-6:])
-    found = empty_statistics(x, options, wants) if lse is None else [None] * 6
-    return *found, *_fake_gradients(x, weight, bias, needs)
+# --- launcher (2-D in, no autograd) --------------------------------------------------------------
 
 
-@launcher(fake=_fake)
+def _empty_results(
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
+    rows: Tensor | None, count: int, dw_buffer: Tensor | None, saved: SavedStatistics, upstream: Upstream,
+    settings: LossSettings,
+) -> ChunkResults:  # fmt: skip
+    needs, statistics = settings.needs, ChunkStatistics()
+    if saved.lse is None:
+        statistics = ChunkStatistics(*empty_statistics(x, settings.options, settings.wants))
+    empty = lambda tensor, need: torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else None
+    return ChunkResults(statistics, Gradients(empty(x, needs.dx), empty(weight, needs.dw), empty(bias, needs.db)))
+
+
+@launcher(fake=_empty_results)
 def linear_cross_entropy_chunks(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, into: Tensor | None,
-    lse: Tensor | None, log_probs: Tensor | None, entropy: Tensor | None,
-    dloss: Tensor | None, dlog_probs: Tensor | None, dentropy: Tensor | None,
-    needs_dx: bool, needs_dw: bool, needs_db: bool,
-    wants_z_loss: bool, wants_predicted: bool, wants_log_probs: bool, wants_entropy: bool,
-    in_fp32: bool, max_logits_mib: float | None, group_name: str, start: int, vocabulary: int,
-    ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    token_scaling: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x [T, H], weight [V, H] -> the fields of `Statistics` for all tokens, then dx, dW and db where needed.
+    rows: Tensor | None, count: int, dw_buffer: Tensor | None, saved: SavedStatistics, upstream: Upstream,
+    settings: LossSettings,
+) -> ChunkResults:  # fmt: skip
+    """Return the statistics of all tokens, and the gradients of the sum of the losses.
 
-    The gradients are those of the sum of the losses. Or, where `lse` [T, 2], `log_probs` and `entropy` [T] come from a
-    call before, of all three by dloss ([T] | []), dlog_probs and dentropy [T]; the statistics are then None.
-    `rows` [count] are the tokens to compute (None: all; a count of -1: as is found here); dW is added to `into`.
+    If an earlier call returned the statistics, `saved` holds them. The gradients are then those of the losses, the
+    log-probabilities and the entropies with the gradients `upstream`, and the statistics of the result are None.
+
+    Args:
+        x, weight, target, bias: [T, H], [V, H], [T], [V].
+        class_weight: [V] of the whole vocabulary.
+        scales: [3], from `gradient_scales`.
+        rows, count: [count] tokens to compute; None for all tokens. A count of -1 lets this function find them.
+        dw_buffer: A gradient [V, H] that dW is added to, or None.
+        saved, upstream: [T, ...] each; the upstream gradient of the loss is [T] or [].
     """
-    call = Call(
-        (needs_dx, needs_dw, needs_db), Wants(wants_z_loss, wants_predicted, wants_log_probs, wants_entropy), in_fp32,
-        max_logits_mib, Cut(group_name, start, vocabulary),
-        Options(ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling),
-    )  # fmt: skip
-    options, shard, needed, v = call.options, call.cut.shard, any(call.needs), max(call.cut.most_rows, 1)
+    needs, options, shard, is_first = settings.needs, settings.options, settings.shard, saved.lse is None
+    is_sharded, needs_any, vocabulary = bool(shard.group_name), any(needs), max(largest_shard(shard), 1)
     if count < 0:
-        rows, count = rows_to_compute(None, target, ignore_index, x.numel() * v)
-    # A dW in half precision that is summed in fp32 takes a buffer as large as the logits of H tokens.
-    may_split = needs_dw and into is None and weight.element_size() == 2
-    spare = x.shape[1] if may_split and not in_fp32 else 0
-    size = chunk_size(count, v, _bytes_per_logit(x), max_logits_mib, device_kind(x), spare)
-    in_fp32 = in_fp32 or (may_split and count > MOST_CHUNKS * size)
-    gradients = _Gradients(x, weight, bias, rows, count, into, in_fp32, call)
-    weight = weight.to(x.dtype)  # fp32 under autocast, as dW is
-    found = None
-    for where, x_part, targets, logits in _chunks(x, weight, target, bias, rows, count, size):
-        upstream = Upstream()
-        if lse is not None:
-            part = Statistics(None, _taken(lse, where), None, None, _taken(log_probs, where), _taken(entropy, where))
-            upstream = Upstream(_taken(dloss, where), _taken(dlog_probs, where), _taken(dentropy, where))
-        elif shard is not None:
-            part = parallel_statistics(logits, targets, class_weight, scales, options, call.wants, call.cut)
+        rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * vocabulary)
+    # Without kernels, a chunk takes two fp32 values per logit in addition to the logit itself.
+    logit_bytes = x.element_size() + (0 if runs_kernels(x) else 8)
+    kind = device_kind(x)
+    config = ChunkConfig.choose(ChunkProblem(vocabulary, logit_bytes, kind), device_of(x))
+    # An fp32 sum of a half-precision dW takes a buffer as large as the logits of H tokens.
+    may_sum_in_fp32 = needs.dw and dw_buffer is None and weight.element_size() == 2
+    spare = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
+    tokens = config.chunk_tokens(count, vocabulary * logit_bytes, settings.max_logits_mib, spare)
+    sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and count > config.max_chunks * tokens)
+    gradients = _GradientSums(x, weight, bias, rows is None and count > 0, dw_buffer, sums_in_fp32, needs)
+    all_statistics = _AllStatistics(x.shape[0]) if is_first else None
+    # Under autocast the weight is fp32, and so is dW.
+    weight = weight.to(x.dtype)
+    for chunk in _chunks(x, weight, target, bias, rows, count, tokens, config):
+        chunk_upstream, chunk_saved = WHOLE_LOSS, saved
+        if all_statistics is None:
+            chunk_saved = SavedStatistics(*(_select_some(values, chunk.rows) for values in saved))
+            chunk_upstream = Upstream(*(_select_some(values, chunk.rows) for values in upstream))
         else:
-            part = statistics(logits, targets, class_weight, scales, options, call.wants, gradient_=needed)
-        if lse is not None or (shard is not None and needed):
-            gradient(logits, targets, class_weight, scales, part, upstream, options, out=logits, shard=shard)
-        if lse is None:
-            found = _spread(part, where, x.shape[0], found)
-        if needed:
-            gradients.add(where, x_part, weight, logits)
-    if lse is not None:
-        found = [None] * 6
-    elif found is None:  # not one token counts
-        found = _blank(empty_statistics(x, options, call.wants))
-    return *found, *gradients.finish()
-
-
-def _blank(found: Statistics) -> Statistics:
-    """As of ignored tokens."""
-    for field, values in found._asdict().items():
-        values.fill_(-1 if field == "predicted" else 0)
-    return found
-
-
-def _spread(part: Statistics, where: Where, t: int, found: Statistics | None) -> Statistics:
-    """A chunk's statistics, put where they belong among those of all `t` tokens."""
-    if isinstance(where, slice) and where == slice(0, t):
-        return part
-    if found is None:
-        found = Statistics(*(x.new_empty(t if len(x) else 0, *x.shape[1:]) for x in part))
-        found = found if isinstance(where, slice) else _blank(found)
-    for whole, values in zip(found, part, strict=True):
-        if len(whole) and isinstance(where, slice):
-            whole[where] = values
-        elif len(whole):
-            whole.index_copy_(0, where, values)
-    return found
+            if is_sharded:
+                part = parallel_statistics(
+                    chunk.logits, chunk.target, class_weight, scales, options, settings.wants, shard
+                )  # fmt: skip
+            else:
+                part = statistics(
+                    chunk.logits, chunk.target, class_weight, scales, options, settings.wants, with_gradient=needs_any
+                )
+            all_statistics.add(part, chunk.rows)
+            chunk_saved = SavedStatistics(part.lse, part.log_probs, part.entropy)
+        if not is_first or (is_sharded and needs_any):
+            gradient(
+                chunk.logits, chunk.target, class_weight, scales, chunk_saved, chunk_upstream, options,
+                out=chunk.logits, shard=shard if is_sharded else None,
+            )  # fmt: skip
+        if needs_any:
+            gradients.add(chunk, weight)
+    result = ChunkStatistics() if all_statistics is None else all_statistics.finish(x, settings)
+    return ChunkResults(result, gradients.finish(shard))

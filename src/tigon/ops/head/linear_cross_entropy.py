@@ -1,32 +1,42 @@
 r"""Cross entropy of `input @ linear_weight.T + bias` that never holds all logits.
 
-For chunks of C tokens, so that C * V logits fit in a budget:
+The tokens are processed in chunks of C, so that C * V logits fit in a budget. For each chunk:
 
-    a   = x W^T + b                     one product; then `token_loss` writes da over a
+    a   = x W^T + b                     one product; the kernels of `token.kernels` then overwrite a with da
     dx  = da W                          one product
     dW += da^T x,   db += sum_rows(da)  one product
 
-Tokens that are ignored are left out before the products. The forward pass makes the gradients, because the logits are
-there: three products in all, and backward multiplies them by the gradient that arrives (not at all if it is one). With
-`reduction="none"` that gradient differs from token to token and dW is not known before it comes; and in fp16, da / T
-would vanish without the loss scale that comes with it: then backward makes the logits again, four products in all. The
-gradients of log-probabilities and entropies that were returned are made in backward too, if any arrives.
+Ignored tokens are removed before the products. The forward pass computes the gradients, because it has the logits:
+three products in total. Backward multiplies the gradients by the upstream gradient, without reading them if that is
+one.
 
-Every chunk reads and writes dW once more and rounds it once more, so chunks are as few as the budget allows, and a
-half-precision dW of more than `linear_chunks.MOST_CHUNKS` is summed in fp32.
+In two cases backward recomputes the logits and computes the gradients from them: four products in total. With
+`reduction="none"` the upstream gradient differs from token to token, and dW depends on it. In fp16, da / T would
+underflow without the loss scale, which is part of the upstream gradient. Backward also computes the gradients of
+returned log-probabilities and entropies, if they have an upstream gradient.
+
+Each chunk reads and writes dW once more, and rounds it once more. There are therefore as few chunks as the budget
+allows, and a half-precision dW of more than `ChunkConfig.max_chunks` chunks is summed in fp32.
 
 Shapes: T tokens (all leading dimensions), H hidden, V vocabulary, C tokens of a chunk.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.ops.head.accumulate_grad import added_gradient
-from tigon.ops.head.chunks import Call, linear_cross_entropy_chunks, rows_to_compute
-from tigon.ops.head.vocab_parallel import cut_of, local_parts
+from tigon.ops.head.accumulate_grad import AccumulatedGradient, accumulated_gradient
+from tigon.ops.head.chunks import (
+    NOTHING_SAVED,
+    Gradients,
+    LossSettings,
+    Needs,
+    linear_cross_entropy_chunks,
+    rows_to_compute,
+)
+from tigon.ops.head.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.ops.logits.cross_entropy import (
     LossOutput,
     Reduction,
@@ -37,10 +47,10 @@ from tigon.ops.logits.cross_entropy import (
     loss_output,
 )
 from tigon.ops.logits.rescale import rescaled
-from tigon.ops.logits.token.kernels import Statistics, Wants, gradient_scales
+from tigon.ops.logits.token.kernels import WHOLE_LOSS, SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 
 __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "linear_cross_entropy_reference"]
 
@@ -49,9 +59,9 @@ __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "linear_cross_entro
 
 
 def linear_cross_entropy_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **options
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **options: Any
 ) -> Tensor:
-    """Eager definition of `linear_cross_entropy`: all logits at once, autograd; the tests' ground truth."""
+    """Compute `linear_cross_entropy` by its eager definition with all logits, the ground truth of the tests."""
     return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
 
 
@@ -60,63 +70,77 @@ def linear_cross_entropy_reference(
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, target, class_weight, scales, valid_rows, added, reduce, call):
-        leave_absent(ctx)
-        compiling = torch.compiler.is_compiling()
-        # `torch.compile` gives zeros for gradients that do not arrive: then one backward makes all of them.
-        beside = call.wants.log_probs or call.wants.entropy
-        at_once = reduce and x.dtype != torch.float16 and not (compiling and beside)
-        now = call if at_once else call._replace(needs=(False,) * 3)
-        if compiling:  # the compiled op finds them when it runs
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
+        scales: Tensor, valid_rows: ValidRows | Literal[False] | None, accumulated: AccumulatedGradient | None,
+        reduces: bool, settings: LossSettings,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        keep_none_gradients(ctx)
+        is_compiling = torch.compiler.is_compiling()
+        returns_more = settings.wants.log_probs or settings.wants.entropy
+        # `torch.compile` passes zeros as missing upstream gradients, so there one backward computes all gradients.
+        at_once = reduces and x.dtype != torch.float16 and not (is_compiling and returns_more)
+        needs = settings.needs if at_once else Needs(False, False, False)
+        if is_compiling:
+            # The operator finds the rows when it runs.
             rows, count = None, -1 if valid_rows is None else x.shape[0]
         else:
-            multiplications = x.numel() * call.cut.most_rows
-            rows, count = rows_to_compute(valid_rows, target, call.options.ignore_index, multiplications)
-        results = linear_cross_entropy_chunks(
-            x, weight, target, bias, class_weight, scales, rows, count, added and added.buffer, *[None] * 6,
-            *now.arguments,
-        )  # fmt: skip
-        if added is not None and at_once:
-            added.added()
-        found = Statistics(*results[:6])
-        made = [
-            None if i == 1 and added else g if need else None
-            for i, (g, need) in enumerate(zip(results[6:], now.needs, strict=True))
-        ]
-        later = (x, weight, target, bias, class_weight, scales, rows, found.lse, found.log_probs, found.entropy)
-        ctx.save_for_backward(*made, *(later if beside or not at_once else ()))
-        ctx.at_once, ctx.count, ctx.added, ctx.call = at_once, count, added, call
-        ctx.mark_non_differentiable(found.z_loss, found.predicted)
-        loss = found.loss.sum() if reduce else found.loss
-        return loss, found.z_loss, found.predicted, found.log_probs, found.entropy
+            multiplications = x.numel() * largest_shard(settings.shard)
+            rows, count = rows_to_compute(valid_rows, target, settings.options.ignore_index, multiplications)
+        inputs = x, weight, target, bias, class_weight, scales, rows
+        dw_buffer = None if accumulated is None else accumulated.buffer
+        statistics, gradients = linear_cross_entropy_chunks(
+            *inputs, count, dw_buffer, NOTHING_SAVED, WHOLE_LOSS, settings._replace(needs=needs)
+        )
+        if accumulated is not None and at_once:
+            accumulated.record_sum()
+        # Autograd must not add dW to the buffer that contains it.
+        is_saved = needs._replace(dw=needs.dw and accumulated is None)
+        saved_gradients = [g if need else None for g, need in zip(gradients, is_saved, strict=True)]
+        saved = (*inputs, statistics.lse, statistics.log_probs, statistics.entropy)
+        ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not at_once else ()))
+        ctx.at_once, ctx.count, ctx.accumulated, ctx.settings = at_once, count, accumulated, settings
+        ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
+        loss = statistics.loss
+        assert loss is not None
+        loss = loss.sum() if reduces else loss
+        return loss, statistics.z_loss, statistics.predicted, statistics.log_probs, statistics.entropy
 
     @staticmethod
     @first_order
-    def backward(ctx, dloss, _z_loss, _predicted, dlog_probs, dentropy):
-        call, added, (*saved,) = ctx.call, ctx.added, ctx.saved_tensors  # once: the first three are overwritten below
-        dlog_probs, dentropy = dlog_probs if call.wants.log_probs else None, dentropy if call.wants.entropy else None
-        if added is not None:
-            added.check_unchanged()
-        gradients = [None] * 3
+    def backward(
+        ctx: Any, dloss: Tensor | None, _dz_loss: None, _dpredicted: None, dlog_probs: Tensor | None,
+        dentropy: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        # `ctx.saved_tensors` is read once: the gradients are overwritten below, and a second read would raise an error.
+        settings, accumulated, (*saved,) = ctx.settings, ctx.accumulated, ctx.saved_tensors
+        dlog_probs = dlog_probs if settings.wants.log_probs else None
+        dentropy = dentropy if settings.wants.entropy else None
+        if accumulated is not None:
+            accumulated.check_unchanged()
+        gradients = Gradients(None, None, None)
         if ctx.at_once:
-            if added is not None:
-                added.settle(dloss)
+            if accumulated is not None:
+                accumulated.confirm(dloss)
             if dloss is not None:
-                gradients = [None if g is None else rescaled(_as_matrix(g), dloss).view(g.shape) for g in saved[:3]]
+                factor = dloss
+                gradients = Gradients(
+                    *(None if g is None else rescaled(_as_matrix(g), factor).view(g.shape) for g in saved[:3])
+                )
             dloss = None
         if not ctx.at_once or dlog_probs is not None or dentropy is not None:
-            *inputs, lse, log_probs, entropy = saved[3:]
-            dloss = lse.new_zeros(()) if dloss is None else dloss
-            more = linear_cross_entropy_chunks(
-                *inputs, ctx.count, added and added.buffer, lse, log_probs, entropy, dloss, dlog_probs, dentropy,
-                *call.arguments,
-            )[6:]  # fmt: skip
-            gradients = [
-                _sum(g, new if need else None) for g, new, need in zip(gradients, more, call.needs, strict=True)
-            ]
-        if added is not None:
-            gradients[1] = added.returned()
-        return *gradients, *[None] * 7
+            x, weight, target, bias, class_weight, scales, rows, lse, log_probs, entropy = saved[3:]
+            upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
+            dw_buffer = None if accumulated is None else accumulated.buffer
+            _, more = linear_cross_entropy_chunks(
+                x, weight, target, bias, class_weight, scales, rows, ctx.count, dw_buffer,
+                SavedStatistics(lse, log_probs, entropy), upstream, settings,
+            )  # fmt: skip
+            sums = zip(gradients, more, settings.needs, strict=True)
+            gradients = Gradients(*(_sum(g, new if need else None) for g, new, need in sums))
+        if accumulated is not None:
+            gradients = gradients._replace(dw=accumulated.gradient_for_autograd())
+        return *gradients, None, None, None, None, None, None, None
 
 
 def _as_matrix(x: Tensor) -> Tensor:
@@ -159,57 +183,58 @@ def linear_cross_entropy(
     return_log_probs: bool = False,
     return_entropy: bool = False,
 ) -> Tensor | LossOutput:
-    """Cross entropy of a linear layer's outputs, `cross_entropy(linear(input, linear_weight, linear_bias), target)`.
+    """Return the cross entropy of a linear layer's outputs, `cross_entropy(linear(input, linear_weight), target)`.
 
-    The logits exist for one chunk of tokens at a time, on every device; ignored tokens are not computed, and each
-    gradient is made only if it is needed.
+    Only the logits of one chunk of tokens exist at a time, on every device. Ignored tokens are not computed, and each
+    gradient is computed only if it is needed.
 
     Args:
         input: [..., H] hidden states, fp32 | bf16 | fp16.
-        linear_weight: [V, H], of the same dtype; under autocast both are cast as `linear` casts them, and dW comes in
-            fp32 unrounded.
+        linear_weight: [V, H], of the same dtype. Under autocast both are cast as `linear` casts them, and the dW of an
+            fp32 weight is fp32 and not rounded.
         target: [...] class indices, int64 | int32.
         linear_bias: [V].
         weight: [V] class weights.
-        reduction: "none" for [...] (differentiable with any gradient), "sum" or "mean".
-        ignore_index: Targets of this value have no loss and gradients of exactly zero.
-        label_smoothing, softcap, logit_scale, z_loss, token_scaling, num_items: As in `cross_entropy`. A temperature
-            is `logit_scale=1 / temperature`.
-        max_logits_mib: Cap in MiB on the logits held at once, at least one token's, with what else the loss of a chunk
-            needs of their size (nothing on a GPU). None: 96 on a CPU, 640 on a GPU. Of inputs so long that this makes
-            more than 8 chunks, a half-precision dW is summed in fp32, or the chunks are larger, by at most the memory
-            that this would take.
-        acc_dtype: torch.float32 sums dW over all chunks in fp32 and rounds once, with a buffer of dW's size beside it.
-            None: in the dtype of the weight, for up to 8 chunks. It changes nothing for fp32 and fp64, whose sums are
-            as fine or finer.
-        accumulate_grad: Add dW to `linear_weight.grad` (or `.main_grad`, if it has one) in the forward pass, instead of
-            returning a second buffer to autograd. Call `zero_grad` before the forward pass, and `backward` on the loss
-            itself, once: if another gradient than one arrives, the buffer becomes NaN (a divisor belongs into
-            `num_items`); a loss whose backward is never run leaves its dW behind, with a warning. A bf16 gradient is
-            rounded by every chunk. A weight without a gradient gets one as ever. No effect under `torch.compile`.
-        valid_rows: Made of `target` by `ValidRows` as early as it is known, so that nothing waits here for the number
-            of tokens that are not ignored. None: made here, where the products take longer than the wait. False:
-            compute ignored tokens too and never wait, as CUDA graphs do in any case. Under `torch.compile` the rows
-            are found when the compiled code runs.
-        process_group: Ranks that each hold some rows of linear_weight (and linear_bias), in the order of ranks, and the
-            same of all else: tensor parallelism. `linear_weight` may then be a DTensor. dx is summed over the ranks;
-            `weight` and `target` are of the whole vocabulary.
-        vocab_size: V, with a process_group unless linear_weight is a DTensor: all but the last ranks hold V / ranks
-            rows, rounded up.
+        reduction: "none" for [...] (differentiable with any upstream gradient), "sum" or "mean".
+        ignore_index: Targets of this value have a loss and gradients of exactly zero. None means -100, as in torch.
+        label_smoothing, softcap, logit_scale, z_loss, token_scaling, num_items: As in `cross_entropy`. For a
+            temperature, pass `logit_scale=1 / temperature`.
+        max_logits_mib: Cap in MiB on the memory that the logits of a chunk take, at least those of one token. On
+            devices without kernels it includes the fp32 copies that the loss needs. None means 96 on a CPU and 640 on a
+            GPU. If that makes more than 8 chunks, a half-precision dW is summed in fp32, or the chunks are longer, by
+            at most the memory that an fp32 sum would take.
+        acc_dtype: torch.float32 sums dW over all chunks in fp32 and rounds it once, which takes another buffer of the
+            size of dW. None sums in the dtype of the weight for up to 8 chunks. fp32 and fp64 weights do not change,
+            because their sums are at least as precise.
+        accumulate_grad: Add dW to `linear_weight.grad` (or to `.main_grad`, if the weight has one) in the forward pass,
+            so that autograd needs no second buffer. Call `zero_grad` before the forward pass, and `backward` on the
+            loss itself, once. If the upstream gradient is not one, the buffer becomes NaN (pass a divisor as
+            `num_items`). A loss without a backward leaves its dW in the buffer, with a warning. A bf16 gradient is
+            rounded by every chunk. For a weight without a gradient, autograd creates it as usual. No effect under
+            `torch.compile`.
+        valid_rows: The `ValidRows` of `target`, created as early as possible, so that the host does not wait here for
+            the number of valid tokens. None creates them here if the products take longer than the wait. False computes
+            ignored tokens too and never waits, as every call in a CUDA graph does. Under `torch.compile` the compiled
+            code finds the rows when it runs.
+        process_group: The ranks of a tensor-parallel head, in the order of its rows. Each rank holds some rows of
+            linear_weight (and linear_bias), and all ranks have the same other arguments. `linear_weight` may be a
+            DTensor. dx is summed over the ranks. `weight` and `target` are those of the whole vocabulary.
+        vocab_size: V, required with a process_group unless linear_weight is a DTensor. Each rank but the last ones
+            holds V / ranks rows, rounded up.
         return_z_loss, return_token_accuracy, return_predicted_tokens: As in `cross_entropy`.
-        return_log_probs, return_entropy: As in `cross_entropy`, differentiable. Where such a gradient arrives beside
-            that of a reduced loss, backward takes three more products; with `reduction="none"`, and whenever they are
-            returned under `torch.compile`, all takes four.
+        return_log_probs, return_entropy: As in `cross_entropy`. Both are differentiable. If one of them has an upstream
+            gradient in addition to a reduced loss, backward computes three more products. With `reduction="none"`, and
+            whenever they are returned under `torch.compile`, there are four products in total.
 
     Returns:
-        The loss, fp32; or a `LossOutput` if anything is asked for beside it. A mean over no valid target is 0.
+        The loss in fp32, or a `LossOutput` if a further result is requested. A mean over no valid target is 0.
         A target that is neither in [0, V) nor `ignore_index` makes the loss NaN, as in `cross_entropy`.
 
     Raises:
-        TypeError: `input`, `linear_weight` or a bias is no floating-point tensor, `target` no integer tensor, or an
-            option of another type than above.
-        ValueError: Shapes, dtypes, devices or shards do not fit, or an option is out of range.
-        RuntimeError: In a second backward with `accumulate_grad`, or where its buffer was replaced since.
+        TypeError: `input`, `linear_weight` or a bias is not a floating-point tensor, `target` is not an integer tensor,
+            or an option has a wrong type.
+        ValueError: Shapes, dtypes, devices or shards do not match, or an option is out of range.
+        RuntimeError: With `accumulate_grad`, a second backward runs, or the buffer was replaced after the forward pass.
 
     Source: the gradient in the forward pass and chunks, Hsu et al., "Liger Kernel", arXiv:2410.10989; argument names,
     `torch.nn.functional.linear_cross_entropy`.
@@ -228,7 +253,7 @@ def linear_cross_entropy(
         return_entropy=return_entropy,
     )  # fmt: skip
     checks.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
-    added = added_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
+    accumulated = accumulated_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
     if any(hasattr(x, "placements") for x in (input, linear_weight, linear_bias, target)):
         if vocab_size is None and process_group is not None and hasattr(linear_weight, "placements"):
             vocab_size = linear_weight.shape[0]
@@ -247,8 +272,8 @@ def linear_cross_entropy(
     if linear_bias is not None:
         checks.shape(op, "linear_bias", linear_bias, (v,))
     checks.same(op, "device", input=input, linear_weight=linear_weight, linear_bias=linear_bias)
-    cut = cut_of(op, process_group, v, vocab_size)
-    check_loss_arguments(op, cut.vocabulary, target, weight, reduction, num_items, input.device)
+    shard = shard_of(op, process_group, v, vocab_size)
+    check_loss_arguments(op, shard.vocabulary, target, weight, reduction, num_items, input.device)
     ignore_index = checks.ignore_index(op, -100 if ignore_index is None else ignore_index)
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
     if max_logits_mib is not None and checks.number(op, "max_logits_mib", max_logits_mib) < 1:
@@ -261,7 +286,7 @@ def linear_cross_entropy(
     if input.device.type != "meta" and torch.is_autocast_enabled(input.device.type):
         dtype = torch.get_autocast_dtype(input.device.type)
         cast = lambda x: x if x is None or x.dtype == torch.float64 else x.to(dtype)
-        # The weight is cast where it is used, so that its gradient need not be.
+        # The weight is cast by the launcher, so that its gradient is not rounded.
         checks.same(
             op, "dtype", input=cast(input), linear_weight=cast(linear_weight[:0]), linear_bias=cast(linear_bias)
         )
@@ -273,16 +298,16 @@ def linear_cross_entropy(
     weight = None if weight is None else weight.detach().contiguous()
     needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (input, linear_weight, linear_bias)]
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
-    num_items, mean = as_scalar(num_items, input.device), reduction == "mean"
-    scales = gradient_scales(targets, weight, num_items, cut.vocabulary, ignore_index, mean)
-    call = Call(tuple(needs), wants, acc_dtype is not None, max_logits_mib, cut, options)
+    num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
+    scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
+    settings = LossSettings(Needs(*needs), wants, acc_dtype is not None, max_logits_mib, shard, options)
     losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
         x, linear_weight, linear_bias, targets, weight, scales,
         None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows,
-        added, reduction != "none", call,
+        accumulated, reduction != "none", settings,
     )  # fmt: skip
-    if added is not None:
-        added.tell()
+    if accumulated is not None:
+        accumulated.set_flag()
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,
         return_z_loss, return_token_accuracy, return_predicted_tokens,
@@ -290,11 +315,24 @@ def linear_cross_entropy(
     )  # fmt: skip
 
 
+_MODULE_OPTIONS = (
+    "reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "max_logits_mib",
+    "token_scaling", "acc_dtype", "accumulate_grad", "process_group", "vocab_size",
+    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
+)  # fmt: skip
+
+
 class LinearCrossEntropyLoss(nn.Module):
-    """`linear_cross_entropy` as a module: the layer's weight comes with each call, as the hidden states do.
+    """Compute `linear_cross_entropy` as a module. Each call takes the hidden states and the weight of the layer.
 
     Args:
-        **options: What `linear_cross_entropy` takes by keyword, but for the bias, `num_items` and `valid_rows`.
+        weight: [V] class weights, a buffer of the module.
+        **options: The keyword arguments of `linear_cross_entropy`, except `linear_bias`, `num_items` and `valid_rows`,
+            which each call takes.
+
+    Raises:
+        TypeError: `weight` is not a floating-point tensor.
+        ValueError: An option has another name. The module checks values when it is called.
 
     Example:
         >>> loss = tigon.LinearCrossEntropyLoss(label_smoothing=0.1)
@@ -302,14 +340,12 @@ class LinearCrossEntropyLoss(nn.Module):
         torch.Size([])
     """
 
-    def __init__(self, weight: Tensor | None = None, **options) -> None:
+    weight: Tensor | None
+
+    def __init__(self, weight: Tensor | None = None, **options: Any) -> None:
         super().__init__()
-        known = ("reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "max_logits_mib")
-        known += ("token_scaling", "acc_dtype", "accumulate_grad", "process_group", "vocab_size")
-        known += ("return_z_loss", "return_token_accuracy", "return_predicted_tokens")
-        known += ("return_log_probs", "return_entropy")
         for name in options:
-            checks.choice("LinearCrossEntropyLoss", "an option", name, known)
+            checks.choice("LinearCrossEntropyLoss", "an option", name, _MODULE_OPTIONS)
         checks.floating("LinearCrossEntropyLoss", weight=weight)
         self.register_buffer("weight", weight)
         self.options = options
@@ -323,7 +359,7 @@ class LinearCrossEntropyLoss(nn.Module):
         num_items: Tensor | float | None = None,
         valid_rows: ValidRows | None = None,
     ) -> Tensor | LossOutput:
-        """input [..., H], linear_weight [V, H], target [...] -> as `linear_cross_entropy`."""
+        """Return `linear_cross_entropy` of input [..., H], linear_weight [V, H] and target [...]."""
         return linear_cross_entropy(
             input, linear_weight, target,
             linear_bias=linear_bias, weight=self.weight, num_items=num_items, valid_rows=valid_rows,

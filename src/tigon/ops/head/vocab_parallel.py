@@ -1,15 +1,16 @@
-"""A loss whose vocabulary is cut over ranks, as the output layer of tensor-parallel models is.
+"""A loss whose vocabulary is sharded over ranks, like the output layer of a tensor-parallel model.
 
-Rank p of P holds rows [start_p, start_p + V_p) of the head and has the same tokens as the others. It computes its part
-of the logits; seven numbers a token (`token_loss.partial_statistics`, and V) go round in one all-gather and give every
-rank the statistics of the whole vocabulary, so each writes its part of d(logits). dW is local; dx is summed over ranks.
+Rank p of P holds rows [start_p, start_p + V_p) of the head, and all ranks have the same tokens. Rank p computes its
+columns of the logits. One all-gather exchanges seven numbers per token (those of `partial_statistics`, and V), from
+which every rank computes the statistics of the whole vocabulary. Each rank then computes its columns of d(logits). dW
+is local; dx is summed over the ranks.
 
 Shapes: M tokens, H hidden, V vocabulary. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,39 +21,32 @@ from tigon.runtime import checks
 from tigon.runtime.device import cdiv
 from tigon.runtime.torch_private import process_group_of
 
-__all__ = ["Cut", "cut_of", "local_parts", "parallel_statistics", "sum_over_ranks"]
+__all__ = ["largest_shard", "local_parts", "parallel_statistics", "shard_of", "sum_over_ranks"]
 
 
-class Cut(NamedTuple):
-    """How a vocabulary is cut; the empty name stands for one rank that has it all."""
-
-    group_name: str
-    start: int  # of this rank's rows
-    vocabulary: int
-
-    @property
-    def most_rows(self) -> int:
-        """Of the rank that has the most; all ranks cut the tokens by it, for they meet in every chunk."""
-        return _length(self.vocabulary, _group(self.group_name).size()) if self.group_name else self.vocabulary
-
-    @property
-    def shard(self) -> Shard | None:
-        return Shard(self.start, self.vocabulary) if self.group_name else None
-
-
-def _length(vocabulary: int, ranks: int) -> int:
-    """Rows of every rank but the last ones, which have what is left: as `torch.chunk` and DTensor cut."""
+def _rows_per_rank(vocabulary: int, ranks: int) -> int:
+    """Return the rows of each rank but the last ones, which hold the rest, as in `torch.chunk` and in DTensors."""
     return cdiv(vocabulary, ranks)
 
 
-def _cut_sizes(vocabulary: int, ranks: int) -> list[int]:
-    """Rows of each rank."""
-    length = _length(vocabulary, ranks)
-    return [max(0, min(length, vocabulary - p * length)) for p in range(ranks)]
+def _shard_sizes(vocabulary: int, ranks: int) -> list[int]:
+    """Return the number of rows of each rank."""
+    rows = _rows_per_rank(vocabulary, ranks)
+    return [max(0, min(rows, vocabulary - p * rows)) for p in range(ranks)]
 
 
-def _check_group(op: str, process_group: object) -> None:
-    # What `new_group` returns there is an int.
+def largest_shard(shard: Shard) -> int:
+    """Return the rows of the largest shard.
+
+    All ranks derive the size of a chunk from it, because every chunk contains a collective.
+    """
+    if not shard.group_name:
+        return shard.vocabulary
+    return _rows_per_rank(shard.vocabulary, process_group_of(shard.group_name).size())
+
+
+def _check_group(op: str, process_group: Any) -> None:
+    # On a rank that is not a member, `new_group` returns an int.
     if isinstance(process_group, int) and process_group == dist.GroupMember.NON_GROUP_MEMBER and dist.is_initialized():
         raise ValueError(f"{op}: process_group must contain this rank, {dist.get_rank()}")
     if not isinstance(process_group, dist.ProcessGroup):
@@ -61,85 +55,88 @@ def _check_group(op: str, process_group: object) -> None:
         )
 
 
-def cut_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None) -> Cut:
-    """The cut of a head of which this rank holds `rows` rows."""
+def shard_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None) -> Shard:
+    """Check the arguments that describe a sharded head, and return the shard of this rank, which holds `rows` rows."""
     if vocab_size is not None:
         checks.size(op, "vocab_size", vocab_size)
     if process_group is None:
         if vocab_size is not None:
-            raise ValueError(f"{op}: vocab_size is the size of a vocabulary cut over a process_group, which is missing")
-        return Cut("", 0, rows)
+            raise ValueError(f"{op}: vocab_size needs a process_group over which the vocabulary is sharded, got None")
+        return Shard(0, rows)
     _check_group(op, process_group)
     if vocab_size is None:
-        # From what the ranks hold it could only be told by asking them all, and waiting, in every call.
-        raise ValueError(f"{op}: vocab_size must say how many rows the ranks of process_group hold together, got None")
-    ranks, rank, vocabulary = process_group.size(), dist.get_rank(process_group), vocab_size
-    start, expected = min(rank * _length(vocabulary, ranks), vocabulary), _cut_sizes(vocabulary, ranks)[rank]
+        # Computing it from the rows of all ranks would take a collective, and a wait for it, in every call.
+        raise ValueError(f"{op}: vocab_size must be the number of rows on all ranks of process_group, got None")
+    ranks, rank = process_group.size(), dist.get_rank(process_group)
+    start, expected = min(rank * _rows_per_rank(vocab_size, ranks), vocab_size), _shard_sizes(vocab_size, ranks)[rank]
     if rows != expected:
         raise ValueError(
-            f"{op}: of a vocabulary of {vocabulary} over {ranks} ranks, rank {rank} must hold {expected} rows of "
-            f"linear_weight, got {rows}"
+            f"{op}: linear_weight must have {expected} rows on rank {rank} of {ranks} for a vocabulary of "
+            f"{vocab_size}, got {rows}"
         )
-    return Cut(process_group.group_name, start, vocabulary)
+    return Shard(start, vocab_size, process_group.group_name)
 
 
-def local_parts(op: str, process_group, input: Tensor, target: Tensor, **head: Tensor | None) -> list:
-    """Tensors that may be DTensors -> this rank's parts: of the head its rows, of input and target all."""
+def local_parts(
+    op: str, process_group: dist.ProcessGroup | None, input: Tensor, target: Tensor, **head: Tensor | None
+) -> list[Any]:
+    """Return the local tensors of arguments that may be DTensors: the input, the target, and the tensors of the head.
+
+    The head must be sharded by rows over `process_group`. The input and the target must be replicated.
+    """
     from torch.distributed.tensor import DTensor, Replicate
 
-    def part(name: str, x: Tensor | None, cut: bool) -> Tensor | None:
+    def local(name: str, x: Tensor | None, is_head: bool) -> Tensor | None:
         if not isinstance(x, DTensor):
             return x
         if process_group is None:
             raise ValueError(
-                f"{op}: {name} is a DTensor {x.placements}: give the process_group over which the vocabulary is cut "
-                "and whose ranks have the same tokens (tensor parallel), or gather it (FSDP: in the module's forward)"
+                f"{op}: {name} must not be a DTensor without a process_group, got {x.placements}: for tensor "
+                "parallelism, pass the group whose ranks share the vocabulary and have the same tokens; for FSDP, call "
+                "the loss in the forward of the module, where the weight is gathered"
             )
         _check_group(op, process_group)
         ranks = dist.get_process_group_ranks(process_group)
         for dimension, placement in enumerate(x.placements):
-            along = dist.get_process_group_ranks(x.device_mesh.get_group(dimension)) == ranks
-            fits = placement.is_shard(0) if cut and along else placement.is_replicate()
-            # Copies of a head on ranks with other tokens would each get another gradient.
-            if fits and (not cut or along or x.device_mesh.size(dimension) == 1):
+            is_dimension_of_group = dist.get_process_group_ranks(x.device_mesh.get_group(dimension)) == ranks
+            is_right = placement.is_shard(0) if is_head and is_dimension_of_group else placement.is_replicate()
+            # If another mesh dimension replicated the head, ranks with other tokens would compute different gradients.
+            if is_right and (not is_head or is_dimension_of_group or x.device_mesh.size(dimension) == 1):
                 continue
-            rule = "cut by rows over process_group" if cut else "replicated"
+            rule = "sharded by rows over process_group" if is_head else "replicated"
             raise ValueError(
                 f"{op}: {name} must be {rule}, and on no other dimension, got {x.placements} on {x.device_mesh}"
             )
-        # dx is summed here; what flows back is the same on every rank.
-        return x.to_local() if cut else x.to_local(grad_placements=[Replicate()] * len(x.placements))
+        # dx is summed over the ranks here, so its gradient is the same on every rank.
+        return x.to_local() if is_head else x.to_local(grad_placements=[Replicate()] * len(x.placements))
 
     return [
-        part("input", input, False),
-        part("target", target, False),
-        *(part(name, x, True) for name, x in head.items()),
+        local("input", input, False),
+        local("target", target, False),
+        *(local(name, x, True) for name, x in head.items()),
     ]
 
 
-def _group(name: str) -> dist.ProcessGroup:
-    return process_group_of(name)
-
-
 def parallel_statistics(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, cut: Cut
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, shard: Shard
 ) -> Statistics:
-    """As `token_loss.statistics`, of the whole vocabulary, from this rank's logits [M, V_p]."""
-    group = _group(cut.group_name)
+    """Return the statistics of the whole vocabulary, from the logits [M, V_p] of this rank."""
+    group = process_group_of(shard.group_name)
     ranks = group.size()
-    partials = partial_statistics(logits, target, weight, options, cut.shard, wants)
-    partials = torch.cat((partials, partials.new_full((len(partials), 1), cut.vocabulary)), 1)
+    partials = partial_statistics(logits, target, weight, options, shard, wants)
+    partials = torch.cat((partials, partials.new_full((len(partials), 1), shard.vocabulary)), 1)
     gathered = partials.new_empty(ranks, *partials.shape)
-    # torch 2.13 warns of the older name.
+    # torch 2.13 warns about the older name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered.flatten(0, 1), partials, group=group)
-    sizes = tuple(_cut_sizes(cut.vocabulary, ranks))
-    found = combined_statistics(gathered[..., :-1], target, weight, scales, options, wants, sizes)
-    # Ranks that were told different sizes cut different vocabularies.
-    return found._replace(loss=found.loss.masked_fill((gathered[..., -1] != cut.vocabulary).any(), torch.nan))
+    sizes = tuple(_shard_sizes(shard.vocabulary, ranks))
+    result = combined_statistics(gathered[..., :-1], target, weight, scales, options, wants, sizes)
+    # Ranks that were called with different values of vocab_size shard different vocabularies.
+    is_different = (gathered[..., -1] != shard.vocabulary).any()
+    return result._replace(loss=result.loss.masked_fill(is_different, torch.nan))
 
 
-def sum_over_ranks(x: Tensor, cut: Cut) -> None:
-    """x becomes its sum over the ranks."""
-    if cut.group_name:
-        dist.all_reduce(x, group=_group(cut.group_name))
+def sum_over_ranks(x: Tensor, shard: Shard) -> None:
+    """Replace x by its sum over the ranks that share the vocabulary."""
+    if shard.group_name:
+        dist.all_reduce(x, group=process_group_of(shard.group_name))

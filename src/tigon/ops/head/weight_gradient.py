@@ -1,8 +1,9 @@
-"""dW [V, H] = sum over chunks of dlogits^T x: written by the first chunk, added to by the others.
+"""dW [V, H] = sum over chunks of dlogits^T x. The first chunk writes the sum, the other chunks add to it.
 
-In half precision every chunk reads dW, adds, and rounds once more. Summed in fp32 it would need a buffer of twice its
-size beside the result. Here the result itself is half of it: the upper rows are summed, in fp32, in the memory of the
-half-precision result, the lower rows in a buffer of the same size, and at the end both are rounded into place:
+With a half-precision dW, every chunk reads dW, adds to it, and rounds once more. An fp32 sum avoids these roundings,
+but as a whole it would need a buffer of twice the size of dW in addition to the result. `WeightGradient` needs a buffer
+of the size of dW only: the fp32 sum of the upper rows is in the memory of the half-precision result, and that of the
+lower rows is in the buffer. At the end both are rounded into the result:
 
     result  |  rows [0, V/2) in fp32   |  ->  |  rows [0, V/2)  |  rows [V/2, V)  |
     buffer  |  rows [V/2, V) in fp32   |  ->                     rounded from here ^
@@ -10,66 +11,104 @@ half-precision result, the lower rows in a buffer of the same size, and at the e
 Shapes: V vocabulary, H hidden, C tokens of a chunk.
 """
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-from tigon.runtime.device import cdiv
+from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.products import accumulates_in_fp32, product
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["WeightGradient"]
+__all__ = ["WeightGradient", "WeightGradientConfig", "WeightGradientProblem"]
 
-SLAB_BYTES = 64 * 2**20  # of a product, and of its factor in fp32, that is added to a sum of another dtype
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class WeightGradientProblem(NamedTuple):
+    """The properties that the parameters of a sum over chunks depend on."""
+
+    # bytes of an element of the weight
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class WeightGradientConfig(LaunchConfig):
+    """Parameters of a sum over chunks."""
+
+    # bytes of one slab of a product, and of one slab of its factor, if the product is added to a sum of another dtype
+    slab_bytes: int
+    # The lower rows start at a multiple of this row, so that their columns of the logits are aligned.
+    row_alignment: int
+    # rows that are rounded first, by way of a copy
+    first_rows: int
+
+    @staticmethod
+    def heuristic(problem: WeightGradientProblem, device: Device) -> "WeightGradientConfig":
+        return WeightGradientConfig(slab_bytes=64 * 2**20, row_alignment=64, first_rows=256)
+
+
+# --- the sum -------------------------------------------------------------------------------------
 
 
 class WeightGradient:
-    """The sum, for a weight [V, H] that may be of higher precision than the products (fp32 under autocast)."""
+    """The sum for a weight [V, H], whose dtype may be more precise than that of the products (fp32 under autocast).
 
-    def __init__(self, weight: Tensor, in_fp32: bool, into: Tensor | None = None) -> None:
-        """`in_fp32` sums the gradient of a half-precision weight in fp32; sums in fp32 and fp64 are as fine or finer.
+    Args:
+        weight: [V, H].
+        in_fp32: Sum the gradient of a half-precision weight in fp32. Other dtypes are at least as precise as fp32, and
+            do not change.
+        buffer: An existing gradient [V, H] that the sum is added to; None allocates a new one.
+    """
 
-        `into` is a gradient to add to, instead of a new one.
-        """
-        self.result = torch.empty_like(weight, memory_format=torch.contiguous_format) if into is None else into
-        self.started = into is not None
-        self.split = in_fp32 and self.result.element_size() == 2
+    def __init__(self, weight: Tensor, in_fp32: bool, buffer: Tensor | None = None) -> None:
+        self.config = WeightGradientConfig.choose(WeightGradientProblem(weight.element_size()), device_of(weight))
+        self.result = torch.empty_like(weight, memory_format=torch.contiguous_format) if buffer is None else buffer
+        self.has_sum = buffer is not None
+        self.is_split = in_fp32 and self.result.element_size() == 2
         v, h = weight.shape
-        # Rows of the halves start at aligned columns of the logits.
-        self.middle = v // 2 // 64 * 64 if self.split else 0
-        if self.split:
+        alignment = self.config.row_alignment
+        self.middle = v // 2 // alignment * alignment if self.is_split else 0
+        self.lower = self.result
+        if self.is_split:
             self.upper = self.result.flatten()[: 2 * self.middle * h].view(torch.float32).view(self.middle, h)
-        self.lower = weight.new_empty(v - self.middle, h, dtype=torch.float32) if self.split else self.result
+            self.lower = weight.new_empty(v - self.middle, h, dtype=torch.float32)
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
-        """dlogits [C, V], x [C, H]."""
+        """Add the product of a chunk's dlogits [C, V] and x [C, H]."""
         if self.middle:
             self._add(self.upper, dlogits[:, : self.middle], x)
         self._add(self.lower, dlogits[:, self.middle :], x)
-        self.started = True
+        self.has_sum = True
 
     def _add(self, total: Tensor, dlogits: Tensor, x: Tensor) -> None:
         if total.dtype == x.dtype or (total.dtype == torch.float32 and accumulates_in_fp32(x)):
-            product(dlogits.t(), x, out=total, accumulate=self.started)
+            product(dlogits.t(), x, out=total, accumulate=self.has_sum)
             return
-        if x.device.type == "cpu":  # as quick there as half-precision products, and not rounded
+        # On a CPU, fp32 products are as fast as half-precision ones, and their results are not rounded.
+        if x.device.type == "cpu":
             x = x.float()
-        rows = max(1, SLAB_BYTES // (max(x.shape) * x.element_size()))
-        made = x.new_empty(min(rows, len(total)), x.shape[1])
+        rows = max(1, self.config.slab_bytes // (max(x.shape) * x.element_size()))
+        slab = x.new_empty(min(rows, len(total)), x.shape[1])
         for start in range(0, len(total), rows):
             part = total[start : start + rows]
-            # Into `made`, because autocast would round the result.
-            torch.mm(dlogits[:, start : start + rows].t().to(x.dtype), x, out=made[: len(part)])
-            if self.started:
-                part.add_(made[: len(part)])
+            # With `out`, autocast does not round the result.
+            torch.mm(dlogits[:, start : start + rows].t().to(x.dtype), x, out=slab[: len(part)])
+            if self.has_sum:
+                part.add_(slab[: len(part)])
             else:
-                part.copy_(made[: len(part)])
+                part.copy_(slab[: len(part)])
 
     def finish(self) -> Tensor:
-        """The result [V, H]; zeros if nothing was added."""
-        if not self.started:
+        """Return the sum [V, H], which is zero if no product was added."""
+        if not self.has_sum:
             return self.result.zero_()
-        if self.split:
-            # A row's fp32 values stand at twice its rounded place: what [a, 2a) is rounded into, [a/2, a) has left.
-            first = 256
+        if self.is_split:
+            # Row r occupies bytes 4rH.. in fp32 and 2rH.. once rounded. Rounding rows [a, 2a) therefore overwrites the
+            # fp32 rows [a/2, a), which have been rounded already.
+            first = self.config.first_rows
             self.result[: min(first, self.middle)] = self.upper[:first].clone()
             for k in range(cdiv(self.middle, first).bit_length()):
                 part = slice(first << k, min(first << (k + 1), self.middle))

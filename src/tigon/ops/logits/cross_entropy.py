@@ -1,13 +1,13 @@
-r"""Cross entropy of logits, with the options that language models use; the maths stands in `token_loss`.
+r"""Cross entropy of logits, with the options that language models use. `token.kernels` has the maths.
 
-Two ways to the gradient. By default the forward pass keeps the logits and two numbers a row (lse), and backward writes
-the gradient to a new buffer. With `inplace=True` the forward pass writes the gradient over the logits, and backward
-only hands it on: half the memory, and for vocabularies that fit on the chip one trip less.
+The gradient is computed in one of two ways. By default the forward pass saves the logits and two numbers per row (lse),
+and backward writes the gradient to a new buffer. With `inplace=True` the forward pass overwrites the logits with the
+gradient, and backward returns it: this takes half the memory, and reads the logits once less if a row fits on the chip.
 
 Shapes: M tokens (all leading dimensions), V vocabulary.
 """
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import (
     Options,
+    SavedStatistics,
     Statistics,
     Upstream,
     Wants,
@@ -25,7 +26,7 @@ from tigon.ops.logits.token.kernels import (
 )
 from tigon.ops.logits.valid_rows import as_targets
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.launch import launcher
 
 __all__ = ["CrossEntropyLoss", "LossOutput", "Reduction", "cross_entropy", "cross_entropy_reference"]
@@ -34,17 +35,22 @@ Reduction = Literal["none", "mean", "sum"]
 
 
 class LossOutput(NamedTuple):
-    """A loss with what was asked for beside it; the other fields are None.
+    """A loss and the further results that were requested. The fields of other results are None.
 
-    `loss`, `log_probs` and `entropy` carry gradients.
+    `loss`, `log_probs` and `entropy` are differentiable.
     """
 
     loss: Tensor
-    z_loss: Tensor | None = None  # the part of `loss` that the z-loss is, reduced like it
-    token_accuracy: Tensor | None = None  # fp32 scalar: the share of valid tokens whose largest logit is the target's
-    predicted_tokens: Tensor | None = None  # int64, shaped as the target: the argmax; -1 where ignored
-    log_probs: Tensor | None = None  # fp32, shaped as the target: log of its probability; 0 where ignored
-    entropy: Tensor | None = None  # fp32, shaped as the target: of the probabilities, in nats; 0 where ignored
+    # the part of `loss` that is the z-loss, reduced like the loss
+    z_loss: Tensor | None = None
+    # fp32 scalar: the share of valid tokens whose largest logit is that of the target
+    token_accuracy: Tensor | None = None
+    # int64, shaped as the target: the argmax of the logits, -1 for ignored targets
+    predicted_tokens: Tensor | None = None
+    # fp32, shaped as the target: log p(target), 0 for ignored targets
+    log_probs: Tensor | None = None
+    # fp32, shaped as the target: the entropy of the probabilities in nats, 0 for ignored targets
+    entropy: Tensor | None = None
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -70,14 +76,15 @@ def cross_entropy_reference(
     token_scaling: bool = False,
     num_items: Tensor | float | None = None,
 ) -> Tensor:
-    """Eager definition of `cross_entropy`, differentiated by autograd: the tests' ground truth."""
+    """Compute `cross_entropy` by its eager definition, the ground truth of the tests. Autograd differentiates it."""
     x = _transformed_reference(input, softcap, logit_scale)
     v = x.shape[-1]
     w = x.new_ones(v) if weight is None else weight.to(x.dtype)
     log_p, lse, valid = torch.log_softmax(x, -1), torch.logsumexp(x, -1), target != ignore_index
     inside = (target >= 0) & (target < v)
     safe = target.where(inside, 0)
-    w_t = w[safe].where(inside | ~valid, torch.nan)  # an ignored target may stand outside [0, V)
+    # An ignored target may be outside [0, V).
+    w_t = w[safe].where(inside | ~valid, torch.nan)
     log_p_t = log_p.gather(-1, safe[..., None])[..., 0]
     loss, z = -(1 - label_smoothing) * w_t * log_p_t, z_loss * lse.square()
     if label_smoothing:
@@ -100,45 +107,49 @@ def cross_entropy_reference(
 def log_probs_and_entropy_reference(
     input: Tensor, target: Tensor, *, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Eager definition of what `cross_entropy` returns by these names."""
+    """Compute the `log_probs` and the `entropy` of `cross_entropy` by their eager definition."""
     log_p, valid = torch.log_softmax(_transformed_reference(input, softcap, logit_scale), -1), target != ignore_index
     inside = (target >= 0) & (target < log_p.shape[-1])
     log_p_t = log_p.gather(-1, target.where(inside, 0)[..., None])[..., 0].where(inside, torch.nan)
-    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # p log p is 0 where p is
+    # The clamp makes p log p zero if p is zero.
+    entropy = -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)
     return log_p_t.where(valid, 0.0), entropy.where(valid, 0.0)
 
 
 # --- launchers (2-D in, no autograd) -------------------------------------------------------------
 
 
-def _fake_forward(logits, target, weight, scales, *arguments):
-    return tuple(empty_statistics(logits, Options(*arguments[:-4]), Wants(*arguments[-4:])))
+def _empty_forward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants
+) -> Statistics:
+    return empty_statistics(logits, options, wants)
 
 
-@launcher(fake=_fake_forward)
+@launcher(fake=_empty_forward)
 def cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor,
-    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float, token_scaling: bool,
-    wants_z_loss: bool, wants_predicted: bool, wants_log_probs: bool, wants_entropy: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """logits [M, V] -> `Statistics`."""
-    options = Options(ignore_index, smoothing, softcap, logit_scale, z, token_scaling)
-    wants = Wants(wants_z_loss, wants_predicted, wants_log_probs, wants_entropy)
-    return tuple(statistics(logits, target, weight, scales, options, wants))
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants
+) -> Statistics:
+    """Return the statistics of logits [M, V]."""
+    return statistics(logits, target, weight, scales, options, wants)
 
 
-@launcher(fake=lambda logits, *arguments: logits.new_empty(logits.shape))
-def cross_entropy_backward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, lse: Tensor,
-    log_probs: Tensor | None, entropy: Tensor | None,
-    dloss: Tensor | None, dlog_probs: Tensor | None, dentropy: Tensor | None,
-    ignore_index: int, smoothing: float, softcap: float | None, logit_scale: float, z: float, token_scaling: bool,
+def _empty_backward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
+    options: Options,
 ) -> Tensor:  # fmt: skip
-    """logits [M, V], lse [M, 2], gradients [M] or None for zeros -> dlogits [M, V]."""
-    options = Options(ignore_index, smoothing, softcap, logit_scale, z, token_scaling)
-    found = Statistics(None, lse, None, None, log_probs, entropy)
-    upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
-    return gradient(logits, target, weight, scales, found, upstream, options, out=logits.new_empty(logits.shape))
+    return logits.new_empty(logits.shape)
+
+
+@launcher(fake=_empty_backward)
+def cross_entropy_backward(
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
+    options: Options,
+) -> Tensor:  # fmt: skip
+    """Return dlogits [M, V] for upstream gradients [M], of which None means zeros, also for the loss."""
+    if upstream.loss is None:
+        upstream = upstream._replace(loss=scales.new_zeros(()))
+    out = _empty_backward(logits, target, weight, scales, saved, upstream, options)
+    return gradient(logits, target, weight, scales, saved, upstream, options, out)
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -146,29 +157,40 @@ def cross_entropy_backward(
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, logits, target, weight, scales, options, in_place, wants):
-        leave_absent(ctx)
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
+        in_place: bool, wants: Wants,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        keep_none_gradients(ctx)
         if in_place:
-            found = statistics(logits, target, weight, scales, options, wants, True)
-            torch.autograd.graph.increment_version(logits)  # whoever saved the logits for backward hears of it
+            result = statistics(logits, target, weight, scales, options, wants, with_gradient=True)
+            # An earlier op that saved the logits for its backward must notice the change.
+            torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(logits.detach())
         else:
-            found = Statistics(*cross_entropy_forward(logits, target, weight, scales, *options, *wants))
-            ctx.save_for_backward(logits, target, weight, scales, found.lse, found.log_probs, found.entropy)
+            result = cross_entropy_forward(logits, target, weight, scales, options, wants)
+            ctx.save_for_backward(logits, target, weight, scales, result.lse, result.log_probs, result.entropy)
         ctx.options, ctx.wants, ctx.in_place = options, wants, in_place
-        ctx.mark_non_differentiable(found.z_loss, found.predicted)
-        return found.loss, found.z_loss, found.predicted, found.log_probs, found.entropy
+        ctx.mark_non_differentiable(result.z_loss, result.predicted)
+        return result.loss, result.z_loss, result.predicted, result.log_probs, result.entropy
 
     @staticmethod
     @first_order
-    def backward(ctx, dloss, dz_loss, dpredicted, dlog_probs, dentropy):
+    def backward(
+        ctx: Any, dloss: Tensor | None, _dz_loss: None, _dpredicted: None, dlog_probs: Tensor | None,
+        dentropy: Tensor | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         if ctx.in_place:
             (dlogits,) = ctx.saved_tensors
+            assert dloss is not None
             dlogits = rescaled(dlogits, dloss)
         else:
-            upstream = dloss, dlog_probs if ctx.wants.log_probs else None, dentropy if ctx.wants.entropy else None
-            dlogits = cross_entropy_backward(*ctx.saved_tensors, *upstream, *ctx.options)
-        return dlogits, *[None] * 6
+            logits, target, weight, scales, *statistics = ctx.saved_tensors
+            wants = ctx.wants
+            upstream = Upstream(dloss, dlog_probs if wants.log_probs else None, dentropy if wants.entropy else None)
+            saved = SavedStatistics(*statistics)
+            dlogits = cross_entropy_backward(logits, target, weight, scales, saved, upstream, ctx.options)
+        return dlogits, None, None, None, None, None, None
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -178,27 +200,27 @@ def check_loss_arguments(
     op: str, vocabulary: int, target: Tensor, weight: Tensor | None, reduction: str,
     num_items: Tensor | float | None, device: torch.device,
 ) -> None:  # fmt: skip
-    """The rules that both losses share."""
+    """Check the arguments that `cross_entropy` and `linear_cross_entropy` share."""
     checks.integer(op, target=target)
     checks.choice(op, "reduction", reduction, ("none", "mean", "sum"))
     if target.device != device:
-        raise ValueError(f"{op}: target must be on {device}, as the input is, got {target.device}")
+        raise ValueError(f"{op}: target must be on {device} like the input, got {target.device}")
     if weight is not None:
         checks.floating(op, weight=weight)
         checks.shape(op, "weight", weight, (vocabulary,))
         if weight.device != device:
-            raise ValueError(f"{op}: weight must be on {device}, as the input is, got {weight.device}")
+            raise ValueError(f"{op}: weight must be on {device} like the input, got {weight.device}")
         if weight.requires_grad:
-            raise ValueError(f"{op}: weight must not require gradients: none flows to class weights")
+            raise ValueError(f"{op}: weight must not require a gradient, because class weights get none")
     if num_items is not None and reduction != "mean":
-        raise ValueError(f"{op}: num_items divides a mean, but reduction is {reduction!r}")
+        raise ValueError(f"{op}: num_items needs reduction='mean', which it divides, got reduction={reduction!r}")
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"{op}: num_items must be a number or one element, got shape {tuple(num_items.shape)}")
         if num_items.dtype == torch.bool or num_items.is_complex():
             raise TypeError(f"{op}: num_items must be a number, got a tensor of {num_items.dtype}")
         if num_items.is_meta and device.type != "meta":
-            raise ValueError(f"{op}: num_items must be on {device}, as the input is, got meta")
+            raise ValueError(f"{op}: num_items must be on {device} like the input, got meta")
     elif num_items is not None:
         checks.number(op, "num_items", num_items, 0.0)
 
@@ -207,7 +229,7 @@ def loss_options(
     op: str, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
     token_scaling: bool = False,
 ) -> Options:  # fmt: skip
-    """The options, checked."""
+    """Check the options that both losses share, and return them."""
     checks.flag(op, token_scaling=token_scaling)
     return Options(
         ignore_index,
@@ -220,7 +242,7 @@ def loss_options(
 
 
 def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """`num_items` as a tensor [] on the device; no wait in either direction."""
+    """Return `num_items` as a tensor [] on the device. Neither the host nor the device waits for the other."""
     if num_items is None:
         return None
     if isinstance(num_items, Tensor):
@@ -233,26 +255,29 @@ def loss_output(
     return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool,
     log_probs: Tensor | None = None, entropy: Tensor | None = None,
 ) -> Tensor | LossOutput:  # fmt: skip
-    """Per-token results [M], reduced and shaped as the target, and only what was asked for (the last two: None)."""
+    """Return the loss, or a `LossOutput` with the requested results, reduced and shaped as the target.
+
+    The other arguments are results per token [M]. `log_probs` and `entropy` are None unless they were requested.
+    """
     reduced = lambda values: values.view(target.shape) if reduction == "none" else values.sum()
     shaped = lambda values: None if values is None else values.view(target.shape)
     loss = losses if losses.dim() == 0 else reduced(losses)
-    beside = return_z_loss or return_token_accuracy or return_predicted_tokens
-    if not beside and log_probs is None and entropy is None:
+    returns_predictions = return_token_accuracy or return_predicted_tokens
+    if not (return_z_loss or returns_predictions) and log_probs is None and entropy is None:
         return loss
     accuracy = None
     if return_token_accuracy:
         target = as_targets(target, ignore_index).view(target.shape)
         valid = target != ignore_index
-        right = valid & (predicted.view(target.shape) == target)
-        accuracy = right.sum() / valid.sum().clamp(min=1)
+        is_correct = valid & (predicted.view(target.shape) == target)
+        accuracy = is_correct.sum() / valid.sum().clamp(min=1)
     return LossOutput(
-        loss,
-        reduced(z_losses) if return_z_loss else None,
-        accuracy,
-        shaped(predicted) if return_predicted_tokens else None,
-        shaped(log_probs),
-        shaped(entropy),
+        loss=loss,
+        z_loss=reduced(z_losses) if return_z_loss else None,
+        token_accuracy=accuracy,
+        predicted_tokens=shaped(predicted) if return_predicted_tokens else None,
+        log_probs=shaped(log_probs),
+        entropy=shaped(entropy),
     )
 
 
@@ -276,41 +301,44 @@ def cross_entropy(
     return_log_probs: bool = False,
     return_entropy: bool = False,
 ) -> Tensor | LossOutput:
-    """Cross entropy of logits and class indices, in fp32 whatever the dtype of the logits.
+    """Return the cross entropy of logits and class indices, in fp32 for every dtype of the logits.
 
     Args:
         input: [..., V] logits, fp32 | bf16 | fp16.
         target: [...] class indices, int64 | int32.
         weight: [V] class weights.
-        ignore_index: Targets of this value have no loss and gradient zero; None is -100, as in torch.
+        ignore_index: Targets of this value have loss and gradient zero. None means -100, as in torch.
         reduction: "none" for [...], "sum", or "mean": over the valid targets, by their class weights as in torch.
         label_smoothing: In [0, 1]: the share of the target that is spread over all classes.
         softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2), after `logit_scale`.
         logit_scale: Multiplies the logits (Cohere; the reciprocal of a temperature).
         z_loss: Adds `z_loss * logsumexp(logits)^2` to each token's loss (PaLM); its mean is over the valid targets.
-        token_scaling: Multiplies each token's loss, z-loss included, by the probability of its target, as a constant
-            (dynamic fine-tuning, DFT).
-        num_items: What a mean divides by instead, a number or a tensor (Hugging Face's `num_items_in_batch`); 0 gives
-            0. Under `torch.compile` a tensor, because each new number compiles anew.
-        inplace: Allow the gradient to overwrite `input` in the forward pass, if it needs one. A permission: under
-            `torch.compile`, for fp16 (whose gradients need the loss scale that backward brings), where `input` is not
-            dense, or with log-probabilities or the entropy (whose gradients need the logits), memory is not reused.
+        token_scaling: Multiplies each token's loss, including its z-loss, by the probability of the target as a
+            constant (dynamic fine-tuning, DFT).
+        num_items: The divisor of a mean, a number or a tensor (Hugging Face's `num_items_in_batch`), in place of the
+            number of valid targets; 0 gives 0. Pass a tensor under `torch.compile`, which compiles again for each new
+            number.
+        inplace: Allow the forward pass to overwrite `input` with its gradient, if it needs one. The memory is not
+            reused under `torch.compile`, if `input` is not dense, for fp16 (whose gradients need the loss scale, known
+            only in backward), or with log-probabilities or the entropy (whose gradients need the logits).
         return_z_loss: Also return the z-loss, reduced like the loss.
-        return_token_accuracy: Also return the share of valid tokens whose largest logit is the target's.
-        return_predicted_tokens: Also return the argmax, shaped as the target, -1 where ignored.
-        return_log_probs: Also return log p(target), shaped as the target, 0 where ignored; of the logits after
-            `logit_scale` and `softcap`, without class weights and label smoothing. Differentiable.
-        return_entropy: Also return the entropy of these probabilities in nats, shaped as the target, 0 where ignored;
-            what has probability 0 adds 0. Differentiable.
+        return_token_accuracy: Also return the share of valid tokens whose largest logit is that of the target.
+        return_predicted_tokens: Also return the argmax of the logits, shaped as the target, -1 for ignored targets.
+        return_log_probs: Also return log p(target), shaped as the target, 0 for ignored targets. The probability is
+            that of the logits after `logit_scale` and `softcap`, without class weights and label smoothing. It is
+            differentiable.
+        return_entropy: Also return the entropy of these probabilities in nats, shaped as the target, 0 for ignored
+            targets. Classes of probability 0 add 0. It is differentiable.
 
     Returns:
-        The loss, fp32; or a `LossOutput` if anything is asked for beside it. A mean over no valid target is 0.
-        A target that is neither in [0, V) nor `ignore_index` makes its loss and its log-probability NaN, and its row
-        of the gradient, on every device; nothing waits for the GPU to find it.
+        The loss in fp32, or a `LossOutput` if a further result is requested. A mean over no valid target is 0.
+        A target that is neither in [0, V) nor `ignore_index` makes its loss, its log-probability and its row of the
+        gradient NaN, on every device. The host does not wait for the GPU to find such a target.
 
     Raises:
-        TypeError: `input` is no floating-point tensor, `target` no integer tensor, or an option no number.
-        ValueError: Shapes or devices do not fit, or an option is out of range.
+        TypeError: `input` is not a floating-point tensor, `target` is not an integer tensor, or an option is not a
+            number.
+        ValueError: Shapes or devices do not match, or an option is out of range.
 
     Source: label smoothing, Szegedy et al., arXiv:1512.00567; z-loss, Chowdhery et al., arXiv:2204.02311; soft cap,
     Gemma 2, arXiv:2408.00118; token scaling, Wu et al., arXiv:2508.05629.
@@ -334,18 +362,17 @@ def cross_entropy(
     checks.shape(op, "target", target, input.shape[:-1])
     ignore_index = checks.ignore_index(op, -100 if ignore_index is None else ignore_index)
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
-    check_loss_arguments(
-        op, v, target, weight, reduction, num_items, input.device
-    )  # fmt: skip
+    check_loss_arguments(op, v, target, weight, reduction, num_items, input.device)
     logits, targets = input.reshape(-1, v), as_targets(target, ignore_index)
     weight = None if weight is None else weight.detach().contiguous()
     in_place = inplace and torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling()
-    in_place = in_place and not (return_log_probs or return_entropy)  # whose gradients need the logits
+    # The gradients of log-probabilities and of the entropy need the logits.
+    in_place = in_place and not (return_log_probs or return_entropy)
     in_place = in_place and logits.stride(-1) == 1 and logits.data_ptr() == input.data_ptr()
-    in_place = in_place and (len(logits) < 2 or logits.stride(0) >= v)  # rows that share memory cannot each have theirs
-    in_place = (
-        in_place and input.dtype != torch.float16
-    )  # whose small gradients live by the loss scale that comes later
+    # Each row needs memory of its own for its gradient.
+    in_place = in_place and (len(logits) < 2 or logits.stride(0) >= v)
+    # Small fp16 gradients need the loss scale, which is part of the upstream gradient.
+    in_place = in_place and input.dtype != torch.float16
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
     scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
@@ -359,18 +386,27 @@ def cross_entropy(
     )  # fmt: skip
 
 
-class CrossEntropyLoss(nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` computed by `cross_entropy`, with its further options as keywords.
+_MODULE_OPTIONS = (
+    "softcap", "logit_scale", "z_loss", "token_scaling", "inplace",
+    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
+)  # fmt: skip
 
-    Classes stand in the last dimension, also where torch's module takes them from the second.
+
+class CrossEntropyLoss(nn.CrossEntropyLoss):
+    """Compute `cross_entropy` as a module with the constructor of `torch.nn.CrossEntropyLoss` and further options.
+
+    The classes are in the last dimension, also for inputs whose classes torch's module expects in the second.
 
     Args:
         weight: [V] class weights.
-        ignore_index: Targets of this value do not count.
+        ignore_index: Targets of this value have loss and gradient zero.
         reduction: "none" | "mean" | "sum".
-        label_smoothing: In [0, 1].
-        **options: `softcap`, `logit_scale`, `z_loss`, `token_scaling`, `inplace`, `return_...`, as `cross_entropy` has
-            them.
+        label_smoothing: In [0, 1]: the share of the target that is spread over all classes.
+        **options: `softcap`, `logit_scale`, `z_loss`, `token_scaling`, `inplace` and `return_...` of `cross_entropy`.
+
+    Raises:
+        TypeError: `weight` is not a floating-point tensor.
+        ValueError: An option has another name. The module checks values when it is called.
 
     Example:
         >>> loss = tigon.CrossEntropyLoss(softcap=30.0)
@@ -385,19 +421,19 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: int = -100,
         reduction: Reduction = "mean",
         label_smoothing: float = 0.0,
-        **options,
+        **options: Any,
     ) -> None:
         checks.floating("CrossEntropyLoss", weight=weight)
         super().__init__(weight, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
-        known = ("softcap", "logit_scale", "z_loss", "token_scaling", "inplace", "return_z_loss")
-        known += ("return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy")
         for name in options:
-            checks.choice("CrossEntropyLoss", "an option", name, known)
+            checks.choice("CrossEntropyLoss", "an option", name, _MODULE_OPTIONS)
         self.options = options
 
-    def forward(self, input: Tensor, target: Tensor, num_items: Tensor | float | None = None) -> Tensor | LossOutput:
-        """input [..., V], target [...] -> as `cross_entropy`."""
+    def forward(  # type: ignore[override]
+        self, input: Tensor, target: Tensor, num_items: Tensor | float | None = None
+    ) -> Tensor | LossOutput:
+        """Return `cross_entropy` of input [..., V] and target [...]."""
         return cross_entropy(
-            input, target, self.weight, ignore_index=self.ignore_index, reduction=self.reduction,
+            input, target, self.weight, ignore_index=self.ignore_index, reduction=cast(Reduction, self.reduction),
             label_smoothing=self.label_smoothing, num_items=num_items, **self.options,
         )  # fmt: skip

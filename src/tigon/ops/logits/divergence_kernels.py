@@ -1,4 +1,4 @@
-r"""Divergences between a student Q and a teacher P over a vocabulary: the kernels under `kl_div`, `jsd` and `tvd`.
+r"""Kernels of the divergences between a student Q and a teacher P over a vocabulary: `kl_div`, `jsd` and `tvd`.
 
 With x = log q, y = log p, M = b P + (1 - b) Q, elementwise; `loss` sums over the vocabulary:
 
@@ -7,31 +7,31 @@ With x = log q, y = log p, M = b P + (1 - b) Q, elementwise; `loss` sums over th
     jsd          loss = b p (y - log m) + (1 - b) q (x - log m)     g = (1 - b) q (x - log m)
     tvd          loss = |q - p| / 2                                 g = q sign(q - p) / 2
 
-g is d loss / dx, and of tvd from probabilities d loss / dq = sign(q - p) / 2. In g of jsd the derivatives of log m
-cancel, because they sum to dm - dm. From logits a, with x = a / t - logsumexp(a / t):
+g is d loss / dx. For tvd of probabilities it is d loss / dq = sign(q - p) / 2. In g of jsd the derivatives of log m
+cancel, because they sum to dm - dm. For logits a, with x = a / t - logsumexp(a / t):
 
     da_j = (g_j - q_j * G) / t,   G = sum_k g_k
 
-G of kl is -1, so its loss and gradient are one pass after the one for the log-sum-exps; the others need G first. Any
-c q may be left out of g, because sum_k q_k = 1 takes c out again: c is 1 for reverse_kl, where G is then the loss, and
-1/2 for tvd, where -G is then the student's mass below the teacher's, free of a cancellation with 1/2.
+G of kl is -1, so one pass after the log-sum-exps computes its loss and its gradient. The other kinds need G first. A
+term c q of g may be omitted, because sum_k q_k = 1 cancels it in da. For reverse_kl c is 1, and G is then the loss. For
+tvd c is 1/2, and -G is then the mass by which the student is below the teacher, without a cancellation with 1/2.
 
-JSD needs three values of the special function unit an element. With h the larger of x and y, d = |x - y|, and u and v
-the weights of the larger and the smaller (b or 1 - b each):
+JSD needs three values of the special function unit per element. Let h be the larger of x and y, d = |x - y|, and u and
+v the weights (b or 1 - b) of the larger and of the smaller one:
 
     e = exp(-d),   hi = log m - h = log(u + v e) <= 0,   lo = e (log m - (h - d)) = e (d + hi)
     loss = -exp(h) (u hi + v lo),   g = -exp(h) (1 - b) (hi where q is the larger, else lo)
 
-Nothing overflows: e and u + v e are in [0, 1]. Nothing cancels either: an error of log m - x is an error of hi, a few
-2^-23 whatever the size of x, where the difference of two logarithms near -12 is off by 2^-21. Equal inputs give
-exactly zero. A probability below 2^-126 counts as zero, and zero times infinity is zero.
+No term overflows: e and u + v e are in [0, 1]. No terms cancel: the error of log m - x is the error of hi, a few 2^-23
+for every x, while the difference of two logarithms near -12 has an error of 2^-21. Equal inputs give exactly zero. A
+probability below 2^-126 is treated as zero, and zero times infinity is zero.
 
 Shapes: M rows (all leading dimensions), V vocabulary.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,35 +40,36 @@ from torch import Tensor
 
 from tigon.ops.logits.divergence_reference import DivergenceReduction, divisor
 from tigon.ops.logits.rescale import rescaled
-from tigon.ops.logits.token.kernels import Options as TokenOptions
-from tigon.ops.logits.token.kernels import gradient_scales, statistics
+from tigon.ops.logits.token.kernels import Options, gradient_scales, statistics
 from tigon.ops.logits.token.maths import LN2, LOG2E
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import HIP, INTERPRETED, Device, cdiv, device_of, runs_kernels
-from tigon.runtime.launch import launch, launcher
+from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["DivergenceConfig", "DivergenceProblem", "divergence", "native_log2"]
+__all__ = ["DivergenceConfig", "DivergenceProblem", "divergence", "has_native_log2"]
 
-LOWEST = tl.constexpr(-1e4)  # stands for -inf in differences; its exponential is zero
-EVERY = tl.constexpr(tl.PropagateNan.ALL)
+# This number replaces -inf in differences. Its exponential is zero.
+LOWEST = tl.constexpr(-1e4)
+PROPAGATE_NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
 class DivergenceProblem(NamedTuple):
-    """What the launch parameters of a divergence depend on."""
+    """The properties that the launch parameters of a divergence depend on."""
 
     vocabulary: int
-    kind: str  # "kl", "jsd" or "tvd"
+    # "kl", "reverse_kl", "jsd" or "tvd"
+    kind: str
 
 
 @dataclass(frozen=True)
 class DivergenceConfig(LaunchConfig):
-    """Launch parameters: a program takes `span` blocks of `block_v` elements of one row."""
+    """Launch parameters: a program reads `span` blocks of `block_v` elements of one row."""
 
     block_v: int
     span: int
@@ -79,18 +80,18 @@ class DivergenceConfig(LaunchConfig):
         block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), 1024)
         return DivergenceConfig(
             block_v,
-            # The arithmetic of JSD wants longer loops: 0.761 ms for 0.771, from logits 1.94 for 2.12 (H200, 4096 x
-            # 128256).
+            # JSD has more arithmetic, so longer loops are faster: 0.761 ms instead of 0.771, and from logits 1.94 ms
+            # instead of 2.12 (H200, 4096 x 128256).
             span=16 if problem.kind == "jsd" else 4,
             num_warps=max(1, min(block_v // 256, 128 // device.warp_size)),
         )
 
 
-def native_log2(x: Tensor, device: Device) -> bool:
-    """Whether the kernels take NVIDIA's instruction for a logarithm, whose error is up to 2^-22 where fp32 has 2^-24.
+def has_native_log2(x: Tensor, device: Device) -> bool:
+    """Return whether the kernels use NVIDIA's instruction for a logarithm, whose error is up to 2^-22, not 2^-24.
 
-    It hides under the rounding of half precision; Triton's own logarithm takes 35 instructions, and JSD has time for 40
-    in all. The interpreter knows no instructions.
+    The rounding of half precision is larger than this error. Triton's logarithm takes 35 instructions, and the loop of
+    JSD has time for 40 in total. The interpreter does not execute instructions of a GPU.
     """
     return x.element_size() == 2 and device.warp_size == 32 and not HIP and not INTERPRETED
 
@@ -100,7 +101,7 @@ def native_log2(x: Tensor, device: Device) -> bool:
 
 @triton.jit
 def _exp(x):
-    """exp(x) for x >= LOWEST: the rounding of x * log2(e), large where x is, is put right to first order."""
+    """Return exp(x) for x >= LOWEST. The rounding of x * log2(e) grows with x, so it is corrected to first order."""
     z = x * LOG2E
     e = tl.exp2(z)
     return tl.fma(e, tl.fma(z, -LN2, x), e)
@@ -108,6 +109,7 @@ def _exp(x):
 
 @triton.jit
 def _log2(x, NATIVE: tl.constexpr):
+    """Return log2(x), with NATIVE by NVIDIA's instruction."""
     if NATIVE:
         return tl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, is_pure=True, pack=1)
     return tl.log2(x)
@@ -115,13 +117,13 @@ def _log2(x, NATIVE: tl.constexpr):
 
 @triton.jit
 def _finite(log):
-    """A logarithm, but no -inf; NaN stays."""
-    return tl.maximum(log, LOWEST, propagate_nan=EVERY)
+    """Return a logarithm with -inf replaced by LOWEST. NaN stays NaN."""
+    return tl.maximum(log, LOWEST, propagate_nan=PROPAGATE_NAN)
 
 
 @triton.jit
 def _difference(a, log_a, log_b):
-    """log a - log b for finite log a; finite where a is zero, even if b is as well."""
+    """Return log a - log b for finite log a. The result is finite if a is zero, even if b is zero too."""
     return log_a - tl.where(a == 0.0, _finite(log_b), log_b)
 
 
@@ -129,14 +131,17 @@ def _difference(a, log_a, log_b):
 def _element(
     x, y, unit, beta, rest, KIND: tl.constexpr, LOGS: tl.constexpr, REDUCED: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """Loss, g (less c q if REDUCED) and q, times `unit`; `rest` = 1 - beta; without LOGS y is p, and x of tvd is q."""
+    """Return the loss, g (without the term c q if REDUCED) and q, each times `unit`.
+
+    `rest` is 1 - beta. Without LOGS, y is p instead of log p, and for tvd x is q instead of log q.
+    """
     if KIND == "kl":
         if LOGS:
             y = _finite(y)
             p = _exp(y)
         else:
-            # One step of Newton's method makes up for the native logarithm; nothing below 2^-126 is told from 0.
-            p, log2_p = y, tl.maximum(_log2(y, NATIVE), -126.0, propagate_nan=EVERY)
+            # One step of Newton's method corrects the native logarithm. Probabilities below 2^-126 count as 0.
+            p, log2_p = y, tl.maximum(_log2(y, NATIVE), -126.0, propagate_nan=PROPAGATE_NAN)
             y = log2_p * LN2 + (p * tl.exp2(-log2_p) - 1.0)
         return (p * unit) * _difference(p, y, x), p * -unit, _exp(_finite(x)) * unit
     elif KIND == "reverse_kl":
@@ -145,17 +150,18 @@ def _element(
         loss = (q * unit) * _difference(q, x, y)
         return loss, loss if REDUCED else loss + q * unit, q * unit
     elif KIND == "jsd":
-        h = _exp(_finite(tl.maximum(x, y, propagate_nan=EVERY)))
-        d = tl.minimum(tl.abs(x - y) * LOG2E, 127.0)  # in base 2; 127 also where both are -inf
-        student_first = x >= y
-        u, v = tl.where(student_first, rest, beta), tl.where(student_first, beta, rest)
+        h = _exp(_finite(tl.maximum(x, y, propagate_nan=PROPAGATE_NAN)))
+        # The difference in base 2. It is 127 if both are -inf.
+        d = tl.minimum(tl.abs(x - y) * LOG2E, 127.0)
+        student_is_larger = x >= y
+        u, v = tl.where(student_is_larger, rest, beta), tl.where(student_is_larger, beta, rest)
         e = tl.exp2(-d)
         hi = _log2(tl.fma(v, e, u), NATIVE)
         first, second = u * hi, v * (e * (d + hi))
         h *= unit
         scaled = h * -LN2
-        g = scaled * tl.where(student_first, first, second)
-        return scaled * (first + second), g, tl.where(student_first, h, h * e)
+        g = scaled * tl.where(student_is_larger, first, second)
+        return scaled * (first + second), g, tl.where(student_is_larger, h, h * e)
     else:
         if LOGS:
             x, y = _exp(_finite(x)), _exp(_finite(y))
@@ -167,9 +173,9 @@ def _element(
 @triton.jit(do_not_specialize=["ignore_index", "stride_dloss"])
 def _divergence_kernel(
     x_ptr, y_ptr, label_ptr, valid_ptr,  # [M, V] twice, [M] or None, 1 / valid rows or None
-    x_lse_ptr, y_lse_ptr, slope_ptr,  # [M, 2] twice: max, sum exp(x - max), or None; [M]: G, or None
-    dloss_ptr,  # [], [M, V] if ELEMENTS, or None
-    loss_ptr, slopes_ptr, dx_ptr,  # [M, parts] or [M, V] if ELEMENTS; [M, parts]; [M, V]; each may be None
+    x_lse_ptr, y_lse_ptr, slope_ptr,  # [M, 2] or None: max and sum exp(x - max); [M, 2] or None; [M] or None: G
+    dloss_ptr,  # [], [M, V] with ELEMENTS, or None
+    loss_ptr, slopes_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTS; [M, parts]; [M, V]; each may be None
     stride_x, stride_y, stride_dloss, stride_dloss_v, stride_dx, V, parts,
     ignore_index, scale, beta, rest, inverse_temperature,
     KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTS: tl.constexpr, NATIVE: tl.constexpr,
@@ -183,7 +189,8 @@ def _divergence_kernel(
     OTHER_Y: tl.constexpr = float("-inf") if LOGS else 0.0
 
     width = V
-    if label_ptr is not None:  # an ignored row has no elements: nothing of it is read, and what is written is zero
+    # An ignored row is treated as a row without elements: it is not read, and zeros are written.
+    if label_ptr is not None:
         width = tl.where(tl.load(label_ptr + row) != ignore_index, V, 0)
     if valid_ptr is not None:
         scale = scale * tl.load(valid_ptr)
@@ -192,10 +199,11 @@ def _divergence_kernel(
         y_top = tl.load(y_lse_ptr + row * 2)
         x_log = tl.log(tl.load(x_lse_ptr + row * 2 + 1, mask=width > 0, other=1.0))
         y_log = tl.log(tl.load(y_lse_ptr + row * 2 + 1, mask=width > 0, other=1.0))
-        slope = -1.0  # of kl
+        # G of kl is -1.
+        slope = -1.0
         if slope_ptr is not None:
             slope = tl.load(slope_ptr + row)
-    # With a gradient, everything is computed times what that is multiplied by; else sums are, in the end.
+    # With a gradient, every term is multiplied by the factor of the gradient. Otherwise only the sums are, at the end.
     unit, rescale = 1.0, scale
     if dx_ptr is not None:
         unit, rescale = scale, 1.0
@@ -234,103 +242,155 @@ def _divergence_kernel(
 # --- launchers (2-D in, no autograd) -------------------------------------------------------------
 
 
-class Options(NamedTuple):
-    """What defines a divergence, besides its tensors."""
+class DivergenceOptions(NamedTuple):
+    """Define a divergence, besides its tensors."""
 
-    kind: str  # "kl", "reverse_kl", "jsd" or "tvd"
-    logs: bool  # whether the target (of tvd, both) comes as logarithms or logits
+    # "kl", "reverse_kl", "jsd" or "tvd"
+    kind: str
+    # whether the target (for tvd also the input) holds logarithms or logits
+    logs: bool
     from_logits: bool
-    elements: bool  # elementwise losses, and a gradient for each of them
+    # whether the losses are elementwise, each with its own upstream gradient
+    elements: bool
     divisor: int
     ignore_index: int
     beta: float
     temperature: float
 
 
-class _Results(NamedTuple):
-    """None is what is not asked for, or what backward does not need."""
+class DivergenceResults(NamedTuple):
+    """The results of the forward pass. None stands for a result that is not needed."""
 
-    loss: Tensor  # [], or [M, V] if elementwise; fp32
-    dx: Tensor | None  # [M, V]
-    x_lse: Tensor | None  # [M, 2] fp32, from logits
+    # [], or [M, V] with elementwise losses; fp32
+    loss: Tensor
+    # [M, V]
+    dx: Tensor | None
+    # [M, 2] fp32 for logits: max and sum exp(x - max)
+    x_lse: Tensor | None
     y_lse: Tensor | None
-    slope: Tensor | None  # [M] fp32: G, from logits
+    # [M] fp32 for logits: G
+    slope: Tensor | None
+
+
+class SavedDivergence(NamedTuple):
+    """The results of the forward pass that backward reads. None stands for a result that does not exist."""
+
+    x_lse: Tensor | None
+    y_lse: Tensor | None
+    slope: Tensor | None
+
+
+NOTHING_SAVED = SavedDivergence(None, None, None)
 
 
 def _run(
-    x: Tensor, y: Tensor, labels: Tensor | None, valid: Tensor | None, lse: tuple[Tensor | None, Tensor | None],
-    options: Options, loss: bool = False, slopes: bool = False, dx: bool = False,
-    slope: Tensor | None = None, dloss: Tensor | None = None,
+    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
+    options: DivergenceOptions, with_loss: bool = False, with_slope: bool = False, with_dx: bool = False,
+    dloss: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """One pass over x and y: of loss ([] or [M, V]), G [M] and dx [M, V] those that are asked for."""
+    """Read x and y once, and return the loss ([] or [M, V]), G [M] and dx [M, V], each only if it is requested."""
     (m, v), device = x.shape, device_of(x)
     config = DivergenceConfig.choose(DivergenceProblem(v, options.kind), device)
     parts = cdiv(v, config.block_v * config.span)
     elements = options.elements
-    losses = x.new_empty((m, v if elements else parts), dtype=torch.float32) if loss else None
-    sums = x.new_empty((m, parts), dtype=torch.float32) if slopes else None
-    gradient = x.new_empty(m, v) if dx else None
+    losses = x.new_empty((m, v if elements else parts), dtype=torch.float32) if with_loss else None
+    slopes = x.new_empty((m, parts), dtype=torch.float32) if with_slope else None
+    dx = x.new_empty(m, v) if with_dx else None
+    stride_dloss, stride_dloss_v = dloss.stride() if elements and dloss is not None else (0, 0)
+    arguments = in_order(
+        _divergence_kernel,
+        x_ptr=x, y_ptr=y, label_ptr=labels, valid_ptr=inverse_count,
+        x_lse_ptr=saved.x_lse, y_lse_ptr=saved.y_lse, slope_ptr=saved.slope,
+        dloss_ptr=dloss, loss_ptr=losses, slopes_ptr=slopes, dx_ptr=dx,
+        stride_x=x.stride(0), stride_y=y.stride(0), stride_dloss=stride_dloss, stride_dloss_v=stride_dloss_v,
+        stride_dx=v, V=v, parts=parts,
+        ignore_index=options.ignore_index, scale=1.0 / options.divisor, beta=options.beta, rest=1.0 - options.beta,
+        inverse_temperature=1.0 / options.temperature,
+    )  # fmt: skip
     launch(
-        _divergence_kernel, m * parts, x, y, labels, valid, *lse, slope, dloss, losses, sums, gradient,
-        x.stride(0), y.stride(0), *(dloss.stride() if elements and dloss is not None else (0, 0)), v, v, parts,
-        options.ignore_index, 1.0 / options.divisor, options.beta, 1.0 - options.beta, 1.0 / options.temperature,
-        KIND=options.kind, LOGS=options.logs, ELEMENTS=elements, NATIVE=native_log2(x, device),
+        _divergence_kernel, m * parts, *arguments,
+        KIND=options.kind, LOGS=options.logs, ELEMENTS=elements, NATIVE=has_native_log2(x, device),
         BLOCK_V=config.block_v, SPAN=config.span, num_warps=config.num_warps,
     )  # fmt: skip
-    return losses.sum() if loss and not elements else losses, sums.sum(1) if slopes else None, gradient
+    loss = losses.sum() if losses is not None and not elements else losses
+    return loss, None if slopes is None else slopes.sum(1), dx
 
 
-def _needs_slope(options: Options, weighted: bool = False) -> bool:
+def _needs_slope(options: DivergenceOptions, weighted: bool = False) -> bool:
+    """Return whether dx depends on G, which is -1 for kl unless the elements have weights."""
     return options.from_logits and (weighted or options.kind != "kl")
 
 
-def _fake_forward(x, y, labels, valid, needs_dx, *options):
-    options, (m, v) = Options(*options), x.shape
+def _empty_forward(
+    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
+    options: DivergenceOptions,
+) -> DivergenceResults:  # fmt: skip
+    m, v = x.shape
     fp32 = lambda *shape: x.new_empty(shape, dtype=torch.float32)
-    return _Results(
-        fp32(m, v) if options.elements else fp32(),
-        x.new_empty(m, v) if needs_dx else None,
-        *(fp32(m, 2) if options.from_logits else None for _ in range(2)),
-        fp32(m) if _needs_slope(options) and not options.elements else None,
+    return DivergenceResults(
+        loss=fp32(m, v) if options.elements else fp32(),
+        dx=x.new_empty(m, v) if needs_dx else None,
+        x_lse=fp32(m, 2) if options.from_logits else None,
+        y_lse=fp32(m, 2) if options.from_logits else None,
+        slope=fp32(m) if _needs_slope(options) and not options.elements else None,
     )
 
 
-@launcher(fake=_fake_forward)
+@launcher(fake=_empty_forward)
 def divergence_forward(
-    x: Tensor, y: Tensor, labels: Tensor | None, valid: Tensor | None, needs_dx: bool,
-    kind: str, logs: bool, from_logits: bool, elements: bool, divisor: int, ignore_index: int, beta: float,
-    temperature: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """x, y [M, V], labels [M] | None, valid: 1 / valid rows | None -> `_Results`."""
-    options = Options(kind, logs, from_logits, elements, divisor, ignore_index, beta, temperature)
-    lse = (None, None)
-    if from_logits:
-        targets, ignored = labels, ignore_index
-        if labels is None:  # no row is ignored, whatever `ignore_index` says
+    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
+    options: DivergenceOptions,
+) -> DivergenceResults:  # fmt: skip
+    """Return the loss and, with `needs_dx`, its gradient.
+
+    Args:
+        x, y: [M, V] student and teacher.
+        labels: [M], or None if all rows are valid.
+        inverse_count: [3] whose first element is 1 / valid rows, a factor of the loss, or None.
+    """
+    saved = NOTHING_SAVED
+    if options.from_logits:
+        targets, ignored = labels, options.ignore_index
+        # Without labels no row is ignored, whatever `ignore_index` is.
+        if targets is None:
             targets, ignored = x.new_zeros(x.shape[0], dtype=torch.int64), -1
-        scales, softmax = x.new_ones(3, dtype=torch.float32), TokenOptions(ignored, logit_scale=1.0 / temperature)
-        lse = tuple(statistics(logits, targets, None, scales, softmax).lse for logits in (x, y))
-    slopes = _needs_slope(options) and not elements
-    loss, slope, dx = _run(x, y, labels, valid, lse, options, loss=True, slopes=slopes, dx=needs_dx and not slopes)
-    if needs_dx and slopes:
-        *_, dx = _run(x, y, labels, valid, lse, options, dx=True, slope=slope)
-    return loss, dx, *lse, slope
+        scales, softmax = x.new_ones(3, dtype=torch.float32), Options(ignored, logit_scale=1.0 / options.temperature)
+        x_lse, y_lse = (statistics(logits, targets, None, scales, softmax).lse for logits in (x, y))
+        saved = SavedDivergence(x_lse, y_lse, None)
+    # dx needs the complete G, so it takes a second pass.
+    two_passes = _needs_slope(options) and not options.elements
+    loss, slope, dx = _run(
+        x, y, labels, inverse_count, saved, options,
+        with_loss=True, with_slope=two_passes, with_dx=needs_dx and not two_passes,
+    )  # fmt: skip
+    if needs_dx and two_passes:
+        *_, dx = _run(x, y, labels, inverse_count, saved._replace(slope=slope), options, with_dx=True)
+    assert loss is not None
+    return DivergenceResults(loss, dx, saved.x_lse, saved.y_lse, slope)
 
 
-@launcher(fake=lambda dloss, x, *arguments: x.new_empty(x.shape))
-def divergence_backward(
-    dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, valid: Tensor | None,
-    x_lse: Tensor | None, y_lse: Tensor | None, slope: Tensor | None,
-    kind: str, logs: bool, from_logits: bool, elements: bool, divisor: int, ignore_index: int, beta: float,
-    temperature: float,
+def _empty_backward(
+    dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
+    options: DivergenceOptions,
 ) -> Tensor:  # fmt: skip
-    """dloss [] or, if elementwise, [M, V] -> dx [M, V]."""
-    options = Options(kind, logs, from_logits, elements, divisor, ignore_index, beta, temperature)
-    lse = (x_lse, y_lse) if from_logits else (None, None)
-    if from_logits and elements:
-        _, slope, _ = _run(x, y, labels, valid, lse, options, slopes=True, dloss=dloss)
-    slope = slope if _needs_slope(options, weighted=elements) else None
-    *_, dx = _run(x, y, labels, valid, lse, options, dx=True, slope=slope, dloss=dloss)
+    return x.new_empty(x.shape)
+
+
+@launcher(fake=_empty_backward)
+def divergence_backward(
+    dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
+    options: DivergenceOptions,
+) -> Tensor:  # fmt: skip
+    """Return dx [M, V] for dloss [], or [M, V] with elementwise losses."""
+    # Compiled code passes empty tensors in place of None.
+    saved = saved if options.from_logits else NOTHING_SAVED
+    slope = saved.slope
+    if options.from_logits and options.elements:
+        saved = saved._replace(slope=None)
+        _, slope, _ = _run(x, y, labels, inverse_count, saved, options, with_slope=True, dloss=dloss)
+    saved = saved._replace(slope=slope if _needs_slope(options, weighted=options.elements) else None)
+    *_, dx = _run(x, y, labels, inverse_count, saved, options, with_dx=True, dloss=dloss)
+    assert dx is not None
     return dx
 
 
@@ -347,27 +407,35 @@ def _flat(labels: Tensor | None) -> Tensor | None:
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, input, target, labels, valid, needs_dx, options):
+    def forward(
+        ctx: Any, input: Tensor, target: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
+        options: DivergenceOptions,
+    ) -> Tensor:  # fmt: skip
         x, y = _rows(input), _rows(target)
-        # Later: where each element's gradient comes then, or fp16 lives by the loss scale that comes with it.
-        at_once = needs_dx and not options[3] and x.dtype != torch.float16
-        results = _Results(*divergence_forward(x, y, _flat(labels), valid, at_once, *options))
+        # Elementwise losses get their upstream gradients only in backward, and fp16 its loss scale.
+        at_once = needs_dx and not options.elements and x.dtype != torch.float16
+        results = divergence_forward(x, y, _flat(labels), inverse_count, at_once, options)
         if at_once:
             ctx.save_for_backward(results.dx)
         elif needs_dx:
-            ctx.save_for_backward(input, target, labels, valid, *results[2:])
+            saved = results.x_lse, results.y_lse, results.slope
+            ctx.save_for_backward(input, target, labels, inverse_count, *saved)
         ctx.at_once, ctx.options, ctx.shape = at_once, options, input.shape
-        return results.loss.view(input.shape) if options[3] else results.loss
+        return results.loss.view(input.shape) if options.elements else results.loss
 
     @staticmethod
     @first_order
-    def backward(ctx, dloss):
+    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.at_once:
-            dx = rescaled(*ctx.saved_tensors, dloss)
+            (dx,) = ctx.saved_tensors
+            dx = rescaled(dx, dloss)
         else:
-            input, target, labels, *others = ctx.saved_tensors
+            input, target, labels, inverse_count, *statistics = ctx.saved_tensors
             dloss = dloss.reshape(-1, ctx.shape[-1]) if dloss.dim() else dloss
-            dx = divergence_backward(dloss, _rows(input), _rows(target), _flat(labels), *others, *ctx.options)
+            saved = SavedDivergence(*statistics)
+            dx = divergence_backward(
+                dloss, _rows(input), _rows(target), _flat(labels), inverse_count, saved, ctx.options
+            )  # fmt: skip
         return dx.view(ctx.shape), None, None, None, None, None
 
 
@@ -379,7 +447,7 @@ def divergence(
     ignore_index: int, from_logits: bool, temperature: float, reduction: DivergenceReduction,
     logs: bool = True, beta: float = 0.0,
 ) -> Tensor:  # fmt: skip
-    """Check, and run the kernels or `reference`."""
+    """Check the arguments of a divergence, and return its loss by the kernels or by `reference`."""
     checks.tensor(op, input=input, target=target)
     checks.floating(op, input=input, target=target)
     checks.flag(op, from_logits=from_logits)
@@ -390,8 +458,8 @@ def divergence(
     temperature = checks.number(op, "temperature", temperature, 0.0, above=True)
     if temperature != 1.0 and not from_logits:
         raise ValueError(
-            f"{op}: temperature applies to logits, but from_logits is False, got {temperature:g} "
-            "(log-probabilities are logits too)"
+            f"{op}: temperature needs from_logits=True, got temperature={temperature:g} (log-probabilities are logits "
+            "too)"
         )
     checks.ignore_index(op, ignore_index)
     if labels is not None:
@@ -401,11 +469,11 @@ def divergence(
     needs_grad = torch.is_grad_enabled()
     if not runs_kernels(input, target) or (needs_grad and target.requires_grad):
         return reference()
-    valid = None
+    inverse_count = None
     if labels is not None and reduction in ("batchmean", "mean"):
-        valid = gradient_scales(_flat(labels), None, None, 1, ignore_index, True)
-    options = Options(
-        kind, logs or from_logits, from_logits, reduction == "none", divisor(input, labels, reduction), ignore_index,
-        beta, temperature,
+        inverse_count = gradient_scales(labels.reshape(-1).contiguous(), None, None, 1, ignore_index, True)
+    options = DivergenceOptions(
+        kind=kind, logs=logs or from_logits, from_logits=from_logits, elements=reduction == "none",
+        divisor=divisor(input, labels, reduction), ignore_index=ignore_index, beta=beta, temperature=temperature,
     )  # fmt: skip
-    return _Divergence.apply(input, target, labels, valid, needs_grad and input.requires_grad, tuple(options))
+    return _Divergence.apply(input, target, labels, inverse_count, needs_grad and input.requires_grad, options)

@@ -1,7 +1,9 @@
 r"""Kullback-Leibler divergence KL(P || Q) = sum_j p_j (log p_j - log q_j) of a teacher P from a student Q.
 
-Shapes: V vocabulary. The kernels, and the gradient, stand in `divergence`.
+Shapes: V vocabulary. `divergence_kernels` has the kernels and the gradient.
 """
+
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ def kl_div_reference(
     ignore_index: int = -100,
     labels: Tensor | None = None,
 ) -> Tensor:
-    """Eager definition of `kl_div`; the tests' ground truth and the CPU path."""
+    """Compute `kl_div` by its eager definition: the ground truth of the tests, and the code for CPUs."""
     x, y = prepared(input, target, labels, ignore_index, from_logits, temperature)
     if log_target or from_logits:
         losses = relative_entropy(y, x)
@@ -50,27 +52,27 @@ def kl_div(
     ignore_index: int = -100,
     labels: Tensor | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.kl_div` of distributions over the last dimension: KL(target || input), in fp32.
+    """Return `torch.nn.functional.kl_div` of distributions over the last dimension, KL(target || input), in fp32.
 
     Args:
         input: [..., V] log-probabilities of the student, fp32 | bf16 | fp16. The gradient flows here.
-        target: [..., V] probabilities of the teacher; log-probabilities with `log_target`. If it needs a gradient,
+        target: [..., V] probabilities of the teacher, or log-probabilities with `log_target`. If it needs a gradient,
             the reference runs.
-        log_target: Whether `target` is in log space.
+        log_target: Whether `target` holds log-probabilities.
         reduction: "none" for [..., V], as in torch; "sum"; "batchmean": the sum over `input.shape[0]`, or with
             `labels` over the valid rows; "mean": over all elements, or those of valid rows.
-        from_logits: Both are logits, and a softmax of each is taken inside, in fp32; `log_target` does not matter.
-        temperature: Divides the logits. The loss is not multiplied by its square, as some recipes do.
-        ignore_index: Rows with this label have loss and gradient zero, whatever they hold.
-        labels: [...] int64 | int32, or None: all rows count.
+        from_logits: Both tensors are logits, and the op computes their softmax in fp32. `log_target` has no effect
+        then. temperature: Divides the logits. Unlike in some recipes, its square does not multiply the loss.
+        ignore_index: Rows with this label have loss and gradient zero, whatever their values are. labels: [...] int64 |
+        int32, or None if all rows are valid.
 
     Returns:
-        The loss, fp32. A mean over no valid row is 0. A target of probability zero contributes zero, also where the
-        student's is zero (torch gives NaN there); a student's zero under a positive target gives infinity.
+        The loss in fp32. A mean over no valid row is 0. A target probability of zero contributes zero, also if that of
+        the student is zero (where torch returns NaN). A zero of the student and a positive target give infinity.
 
     Raises:
-        TypeError: `input` or `target` is no floating-point tensor, or `labels` no integer tensor.
-        ValueError: Shapes or devices do not fit, or an option is out of range.
+        TypeError: `input` or `target` is not a floating-point tensor, or `labels` is not an integer tensor.
+        ValueError: Shapes or devices do not match, or an option is out of range.
 
     Source: Kullback and Leibler, "On Information and Sufficiency", 1951; from logits with a temperature, Hinton et al.,
     arXiv:1503.02531.
@@ -82,10 +84,9 @@ def kl_div(
         True
     """
     checks.flag("kl_div", log_target=log_target)
-    logs = {"log_target": log_target, "from_logits": from_logits}
-    rows = {"ignore_index": ignore_index, "labels": labels}
     reference = lambda: kl_div_reference(
-        input, target, reduction=reduction, temperature=temperature, **logs, **rows
+        input, target, log_target=log_target, reduction=reduction, from_logits=from_logits, temperature=temperature,
+        ignore_index=ignore_index, labels=labels,
     )  # fmt: skip
     return divergence(
         "kl_div", "kl", reference, input, target, labels, ignore_index, from_logits, temperature, reduction,
@@ -94,12 +95,17 @@ def kl_div(
 
 
 class KLDivLoss(nn.KLDivLoss):
-    """`torch.nn.KLDivLoss` computed by `kl_div`, with its further options as keywords.
+    """Compute `kl_div` as a module with the constructor of `torch.nn.KLDivLoss` and further options.
 
     Args:
+        size_average, reduce: Deprecated arguments of torch's module.
         reduction: "none" | "mean" | "sum" | "batchmean".
-        log_target: Whether the target is in log space.
-        **options: `from_logits`, `temperature`, `ignore_index`, as `kl_div` takes them.
+        log_target: Whether the target holds log-probabilities.
+        **options: `from_logits`, `temperature` and `ignore_index` of `kl_div`.
+
+    Raises:
+        TypeError: `log_target` is not a bool.
+        ValueError: An option has another name. The module checks values when it is called.
 
     Example:
         >>> loss = tigon.KLDivLoss(reduction="batchmean", from_logits=True, temperature=2.0)
@@ -108,8 +114,8 @@ class KLDivLoss(nn.KLDivLoss):
     """
 
     def __init__(
-        self, size_average=None, reduce=None, reduction: DivergenceReduction = "mean", log_target: bool = False,
-        **options,
+        self, size_average: bool | None = None, reduce: bool | None = None, reduction: DivergenceReduction = "mean",
+        log_target: bool = False, **options: Any,
     ) -> None:  # fmt: skip
         deprecated = {"size_average": size_average, "reduce": reduce}
         checks.flag("KLDivLoss", log_target=log_target, **{k: x for k, x in deprecated.items() if x is not None})
@@ -119,7 +125,6 @@ class KLDivLoss(nn.KLDivLoss):
         self.options = options
 
     def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input, target [..., V], labels [...] -> as `kl_div`."""
-        return kl_div(
-            input, target, log_target=self.log_target, reduction=self.reduction, labels=labels, **self.options
-        )  # fmt: skip
+        """Return `kl_div` of input and target [..., V] and labels [...]."""
+        reduction = cast(DivergenceReduction, self.reduction)
+        return kl_div(input, target, log_target=self.log_target, reduction=reduction, labels=labels, **self.options)

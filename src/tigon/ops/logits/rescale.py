@@ -1,8 +1,9 @@
-"""Gradients that the forward pass made, multiplied in backward by the gradient that arrives.
+"""Multiply the gradients that a forward pass has computed by the upstream gradient, in backward.
 
-A loss at the end of a graph almost always receives exactly 1, but only the device knows. The kernel looks there:
-where the one factor is one, it ends without touching the gradient. The buffers belong to the op, so they are written in
-place, unless the graph is kept for another backward, which must find them as they were.
+The upstream gradient of a loss at the end of a graph is almost always exactly 1, but only the device knows its value.
+The kernel therefore reads it first, and if it is one value that equals 1, the kernel ends without reading the gradient.
+The op owns the buffers, so it overwrites them, unless the graph is retained for another backward pass, which needs them
+unchanged.
 """
 
 from dataclasses import dataclass
@@ -25,15 +26,17 @@ __all__ = ["RescaleConfig", "RescaleProblem", "rescale", "rescaled"]
 
 
 class RescaleProblem(NamedTuple):
-    """What the launch parameters of `rescale` depend on."""
+    """The sizes that the launch parameters of `rescale` depend on."""
 
-    columns: int  # N
-    itemsize: int  # bytes of an element of x
+    # N
+    columns: int
+    # bytes of an element of x
+    itemsize: int
 
 
 @dataclass(frozen=True)
 class RescaleConfig(LaunchConfig):
-    """Launch parameters: at most `programs` programs take blocks of one row in turn."""
+    """Launch parameters: at most `programs` programs multiply blocks of one row in turn."""
 
     block: int
     num_warps: int
@@ -41,7 +44,7 @@ class RescaleConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: RescaleProblem, device: Device) -> "RescaleConfig":
-        # Few programs: nearly always all that they do is look at the factor.
+        # There are few programs, because nearly always they read the factor and end.
         return RescaleConfig(block=4096, num_warps=8, programs=8 * device.multiprocessors)
 
 
@@ -50,7 +53,7 @@ class RescaleConfig(LaunchConfig):
 
 @triton.jit(do_not_specialize=["stride_factor", "M"])
 def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BLOCK: tl.constexpr):
-    """x [M, N] *= factor, [M] or one value for all (stride 0); a program takes every so many blocks of rows."""
+    """Multiply x [M, N] in place by factor, [M] or one value for all (stride 0), in blocks of one row."""
     if (stride_factor == 0) & (tl.load(factor_ptr) == 1.0):
         return
     for block in range(tl.program_id(0).to(tl.int64), M.to(tl.int64) * blocks, tl.num_programs(0)):
@@ -66,7 +69,7 @@ def _rescale_kernel(x_ptr, factor_ptr, stride_x, stride_factor, M, N, blocks, BL
 
 @on_device
 def rescale(x: Tensor, factor: Tensor) -> Tensor:
-    """x [M, N] *= factor, [] or one value a row [M]."""
+    """Multiply x [M, N] in place by factor, [] or one value per row [M], and return x."""
     if not runs_kernels(x):
         return x.mul_(factor[:, None] if factor.dim() else factor)
     if x.numel():
@@ -81,7 +84,10 @@ def rescale(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def rescaled(x: Tensor, factor: Tensor) -> Tensor:
-    """x [M, N] times factor, [] or one value a row [M]: in place if this backward is the last, or in a new tensor."""
+    """Return x [M, N] times factor, [] or one value per row [M].
+
+    The product is computed in place if this backward pass is the last one, and in a new tensor otherwise.
+    """
     if torch.compiler.is_compiling() or keeps_graph():
         return (x * (factor[:, None] if factor.dim() else factor)).to(x.dtype)
     return rescale(x, factor)

@@ -1,17 +1,18 @@
-r"""Softmax over the last dimension (online, for wide rows: Milakov and Gimelshein, arXiv:1805.02867).
+r"""Softmax over the last dimension. Wide rows use the online softmax of Milakov and Gimelshein, arXiv:1805.02867.
 
     y     = exp(x - max(x)) / sum(exp(x - max(x)))
     dx    = y * (dy - sum(y * dy))
 
-In fp32, rounded once. A row that fits in the registers of one workgroup is read once. A wider one is read twice, in
-blocks; the first pass keeps, per thread, the maximum m so far and the sum s of exp(x - m), and a new maximum m'
-multiplies s by exp(m - m'). The second pass goes backwards: what the first read last is in the L2 cache still.
+The kernels compute in fp32 and round once. A row that fits in the registers of one workgroup is read once. A wider row
+is read twice, in blocks. In the first pass, each thread keeps the maximum m so far and the sum s of exp(x - m), and a
+new maximum m' multiplies s by exp(m - m'). The second pass goes backwards, because the blocks that were read last are
+still in the L2 cache.
 
 Shapes: M = rows (all leading dimensions), N = features.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,32 +29,38 @@ from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["Softmax", "softmax", "softmax_reference"]
 
-WIDEST = 2**30  # the columns of a block are 32-bit ints, also where it ends beyond the row; wider rows are torch's
+# The kernels compute columns as 32-bit ints, also those of a block that ends beyond the row. The reference computes
+# wider rows.
+MAX_FEATURES = 2**30
 
-LOWEST = tl.constexpr(-3.4028234663852886e38)  # of fp32
+# the lowest number of fp32
+LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 # --- reference -----------------------------------------------------------------------------------
 
 
 def softmax_reference(x: Tensor, dim: int = -1) -> Tensor:
-    """Eager definition of `softmax`; the tests' ground truth and the CPU path."""
-    return torch.softmax(x, dim, dtype=x.dtype)  # without `dtype`, autocast makes the result fp32
+    """Compute `softmax` by its eager definition: the ground truth of the tests, and the code for CPUs."""
+    # Without `dtype`, autocast would make the result fp32.
+    return torch.softmax(x, dim, dtype=x.dtype)
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
 class SoftmaxProblem(NamedTuple):
-    """What the launch parameters of one direction of `softmax` depend on."""
+    """The properties that the launch parameters of one direction of `softmax` depend on."""
 
-    features: int  # N
-    itemsize: int  # bytes of an element
+    # N
+    features: int
+    # bytes of an element
+    itemsize: int
     backward: bool
 
 
-# For rows of up to so many features, which are read at once, the warps: 16 elements a thread and tensor. More threads
-# than 512 leave one program a multiprocessor, and no overlap.
+# The warps for rows of up to so many features that are read at once: 16 elements per thread and tensor. With more than
+# 512 threads, a multiprocessor runs one program only, and no phases overlap.
 WARPS = ((2048, 4), (4096, 8), (16384, 16), (32768, 32))
 
 
@@ -61,21 +68,26 @@ WARPS = ((2048, 4), (4096, 8), (16384, 16), (32768, 32))
 class SoftmaxConfig(LaunchConfig):
     """Launch parameters of one direction."""
 
-    block_m: int  # rows a tile, where they fit
+    # rows of a tile, if a row fits in one block
+    block_m: int
     block_n: int
-    lane: int  # features that a thread takes together: 16 bytes
+    # neighbouring features that a thread reads at once: 16 bytes
+    lane: int
     num_warps: int
-    fits: bool = True  # a row in one block, so that it is read once
-    keeps_y: bool = True  # in registers, in backward; a wide row has none to spare and reads y again, from L1 or L2
+    # whether a row fits in one block, so that it is read once
+    fits: bool = True
+    # Backward keeps y in registers. A wide row has no registers left, and reads y again from L1 or L2.
+    keeps_y: bool = True
 
     @staticmethod
     def heuristic(problem: SoftmaxProblem, device: Device) -> "SoftmaxConfig":
         block_n, lane = max(triton.next_power_of_2(problem.features), 16), 16 // problem.itemsize
         if block_n > (32768 if problem.backward else 16384):
-            # 4096 x 128256 in bf16 on an H200: 0.636 + 1.031 ms, with 4096 and 8 warps 0.772 + 1.243, because of fewer
-            # rows at a time more is still in L2. The forward of 32000 features: 0.264 for 0.272 in registers.
+            # 4096 x 128256 in bf16 on an H200: 0.636 + 1.031 ms. With blocks of 4096 and 8 warps, more rows run at a
+            # time, less of each is still in L2, and it takes 0.772 + 1.243 ms. The forward of 32000 features takes
+            # 0.264 ms, and 0.272 ms in registers.
             return SoftmaxConfig(1, 16384, lane, num_warps=min(32, device.max_warps), fits=False)
-        # A tile of about 2048 elements: several short rows, or one long row, per program.
+        # A tile has about 2048 elements: several short rows, or one long row.
         block_m = max(1, 2048 // block_n)
         num_warps = min(rung(WARPS, block_n), device.max_warps)
         return SoftmaxConfig(block_m, block_n, lane, num_warps, keeps_y=block_n <= 16384)
@@ -86,6 +98,7 @@ class SoftmaxConfig(LaunchConfig):
 
 @triton.jit
 def _load(ptrs, mask, other: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr):
+    """Load a block as fp32, without a mask if it is EVEN."""
     if EVEN:
         return tl.load(ptrs, eviction_policy=POLICY).to(tl.float32)
     return tl.load(ptrs, mask=mask, other=other, eviction_policy=POLICY).to(tl.float32)
@@ -93,12 +106,13 @@ def _load(ptrs, mask, other: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.conste
 
 @triton.jit
 def _fold(x_ptr, start, N, high, total, INSIDE: tl.constexpr, BLOCK_N: tl.constexpr, LANE: tl.constexpr):
-    """Fold a block of x into each thread's maximum and sum of exp(x - maximum) [BLOCK_N / LANE]."""
-    # A row of indices is what a thread holds, so a reduction over it needs no exchange.
+    """Add a block of x to each thread's maximum and sum of exp(x - maximum) [BLOCK_N / LANE]."""
+    # One thread holds a row of indices, so a reduction over it needs no exchange between threads.
     cols = start + tl.arange(0, BLOCK_N // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
-    x = _load(x_ptr + cols, cols < N, float("-inf"), INSIDE, "evict_last")  # for the second pass
+    # The policy keeps the block in L2 for the second pass.
+    x = _load(x_ptr + cols, cols < N, float("-inf"), INSIDE, "evict_last")
     new = tl.maximum(high, tl.max(x, axis=1))
-    # The difference first: the largest feature then contributes exactly one.
+    # The difference comes before the product with log2(e), so that the largest feature contributes exactly one.
     total = total * tl.exp2((high - new) * LOG2E) + tl.sum(tl.exp2((x - new[:, None]) * LOG2E), axis=1)
     return new, total
 
@@ -123,11 +137,13 @@ def _forward_kernel(
     else:
         x_ptr += pid * stride_x
         y_ptr += pid * stride_y
-        # No maximum is -inf, so no difference of infinities appears; a row of -inf alone has the sum 0, and gives NaN.
+        # The maximum is never -inf, so infinities are not subtracted. A row of nothing but -inf has the sum 0 and gives
+        # NaN.
         high = tl.full([BLOCK_N // LANE], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_N // LANE], tl.float32)
         blocks = N // BLOCK_N
-        for block in tl.range(0, blocks, num_stages=1):  # the arithmetic has no time for masks
+        # Whole blocks need no masks, for which the arithmetic has no time.
+        for block in tl.range(0, blocks, num_stages=1):
             high, total = _fold(x_ptr, block * BLOCK_N, N, high, total, True, BLOCK_N, LANE)
         if blocks * BLOCK_N < N:
             high, total = _fold(x_ptr, blocks * BLOCK_N, N, high, total, False, BLOCK_N, LANE)
@@ -183,7 +199,7 @@ def _backward_kernel(
 
 @launcher(fake=lambda x: x.new_empty(x.shape))
 def softmax_forward(x: Tensor) -> Tensor:
-    """x [..., N] -> y [..., N]."""
+    """Return y [..., N] for x [..., N]."""
     y, n = x.new_empty(x.shape), x.shape[-1]
     x, stride_x = dense_rows(x)
     m, problem = x.numel() // n, SoftmaxProblem(n, x.element_size(), backward=False)
@@ -198,7 +214,7 @@ def softmax_forward(x: Tensor) -> Tensor:
 
 @launcher(fake=lambda dy, y: y.new_empty(y.shape))
 def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
-    """dy, y [..., N] -> dx [..., N]."""
+    """Return dx [..., N] for dy and y [..., N]."""
     dx, n = y.new_empty(y.shape), y.shape[-1]
     (dy, stride_dy), (y, stride_y) = dense_rows(dy), dense_rows(y)
     m, problem = y.numel() // n, SoftmaxProblem(n, y.element_size(), backward=True)
@@ -216,14 +232,14 @@ def softmax_backward(dy: Tensor, y: Tensor) -> Tensor:
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x):
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         y = softmax_forward(x)
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
         return softmax_backward(dy, *ctx.saved_tensors)
 
 
@@ -236,20 +252,21 @@ def _check_dim(op: str, dim: object) -> None:
 
 
 def softmax(x: Tensor, dim: int = -1) -> Tensor:
-    """exp(x) / sum(exp(x)) over one dimension, with a gradient for `x`.
+    """Return exp(x) / sum(exp(x)) over one dimension. The result is differentiable.
 
-    Another dimension than the last is computed by torch, whose kernel for it moves fewer bytes than two transposes.
+    torch computes every dimension but the last, because its kernel moves fewer bytes than two transposes would.
 
     Args:
         x: [..., N], fp32 | bf16 | fp16, any strides.
         dim: The dimension to sum over.
 
     Returns:
-        The shape and the dtype of `x`, under autocast too. NaN where all is -inf, or any is NaN or inf, as in torch.
+        A tensor of the shape and the dtype of `x`, under autocast too. As in torch, a row is NaN if all its values are
+        -inf, or if one value is NaN or inf.
 
     Raises:
-        TypeError: `x` is no floating-point tensor or `dim` no int.
-        ValueError: `x` has no such dimension.
+        TypeError: `x` is not a floating-point tensor, or `dim` is not an int.
+        ValueError: `x` has no dimension `dim`.
 
     Source: Milakov and Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867.
 
@@ -264,23 +281,32 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
         raise ValueError(f"softmax: dim must be in [{-rank}, {rank - 1}], got {checks.shown(dim)}")
-    last = x.dim() > 0 and dim in (-1, rank - 1)
-    if not runs_kernels(x) or not last or not 0 < x.shape[-1] <= WIDEST:
+    is_last = x.dim() > 0 and dim in (-1, rank - 1)
+    if not runs_kernels(x) or not is_last or not 0 < x.shape[-1] <= MAX_FEATURES:
         return softmax_reference(x, dim)
     return _Softmax.apply(x)
 
 
 class Softmax(nn.Softmax):
-    """`torch.nn.Softmax` computed by `softmax`, over the last dimension unless `dim` names another.
+    """Compute `softmax` as a module with the constructor of `torch.nn.Softmax`.
+
+    Args:
+        dim: The dimension to sum over.
+
+    Raises:
+        TypeError: `dim` is not an int. torch's default of None, which is deprecated, is refused too.
 
     Example:
         >>> tigon.Softmax()(torch.randn(3, 64)).shape
         torch.Size([3, 64])
     """
 
+    dim: int
+
     def __init__(self, dim: int = -1) -> None:
-        _check_dim("Softmax", dim)  # torch's default of None chooses by the number of dimensions, and is deprecated
+        _check_dim("Softmax", dim)
         super().__init__(dim)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `softmax` of x over the dimension of the module."""
         return softmax(x, self.dim)

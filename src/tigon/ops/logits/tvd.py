@@ -1,7 +1,9 @@
 r"""Total variation distance 1/2 sum_j |q_j - p_j| of a student Q and a teacher P.
 
-Shapes: V vocabulary. The kernels, and the gradient, stand in `divergence`.
+Shapes: V vocabulary. `divergence_kernels` has the kernels and the gradient.
 """
+
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -25,7 +27,7 @@ def tvd_reference(
     from_logits: bool = False,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Eager definition of `tvd`; the tests' ground truth and the CPU path."""
+    """Compute `tvd` by its eager definition: the ground truth of the tests, and the code for CPUs."""
     q, p = prepared(input, target, labels, ignore_index, from_logits, temperature)
     if from_logits:
         q, p = q.exp(), p.exp()
@@ -45,7 +47,7 @@ def tvd(
     from_logits: bool = False,
     temperature: float = 1.0,
 ) -> Tensor:
-    """Total variation distance of distributions over the last dimension, in fp32.
+    """Return the total variation distance of distributions over the last dimension, in fp32.
 
     Args:
         input: [..., V] probabilities of the student, fp32 | bf16 | fp16. The gradient flows here; it is zero where both
@@ -53,17 +55,17 @@ def tvd(
         target: [..., V] probabilities of the teacher. If it needs a gradient, the reference runs.
         reduction: "batchmean": the sum over `input.shape[0]`, or with `labels` over the valid rows; "mean": over all
             elements, or those of valid rows; "sum"; "none": [..., V].
-        labels: [...] int64 | int32, or None: all rows count.
-        ignore_index: Rows with this label have loss and gradient zero, whatever they hold.
-        from_logits: Both are logits, and a softmax of each is taken inside, in fp32.
-        temperature: Divides the logits. The loss is not multiplied by its square.
+        labels: [...] int64 | int32, or None if all rows are valid.
+        ignore_index: Rows with this label have loss and gradient zero, whatever their values are.
+        from_logits: Both tensors are logits, and the op computes their softmax in fp32.
+        temperature: Divides the logits. Its square does not multiply the loss.
 
     Returns:
-        The loss, fp32. A mean over no valid row is 0.
+        The loss in fp32. A mean over no valid row is 0.
 
     Raises:
-        TypeError: `input` or `target` is no floating-point tensor, or `labels` no integer tensor.
-        ValueError: Shapes or devices do not fit, or an option is out of range.
+        TypeError: `input` or `target` is not a floating-point tensor, or `labels` is not an integer tensor.
+        ValueError: Shapes or devices do not match, or an option is out of range.
 
     Source: Wen et al., "f-Divergence Minimization for Sequence-Level Knowledge Distillation", arXiv:2307.15190.
 
@@ -71,20 +73,25 @@ def tvd(
         >>> tigon.tvd(torch.tensor([[0.5, 0.5, 0.0]]), torch.tensor([[0.25, 0.25, 0.5]]))
         tensor(0.5000)
     """
-    options = {"ignore_index": ignore_index, "from_logits": from_logits, "temperature": temperature}
-    reference = lambda: tvd_reference(input, target, reduction=reduction, labels=labels, **options)
+    reference = lambda: tvd_reference(
+        input, target, reduction=reduction, labels=labels, ignore_index=ignore_index, from_logits=from_logits,
+        temperature=temperature,
+    )  # fmt: skip
     return divergence(
         "tvd", "tvd", reference, input, target, labels, ignore_index, from_logits, temperature, reduction, logs=False
     )
 
 
 class TVDLoss(nn.Module):
-    """`tvd` as a module.
+    """Compute `tvd` as a module.
 
     Args:
         reduction: "batchmean" | "mean" | "sum" | "none".
-        ignore_index: Rows with this label do not count.
-        **options: `from_logits`, `temperature`, as `tvd` takes them.
+        ignore_index: Rows with this label have loss and gradient zero.
+        **options: `from_logits` and `temperature` of `tvd`.
+
+    Raises:
+        ValueError: An option has another name. The module checks values when it is called.
 
     Example:
         >>> loss = tigon.TVDLoss(from_logits=True)
@@ -92,14 +99,14 @@ class TVDLoss(nn.Module):
         torch.Size([])
     """
 
-    def __init__(self, reduction: DivergenceReduction = "batchmean", ignore_index: int = -100, **options) -> None:
+    def __init__(self, reduction: DivergenceReduction = "batchmean", ignore_index: int = -100, **options: Any) -> None:
         super().__init__()
         for name in options:
             checks.choice("TVDLoss", "an option", name, ("from_logits", "temperature"))
         self.reduction, self.ignore_index, self.options = reduction, ignore_index, options
 
     def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
-        """input, target [..., V], labels [...] -> as `tvd`."""
+        """Return `tvd` of input and target [..., V] and labels [...]."""
         return tvd(
             input, target, reduction=self.reduction, ignore_index=self.ignore_index, labels=labels, **self.options
         )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Which rows have a target that counts, so that the others need not be computed.
+"""The rows whose targets are not ignored, so that the loss need not compute the other rows.
 
-The sizes of matrix products are given by the host, so the host must know how many rows count, and the labels are on
-the device. The indices of those rows are found by one launch, and their number starts on its way to pinned memory at
-once. Whoever needs it waits for no more than what was queued before: made where labels are first known, before the
-layers of a model are queued, it has long arrived when the loss is reached, and the device never runs out of work.
+The host passes the sizes of matrix products, so it must know how many rows are valid, but the labels are on the device.
+One launch finds the indices of the valid rows, and an asynchronous copy brings their number to pinned memory. The host
+waits only for the work that was queued before that copy. If `ValidRows` is created as soon as the labels are known,
+before the layers of the model are queued, the number has arrived long before the loss, and the device never runs out of
+work.
 """
 
 from dataclasses import dataclass
@@ -19,21 +20,22 @@ from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["ValidRows", "as_targets"]
+__all__ = ["ValidRows", "ValidRowsConfig", "ValidRowsProblem", "as_targets"]
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
 class ValidRowsProblem(NamedTuple):
-    """What the launch parameters of the search for valid rows depend on."""
+    """The size that the launch parameters of the search for valid rows depend on."""
 
-    itemsize: int  # bytes of a target
+    # bytes of a target
+    itemsize: int
 
 
 @dataclass(frozen=True)
 class ValidRowsConfig(LaunchConfig):
-    """Launch parameters of the one program, which looks at `block` targets at a time."""
+    """Launch parameters of the single program, which reads `block` targets at a time."""
 
     block: int
     num_warps: int
@@ -48,7 +50,7 @@ class ValidRowsConfig(LaunchConfig):
 
 @triton.jit(do_not_specialize=["M"])
 def _valid_rows_kernel(target_ptr, rows_ptr, count_ptr, M, ignore_index, BLOCK: tl.constexpr):
-    """One program: the indices of the rows whose target is not ignored, in order, and their number."""
+    """Write the indices of the rows whose target is not ignored, in order, and their number, in one program."""
     count, M = tl.zeros([], tl.int64), M.to(tl.int64)
     for start in range(0, M, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -65,7 +67,7 @@ def _valid_rows_kernel(target_ptr, rows_ptr, count_ptr, M, ignore_index, BLOCK: 
 
 @on_device
 def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
-    """target [M] -> rows [M] int64, of which the first `count` are set, and count [1] int64."""
+    """Return rows [M] int64, of which the first `count` are written, and count [1] int64, for target [M]."""
     if runs_kernels(target.new_empty(0, dtype=torch.float32)) and target.numel():
         rows, count = target.new_empty(target.numel(), dtype=torch.int64), target.new_empty(1, dtype=torch.int64)
         config = ValidRowsConfig.choose(ValidRowsProblem(target.element_size()), device_of(target))
@@ -82,26 +84,28 @@ def _find(target: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
 
 
 def _version(x: Tensor) -> int:
-    """How often a tensor was written to; inference tensors do not count."""
+    """Return how often a tensor was written to, or 0 for an inference tensor, which has no counter."""
     return 0 if x.is_inference() else x._version
 
 
 def as_targets(target: Tensor, ignore_index: int) -> Tensor:
-    """target [...] -> [M] contiguous, of a type that `ignore_index` fits into: to compare would wrap it."""
+    """Return target [...] as contiguous [M], in a dtype that holds `ignore_index`, which would wrap otherwise."""
     fits = target.dtype == torch.int64 or -(2**31) <= ignore_index < 2**31
     return (target if fits else target.long()).reshape(-1).contiguous()
 
 
 class ValidRows:
-    """The rows of a target that count, found without a wait; `linear_cross_entropy(..., valid_rows=)` takes it.
+    """Find the rows of a target that are not ignored, without a wait, for `linear_cross_entropy(..., valid_rows=)`.
 
     Args:
-        target: [...] class indices, int64 | int32: the very tensor that the loss will be given, unchanged until then.
-            A change is noticed and refused, but not one of an inference tensor or past torch (`.data`, numpy).
-        ignore_index: The value of targets that do not count; None is -100, as in the loss.
+        target: [...] class indices, int64 | int32. Pass the same tensor to the loss, and do not change it before. The
+            loss refuses a changed tensor, but it cannot notice changes of an inference tensor, or those made by `.data`
+            or numpy.
+        ignore_index: The value of ignored targets. None means -100, as in the loss.
 
     Raises:
-        TypeError: `target` is no integer tensor, or `ignore_index` no int.
+        TypeError: `target` is not an integer tensor, or `ignore_index` is not an int.
+        ValueError: `target` is a meta tensor, which has no values.
 
     Example:
         >>> labels = torch.tensor([3, -100, 5, -100])
@@ -115,11 +119,11 @@ class ValidRows:
     def __init__(self, target: Tensor, ignore_index: int | None = -100) -> None:
         checks.integer("ValidRows", target=target)
         if target.is_meta:
-            raise ValueError("ValidRows: target must have values to look at, got a tensor on meta")
+            raise ValueError("ValidRows: target must have values, got a tensor on meta")
         ignore_index = checks.ignore_index("ValidRows", -100 if ignore_index is None else ignore_index)
         self.target, self.ignore_index, self._version = target, ignore_index, _version(target)
         self._rows, count = _find(as_targets(target.detach(), ignore_index), ignore_index)
-        self._arrived = None
+        self._arrived: torch.cuda.Event | None = None
         if count.is_cuda:
             self._host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             self._host.copy_(count, non_blocking=True)
@@ -131,29 +135,33 @@ class ValidRows:
 
     @property
     def count(self) -> int:
-        """How many rows count; waits until the device has found them."""
+        """The number of valid rows. The host waits until the device has counted them."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return int(self._host)
 
     @property
     def rows(self) -> Tensor:
-        """[count] int64: their indices, in order, on the target's device."""
+        """The indices of the valid rows [count] int64, in order, on the device of the target."""
         if self._arrived is not None and torch.cuda.current_stream(self._rows.device) != self._stream:
-            # Else the memory could be used again, by the stream it is from, while this one still reads it.
+            # Otherwise the stream that allocated the memory could reuse it while the current stream still reads it.
             self._rows.record_stream(torch.cuda.current_stream(self._rows.device))
         return self._rows[: self.count]
 
     def check(self, op: str, target: Tensor, ignore_index: int) -> None:
-        """Raise ValueError unless these are the rows of `target`, which has not changed since."""
-        made_of = self.target
-        same = target.data_ptr() == made_of.data_ptr() and target.dtype == made_of.dtype
-        if not same or (target.shape, target.stride()) != (made_of.shape, made_of.stride()):
+        """Check that these are the rows of `target`, and that it has not changed.
+
+        Raises:
+            ValueError: The rows are those of another tensor, of earlier values, or of another `ignore_index`.
+        """
+        source = self.target
+        is_same = target.data_ptr() == source.data_ptr() and target.dtype == source.dtype
+        if not is_same or (target.shape, target.stride()) != (source.shape, source.stride()):
             raise ValueError(
-                f"{op}: valid_rows must be made of the target itself, got those of another tensor, of shape "
-                f"{tuple(made_of.shape)} for {tuple(target.shape)}"
+                f"{op}: valid_rows must be those of the target, got those of another tensor, of shape "
+                f"{tuple(source.shape)} instead of {tuple(target.shape)}"
             )
         if _version(target) != self._version:
-            raise ValueError(f"{op}: valid_rows must be made of the target as it is, which was written to since")
+            raise ValueError(f"{op}: valid_rows must be those of the current target, got those of its earlier values")
         if ignore_index != self.ignore_index:
-            raise ValueError(f"{op}: valid_rows must be made with ignore_index={ignore_index}, got {self.ignore_index}")
+            raise ValueError(f"{op}: valid_rows must have ignore_index={ignore_index}, got {self.ignore_index}")

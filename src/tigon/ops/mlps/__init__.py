@@ -1,1 +1,1 @@
-"""Activations of MLPs, whole gated MLPs, and several projections of one input."""
+"""Activations of MLPs, whole gated MLPs, and several linear layers with the same input."""

@@ -6,12 +6,12 @@ r"""Gated linear units (Shazeer, arXiv:2002.05202): y = act(gate) * up.
 
     dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
-s is the logistic function. Everything in fp32, rounded once. Shapes: M = rows, I = features.
+s is the logistic function. The kernels compute in fp32 and round once. Shapes: M = rows, I = features.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +19,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher, on_device
 from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
+from tigon.runtime.triton_private import JITFunction
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["geglu", "geglu_reference", "swiglu", "swiglu_reference"]
@@ -35,19 +36,22 @@ Kind = Literal["silu", "gelu", "gelu_tanh"]
 # --- reference -----------------------------------------------------------------------------------
 
 
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    return gate.chunk(2, -1) if up is None else (gate, up)
+def _unpack(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return gate and up. Without `up`, `gate` holds both, packed as [gate | up]."""
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    return gate, up
 
 
 def swiglu_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """Eager definition of `swiglu`; the tests' ground truth and the CPU path."""
-    gate, up = _halves(gate, up)
+    """Compute `swiglu` in eager torch, for tests and for devices without Triton."""
+    gate, up = _unpack(gate, up)
     return F.silu(gate) * up
 
 
 def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str = "none") -> Tensor:
-    """Eager definition of `geglu`; the tests' ground truth and the CPU path."""
-    gate, up = _halves(gate, up)
+    """Compute `geglu` in eager torch, for tests and for devices without Triton."""
+    gate, up = _unpack(gate, up)
     return F.gelu(gate, approximate=approximate) * up
 
 
@@ -55,21 +59,23 @@ def geglu_reference(gate: Tensor, up: Tensor | None = None, *, approximate: str 
 
 
 class GLUProblem(NamedTuple):
-    """What the launch parameters of a gated linear unit depend on."""
+    """The property that the launch parameters of a gated linear unit depend on."""
 
-    kind: Kind
+    # The activation, one of `Kind`.
+    kind: str
 
 
 @dataclass(frozen=True)
 class GLUConfig(LaunchConfig):
-    """Launch parameters: a program takes `block` features of one row (or of the whole tensor, if it has no gaps)."""
+    """Launch parameters. A program computes `block` features of a row, or of the whole tensor if it has no gaps."""
 
     block: int
     num_warps: int
 
     @staticmethod
     def heuristic(problem: GLUProblem, device: Device) -> "GLUConfig":
-        # erf takes long enough to want more loads in flight: 0.93 ms for 1.01 (H200, 16384 x 14336).
+        """Return a larger block for the activation that computes erf."""
+        # erf takes long, so more loads in flight help: 0.93 ms instead of 1.01 (H200, 16384 x 14336).
         return GLUConfig(block=2048 if problem.kind == "gelu" else 1024, num_warps=4)
 
 
@@ -78,16 +84,18 @@ class GLUConfig(LaunchConfig):
 
 @triton.jit
 def activation_and_slope(x, KIND: tl.constexpr):
-    """x fp32 -> act(x), act'(x)."""
+    """Return act(x) and act'(x) for x in fp32."""
     if KIND == "gelu":
         gate = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
         return x * gate, gate + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
     if KIND == "gelu_tanh":
-        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)  # 2 u
+        # This is 2 u.
+        inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
     else:
         inner, slope = x, 1.0
-    # s and 1 - s from one exponential, each without cancellation: the derivative multiplies both by large values.
+    # s and 1 - s come from one exponential, each without cancellation, because the derivative multiplies both by large
+    # values.
     e = tl.exp(-tl.abs(inner))
     large = 1.0 / (1.0 + e)
     gate, rest = tl.where(inner >= 0, large, e * large), tl.where(inner >= 0, e * large, large)
@@ -99,6 +107,7 @@ def _forward_kernel(
     gate_ptr, up_ptr, y_ptr, stride_gate, stride_up, stride_y, width, blocks,  # [M, I] each
     KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute act(gate) * up for a block."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
@@ -108,17 +117,18 @@ def _forward_kernel(
 
 @triton.jit(do_not_specialize=["blocks"])
 def _backward_kernel(
-    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,  # [M, I] each; y, made again, or None
+    dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, y_ptr,  # [M, I] each; y is recomputed, or None
     stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, stride_y, width, blocks,
     KIND: tl.constexpr, NEEDS_DGATE: tl.constexpr, NEEDS_DUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Compute dgate, dup and y for a block, each if it is needed."""
     row, cols, mask = block_of_row(width, blocks, BLOCK)
     dy = tl.load(dy_ptr + row * stride_dy + cols, mask=mask, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + row * stride_gate + cols, mask=mask, other=0.0).to(tl.float32)
     act, slope = activation_and_slope(gate, KIND)
     if NEEDS_DGATE or y_ptr is not None:
         up = tl.load(up_ptr + row * stride_up + cols, mask=mask, other=0.0).to(tl.float32)
-    # All is read by now: results may be written over it.
+    # All inputs are loaded by now, so results may overwrite them.
     if y_ptr is not None:
         tl.store(y_ptr + row * stride_y + cols, act * up, mask=mask)
     if NEEDS_DGATE:
@@ -130,56 +140,66 @@ def _backward_kernel(
 # --- launchers (any strides, no autograd) --------------------------------------------------------
 
 
-def _dense_halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
-    """gate and up as rows, and the strides of these."""
-    gate, stride = dense_rows(gate)
+def _unpack_rows(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor, int, int]:
+    """Return gate and up as rows, and the strides of their rows."""
+    gate, stride_gate = dense_rows(gate)
     if up is None:
-        return *gate.chunk(2, -1), stride, stride
+        gate, up = gate.chunk(2, -1)
+        return gate, up, stride_gate, stride_gate
     up, stride_up = dense_rows(up)
-    return gate, up, stride, stride_up
+    return gate, up, stride_gate, stride_up
 
 
-def _launch(kernel, kind: str, tensors: tuple[Tensor, ...], strides: tuple[int, ...], **flags: bool) -> None:
+def _launch(kernel: JITFunction, kind: str, tensors: tuple[Any, ...], strides: tuple[int, ...], **flags: bool) -> None:
+    """Run a kernel on tensors [M, I], or None, whose rows have the given strides."""
     config = GLUConfig.choose(GLUProblem(kind), device_of(tensors[0]))
     launch_blocks(
         kernel, tensors[0].shape[-1], tensors, strides, config.block, KIND=kind, **flags, num_warps=config.num_warps
     )
 
 
-def _fake_forward(gate, up, kind):
+def _empty_forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+    """Allocate what `glu_forward` returns."""
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
 
-@launcher(fake=_fake_forward)
+@launcher(fake=_empty_forward)
 def glu_forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
-    """gate, up [..., I], or packed [gate | up] [..., 2 I] and None -> act(gate) * up [..., I]."""
-    y = _fake_forward(gate, up, kind)
-    gate, up, stride_gate, stride_up = _dense_halves(gate, up)
+    """Return act(gate) * up [..., I] for gate and up [..., I], or for packed [gate | up] [..., 2 I] and None."""
+    y = _empty_forward(gate, up, kind)
+    gate, up, stride_gate, stride_up = _unpack_rows(gate, up)
     _launch(_forward_kernel, kind, (gate, up, y), (stride_gate, stride_up, y.shape[-1]))
     return y
 
 
-def _fake_backward(dy, gate, up, kind, needs_dgate, needs_dup):
-    return tuple(gate.new_empty(gate.shape if needed else 0) for needed in (needs_dgate, needs_dup))
+def _empty_backward(
+    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, needs_dgate: bool, needs_dup: bool
+) -> tuple[Tensor, Tensor]:
+    """Allocate what `glu_backward` returns."""
+    return gate.new_empty(gate.shape if needs_dgate else 0), gate.new_empty(gate.shape if needs_dup else 0)
 
 
-@launcher(fake=_fake_backward)
+@launcher(fake=_empty_backward)
 def glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, needs_dgate: bool, needs_dup: bool
 ) -> tuple[Tensor, Tensor]:
-    """dy [..., I], gate and up -> dgate and dup, empty where not needed; packed: [dgate | dup] [..., 2 I] and empty."""
-    gradients, packed = _fake_backward(dy, gate, up, kind, needs_dgate, needs_dup), up is None
+    """Return dgate and dup, from dy [..., I] and the inputs of the forward. One that is not needed is empty.
+
+    For a packed input, they are [dgate | dup] [..., 2 I] and an empty tensor.
+    """
+    gradients, is_packed = _empty_backward(dy, gate, up, kind, needs_dgate, needs_dup), up is None
     dy, stride_dy = dense_rows(dy)
-    gate, up, stride_gate, stride_up = _dense_halves(gate, up)
-    if packed:
-        *halves, stride_dgate, stride_dup = _dense_halves(gradients[0], None)
-    else:  # what is not needed is not written: `gate` and its stride stand in
-        halves = [made if made.numel() else gate for made in gradients]
-        stride_dgate, stride_dup = (dy.shape[-1] if made.numel() else stride_gate for made in gradients)
+    gate, up, stride_gate, stride_up = _unpack_rows(gate, up)
+    if is_packed:
+        dgate, dup, stride_dgate, stride_dup = _unpack_rows(gradients[0], None)
+    else:
+        # A gradient that is not needed is not written. `gate` and its stride take its place.
+        dgate, stride_dgate = (gradients[0], dy.shape[-1]) if needs_dgate else (gate, stride_gate)
+        dup, stride_dup = (gradients[1], dy.shape[-1]) if needs_dup else (gate, stride_gate)
     _launch(
-        _backward_kernel, kind, (dy, gate, up, *halves, None),
+        _backward_kernel, kind, (dy, gate, up, dgate, dup, None),
         (stride_dy, stride_gate, stride_up, stride_dgate, stride_dup, gate.shape[-1]),
-        NEEDS_DGATE=needs_dgate, NEEDS_DUP=packed or needs_dup,
+        NEEDS_DGATE=needs_dgate, NEEDS_DUP=is_packed or needs_dup,
     )  # fmt: skip
     return gradients
 
@@ -188,9 +208,9 @@ def glu_backward(
 def glu_backward_into(
     dy: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, y: Tensor | None
 ) -> None:
-    """dy, gate, up -> dgate, dup and y = act(gate) * up again, if it is given: contiguous all, each of [M, I].
+    """Write dgate, dup and, if `y` is a tensor, y = act(gate) * up.
 
-    Results may be dy, gate or up themselves.
+    All tensors are contiguous [M, I]. A result may be the same tensor as dy, gate or up.
     """
     tensors = (dy, gate, up, dgate, dup, y)
     _launch(_backward_kernel, kind, tensors, (gate.shape[-1],) * 6, NEEDS_DGATE=True, NEEDS_DUP=True)
@@ -201,24 +221,25 @@ def glu_backward_into(
 
 class _GLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate, up, kind):
+    def forward(ctx: Any, gate: Tensor, up: Tensor | None, kind: Kind) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.kind = kind
         return glu_forward(gate, up, kind)
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate, up = ctx.saved_tensors
-        needs = ctx.needs_input_grad[:2]
-        dgate, dup = glu_backward(dy, gate, up, ctx.kind, *needs)
-        return dgate if needs[0] else None, dup if needs[1] else None, None
+        needs_dgate, needs_dup = ctx.needs_input_grad[:2]
+        dgate, dup = glu_backward(dy, gate, up, ctx.kind, needs_dgate, needs_dup)
+        return dgate if needs_dgate else None, dup if needs_dup else None, None
 
 
 # --- public --------------------------------------------------------------------------------------
 
 
-def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Tensor:
+def _glu(op: str, kind: Kind, reference: Callable, gate: Tensor, up: Tensor | None) -> Tensor:
+    """Check the arguments of `op` and compute it."""
     checks.tensor(op, gate=gate)
     checks.floating(op, gate=gate, up=up)
     if up is not None:
@@ -230,7 +251,7 @@ def _glu(op: str, kind: Kind, reference, gate: Tensor, up: Tensor | None) -> Ten
     return _activate_and_multiply(gate, up, kind, reference)
 
 
-@remade
+@recomputed_by_call
 def _activate_and_multiply(gate: Tensor, up: Tensor | None, kind: Kind, reference: Callable) -> Tensor:
     if not runs_kernels(gate) or gate.dim() == 0 or gate.shape[-1] == 0:
         return reference(gate, up)
@@ -238,17 +259,17 @@ def _activate_and_multiply(gate: Tensor, up: Tensor | None, kind: Kind, referenc
 
 
 def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """silu(gate) * up, with gradients for both.
+    """Return silu(gate) * up. Both get gradients.
 
     Args:
-        gate: [..., I], fp32 | bf16 | fp16, any strides; without `up`, gate and up packed as [..., 2 I] = [gate | up].
+        gate: [..., I], fp32 | bf16 | fp16, any strides. Without `up` it is [..., 2 I], packed as [gate | up].
         up: [..., I], or None.
 
     Returns:
         [..., I] in the dtype of `gate`.
 
     Raises:
-        TypeError: An argument is no floating-point tensor.
+        TypeError: An argument is not a floating-point tensor.
         ValueError: Shapes, dtypes or devices differ, or a packed tensor has an odd last dimension.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
@@ -263,19 +284,20 @@ def swiglu(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def geglu(gate: Tensor, up: Tensor | None = None, *, approximate: Literal["none", "tanh"] = "none") -> Tensor:
-    """gelu(gate) * up, with gradients for both.
+    """Return gelu(gate) * up. Both get gradients.
 
     Args:
-        gate: [..., I], fp32 | bf16 | fp16, any strides; without `up`, gate and up packed as [..., 2 I] = [gate | up].
+        gate: [..., I], fp32 | bf16 | fp16, any strides. Without `up` it is [..., 2 I], packed as [gate | up].
         up: [..., I], or None.
-        approximate: "none" is the exact GELU, "tanh" the approximation that Gemma uses, as in `F.gelu`.
+        approximate: "none" is the exact GELU, and "tanh" the approximation of Gemma, as in `F.gelu`.
 
     Returns:
         [..., I] in the dtype of `gate`.
 
     Raises:
-        TypeError: An argument is no floating-point tensor.
-        ValueError: Shapes, dtypes or devices differ, or `approximate` is unknown.
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: Shapes, dtypes or devices differ, a packed tensor has an odd last dimension, or `approximate` is
+            unknown.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202; Hendrycks and Gimpel, arXiv:1606.08415.
 

@@ -4,43 +4,58 @@ r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) with its products: y 
     da = dy D,  (dgate, dup) from da, gate, up: `tigon.ops.mlps.glu`
     dD = dy^T a,  dG = dgate^T x,  dU = dup^T x,  dx = dgate G + dup U
 
-The second product of dx adds to the first, in fp32 (beta = 1), where autograd would write both and read them again.
-Kept for backward, and what is done twice instead:
+The second product of dx adds to the first one, in fp32 (beta = 1). Autograd would write both and read them again. The
+tensors that are saved for backward depend on where the MLP runs:
 
-    x, gate, up         a is written again by the kernel that makes dgate and dup: 0.05 ms for each 224 MiB (H200)
-    x                   in `lean(mlp=True)`: gate and up are made again by their products
-    x, gate, up         where a layer is checkpointed, but before act(gate) and the last product: there, what runs again
-                        ends with the last tensor that is kept
+    by default                 x, gate and up. The kernel that computes dgate and dup also recomputes a: 0.05 ms for
+                               each 224 MiB (H200).
+    in `lean(mlp=True)`        x. The products of gate and up are repeated.
+    in a checkpointed layer    x, gate and up, but before act(gate) and the last product are computed. The second run
+                               of the layer ends with the last tensor that is saved, so it does not repeat these two.
 
-gate and up are written by ping-pong kernels: 0.7 % of the nine products (12.74 for 12.83 ms, 8192 tokens of Llama-3-8B,
-H200). With the others too, a step of so many tokens takes 0.9 % longer, at the chip's power limit, and one of 32768
-0.7 % to 1.0 % less (16 layers of Mistral-7B): they are from `LONG` on.
+gate and up are written by ping-pong kernels. These save 0.7 % of the time of the nine products (12.74 instead of
+12.83 ms, 8192 tokens of Llama-3-8B, H200). If the other products use them too, a step with so many tokens takes 0.9 %
+longer, because the chip reaches its power limit, and a step of 32768 tokens takes 0.7 % to 1.0 % less (16 layers of
+Mistral-7B). The other products therefore use them only from `ProductConfig.min_multiplications` on.
 
 Shapes: T tokens, H hidden, I intermediate.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory.lean import call, in_checkpoint, is_seen_by_nobody, remade_mlp, remakes_mlp, runs_again
+from tigon.memory.lean import (
+    call_mlp_region,
+    call_projection,
+    in_checkpoint,
+    is_checkpoint_recomputation,
+    is_saved_only_by_this_op,
+    recomputes_mlp,
+)
 from tigon.ops.mlps.glu import geglu, glu_backward_into, glu_forward, swiglu
-from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, takes_products
+from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, frees_saved, without_autocast
+from tigon.runtime.device import Device, device_of
 from tigon.runtime.products import multiply
 from tigon.runtime.torch_private import keeps_graph
+from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
     "GEGLUMLP",
+    "GLUMLPConfig",
+    "GLUMLPProblem",
     "SwiGLUMLP",
     "glu_mlp",
     "glu_mlp_by_kernels",
     "glu_mlp_reference",
     "plain_weight",
-    "takes_weights",
+    "supports_weights",
 ]
 
 GATES = {
@@ -56,119 +71,167 @@ GATES = {
 def glu_mlp_reference(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu"
 ) -> Tensor:
-    """Eager definition of `glu_mlp`; what runs where no kernel does, and under `torch.compile`."""
+    """Compute `glu_mlp` in eager torch, for devices without Triton and under `torch.compile`."""
     return F.linear(GATES[activation](F.linear(x, gate_weight), F.linear(x, up_weight)), down_weight)
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class GLUMLPProblem(NamedTuple):
+    """The sizes that the choice of kernels for the products may depend on."""
+
+    # H.
+    hidden: int
+    # I.
+    inner: int
+
+
+@dataclass(frozen=True)
+class GLUMLPConfig(LaunchConfig):
+    """The choice of kernels for the products of gate and up."""
+
+    # Products of fewer multiplications run in torch.
+    min_multiplications: int
+
+    @staticmethod
+    def heuristic(problem: GLUMLPProblem, device: Device) -> "GLUMLPConfig":
+        """Return the same limit for all sizes: products that take 0.05 ms on an H200."""
+        # A step with shorter products waits for the host.
+        return GLUMLPConfig(min_multiplications=2**34)
 
 
 # --- products ------------------------------------------------------------------------------------
 
-SHORT = 2**34  # multiplications, 0.05 ms on an H200: below, a step waits for the host
+
+def _multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return gate and up [T, I] for x [T, H]."""
+    config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], gate_weight.shape[0]), device_of(x))
+    gate, up = (
+        multiply(x, weight.t(), min_multiplications=config.min_multiplications) for weight in (gate_weight, up_weight)
+    )
+    return gate, up
 
 
-def _gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
-    """x [T, H] -> gate, up [T, I]."""
-    return tuple(multiply(x, weight.t(), least=SHORT) for weight in (gate_weight, up_weight))
-
-
-def _through_gates(
+def _backward_of_activation(
     dy: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, kind: str, dgate: Tensor, dup: Tensor, needs_down: bool
 ) -> Tensor | None:
-    """dy [T, H] -> dgate, dup [T, I], which may be gate and up themselves; and dD, if it is needed."""
+    """Write dgate and dup [T, I], which may be the tensors gate and up, and return dD if it is needed."""
     da = multiply(dy, down_weight)
     glu_backward_into(da, gate, up, kind, dgate, dup, da if needs_down else None)
-    return torch.mm(dy.t(), da) if needs_down else None  # the one product that ping-pong kernels do not make faster
+    # The kernel has written a into the memory of da. Ping-pong kernels do not speed up this product.
+    return torch.mm(dy.t(), da) if needs_down else None
 
 
 def _gradients(
-    needs: tuple[bool, ...], x: Tensor | None, dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor
+    needs: Sequence[bool], x: Tensor | None, dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """dx [T, H], dG, dU that are needed, of those of both products."""
-    dgate_weight = multiply(dgate.t(), x) if needs[1] else None
-    dup_weight = multiply(dup.t(), x) if needs[2] else None
-    dx = input_gradient((dgate, dup), (gate_weight, up_weight)) if needs[0] else None
+    """Return dx [T, H], dG and dU. One that is not needed is None."""
+    needs_dx, needs_gate, needs_up = needs
+    dgate_weight = multiply(dgate.t(), x) if needs_gate and x is not None else None
+    dup_weight = multiply(dup.t(), x) if needs_up and x is not None else None
+    dx = input_gradient((dgate, dup), (gate_weight, up_weight)) if needs_dx else None
     return dx, dgate_weight, dup_weight
 
 
 # --- autograd ------------------------------------------------------------------------------------
 
 
-class _Keep(torch.autograd.Function):
-    """Saves tensors at once, on a node that never runs; any other saves at the end of its forward."""
+class _SaveEarly(torch.autograd.Function):
+    """Saves tensors at once, on a node whose backward never runs. A node saves its own tensors after its forward."""
 
     @staticmethod
-    def forward(ctx, anchor, tensors):  # a node is made only for an input that requires a gradient
+    def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
+        # The anchor requires a gradient. Without such an input autograd would create no node.
         ctx.save_for_backward(*tensors)
         return anchor.clone()
 
 
-def _keep(*tensors: Tensor | None) -> Tensor:
-    """An empty tensor whose node saved these. In torch 2.11 the tensor keeps the node alive, its `grad_fn` does not."""
+def _save_early(*tensors: Tensor | None) -> Tensor:
+    """Return an empty tensor whose node has saved the given ones.
+
+    In torch 2.11 the tensor keeps the node alive, and its `grad_fn` does not.
+    """
     with torch.enable_grad():
-        return _Keep.apply(torch.empty(0, requires_grad=True), tensors)
+        return _SaveEarly.apply(torch.empty(0, requires_grad=True), tensors)
 
 
 class _GLUMLP(torch.autograd.Function):
-    """x -> y, and a is not kept; gate and up are if `keeps_gates`.
+    """Compute y from x without saving a. gate and up are saved if `saves_gates` is True.
 
-    In a checkpointed layer everything is kept `early`, before the gate: what runs again ends with the last that is.
+    With `is_checkpointed` all tensors are saved before the activation, because the second run of a checkpointed layer
+    ends with the last tensor that is saved.
     """
 
     @staticmethod
-    def forward(ctx, x, gate_weight, up_weight, down_weight, kind, keeps_gates, early):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_weight: Tensor,
+        up_weight: Tensor,
+        down_weight: Tensor,
+        kind: str,
+        saves_gates: bool,
+        is_checkpointed: bool,
+    ) -> Tensor:
         rows = x.flatten(0, -2)
-        gate, up = _gates(rows, gate_weight, up_weight)
-        keeps_x = not keeps_gates or any(ctx.needs_input_grad[1:3])
-        gates = (gate, up) if keeps_gates else (None, None)
-        kept = x if keeps_x else None, gate_weight, up_weight, down_weight, *gates
-        ctx.early = early and any(ctx.needs_input_grad)
-        if ctx.early:
-            ctx.kept = _keep(*kept)
+        gate, up = _multiply_gates(rows, gate_weight, up_weight)
+        saves_x = not saves_gates or any(ctx.needs_input_grad[1:3])
+        gates = (gate, up) if saves_gates else (None, None)
+        tensors = x if saves_x else None, gate_weight, up_weight, down_weight, *gates
+        ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
+        if ctx.saves_early:
+            ctx.saver = _save_early(*tensors)
         else:
-            ctx.save_for_backward(*kept)
-        ctx.kind, ctx.shape, ctx.overwrites = kind, x.shape, is_seen_by_nobody()
-        # What runs again shares gate and up with the node of the first run, which may overwrite them.
-        ctx.version = gate._version if keeps_gates and runs_again() else None
+            ctx.save_for_backward(*tensors)
+        ctx.kind, ctx.shape, ctx.may_overwrite = kind, x.shape, is_saved_only_by_this_op()
+        # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
+        # them.
+        ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
         return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
     @first_order
     @without_autocast
-    def backward(ctx, dy):
-        x, gate_weight, up_weight, down_weight, gate, up = _early(ctx) if ctx.early else ctx.saved_tensors
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate_weight, up_weight, down_weight, gate, up = _unpack_early(ctx) if ctx.saves_early else ctx.saved_tensors
         *needs, needs_down = ctx.needs_input_grad[:4]
-        x, dy = None if x is None else x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
+        dy = dy.reshape(-1, dy.shape[-1])
+        if x is not None:
+            x = x.flatten(0, -2)
         if ctx.version is not None and gate._version != ctx.version:
             raise RuntimeError(
                 "glu_mlp: gate and up of a checkpointed region that ran again have been modified by an inplace "
-                "operation: the backward around has taken them"
+                "operation: the backward of the whole region has overwritten them"
             )
-        own = gate is None
-        if own:
-            gate, up = _gates(x, gate_weight, up_weight)
+        is_recomputed = gate is None
+        if is_recomputed:
+            gate, up = _multiply_gates(x, gate_weight, up_weight)
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
-        # Over what is ours, once it is read; what was kept may be asked for again.
-        if own or (ctx.overwrites and frees_saved(gate)):
+        # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
+        if is_recomputed or (ctx.may_overwrite and frees_saved(gate)):
             dgate, dup = gate, up
-            torch.autograd.graph.increment_version((gate, up))  # a second try after an error is told
+            # If this backward raises an error, another attempt must not read the overwritten tensors.
+            torch.autograd.graph.increment_version((gate, up))
         else:
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
-        ddown_weight = _through_gates(dy, down_weight, gate, up, ctx.kind, dgate, dup, needs_down)
+        ddown_weight = _backward_of_activation(dy, down_weight, gate, up, ctx.kind, dgate, dup, needs_down)
         del gate, up
         dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
         return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None, None
 
 
-def _early(ctx) -> tuple[Tensor | None, ...]:
-    """What was kept early; as of any node, once, unless the graph is retained."""
-    if ctx.kept is None:
+def _unpack_early(ctx: Any) -> tuple[Any, ...]:
+    """Return the tensors that were saved early. As for any node, a second time needs a retained graph."""
+    if ctx.saver is None:
         raise RuntimeError(
             "Trying to backward through the graph a second time (glu_mlp in a checkpointed region): specify "
             "retain_graph=True in the first"
         )
-    tensors = ctx.kept.grad_fn.saved_tensors
+    tensors = ctx.saver.grad_fn.saved_tensors
     if not keeps_graph():
-        ctx.kept = None
+        ctx.saver = None
     return tensors
 
 
@@ -176,23 +239,23 @@ def _early(ctx) -> tuple[Tensor | None, ...]:
 
 
 def plain_weight(layer: nn.Module) -> Tensor | None:
-    """The weight of a linear layer that does nothing but its product."""
+    """Return the weight of a linear layer whose call is only the product with it; None for any other layer."""
     return layer.weight if is_plain(layer) and layer.bias is None else None
 
 
-def takes_weights(x: object, *weights: Tensor | None) -> bool:
-    """Whether this op's own products run here: of weights that are all there."""
-    return all(w is not None for w in weights) and takes_products(x, *weights)
+def supports_weights(x: object, *weights: Tensor | None) -> bool:
+    """Return whether the products of this op run here. They need all weights."""
+    return all(w is not None for w in weights) and supports_products(x, *weights)
 
 
 def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str = "silu") -> Tensor:
-    """(act(x G^T) * (x U^T)) D^T: a gated MLP of three weights, with gradients for all.
+    """Return (act(x G^T) * (x U^T)) D^T, a gated MLP of three weights. All tensors get gradients.
 
-    act(gate) * up is not kept for backward but made again there; in `tigon.lean(mlp=True)` gate and up are too.
+    Backward recomputes act(gate) * up instead of saving it. In `tigon.lean(mlp=True)` it also recomputes gate and up.
 
     Args:
         x: [..., H], fp32 | bf16 | fp16.
-        gate_weight: [I, H], as that of `nn.Linear`.
+        gate_weight: [I, H], like the weight of `nn.Linear`.
         up_weight: [I, H].
         down_weight: [O, I].
         activation: "silu", "gelu" or "gelu_tanh".
@@ -201,8 +264,8 @@ def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tens
         [..., O] in the dtype of x.
 
     Raises:
-        TypeError: An argument is no floating-point tensor.
-        ValueError: Shapes or devices do not fit, or `activation` is unknown.
+        TypeError: An argument is not a floating-point tensor.
+        ValueError: Shapes, devices or dtypes do not fit, or `activation` is unknown.
 
     Source: Shazeer, "GLU Variants Improve Transformer", arXiv:2002.05202.
 
@@ -224,7 +287,7 @@ def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tens
             f"glu_mlp: down_weight must have shape [O, {len(gate_weight)}], got {tuple(down_weight.shape)}"
         )
     checks.products("glu_mlp", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
-    if not takes_weights(x, gate_weight, up_weight, down_weight):
+    if not supports_weights(x, gate_weight, up_weight, down_weight):
         return glu_mlp_reference(x, gate_weight, up_weight, down_weight, activation)
     return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, activation)
 
@@ -232,17 +295,17 @@ def glu_mlp(x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tens
 def glu_mlp_by_kernels(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor, down_weight: Tensor, activation: str
 ) -> Tensor:
-    """`glu_mlp` of arguments that it takes and that `takes_weights`."""
-    early = in_checkpoint() and torch.is_grad_enabled()
-    return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not remakes_mlp(), early)
+    """Return `glu_mlp` of checked arguments for which `supports_weights` is True."""
+    is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
+    return _GLUMLP.apply(x, gate_weight, up_weight, down_weight, activation, not recomputes_mlp(), is_checkpointed)
 
 
 class _GatedMLP(nn.Module):
-    """down_proj(act(gate_proj(x)) * up_proj(x)), with the parameter names of Hugging Face's decoders."""
+    """The MLP down_proj(act(gate_proj(x)) * up_proj(x)), with the parameter names of transformers."""
 
     activation = "silu"
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory) -> None:
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool = False, **factory: Any) -> None:
         checks.mlp_module(type(self).__name__, hidden_size, intermediate_size, bias, factory)
         super().__init__()
         self.hidden_size = hidden_size
@@ -251,20 +314,33 @@ class _GatedMLP(nn.Module):
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the MLP of x [..., H]."""
         checks.floating(type(self).__name__, x=x)
         checks.features(type(self).__name__, x, self.hidden_size)
-        weights = [plain_weight(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj)]
-        if takes_weights(x, *weights):
-            return glu_mlp_by_kernels(x, *weights, self.activation)
+        gate, up, down = (plain_weight(layer) for layer in (self.gate_proj, self.up_proj, self.down_proj))
+        if gate is not None and up is not None and down is not None and supports_weights(x, gate, up, down):
+            return glu_mlp_by_kernels(x, gate, up, down, self.activation)
         check_layer(type(self).__name__, x, self.gate_proj)
-        return self.down_proj(remade_mlp(self._product, x))
+        return self.down_proj(call_mlp_region(self._product, x))
 
     def _product(self, x: Tensor) -> Tensor:
-        return GATES[self.activation](call(self.gate_proj, x), call(self.up_proj, x))
+        """Return act(gate) * up, and let `lean(mlp=True)` recompute both projections."""
+        return GATES[self.activation](call_projection(self.gate_proj, x), call_projection(self.up_proj, x))
 
 
 class SwiGLUMLP(_GatedMLP):
-    """Gated MLP of Llama: `down_proj(swiglu(gate_proj(x), up_proj(x)))`.
+    """The gated MLP of Llama: `down_proj(swiglu(gate_proj(x), up_proj(x)))`, with the parameter names of transformers.
+
+    Args:
+        hidden_size: H, the features of the input and of the output.
+        intermediate_size: I, the features of the activation.
+        bias: Whether the three projections have a bias.
+        factory: The `device` and the `dtype` of the parameters.
+
+    Raises:
+        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
+        ValueError: A size is not positive, or `factory` has another option or an unknown device. The forward raises it
+            if its input does not end in H features, or has another dtype or device than the weights.
 
     Example:
         >>> tigon.SwiGLUMLP(64, 256)(torch.randn(3, 64)).shape
@@ -273,7 +349,20 @@ class SwiGLUMLP(_GatedMLP):
 
 
 class GEGLUMLP(_GatedMLP):
-    """Gated MLP of Gemma: `down_proj(geglu(gate_proj(x), up_proj(x)))`, by default with the tanh approximation.
+    """The gated MLP of Gemma: `down_proj(geglu(gate_proj(x), up_proj(x)))`, with the parameter names of transformers.
+
+    Args:
+        hidden_size: H, the features of the input and of the output.
+        intermediate_size: I, the features of the activation.
+        bias: Whether the three projections have a bias.
+        approximate: "none" is the exact GELU, and "tanh" the approximation of Gemma, as in `F.gelu`.
+        factory: The `device` and the `dtype` of the parameters.
+
+    Raises:
+        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
+        ValueError: A size is not positive, `approximate` is unknown, or `factory` has another option or an unknown
+            device. The forward raises it if its input does not end in H features, or has another dtype or device than
+            the weights.
 
     Example:
         >>> tigon.GEGLUMLP(64, 256)(torch.randn(3, 64)).shape
@@ -286,7 +375,7 @@ class GEGLUMLP(_GatedMLP):
         intermediate_size: int,
         bias: bool = False,
         approximate: Literal["none", "tanh"] = "tanh",
-        **factory,
+        **factory: Any,
     ) -> None:
         checks.choice("GEGLUMLP", "approximate", approximate, ("none", "tanh"))
         super().__init__(hidden_size, intermediate_size, bias, **factory)

@@ -1,1 +1,1 @@
-"""RMSNorm and LayerNorm, with and without the addition before them."""
+"""RMSNorm and LayerNorm, each alone, and RMSNorm of a sum with a residual."""

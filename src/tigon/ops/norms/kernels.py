@@ -6,14 +6,14 @@ r"""The kernels of the norms over the last dimension: RMS and layer norm, with a
     dz    = dtotal + rstd * (g - mean_features(g) - z_hat * mean_features(g * z_hat)),  g = dy * (offset + w)
     dw    = sum_rows(dy * z_hat),  db = sum_rows(dy)
 
-`dtotal` is the gradient of z itself, where z is a result too; dz is the gradient of x and of the residual. RMS has no
-mean_features(g).
+`dtotal` is the gradient of z itself, if z is a result too; dz is the gradient of both x and the residual. RMS norms
+have no term mean_features(g).
 
 Shapes: M = rows (all leading dimensions), N = features, P = programs of the backward.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -25,28 +25,33 @@ from tigon.runtime.launch import launch, launcher, on_device
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["NormConfig", "NormProblem", "SumConfig", "norm_again", "norm_backward", "norm_forward", "sum_rows"]
+__all__ = ["NormConfig", "NormProblem", "SumConfig", "norm_backward", "norm_forward", "recompute_norm", "sum_rows"]
 
-WIDEST = 32768  # wider rows do not fit in the registers of one workgroup; the references take them
-REGISTERS = 2**18  # bytes that the threads of one workgroup hold at most
-DENSE = torch.contiguous_format
+# Wider rows do not fit in the registers of one workgroup. The references compute them.
+MAX_FEATURES = 32768
+# The bytes that the registers of one workgroup hold at most.
+REGISTER_BYTES = 2**18
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
 class NormProblem(NamedTuple):
-    """What the launch parameters of a norm depend on."""
+    """The sizes that the launch parameters of a norm depend on."""
 
-    features: int  # N
-    itemsize: int  # bytes of an element of z
-    loads: int = 2  # tensors [M, N] that the backward reads: dy, z, dtotal
-    sums: int = 1  # sums over rows that the backward keeps: dw, db
+    # N.
+    features: int
+    # Bytes of an element of z.
+    itemsize: int
+    # The number of tensors [M, N] that the backward reads: dy, z and perhaps dtotal.
+    loads: int = 2
+    # The number of sums over rows that the backward computes, among dw and db.
+    sums: int = 1
 
 
-# For rows of up to so many features: warps of the forward, then warps and programs per multiprocessor of the backward.
-# Measured on an H200 in bf16: in the backward short rows do better with many programs (655360 x 128: 0.145 ms for
-# 0.286), longer ones with few.
+# The first number is the largest number of features of a rung. The others are the warps of the forward, the warps of
+# the backward, and the programs of the backward per multiprocessor. Measured on an H200 in bf16: the backward of short
+# rows is faster with many programs (655360 x 128: 0.145 ms instead of 0.286), that of longer rows with few.
 LADDER = (
     (1024, (8, 8, 4)),
     (4096, (4, 4, 2)),
@@ -59,63 +64,81 @@ LADDER = (
 class NormConfig(LaunchConfig):
     """Launch parameters of the forward and the backward of all norms."""
 
-    block_m: int  # rows a tile
+    # Rows of a tile.
+    block_m: int
+    # Features of a tile.
     block_n: int
-    num_warps: int  # of the forward
+    # Warps of a program of the forward.
+    num_warps: int
+    # Warps of a program of the backward.
     backward_warps: int
-    num_stages: int  # of the backward's loop over rows
-    programs: int  # of the backward, at most: each keeps a partial dw and db
-    keeps_w: bool  # in registers through the backward's loop; a wide row has none to spare and reads w again
-    keeps_row: bool  # dy and z, while the backward sums over features; otherwise it reads them again, from the L1 cache
-    splits: bool  # dw and db are summed by a launch of their own, in blocks of columns
-    columns: int = 4096  # columns of a block of that launch
+    # Pipeline stages of the backward's loop over rows.
+    num_stages: int
+    # The largest number of programs of the backward. Each program computes one partial dw and one partial db.
+    programs: int
+    # True if w stays in registers during the backward's loop. A wide row leaves no registers for w, so w is loaded for
+    # every tile.
+    keeps_w: bool
+    # True if dy and z stay in registers while the backward sums over features. Otherwise they are loaded twice, the
+    # second time from the L1 cache.
+    keeps_row: bool
+    # True if a second launch sums dw and db, in blocks of columns.
+    splits: bool
+    # Columns of a block of the second launch.
+    columns: int = 4096
 
     @staticmethod
     def heuristic(problem: NormProblem, device: Device) -> "NormConfig":
+        """Return the parameters for rows of up to `MAX_FEATURES` features."""
         n, itemsize, loads, sums = problem
         block_n = triton.next_power_of_2(n)
         num_warps, backward_warps, programs = rung(LADDER, block_n)
-        # Several short rows, or a long one, a program. Measured on an H200 in bf16: the backward of 16384 x 4096 takes
-        # 0.108 ms with pairs of rows, 0.109 without; layer norm has no registers for them.
+        # A tile holds several short rows or one long row. Measured on an H200 in bf16: the backward of 16384 x 4096
+        # takes 0.108 ms with two rows in a tile and 0.109 with one. Layer norm lacks the registers for two rows.
         block_m = max(1, min(16, 4096 // block_n))
         if block_n == 4096 and sums == 1:
             block_m, backward_warps, programs = 2, 8, 1
         if block_n > 8192 and n != block_n:
-            backward_warps = 16  # masks take the registers of more threads
-        tile = loads * block_m * block_n * itemsize  # the pipeline holds one for each stage but the last
-        # Kept sums and a row must leave half of the registers to addresses, to loads in flight and to what is made.
-        fits = lambda rows: (4 * max(sums, 1) + rows * itemsize) * block_n <= REGISTERS // 2
-        # Short rows do better without a pipeline, longer ones with loads three tiles ahead.
-        pipelined = 1024 < block_n <= 8192 and fits(loads)
+            # Masks take registers, and more threads have more of them.
+            backward_warps = 16
+        # The pipeline holds one tile for each stage but the last.
+        tile_bytes = loads * block_m * block_n * itemsize
+        # The sums and the rows may take half of the registers. Addresses, loads in flight and results take the rest.
+        fits = lambda rows: (4 * max(sums, 1) + rows * itemsize) * block_n <= REGISTER_BYTES // 2
+        # Short rows are faster without a pipeline, longer rows with loads three tiles ahead.
+        is_pipelined = 1024 < block_n <= 8192 and fits(loads)
         return NormConfig(
             block_m=block_m,
             block_n=block_n,
             num_warps=min(num_warps, device.max_warps),
             backward_warps=min(backward_warps, device.max_warps),
-            num_stages=3 if pipelined and programs * 2 * tile <= 0.6 * device.shared_memory else 1,
+            num_stages=3 if is_pipelined and programs * 2 * tile_bytes <= 0.6 * device.shared_memory else 1,
             programs=programs * device.multiprocessors,
             keeps_w=block_n < 16384,
             keeps_row=fits(loads),
             splits=not fits(2),
         )
 
-    def balanced(self, m: int, blocks: int = 1) -> int:
-        """How many programs share `m` rows, each with the same number of tiles and with two at least, where `blocks`
-        programs share a row: the fewer, the fewer partial sums.
+    def count_programs(self, m: int, blocks: int = 1) -> int:
+        """Return how many programs share `m` rows, if `blocks` programs share each row.
+
+        It is the smallest number with which no program gets more tiles than with `self.programs`, and each gets at
+        least two: fewer programs compute fewer partial sums.
         """
-        tiles, most = cdiv(m, self.block_m), max(1, self.programs // blocks)
-        return cdiv(tiles, max(2, cdiv(tiles, most)))
+        tiles, limit = cdiv(m, self.block_m), max(1, self.programs // blocks)
+        return cdiv(tiles, max(2, cdiv(tiles, limit)))
 
 
 class SumProblem(NamedTuple):
-    """What the launch parameters of a sum over rows depend on."""
+    """The size that the launch parameters of a sum over rows depend on."""
 
-    features: int  # N
+    # N.
+    features: int
 
 
 @dataclass(frozen=True)
 class SumConfig(LaunchConfig):
-    """Launch parameters of `sum_rows`: a program sums `block_n` columns, `block_p` partial sums at a time."""
+    """Launch parameters of `sum_rows`. A program sums `block_n` columns and loads `block_p` rows of them at a time."""
 
     block_p: int
     block_n: int
@@ -123,6 +146,7 @@ class SumConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: SumProblem, device: Device) -> "SumConfig":
+        """Return the same parameters for every size."""
         return SumConfig(block_p=256, block_n=32, num_warps=8)
 
 
@@ -135,9 +159,10 @@ def _forward_kernel(
     y_ptr, total_ptr, statistics_ptr,  # [M, N], [M, N] or None, fp32: rstd [M] and, if CENTRED, mean [M]
     stride_x, stride_residual,
     M, N, eps, offset,
-    CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, GIVEN: tl.constexpr, EVEN: tl.constexpr,
+    CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Normalise a tile of rows. READS_RSTD reads rstd in place of computing it."""
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     inside = EVEN | (cols < N)
@@ -150,7 +175,7 @@ def _forward_kernel(
         tl.store(total_ptr + rows * N + cols, z, mask=mask)
     dtype = z.dtype
     z = z.to(tl.float32)
-    if GIVEN:
+    if READS_RSTD:
         rstd = tl.load(statistics_ptr + rows, mask=rows < M, other=0.0)  # [BM, 1]
     else:
         if CENTRED:
@@ -172,7 +197,7 @@ def _forward_kernel(
 
 @triton.jit
 def _weigh(dy, w, w_ptr, cols, inside, offset, KEEPS_W: tl.constexpr, EVICT: tl.constexpr):
-    """g = dy * (offset + w), w kept or read."""
+    """Return g = dy * (offset + w). Load w, unless it was kept in registers: then `w` is offset + w."""
     g = dy
     if w_ptr is not None:
         if not KEEPS_W:
@@ -183,22 +208,26 @@ def _weigh(dy, w, w_ptr, cols, inside, offset, KEEPS_W: tl.constexpr, EVICT: tl.
 
 @triton.jit(do_not_specialize=["M"])
 def _backward_kernel(
-    dy_ptr, dtotal_ptr, z_ptr, w_ptr, statistics_ptr,  # [M, N], [M, N] or None, [M, N], [N] or None, as above
-    dz_ptr, dw_ptr, db_ptr,  # [M, N], [P, N] fp32, [P, N] fp32; None where not needed
+    dy_ptr, dtotal_ptr, z_ptr, w_ptr,  # [M, N], [M, N] or None, [M, N], [N] or None
+    statistics_ptr,  # fp32: rstd [M] and, if CENTRED, mean [M]
+    dz_ptr, dw_ptr, db_ptr,  # [M, N], [P, N] fp32, [P, N] fp32; None if not needed
     stride_dy, stride_dtotal, stride_z,
     M, N, offset,
     CENTRED: tl.constexpr, KEEPS_W: tl.constexpr, KEEPS_ROW: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    blocks = tl.cdiv(N, BLOCK_N)  # one, where dz is made: it needs sums over whole rows
+    """Compute dz of the rows of a program, and its partial sums of dw and db."""
+    # The number of blocks of columns. It is one if dz is computed, because dz needs sums over whole rows.
+    blocks = tl.cdiv(N, BLOCK_N)
     pid = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     inside = EVEN | (cols < N)
     w = 0.0
     if KEEPS_W and w_ptr is not None:
         w = offset + tl.load(w_ptr + cols, mask=inside, other=0.0).to(tl.float32)  # [1, BN]
+    # The rows of these sums are added once, after the loop.
     if dw_ptr is not None:
-        dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # summed over its rows once, after the loop
+        dw = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if db_ptr is not None:
         db = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
@@ -225,7 +254,8 @@ def _backward_kernel(
             if CENTRED:
                 shift = tl.sum(g, axis=1, keep_dims=True) / N
             if not KEEPS_ROW:
-                # From the L1 cache. The other policy keeps the compiler from finding these loads done already.
+                # These loads hit the L1 cache. The other eviction policy keeps the compiler from merging them with the
+                # first loads, which would keep the row in registers.
                 dy = tl.load(dy_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 z = tl.load(z_ptrs, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
                 z_hat = (z - mean) * rstd
@@ -243,6 +273,7 @@ def _backward_kernel(
 
 @triton.jit
 def _sum_rows(partial_ptr, sum_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum a block of columns of [P, N] fp32 over P."""
     cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
     for start in range(0, P, BLOCK_P):
@@ -257,6 +288,7 @@ def _sum_kernel(
     P, N,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Sum a block of columns of one or two tensors over their rows."""
     _sum_rows(first_ptr, first_sum_ptr, P, N, BLOCK_P, BLOCK_N)
     if second_ptr is not None:
         _sum_rows(second_ptr, second_sum_ptr, P, N, BLOCK_P, BLOCK_N)
@@ -266,7 +298,7 @@ def _sum_kernel(
 
 
 def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_out: Tensor | None = None) -> None:
-    """partial [P, N] fp32 -> out [N], its sum over P; and likewise a second."""
+    """Write the sum of `partial` [P, N] fp32 over P into `out` [N], and that of `second` into `second_out`."""
     p, n = partial.shape
     config = SumConfig.choose(SumProblem(n), device_of(partial))
     launch(
@@ -275,14 +307,28 @@ def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_
     )  # fmt: skip
 
 
-def _empty_forward(x, residual, weight, bias, eps, offset, centred, round_first):
+def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
+
+
+def _empty_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    offset: float,
+    centred: bool,
+    round_first: bool,
+) -> tuple[Tensor, Any, Tensor]:
+    """Allocate what `norm_forward` returns. The second result is None without a residual."""
     dtype, total = x.dtype, None
     if residual is not None:
         dtype = torch.promote_types(dtype, residual.dtype)
-        total = torch.empty_like(x, dtype=dtype, memory_format=DENSE)
+        total = _empty_contiguous(x, dtype)
     if round_first and weight is not None:
         dtype = torch.promote_types(dtype, weight.dtype)
-    y = torch.empty_like(x, dtype=dtype, memory_format=DENSE)
+    y = _empty_contiguous(x, dtype)
     return y, total, x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
 
 
@@ -297,12 +343,16 @@ def norm_forward(
     centred: bool,
     round_first: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """x, residual [..., N], weight, bias [N] -> y, x + residual [..., N], rstd and, if centred, mean [1 or 2, M] fp32.
+    """Normalise x, or x + residual, both [..., N], with weight and bias [N].
 
-    Without a residual there is no second. `round_first`: z_hat is rounded to the dtype of z before the weight
-    multiplies it, and y has the common dtype of the two.
+    Args:
+        round_first: z_hat is rounded to the dtype of z before the weight multiplies it, and y has the common dtype of
+            z and the weight.
+
+    Returns:
+        y [..., N]; x + residual [..., N], or None without a residual; [1 or 2, M] fp32: rstd and, if centred, the mean.
     """
-    made = y, total, statistics = _empty_forward(x, residual, weight, bias, eps, offset, centred, round_first)
+    y, total, statistics = _empty_forward(x, residual, weight, bias, eps, offset, centred, round_first)
     n, m = x.shape[-1], statistics.shape[1]
     config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)
@@ -311,16 +361,18 @@ def norm_forward(
         _forward_kernel, cdiv(m, config.block_m),
         x, residual, weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous(),
         y, total, statistics, stride_x, stride_residual, m, n, eps, offset,
-        CENTRED=centred, ROUND_FIRST=round_first, GIVEN=False, EVEN=n == config.block_n,
+        CENTRED=centred, ROUND_FIRST=round_first, READS_RSTD=False, EVEN=n == config.block_n,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
-    return made
+    return y, total, statistics
 
 
 @on_device
-def norm_again(z: Tensor, weight: Tensor | None, statistics: Tensor, offset: float, round_first: bool) -> Tensor:
-    """The y that `norm_forward` made of z, by rstd [1, M] that it kept: another variant of the kernel would sum over
-    the features of a row in another order, and round rstd otherwise. Not for centred norms.
+def recompute_norm(z: Tensor, weight: Tensor | None, statistics: Tensor, offset: float, round_first: bool) -> Tensor:
+    """Return the same bits of y that `norm_forward` returned for z, by the rstd [1, M] of that call.
+
+    rstd is not recomputed, because a variant of the kernel without a residual may sum the features of a row in another
+    order and round rstd differently. Centred norms are not supported.
     """
     y, _, _ = _empty_forward(z, None, weight, None, 0.0, offset, False, round_first)
     n, m = z.shape[-1], statistics.shape[1]
@@ -329,16 +381,28 @@ def norm_again(z: Tensor, weight: Tensor | None, statistics: Tensor, offset: flo
     launch(
         _forward_kernel, cdiv(m, config.block_m),
         z, None, weight if weight is None else weight.contiguous(), None, y, None, statistics, stride_z, 0, m, n, 0.0,
-        offset, CENTRED=False, ROUND_FIRST=round_first, GIVEN=True, EVEN=n == config.block_n,
+        offset, CENTRED=False, ROUND_FIRST=round_first, READS_RSTD=True, EVEN=n == config.block_n,
         BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
     )  # fmt: skip
     return y
 
 
-def _empty_backward(dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype):
-    n = z.shape[-1]
-    dz = torch.empty_like(z, memory_format=DENSE) if needs_dz else None
-    return dz, *(z.new_empty(n, dtype=dtype) if dtype else None for dtype in (dw_dtype, db_dtype))
+def _empty_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    z: Tensor,
+    weight: Tensor | None,
+    statistics: Tensor,
+    offset: float,
+    centred: bool,
+    needs_dz: bool,
+    dw_dtype: torch.dtype | None,
+    db_dtype: torch.dtype | None,
+) -> tuple[Any, Any, Any]:
+    """Allocate the gradients that are needed. The others are None."""
+    dz = _empty_contiguous(z, z.dtype) if needs_dz else None
+    dw, db = (None if dtype is None else z.new_empty(z.shape[-1], dtype=dtype) for dtype in (dw_dtype, db_dtype))
+    return dz, dw, db
 
 
 @launcher(fake=_empty_backward)
@@ -354,10 +418,11 @@ def norm_backward(
     dw_dtype: torch.dtype | None,
     db_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dy, dtotal, z [..., N] and what the forward kept -> dz [..., N], dw, db [N] that are needed."""
-    dz, dw, db = made = _empty_backward(
-        dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype
-    )
+    """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
+
+    A gradient that is not needed is None; dw and db are needed if they have a dtype.
+    """
+    dz, dw, db = _empty_backward(dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
     config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
@@ -366,27 +431,27 @@ def norm_backward(
     dtotal, stride_dtotal = (None, 0) if dtotal is None else dense_rows(dtotal)
     weight = weight if weight is None else weight.contiguous()
 
-    def run(config: NormConfig, programs: int, dz: Tensor | None, dw: Tensor | None, db: Tensor | None) -> None:
+    def run(config: NormConfig, programs: int, dz: Any, dw_parts: Any, db_parts: Any) -> None:
         launch(
             _backward_kernel, programs,
-            dy, dtotal, z, weight, statistics, dz, dw, db, stride_dy, stride_dtotal, stride_z, m, n, offset,
+            dy, dtotal, z, weight, statistics, dz, dw_parts, db_parts, stride_dy, stride_dtotal, stride_z, m, n, offset,
             CENTRED=centred, KEEPS_W=config.keeps_w, KEEPS_ROW=config.keeps_row, EVEN=n % config.block_n == 0,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.backward_warps,
         )  # fmt: skip
 
-    blocks = 1
-    if needs_dz and (config.splits or not sums):
-        run(config, config.balanced(m), dz, None, None)
-        dz = None
+    is_split = config.splits or not sums
+    if needs_dz and is_split:
+        run(config, config.count_programs(m), dz, None, None)
     if sums:
-        if dz is None:
+        blocks = 1
+        if is_split or not needs_dz:
             config = NormConfig.choose(NormProblem(min(n, config.columns), z.element_size(), 2, sums), device)
             blocks = cdiv(n, config.block_n)
-        programs = config.balanced(m, blocks)
+        programs = config.count_programs(m, blocks)
         dw_parts, db_parts = (None if x is None else z.new_empty((programs, n), dtype=torch.float32) for x in (dw, db))
-        run(config, programs * blocks, dz, dw_parts, db_parts)
-        if dw is None:
-            sum_rows(db_parts, db)
-        else:
+        run(config, programs * blocks, None if is_split else dz, dw_parts, db_parts)
+        if dw_parts is not None:
             sum_rows(dw_parts, dw, db_parts, db)
-    return made
+        elif db_parts is not None:
+            sum_rows(db_parts, db)
+    return dz, dw, db

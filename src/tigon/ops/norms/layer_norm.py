@@ -5,17 +5,21 @@ r"""Layer normalisation over the last dimension (Ba, Kiros and Hinton, arXiv:160
     dx    = rstd * (g - mean(g) - x_hat * mean(g * x_hat)),  g = dy * w
     dw    = sum_rows(dy * x_hat),  db = sum_rows(dy)
 
-Everything in fp32, rounded once. The kernels are in `norm.py`. Shapes: M = rows (all leading dimensions), N = features.
+The kernels compute in fp32 and round once. They are in `kernels.py`.
+
+Shapes: M = rows (all leading dimensions), N = features.
 """
 
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.memory.lean import remade
-from tigon.ops.norms.kernels import WIDEST, norm_backward, norm_forward
+from tigon.memory.lean import recomputed_by_call
+from tigon.ops.norms.kernels import MAX_FEATURES, norm_backward, norm_forward
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import runs_kernels
@@ -29,11 +33,11 @@ __all__ = ["LayerNorm", "layer_norm", "layer_norm_reference"]
 def layer_norm_reference(
     x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
-    """Eager definition of `layer_norm`; the tests' ground truth and the CPU path."""
-    # torch's own takes no mixture of dtypes on a GPU, and some on a CPU.
+    """Compute `layer_norm` in eager torch, for tests and for devices without Triton."""
+    # F.layer_norm accepts no mixture of dtypes on a GPU, and only some on a CPU.
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in (x, weight, bias) if t is not None))
-    wide = [t if t is None else t.to(dtype) for t in (x, weight, bias)]
-    return F.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)
+    weight, bias = (t if t is None else t.to(dtype) for t in (weight, bias))
+    return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -41,7 +45,7 @@ def layer_norm_reference(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps):
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
         y, _, statistics = norm_forward(x, None, weight, bias, eps, 0.0, True, False)
         ctx.save_for_backward(x, weight, statistics)
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -49,7 +53,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @first_order
-    def backward(ctx, dy):
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw, needs_db = ctx.needs_input_grad[:3]
         dtypes = weight.dtype if needs_dw else None, ctx.bias_dtype if needs_db else None
@@ -61,20 +65,20 @@ class _LayerNorm(torch.autograd.Function):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """Layer normalisation of the last dimension, as `F.layer_norm`, with gradients for `x`, `weight` and `bias`.
+    """Normalise the last dimension as `F.layer_norm` does. `x`, `weight` and `bias` get gradients.
 
     Args:
         x: [..., N], fp32 | bf16 | fp16, any strides.
         weight: [N], or None for no scale.
         bias: [N], or None for no shift.
-        eps: Added to the variance.
+        eps: The number that is added to the variance.
 
     Returns:
-        [..., N] in `x.dtype`, also where weight and bias are wider.
+        [..., N] in `x.dtype`, even if weight and bias have a wider dtype.
 
     Raises:
-        TypeError: `x`, `weight` or `bias` is no floating-point tensor.
-        ValueError: `x` is a scalar, `weight` or `bias` is not of shape [N] or lies on another device, or `eps` is
+        TypeError: `x`, `weight` or `bias` is not a floating-point tensor, or `eps` is not a number.
+        ValueError: `x` is a scalar, `weight` or `bias` does not have shape [N] or is on another device, or `eps` is
             negative.
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", arXiv:1607.06450.
@@ -96,21 +100,27 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     return _layer_norm(x, weight, bias, eps)
 
 
-@remade
+@recomputed_by_call
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    if not runs_kernels(x, weight, bias) or not 0 < x.shape[-1] <= WIDEST:
+    if not runs_kernels(x, weight, bias) or not 0 < x.shape[-1] <= MAX_FEATURES:
         return layer_norm_reference(x, weight, bias, eps)
     return _LayerNorm.apply(x, weight, bias, eps)
 
 
 class LayerNorm(nn.LayerNorm):
-    """`torch.nn.LayerNorm` computed by `layer_norm`: same arguments, same state dict.
+    """`torch.nn.LayerNorm` computed by `layer_norm`, with the same arguments and the same state dict.
 
     Args:
         normalized_shape: N, or a shape of one dimension.
-        eps: Added to the variance.
-        elementwise_affine: Whether there is a weight.
-        bias: Whether there is a bias beside the weight.
+        eps: The number that is added to the variance.
+        elementwise_affine: Whether the module has a weight.
+        bias: Whether the module has a bias too. Without a weight it has none.
+        factory: The `device` and the `dtype` of the parameters.
+
+    Raises:
+        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
+        ValueError: `eps` is negative, `normalized_shape` has several dimensions, or `factory` has another option or an
+            unknown device. The forward raises it if its input does not end in N features.
 
     Example:
         >>> tigon.LayerNorm(64, bias=False)(torch.randn(3, 64)).shape
@@ -118,12 +128,18 @@ class LayerNorm(nn.LayerNorm):
     """
 
     def __init__(
-        self, normalized_shape, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, **factory
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        **factory: Any,
     ) -> None:
         checks.number("LayerNorm", "eps", eps, 0.0)
         checks.norm_module("LayerNorm", normalized_shape, factory, elementwise_affine=elementwise_affine, bias=bias)
         super().__init__(normalized_shape, eps, elementwise_affine, bias, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `layer_norm` of x [..., N]."""
         checks.features("LayerNorm", x, self.normalized_shape[0])
         return layer_norm(x, self.weight, self.bias, self.eps)

@@ -5,26 +5,35 @@ r"""Root-mean-square normalisation over the last dimension (Zhang and Sennrich, 
     dx    = rstd * (g - x_hat * mean(g * x_hat)),  g = dy * (offset + w),  x_hat = x * rstd
     dw    = sum_rows(dy * x_hat)
 
-`add_rms_norm` normalises x + residual and returns the sum too, for the next residual; dx then has the gradient of the
-sum added, and is the residual's as well. The kernels are in `norm.py`.
+`add_rms_norm` normalises x + residual, and also returns the sum, which is the next residual. The gradient of the sum is
+then added to dx, and dx is also the gradient of the residual. The kernels are in `kernels.py`.
 
 Shapes: M = rows (all leading dimensions), N = features.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from tigon.memory.lean import remade, remember, remembers
-from tigon.ops.norms.kernels import WIDEST, norm_again, norm_backward, norm_forward
+from tigon.memory.lean import recomputed_by_call, register_recomputation, registers_recomputations
+from tigon.ops.norms.kernels import MAX_FEATURES, norm_backward, norm_forward, recompute_norm
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["RMSNorm", "add_rms_norm", "add_rms_norm_reference", "rms_norm", "rms_norm_passing", "rms_norm_reference"]
+__all__ = [
+    "RMSNorm",
+    "add_rms_norm",
+    "add_rms_norm_reference",
+    "rms_norm",
+    "rms_norm_reference",
+    "rms_norm_with_residual",
+]
 
-Rounding = Literal["before_weight", "after_weight"]  # where x_hat returns to x.dtype: Llama / Gemma, OLMo 2
+# Where x_hat is rounded to the dtype of x: before the weight in Llama, after it in Gemma and OLMo 2.
+Rounding = Literal["before_weight", "after_weight"]
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -33,7 +42,7 @@ Rounding = Literal["before_weight", "after_weight"]  # where x_hat returns to x.
 def rms_norm_reference(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight"
 ) -> Tensor:
-    """Eager definition of `rms_norm`; the tests' ground truth and the CPU path."""
+    """Compute `rms_norm` in eager torch, for tests and for devices without Triton."""
     x_hat = x if x.dtype == torch.float64 else x.float()
     x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
@@ -56,7 +65,7 @@ def add_rms_norm_reference(
     offset: float = 0.0,
     rounding: Rounding = "before_weight",
 ) -> tuple[Tensor, Tensor]:
-    """Eager definition of `add_rms_norm`; the tests' ground truth and the CPU path."""
+    """Compute `add_rms_norm` in eager torch, for tests and for devices without Triton."""
     total = x + residual
     return rms_norm_reference(total, weight, eps, offset=offset, rounding=rounding), total
 
@@ -65,48 +74,61 @@ def add_rms_norm_reference(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x -> y, and with `passes_x` x again: the gradient of what becomes of it is added by the kernel that makes dx."""
+    """Compute y and, with `returns_x`, return x too. The kernel that computes dx adds the gradient of this output."""
 
     @staticmethod
-    def forward(ctx, x, weight, eps, offset, round_first, passes_x):
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, eps: float, offset: float, round_first: bool, returns_x: bool
+    ) -> Any:
         y, _, statistics = norm_forward(x, None, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(x, weight, statistics)
         ctx.offset = offset
-        if not passes_x:
+        if not returns_x:
             return y
-        leave_absent(ctx)
-        passed = x.detach()
+        keep_none_gradients(ctx)
+        residual = x.detach()
         if not ctx.needs_input_grad[0]:
-            ctx.mark_non_differentiable(passed)
-        return y, passed
+            ctx.mark_non_differentiable(residual)
+        return y, residual
 
     @staticmethod
     @first_order
-    def backward(ctx, dy, dpassed=None):
+    def backward(ctx: Any, dy: Tensor | None, dresidual: Tensor | None = None) -> tuple[Tensor | None, ...]:
         x, weight, statistics = ctx.saved_tensors
         needs_dx, needs_dw = ctx.needs_input_grad[:2]
         if dy is None:
-            return dpassed, *(None,) * 5
+            return dresidual, *(None,) * 5
         dw_dtype = weight.dtype if needs_dw else None
-        dx, dw, _ = norm_backward(dy, dpassed, x, weight, statistics, ctx.offset, False, needs_dx, dw_dtype, None)
+        dx, dw, _ = norm_backward(dy, dresidual, x, weight, statistics, ctx.offset, False, needs_dx, dw_dtype, None)
         return dx if needs_dx else None, dw if needs_dw else None, *(None,) * 4
 
 
 class _AddRMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, eps, offset, round_first, gives_statistics):
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        residual: Tensor,
+        weight: Tensor | None,
+        eps: float,
+        offset: float,
+        round_first: bool,
+        returns_statistics: bool,
+    ) -> tuple[Tensor, ...]:
         y, total, statistics = norm_forward(x, residual, weight, None, eps, offset, False, round_first)
         ctx.save_for_backward(total, weight, statistics)
         ctx.offset, ctx.dtypes = offset, (x.dtype, residual.dtype)
-        leave_absent(ctx)
-        if not gives_statistics:
+        keep_none_gradients(ctx)
+        if not returns_statistics:
             return y, total
         ctx.mark_non_differentiable(statistics)
         return y, total, statistics
 
     @staticmethod
     @first_order
-    def backward(ctx, dy, dtotal, _=None):
+    def backward(
+        ctx: Any, dy: Tensor | None, dtotal: Tensor | None, dstatistics: None = None
+    ) -> tuple[Tensor | None, ...]:
         total, weight, statistics = ctx.saved_tensors
         *needs, needs_dw = ctx.needs_input_grad[:3]
         dz, dw = dtotal, None
@@ -115,7 +137,7 @@ class _AddRMSNorm(torch.autograd.Function):
             dz, dw, _ = norm_backward(
                 dy, dtotal, total, weight, statistics, ctx.offset, False, any(needs), dw_dtype, None
             )
-        # One tensor serves both inputs, as that of a sum in eager code.
+        # Both inputs get the same tensor, as the inputs of a sum do in eager code.
         dx, dresidual = (
             dz.to(dtype) if needed and dz is not None else None for needed, dtype in zip(needs, ctx.dtypes, strict=True)
         )
@@ -125,10 +147,10 @@ class _AddRMSNorm(torch.autograd.Function):
 # --- public --------------------------------------------------------------------------------------
 
 
-def _checked(
+def _check_norm(
     op: str, x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding
 ) -> tuple[float, float]:
-    """eps and offset as floats; refuses what neither op takes."""
+    """Check the arguments that both ops share, and return eps and offset as floats."""
     checks.tensor(op, x=x)
     checks.floating(op, x=x, weight=weight)
     checks.choice(op, "rounding", rounding, ("before_weight", "after_weight"))
@@ -144,23 +166,23 @@ def _checked(
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight"
 ) -> Tensor:
-    """RMS normalisation of the last dimension, with gradients for `x` and `weight`.
+    """Normalise the last dimension by its root mean square. `x` and `weight` get gradients.
 
     Args:
         x: [..., N], fp32 | bf16 | fp16, any strides.
         weight: [N], or None for no scale.
-        eps: Added to the mean square.
-        offset: Added to `weight`; 1.0 for Gemma, whose weights start at zero.
-        rounding: Where the normalised value returns to `x.dtype`: before the multiplication by
-            `weight` (Llama) or after it (Gemma, OLMo 2).
+        eps: The number that is added to the mean square.
+        offset: The number that is added to `weight`. It is 1.0 for Gemma, whose weights start at zero.
+        rounding: Where the normalised value is rounded to `x.dtype`: before the multiplication by `weight` (Llama) or
+            after it (Gemma, OLMo 2).
 
     Returns:
-        [..., N]. In `x.dtype`; with `rounding="before_weight"` in the common dtype of `x` and `weight`, as
-        the product of the two has it.
+        [..., N] in `x.dtype`. With `rounding="before_weight"`, the dtype is the common dtype of `x` and `weight`, which
+        is the dtype of their product.
 
     Raises:
-        TypeError: `x` or `weight` is no floating-point tensor.
-        ValueError: `x` is a scalar, `weight` is not of shape [N] or lies on another device, `rounding` is unknown, or
+        TypeError: `x` or `weight` is not a floating-point tensor, or `eps` or `offset` is not a number.
+        ValueError: `x` is a scalar, `weight` does not have shape [N] or is on another device, `rounding` is unknown, or
             `eps` is negative.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", arXiv:1910.07467.
@@ -170,27 +192,27 @@ def rms_norm(
         >>> tigon.rms_norm(x, weight).shape
         torch.Size([2, 5, 64])
     """
-    eps, offset = _checked("rms_norm", x, weight, eps, offset, rounding)
+    eps, offset = _check_norm("rms_norm", x, weight, eps, offset, rounding)
     return _rms_norm(x, weight, eps, offset, rounding)
 
 
-@remade
+@recomputed_by_call
 def _rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float, rounding: Rounding) -> Tensor:
-    if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= WIDEST:
+    if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
     return _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", False)
 
 
-def rms_norm_passing(
+def rms_norm_with_residual(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, *, offset: float = 0.0, rounding: Rounding = "before_weight"
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm`, and x again, for the residual: both gradients of x are summed in the kernel of the norm's."""
-    if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= WIDEST or torch.compiler.is_compiling():
+    """Return `rms_norm(x, ...)`, and x for use as the residual. The norm's kernel adds both gradients of x."""
+    if not runs_kernels(x, weight) or not 0 < x.shape[-1] <= MAX_FEATURES or torch.compiler.is_compiling():
         return rms_norm(x, weight, eps, offset=offset, rounding=rounding), x
-    eps, offset = _checked("rms_norm", x, weight, eps, offset, rounding)
-    y, passed = _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", True)
-    remember(y, _rms_norm, x, weight, eps, offset, rounding)
-    return y, passed
+    eps, offset = _check_norm("rms_norm", x, weight, eps, offset, rounding)
+    y, residual = _RMSNorm.apply(x, weight, eps, offset, rounding == "before_weight", True)
+    register_recomputation(y, _rms_norm, x, weight, eps, offset, rounding)
+    return y, residual
 
 
 def add_rms_norm(
@@ -202,24 +224,26 @@ def add_rms_norm(
     offset: float = 0.0,
     rounding: Rounding = "before_weight",
 ) -> tuple[Tensor, Tensor]:
-    """RMS normalisation of `x + residual`, and that sum, with gradients for `x`, `residual` and `weight`.
+    """Normalise `x + residual` by its root mean square, and return that sum too.
+
+    `x`, `residual` and `weight` get gradients.
 
     Args:
         x: [..., N], fp32 | bf16 | fp16, any strides.
         residual: [..., N].
         weight: [N], or None for no scale.
-        eps: Added to the mean square.
-        offset: Added to `weight`, as in `rms_norm`.
-        rounding: Where the normalised value returns to the dtype of the sum, as in `rms_norm`.
+        eps: The number that is added to the mean square.
+        offset: The number that is added to `weight`, as in `rms_norm`.
+        rounding: Where the normalised value is rounded to the dtype of the sum, as in `rms_norm`.
 
     Returns:
-        y [..., N], `rms_norm` of the sum, and the sum [..., N], rounded to the common dtype of `x` and `residual`.
-        Either may be left unused.
+        y [..., N], which is `rms_norm` of the sum, and the sum [..., N], rounded to the common dtype of `x` and
+        `residual`. Either may be left unused.
 
     Raises:
-        TypeError: `x`, `residual` or `weight` is no floating-point tensor.
-        ValueError: `x` is a scalar, `residual` has another shape than `x`, `weight` is not of shape [N], one lies on
-            another device, `rounding` is unknown, or `eps` is negative.
+        TypeError: `x`, `residual` or `weight` is not a floating-point tensor, or `eps` or `offset` is not a number.
+        ValueError: `x` is a scalar, `residual` has another shape than `x`, `weight` does not have shape [N], two
+            tensors are on different devices, `rounding` is unknown, or `eps` is negative.
 
     Source: the residual stream of pre-norm transformers, Xiong et al., arXiv:2002.04745; the norm as in `rms_norm`.
 
@@ -231,45 +255,61 @@ def add_rms_norm(
     """
     checks.tensor("add_rms_norm", residual=residual)
     checks.floating("add_rms_norm", residual=residual)
-    eps, offset = _checked("add_rms_norm", x, weight, eps, offset, rounding)
+    eps, offset = _check_norm("add_rms_norm", x, weight, eps, offset, rounding)
     checks.shape("add_rms_norm", "residual", residual, x.shape)
     checks.same("add_rms_norm", "device", x=x, residual=residual)
-    if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= WIDEST:
+    if not runs_kernels(x, residual, weight) or not 0 < x.shape[-1] <= MAX_FEATURES:
         y, total = add_rms_norm_reference(x, residual, weight, eps, offset=offset, rounding=rounding)
-        remember(y, _rms_norm, total, weight, eps, offset, rounding)
+        register_recomputation(y, _rms_norm, total, weight, eps, offset, rounding)
         return y, total
     round_first = rounding == "before_weight"
-    # Of two dtypes Triton may give the weight a layout of its own, and sum for that in another order.
-    if not remembers() or (weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)):
+    # If the weight has another dtype than the sum, Triton may give it another layout, and then sum in another order.
+    has_other_dtype = weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
+    if has_other_dtype or not registers_recomputations():
         return _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, False)
     y, total, statistics = _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, True)
-    remember(y, norm_again, total, weight, statistics, offset, round_first)
+    register_recomputation(y, recompute_norm, total, weight, statistics, offset, round_first)
     return y, total
 
 
 class RMSNorm(nn.RMSNorm):
-    """`torch.nn.RMSNorm` computed by `rms_norm`: same arguments, same state dict.
+    """`torch.nn.RMSNorm` computed by `rms_norm`, with the same arguments and the same state dict.
 
     Args:
         normalized_shape: N, or a shape of one dimension.
-        eps: Added to the mean square; None is the machine epsilon of fp32 (of fp64 for fp64 inputs), as in torch.
-        elementwise_affine: Whether there is a weight.
+        eps: The number that is added to the mean square. None is the machine epsilon of fp32 (of fp64 for fp64 inputs),
+            as in torch.
+        elementwise_affine: Whether the module has a weight.
+        factory: The `device` and the `dtype` of the weight.
+
+    Raises:
+        TypeError: An argument has another type. The forward raises it if its input is not a floating-point tensor.
+        ValueError: `eps` is negative, `normalized_shape` has several dimensions, or `factory` has another option or an
+            unknown device. The forward raises it if its input does not end in N features.
 
     Example:
         >>> tigon.RMSNorm(64)(torch.randn(3, 64)).shape
         torch.Size([3, 64])
     """
 
-    def __init__(self, normalized_shape, eps: float | None = None, elementwise_affine: bool = True, **factory) -> None:
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        **factory: Any,
+    ) -> None:
         if eps is not None:
             checks.number("RMSNorm", "eps", eps, 0.0)
         checks.norm_module("RMSNorm", normalized_shape, factory, elementwise_affine=elementwise_affine)
         super().__init__(normalized_shape, eps, elementwise_affine, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return `rms_norm` of x [..., N]."""
         checks.features("RMSNorm", x, self.normalized_shape[0])
         eps = self.eps
         if eps is None:
             checks.floating("RMSNorm", x=x)
             eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-        return rms_norm(x, self.weight, eps, rounding="after_weight")  # as torch rounds
+        # This is where torch's module rounds.
+        return rms_norm(x, self.weight, eps, rounding="after_weight")

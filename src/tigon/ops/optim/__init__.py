@@ -1,1 +1,1 @@
-"""Optimizers: one kernel for the whole step of a tensor."""
+"""Optimizers that update many tensors in one launch."""

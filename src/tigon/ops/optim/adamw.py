@@ -1,11 +1,12 @@
-"""AdamW whose step is one pass over memory: torch's optimizer, with a kernel of Tigon's for what it can take."""
+"""AdamW whose step is one pass over memory: the optimizer of torch, with a kernel for the tensors that it supports."""
 
 import contextlib
 import inspect
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,27 +18,28 @@ from tigon.runtime.torch_private import disable_dynamo, has_init_group, incremen
 
 __all__ = ["AdamW"]
 
-# Without the wrapper that an instance of torch's class puts around it, which would call every step hook twice.
+# The first instance of torch's class wraps `step`. With the wrapper, every step hook would run twice.
 _torch_step = inspect.unwrap(torch.optim.AdamW.step)
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW`, same arguments, states and state dict; its step reads and writes each tensor once.
+    """`torch.optim.AdamW` with the same arguments, states and state dict. Its step reads and writes each tensor once.
 
-    One launch of a Triton kernel takes the parameters of a group that are contiguous CUDA or ROCm tensors in fp32, bf16
-    or fp16, or this rank's shards of such (DTensor, as FSDP2 makes them). The arithmetic is in fp32, and rounded once
-    to the dtype of each tensor, as in torch with `fused=True`. Everything else takes torch's own path, by the options
-    given: other tensors, `foreach=True` or `False`, `fused=False`, `amsgrad`, `differentiable`, betas as tensors, a
-    `GradScaler` that leaves scaling to the optimizer (`fused=True`), a step that is captured in a CUDA graph
-    (`capturable=True`).
+    One launch of a Triton kernel updates all parameters of a group that are contiguous CUDA or ROCm tensors in fp32,
+    bf16 or fp16, or shards of such tensors on this rank (DTensor, as in FSDP2). The kernel computes in fp32 and rounds
+    once to the dtype of each tensor, as torch does with `fused=True`.
+
+    Torch's own code updates all other tensors. It also takes the whole step with `foreach=True` or `False`,
+    `fused=False`, `amsgrad`, `differentiable`, betas as tensors, a `GradScaler` that leaves scaling to the optimizer
+    (`fused=True`), and when a CUDA graph captures the step (`capturable=True`).
 
     Args:
         params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused:
-            As torch has them. `fused=True` or `capturable=True` keeps the counts of steps on the device; nothing
-            waits for it either way.
+            The arguments of `torch.optim.AdamW`. With `fused=True` or `capturable=True` the numbers of steps are on the
+            device. The host never waits for the device.
 
     Raises:
-        ValueError, RuntimeError, TypeError: What torch's constructor raises, and options of another type.
+        ValueError, RuntimeError, TypeError: Torch's constructor raises it, or an option has another type.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 
@@ -49,61 +51,83 @@ class AdamW(torch.optim.AdamW):
     """
 
     def __init__(
-        self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=1e-2, amsgrad=False, **options
-    ) -> None:  # fmt: skip
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        **options: Any,
+    ) -> None:
         for name in options:
             checks.choice("AdamW", "an option", name, (*_FLAGS, *_CHOICES))
         options |= {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "amsgrad": amsgrad}
         _check_options(options)
-        with _named_refusals():
+        with _prefixed_errors():
             super().__init__(params, **options)
 
-    def add_param_group(self, param_group: dict) -> None:
-        """Add parameters with options of their own; see `torch.optim.Optimizer.add_param_group`."""
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with separate options; see `torch.optim.Optimizer.add_param_group`."""
         if isinstance(param_group, dict):
             _check_options(param_group)
-        with _named_refusals():
+        with _prefixed_errors():
             super().add_param_group(param_group)
 
-    # torch.compile runs it as it is: while tracing, torch calls `_init_group`, which here would take the step.
+    # torch.compile does not trace the step. During tracing torch calls `_init_group`, which takes a step here.
     @disable_dynamo
-    def step(self, closure=None):
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take a step; see `torch.optim.Optimizer.step`."""
         with torch.set_grad_enabled(self.defaults["differentiable"]):
             return _torch_step(self, closure)
 
-    def _init_group(self, group, params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps):
-        """Fill the lists as torch does, take the step of what the kernel can, and leave torch the rest."""
+    def _init_group(
+        self,
+        group: dict[str, Any],
+        params: list[Tensor],
+        grads: list[Tensor],
+        exp_avgs: list[Tensor],
+        exp_avg_sqs: list[Tensor],
+        max_exp_avg_sqs: list[Tensor],
+        steps: list[Tensor],
+    ) -> bool:
+        """Fill the lists as torch does, update what the kernel supports, and leave the other tensors in the lists."""
         lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
         has_complex = super()._init_group(group, *lists)
-        if self._leaves_to_torch(group):
+        if self._uses_torch(group):
             return has_complex
-        found = [_local(*x) for x in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)]
-        taken = [i for i, tensors in enumerate(found) if tensors is not None and _is_plain(steps[i])]
-        if not taken:
+        supported: dict[int, tuple[Tensor, ...]] = {}
+        for i, tensors in enumerate(zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)):
+            local_tensors = _local_tensors(*tensors)
+            if local_tensors is not None and _is_plain(steps[i]):
+                supported[i] = local_tensors
+        if not supported:
             return has_complex
-        counters = [steps[i] for i in taken]
-        _count(counters)
+        counters = [steps[i] for i in supported]
+        _increment(counters)
         lr = group["lr"]
         lr = float(lr) if isinstance(lr, Tensor) and lr.is_cpu else lr
         options = group["betas"], group["eps"], group["weight_decay"], group["maximize"]
-        # Of each group its own; not pickled and not copied, since torch's optimizers leave such attributes out.
+        # Each group has its own tables. They are neither pickled nor copied, because torch's optimizers ignore other
+        # attributes there.
         position = next(i for i, x in enumerate(self.param_groups) if x is group)
         tables = self.__dict__.setdefault("_tables", {}).setdefault(position, {})
-        adamw_step(*zip(*(found[i] for i in taken), strict=True), counters, lr, *options, tables=tables)
-        written = [x[i] for i in taken for x in (params, exp_avgs, exp_avg_sqs)]
-        torch.autograd.graph.increment_version(written)
-        left = sorted(set(range(len(params))) - set(taken))
+        p, g, m, v = zip(*supported.values(), strict=True)
+        adamw_step(p, g, m, v, counters, lr, *options, tables=tables)
+        torch.autograd.graph.increment_version([x[i] for i in supported for x in (params, exp_avgs, exp_avg_sqs)])
+        others = [i for i in range(len(params)) if i not in supported]
         for x in lists:
-            x[:] = [x[i] for i in left] if x else []
+            x[:] = [x[i] for i in others] if x else []
         return has_complex
 
-    def _leaves_to_torch(self, group: dict) -> bool:
-        """Whether the group's options ask for something that the kernel does not do, or for another way by name."""
+    def _uses_torch(self, group: dict[str, Any]) -> bool:
+        """Return whether torch's own code takes the step of a group, because of the options of the group."""
         numbers = (*group["betas"], group["eps"], group["weight_decay"])
+        # A CUDA graph would store the addresses of the table of this step.
+        is_captured = group["capturable"] and torch.cuda.is_current_stream_capturing()
         return (
             group["foreach"] is not None
-            or (group["capturable"] and torch.cuda.is_current_stream_capturing())  # a graph would keep old addresses
+            or is_captured
             or group["fused"] is False
             or group["amsgrad"]
             or group["differentiable"]
@@ -113,28 +137,30 @@ class AdamW(torch.optim.AdamW):
         )
 
 
-# A torch with another `_init_group` takes the whole step itself.
+# If `_init_group` of this torch has another signature, torch's own code takes all steps.
 if not has_init_group():
     del AdamW._init_group
 
 
 _FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
-_CHOICES = ("foreach", "fused")  # None leaves the choice to the optimizer
+# None leaves the choice to the optimizer.
+_CHOICES = ("foreach", "fused")
 
 
-def _check_options(options: dict) -> None:
-    """Refuse options of a wrong type, which torch takes and fails with in the first step. Ranges are torch's to check.
+def _check_options(options: dict[str, Any]) -> None:
+    """Check the types of options, which torch would accept and fail with in the first step. Torch checks the ranges.
 
-    A learning rate may be a scalar of numpy, as schedules make them.
+    A learning rate may be a scalar of numpy, because some schedules return such scalars.
     """
-    numbers = {name: options[name] for name in ("lr", "eps", "weight_decay") if name in options}
+    numbers: dict[str, Any] = {name: options[name] for name in ("lr", "eps", "weight_decay") if name in options}
     if "betas" in options:
         betas = options["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
             raise TypeError(f"AdamW: betas must be two numbers, got {checks.shown(betas)}")
         numbers |= {"betas[0]": betas[0], "betas[1]": betas[1]}
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, (Real, Tensor)):
+        is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
+        if not is_number:
             raise TypeError(f"AdamW: {name} must be a number, got {checks.shown(value)}")
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
@@ -146,8 +172,8 @@ def _check_options(options: dict) -> None:
 
 
 @contextlib.contextmanager
-def _named_refusals() -> Iterator[None]:
-    """Begin the message of what torch refuses in the block with the optimizer's name."""
+def _prefixed_errors() -> Iterator[None]:
+    """Put the optimizer's name before the messages of errors that torch raises in the block."""
     try:
         yield
     except (TypeError, ValueError, RuntimeError) as error:
@@ -157,11 +183,12 @@ def _named_refusals() -> Iterator[None]:
 
 
 def _is_plain(x: Tensor) -> bool:
+    """Return whether a tensor has memory, unlike a wrapper subclass."""
     return type(x) in PLAIN or not hasattr(x, "__tensor_flatten__")
 
 
-def _local(param: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
-    """Parameter, gradient and moments as memory on this rank, or None if the kernel cannot take them."""
+def _local_tensors(param: Any, *others: Any) -> tuple[Tensor, ...] | None:
+    """Return this rank's part of a parameter, its gradient and its moments; None if the kernel cannot update them."""
     tensors = (param, *others)
     if type(param) not in PLAIN and hasattr(param, "to_local"):
         if not all(hasattr(x, "to_local") for x in others):
@@ -173,7 +200,8 @@ def _local(param: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
     if not (first.is_cuda or runs_kernels(first)):
         return None
     device, shape = first.get_device(), first.shape
-    for x in tensors:  # no generators: small models wait for the host
+    # A loop is faster than generators, and small models wait for the host.
+    for x in tensors:
         if not (x.dtype in KERNEL_DTYPES and x.is_contiguous() and x.get_device() == device and x.shape == shape):
             return None
         if type(x) not in PLAIN and not _is_plain(x):
@@ -181,8 +209,8 @@ def _local(param: Tensor, *others: Tensor) -> tuple[Tensor, ...] | None:
     return tensors
 
 
-def _count(steps: list[Tensor]) -> None:
-    """One more step, in place, in few launches."""
+def _increment(steps: list[Tensor]) -> None:
+    """Add 1 to the numbers of steps in place, with one launch for each device."""
     by_device: dict[int, list[Tensor]] = {}
     for x in steps:
         by_device.setdefault(x.get_device(), []).append(x)

@@ -4,18 +4,19 @@ r"""AdamW (Loshchilov and Hutter, arXiv:1711.05101): one step, in place, in one 
     v <- beta2 v + (1 - beta2) g^2
     p <- (1 - lr weight_decay) p - lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
 
-t counts steps from 1. Everything in fp32, each of p, m and v rounded once: p moves by m and v as they are before they
-are rounded. 1 - beta^t is -expm1(t log beta), because in fp32 the difference from one would lose its digits in the
-first steps; for the same reason the host gives 1 - beta and log beta, which it has in fp64.
+t counts steps from 1. The kernel computes in fp32 and rounds each of p, m and v once: p is computed from m and v before
+they are rounded. 1 - beta^t is -expm1(t log beta), because the difference from one would lose its digits in fp32 in the
+first steps. For the same reason the host computes 1 - beta and log beta, in fp64.
 
-Shapes: p, g, m, v of one parameter have N elements, without gaps. A step reads p, g, m, v and writes p, m, v: in bf16
-14 bytes a parameter. One launch steps all parameters: it finds them by a table of their addresses.
+Shapes: p, g, m, v of one parameter have N elements without gaps. A step reads p, g, m, v and writes p, m, v: 14 bytes
+for each parameter in bf16. One launch updates all parameters. It finds them in a table of their addresses.
 """
 
 import math
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -47,7 +48,7 @@ def adamw_reference(
     weight_decay: float,
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """p, g, m, v [...] -> p, m, v after step number `step`, in fp32, or fp64 where p is: the tests' ground truth."""
+    """Return p, m and v after step number `step`, in fp32, or in fp64 if p is in fp64. Tests compare with it."""
     wide = torch.promote_types(param.dtype, torch.float32)
     p, g, m, v = (x.to(wide) for x in (param, grad, exp_avg, exp_avg_sq))
     g = -g if maximize else g
@@ -61,26 +62,25 @@ def adamw_reference(
 
 
 class AdamWProblem(NamedTuple):
-    """What the launch parameters of a step depend on."""
+    """The size that the launch parameters of a step depend on."""
 
-    itemsize: int  # bytes of an element of the parameters
+    # Bytes of an element of the parameters.
+    itemsize: int
 
 
 @dataclass(frozen=True)
 class AdamWConfig(LaunchConfig):
-    """Launch parameters: a program takes `block` elements.
-
-    `span` programs in a row share an entry of the map from programs to tensors: for 8e9 parameters in bf16 that makes
-    it 4 MB, and a tensor's last span at most 7 programs that have nothing to do.
-    """
+    """Launch parameters. A program updates `block` elements."""
 
     block: int
     num_warps: int
+    # This many consecutive programs share an entry of the map from programs to tensors. With 8 programs the map of 8e9
+    # parameters in bf16 takes 4 MB, and at most 7 programs of a tensor's last span do nothing.
     span: int
 
     @staticmethod
     def heuristic(problem: AdamWProblem, device: Device) -> "AdamWConfig":
-        # One access of 16 bytes a thread, of 128, for each of the seven tensors.
+        """Return a block with which each of 128 threads accesses 16 bytes of each tensor once."""
         return AdamWConfig(block=4 * 32 * 16 // problem.itemsize, num_warps=4, span=8)
 
 
@@ -89,7 +89,7 @@ class AdamWConfig(LaunchConfig):
 
 @triton.jit
 def _one_minus_exp(x):
-    """1 - exp(x) for x <= 0, to fp32's last digits: by its series where the difference would lose them."""
+    """Return 1 - exp(x) for x <= 0 with all digits of fp32, by a series where the difference would lose digits."""
     series = 1.0 + x / 7.0 * (1.0 + x / 8.0)
     series = 1.0 + x / 4.0 * (1.0 + x / 5.0 * (1.0 + x / 6.0 * series))
     series = -x * (1.0 + x / 2.0 * (1.0 + x / 3.0 * series))
@@ -102,7 +102,7 @@ def _update(
     step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps,
     MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    """One block: pointers to its elements, and which of them are inside (None: all)."""
+    """Update one block, given pointers to its elements and a mask of those inside, or None if all are."""
     g = tl.load(grad_ptr, mask=mask).to(tl.float32)
     m = tl.load(exp_avg_ptr, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq_ptr, mask=mask).to(tl.float32)
@@ -114,7 +114,7 @@ def _update(
         g = -g
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * (g * g)
-    # Not p * (1 - decay), which rounds twice: a decay is often of the size of fp32's last digit.
+    # p * (1 - decay) would round twice, and a decay is often as small as the last digit of fp32.
     p = p - decay * p
     p = p - step_size * (m / (tl.sqrt(v) * scale + eps))
     tl.store(param_ptr, p, mask=mask)
@@ -124,30 +124,33 @@ def _update(
 
 @triton.jit
 def _block_at(address_ptr, start, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to the block at element `start` of the tensor whose address is there."""
+    """Return pointers to the block at element `start` of the tensor whose address is stored at `address_ptr`."""
     pointer = tl.load(address_ptr).to(tl.pointer_type(DTYPE))
     if ALIGNED:
-        # The compiler cannot know it of an address that it loads, and without it has no accesses of 16 bytes.
+        # The compiler cannot know the alignment of an address that is loaded. Without it there are no accesses of 16
+        # bytes.
         pointer = tl.multiple_of(pointer, 16)
     return pointer + start + tl.arange(0, BLOCK)
 
 
 @triton.jit
 def _step_kernel(
-    rows_ptr,  # [tensors, 8] int64: the addresses of p, g, m, v and the step's number; N; the first span; spans
-    owners_ptr,  # [spans] int32: the tensor of each
-    lr_ptr,  # [], or None: the number `lr`
+    # For each tensor: the addresses of p, g, m, v and of the step's number, N, the first span and the number of spans.
+    rows_ptr,  # [tensors, 8] int64
+    tensor_of_span_ptr,  # [spans] int32: the index of the tensor of each span
+    lr_ptr,  # [], or None if the number `lr` is used
     step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps,
-    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,  # dtypes
-    ALIGNED: tl.constexpr,  # all addresses to 16 bytes
-    STEPS: tl.constexpr,  # whether the steps' numbers are in memory; else all are `step`
+    P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,  # the dtypes of p, g, m and v
+    ALIGNED: tl.constexpr,  # True if all addresses are multiples of 16 bytes
+    STEPS: tl.constexpr,  # True if the numbers of the steps are in memory; otherwise all are `step`
     MAXIMIZE: tl.constexpr, SPAN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Update one block of one tensor, which the program finds in the table."""
     program = tl.program_id(0)
-    row_ptr = rows_ptr + tl.load(owners_ptr + program // SPAN) * 8
+    row_ptr = rows_ptr + tl.load(tensor_of_span_ptr + program // SPAN) * 8
     start = (program - tl.load(row_ptr + 6) * SPAN) * BLOCK  # int64
-    left = tl.load(row_ptr + 5) - start
-    if left > 0:
+    remaining = tl.load(row_ptr + 5) - start
+    if remaining > 0:
         param_ptr = _block_at(row_ptr, start, P, ALIGNED, BLOCK)
         grad_ptr = _block_at(row_ptr + 1, start, G, ALIGNED, BLOCK)
         exp_avg_ptr = _block_at(row_ptr + 2, start, M, ALIGNED, BLOCK)
@@ -156,15 +159,15 @@ def _step_kernel(
             step = tl.load(tl.load(row_ptr + 4).to(tl.pointer_type(tl.float32)))
         if lr_ptr is not None:
             lr = tl.load(lr_ptr).to(tl.float32)
-        # A block that is full needs no mask, and so has accesses of 16 bytes whatever N is.
-        if left >= BLOCK:
+        # A full block needs no mask, so it has accesses of 16 bytes for every N.
+        if remaining >= BLOCK:
             _update(
                 param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, None,
                 step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
             )  # fmt: skip
         else:
             _update(
-                param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, tl.arange(0, BLOCK) < left,
+                param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, tl.arange(0, BLOCK) < remaining,
                 step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
             )  # fmt: skip
 
@@ -172,21 +175,53 @@ def _step_kernel(
 # --- launcher ------------------------------------------------------------------------------------
 
 
+# The tensors of one parameter: the addresses of p, g, m, v and of the step's number (0 if the launch has one number for
+# all), and N. It is a plain tuple, because small models wait for the host: 300 NamedTuples would take 0.1 ms.
+_Addresses: TypeAlias = tuple[int, int, int, int, int, int]
+
+
+class LaunchKind(NamedTuple):
+    """The properties that all tensors of one launch share."""
+
+    # The index of the device, or -1 for the CPU.
+    device_index: int
+    param_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    exp_avg_dtype: torch.dtype
+    exp_avg_sq_dtype: torch.dtype
+    # True if all addresses are multiples of 16 bytes.
+    is_aligned: bool
+    # The number of the step, or None if it is in memory.
+    step: float | None
+
+
+class TableKey(NamedTuple):
+    """Everything that a table depends on."""
+
+    tensors: list[_Addresses]
+    device: torch.device
+    # Elements of a span of blocks.
+    span_size: int
+    stream: int
+
+
 @dataclass(frozen=True)
 class Table:
-    """What one launch has to know of its tensors, on their device."""
+    """The tensors of one launch, in the memory of their device."""
 
-    made_of: tuple  # all that it depends on
-    rows: Tensor  # [tensors, 8] int64, as the kernel reads them
-    owners: Tensor  # [spans] int32
+    key: TableKey
+    # [tensors, 8] int64, as the kernel reads them.
+    rows: Tensor
+    # [spans] int32: the index of the tensor of each span.
+    tensor_of_span: Tensor
 
 
 def adamw_step(
-    params: list[Tensor],
-    grads: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    steps: list[Tensor | float],
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    steps: Sequence[Tensor | float],
     lr: Tensor | float,
     betas: tuple[float, float],
     eps: float,
@@ -195,68 +230,89 @@ def adamw_step(
     *,
     tables: dict[int, Table] | None = None,
 ) -> None:
-    """Of each tensor p, g, m, v [...], fp32 | bf16 | fp16, contiguous on one device: p, m and v become those after
-    step number `steps[i]`, all in one launch, or one for each that differs in dtypes, device, alignment or number.
+    """Update p, m and v of each parameter in place, for step number `steps[i]`.
 
-    A tensor of one fp32 element on a parameter's device, as `steps[i]` or, of any dtype, as `lr`, only the device
-    reads. `tables` is the caller's to keep: while the tensors stay where they are, nothing is copied to the device.
+    One launch updates all tensors that agree in dtypes, device, alignment and, if it is a number, in the step.
+
+    Args:
+        params, grads, exp_avgs, exp_avg_sqs: fp32 | bf16 | fp16, contiguous. Those of one parameter are on one device.
+        steps: Numbers, or tensors of one element. Only the device reads a fp32 tensor on the parameter's device.
+        lr: A number, or a tensor of one element in any dtype, which only the device reads.
+        tables: The tables of earlier calls, which the caller keeps. Nothing is copied to the device while the tensors
+            have the same addresses.
     """
     tables = {} if tables is None else tables
-    launches: dict[tuple, list[int]] = {}
+    # The fields of a `LaunchKind`, and the tensors of that launch.
+    launches: dict[tuple, list[_Addresses]] = {}
     for p, g, m, v, step in zip(params, grads, exp_avgs, exp_avg_sqs, steps, strict=True):
-        device, number, at_step = p.get_device(), None, 0
-        if isinstance(step, Tensor) and step.get_device() == device and step.dtype == torch.float32:
-            at_step = step.data_ptr()
+        device_index, number, step_address = p.get_device(), None, 0
+        if isinstance(step, Tensor) and step.get_device() == device_index and step.dtype == torch.float32:
+            step_address = step.data_ptr()
         else:
             number = float(step)
-        at = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
-        aligned = (at[0] | at[1] | at[2] | at[3]) & 15 == 0
-        kind = device, p.dtype, g.dtype, m.dtype, v.dtype, aligned, number
-        launches.setdefault(kind, []).extend((*at, at_step, p.numel()))
+        p_address, g_address, m_address, v_address = p.data_ptr(), g.data_ptr(), m.data_ptr(), v.data_ptr()
+        is_aligned = (p_address | g_address | m_address | v_address) & 15 == 0
+        kind = device_index, p.dtype, g.dtype, m.dtype, v.dtype, is_aligned, number
+        addresses = p_address, g_address, m_address, v_address, step_address, p.numel()
+        launches.setdefault(kind, []).append(addresses)
     numbers = (
         float(betas[0]), float(betas[1]), 1.0 - betas[0], 1.0 - betas[1], _log(betas[0]), _log(betas[1]),
         float(weight_decay), float(eps),
     )  # fmt: skip
-    for position, (kind, found) in enumerate(launches.items()):
-        index, *dtypes, aligned, number = kind
+    for position, (fields, tensors) in enumerate(launches.items()):
+        kind = LaunchKind(*fields)
+        index = kind.device_index
         device = torch.device("cuda", index) if index >= 0 else params[0].device
         first = next(p for p in params if p.get_device() == index)
-        config = AdamWConfig.choose(AdamWProblem(dtypes[0].itemsize), device_of(first))
-        table = tables[position] = _table(found, device, config.block * config.span, tables.get(position))
-        rate = lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else float(lr)
-        _launch(table.rows, table.owners, rate, number, numbers, dtypes, aligned, maximize, config)
+        config = AdamWConfig.choose(AdamWProblem(kind.param_dtype.itemsize), device_of(first))
+        table = tables[position] = _update_table(tables.get(position), tensors, device, config.block * config.span)
+        device_lr = lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else float(lr)
+        _launch(table.rows, table.tensor_of_span, device_lr, numbers, kind, maximize, config)
 
 
-def _table(found: list[int], device: torch.device, size: int, before: Table | None) -> Table:
-    """The table of so many elements a span: addresses and lengths found, six numbers a tensor. `before` if it is so."""
-    # Another stream's copy may still be on its way.
-    stream = current_raw_stream(device.index) if device.type == "cuda" else 0
-    made_of = found, device, size, stream
-    if before is not None and before.made_of == made_of:
+def _update_table(before: Table | None, tensors: list[_Addresses], device: torch.device, span_size: int) -> Table:
+    """Return the table of these tensors for spans of `span_size` elements. It is `before` if nothing has changed."""
+    # A copy on another stream may not have ended, so the table depends on the stream.
+    key = TableKey(tensors, device, span_size, current_raw_stream(device.index) if device.type == "cuda" else 0)
+    if before is not None and before.key == key:
         return before
-    rows, first = array("q"), 0
-    for i in range(0, len(found), 6):
-        spans = cdiv(found[i + 5], size)
-        rows.extend((*found[i : i + 6], first, spans))
-        first += spans
-    rows = torch.frombuffer(rows, dtype=torch.int64).view(-1, 8)
-    # Pinned, so that the copy does not wait for the device; torch keeps that memory until the copy is over.
-    rows = (rows.pin_memory() if device.type == "cuda" else rows).to(device, non_blocking=True)
-    if before is not None and before.made_of[1:] == made_of[1:] and before.made_of[0][5::6] == found[5::6]:
-        return Table(made_of, rows, before.owners)
-    return Table(made_of, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=first))
+    values, first_span = array("q"), 0
+    lengths = [n for *_, n in tensors]
+    for addresses, n in zip(tensors, lengths, strict=True):
+        spans = cdiv(n, span_size)
+        values.extend((*addresses, first_span, spans))
+        first_span += spans
+    host_rows = torch.frombuffer(values, dtype=torch.int64).view(-1, 8)
+    # The host memory is pinned, so that the copy does not wait for the device. Torch keeps this memory until the copy
+    # has ended.
+    rows = (host_rows.pin_memory() if device.type == "cuda" else host_rows).to(device, non_blocking=True)
+    if before is not None and before.key[1:] == key[1:] and [n for *_, n in before.key.tensors] == lengths:
+        return Table(key, rows, before.tensor_of_span)
+    return Table(key, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=first_span))
 
 
 @on_device
-def _launch(rows, owners, lr, number, numbers, dtypes, aligned, maximize, config) -> None:
-    lr_ptr, lr = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
-    p, g, m, v = (TYPES[x] for x in dtypes)
+def _launch(
+    rows: Tensor,
+    tensor_of_span: Tensor,
+    lr: Tensor | float,
+    numbers: tuple[float, ...],
+    kind: LaunchKind,
+    maximize: bool,
+    config: AdamWConfig,
+) -> None:
+    """Update the tensors of one launch."""
+    lr_ptr, lr_number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
     launch(
-        _step_kernel, owners.numel() * config.span, rows, owners, lr_ptr, number or 0.0, lr, *numbers,
-        P=p, G=g, M=m, V=v, ALIGNED=aligned, STEPS=number is None, MAXIMIZE=maximize,
+        _step_kernel, tensor_of_span.numel() * config.span,
+        rows, tensor_of_span, lr_ptr, kind.step or 0.0, lr_number, *numbers,
+        P=TYPES[kind.param_dtype], G=TYPES[kind.grad_dtype],
+        M=TYPES[kind.exp_avg_dtype], V=TYPES[kind.exp_avg_sq_dtype],
+        ALIGNED=kind.is_aligned, STEPS=kind.step is None, MAXIMIZE=maximize,
         SPAN=config.span, BLOCK=config.block, num_warps=config.num_warps,
     )  # fmt: skip
 
 
 def _log(beta: float) -> float:
+    """Return log(beta), or -inf for 0."""
     return math.log(beta) if beta else -math.inf

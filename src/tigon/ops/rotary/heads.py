@@ -1,10 +1,11 @@
-"""What the kernels of rotary embeddings share: heads and angles in a token's row, the turn of a pair, strides.
+"""Helpers of the rotary kernels: loads and stores of heads, loads of angles, the rotation of a pair, and strides.
 
-`tigon.ops.rotary.rope` turns heads as they are, `tigon.ops.rotary.qk_norm_rope_kernels` normalises them first. Shapes
-and layouts as in `rope`.
+`tigon.ops.rotary.rope` rotates heads, and `tigon.ops.rotary.qk_norm_rope_kernels` normalises heads before it rotates
+them. `rope` explains the shapes and the layouts.
 """
 
 import functools
+from typing import NamedTuple, overload
 
 import torch
 import triton
@@ -13,20 +14,21 @@ from torch import Tensor
 
 __all__ = [
     "PAIRED",
-    "alike",
-    "axis_bits",
-    "blocks",
+    "RotaryOptions",
+    "allocate_output",
     "dense_features",
-    "empty_like",
     "head_strides",
     "load_angles",
     "load_heads",
+    "pack_axes",
+    "rotate_pairs",
     "store_heads",
     "table_strides",
-    "turn",
+    "tile_constants",
+    "with_equal_strides",
 ]
 
-# Whether the features of a pair are neighbours in memory, in x and in y.
+# By layout, two flags: True if the two features of a pair are neighbours in memory, in x and in y.
 PAIRED = {"split_half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
 
 
@@ -35,12 +37,15 @@ PAIRED = {"split_half": (False, False), "interleaved": (True, True), "deinterlea
 
 @triton.jit
 def load_heads(
-    ptrs, inside,  # [H, 1]: where each head starts, and whether there is such a head
+    ptrs, inside,  # [H, 1]: pointers to the heads, and False beyond the last head
     D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """x1, x2 [H, R / 2] of the pairs, and the rest [H, D - R] that no angle turns ([1, 1] of zero if none); fp32."""
+    """Return x1 and x2 [H, R / 2] of the pairs, and the features [H, D - R] that are not rotated, in fp32.
+
+    If all features are rotated, the third result is a [1, 1] zero.
+    """
     if PAIRED:
-        # Read as they lie, so that a thread takes 16 bytes at once, and parted in its registers.
+        # The pairs are loaded in the order of memory, so that a thread loads 16 bytes at once, and split in registers.
         cols = tl.arange(0, 2 * BLOCK_R)[None, :]
         x = tl.load(ptrs + cols, mask=inside & ((cols < R) | (2 * BLOCK_R == R)), other=0.0)
         x1, x2 = tl.split(tl.reshape(x, [x.shape[0], BLOCK_R, 2]))
@@ -61,7 +66,7 @@ def store_heads(
     ptrs, inside, y1, y2, rest,
     D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """What `load_heads` loads."""
+    """Store heads in the form in which `load_heads` returns them."""
     if PAIRED:
         cols = tl.arange(0, 2 * BLOCK_R)[None, :]
         y = tl.reshape(tl.join(y1, y2), [y1.shape[0], 2 * BLOCK_R])
@@ -81,7 +86,10 @@ def load_angles(
     ptr, stride_a, R: tl.constexpr, PAIRED: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr,
     TABLE: tl.constexpr,
 ):  # fmt: skip
-    """A token's row of a table [R], or of one of three axes [3, R], for the first and the second of each pair; fp32."""
+    """Return the angles of a token for the first and for the second feature of each pair, [1, R / 2] each, in fp32.
+
+    The token's row of a table is [R], or [3, R] if each frequency has one of three axes.
+    """
     cols = tl.arange(0, BLOCK_R)
     mask = (cols < R // 2) | (2 * BLOCK_R == R)
     if TABLE == "pairs":
@@ -90,7 +98,8 @@ def load_angles(
         first, second = tl.split(tl.reshape(angles, [1, BLOCK_R, 2]))
         return first, second
     offsets = cols
-    if AXES is not None:  # two bits a frequency, taken eight frequencies at a time: Triton's ints hold no more
+    # AXES holds two bits for each frequency. Eight frequencies are read at a time, because Triton's ints have 32 bits.
+    if AXES is not None:
         axis = tl.zeros([BLOCK_R], tl.int32)
         for start in tl.static_range(0, R // 2, 8):
             bits = tl.zeros([BLOCK_R], tl.int32) + ((AXES >> (2 * start)) & 65535)
@@ -104,8 +113,8 @@ def load_angles(
 
 
 @triton.jit
-def turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
-    """Each pair by its angle, or the gradient of that."""
+def rotate_pairs(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
+    """Rotate each pair by its angle, or compute the gradient of this rotation."""
     if BACKWARD:
         y1, y2 = x1 * cos1 + x2 * sin2, x2 * cos2 - x1 * sin1
     else:
@@ -116,32 +125,54 @@ def turn(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
 # --- in launchers --------------------------------------------------------------------------------
 
 
-def empty_like(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """With the strides of `x`, if its features are dense then; without `x`, an empty tensor beside `like`."""
+class RotaryOptions(NamedTuple):
+    """The options of a rotation, as launchers take them."""
+
+    # The dimension of the heads, 1 or 2.
+    heads: int
+    layout: str
+    # The axis of each frequency as a digit, or "" for tables of one axis.
+    axes: str
+    table: str
+
+
+def allocate_output(x: Tensor | None, neighbour: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Allocate a tensor with the strides of `x` if these make its features dense, or contiguous otherwise.
+
+    If `x` is None, the result is an empty tensor on the device of `neighbour`.
+    """
     if x is None:
-        return like.new_empty(0)
+        return neighbour.new_empty(0)
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
 
 
+@overload
+def dense_features(x: Tensor) -> Tensor: ...
+
+
+@overload
+def dense_features(x: None) -> None: ...
+
+
 def dense_features(x: Tensor | None) -> Tensor | None:
-    """`x`, copied if its features have gaps."""
+    """Return `x`, or a contiguous copy if its features have gaps."""
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def alike(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """The tables, of the same strides and with dense features."""
-    same = cos.stride() == sin.stride() and cos.stride(-1) == 1
-    return (cos, sin) if same else (cos.contiguous(), sin.contiguous())
+def with_equal_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the tables with equal strides and dense features. They are copied if they are not so already."""
+    is_equal = cos.stride() == sin.stride() and cos.stride(-1) == 1
+    return (cos, sin) if is_equal else (cos.contiguous(), sin.contiguous())
 
 
 def head_strides(x: Tensor | None, heads: int) -> tuple[int, int, int]:
-    """Of the batch, the heads (dimension `heads`) and the sequence."""
+    """Return the strides of the batch, of the heads (dimension `heads`) and of the sequence."""
     return (0, 0, 0) if x is None else (x.stride(0), x.stride(heads), x.stride(3 - heads))
 
 
 def table_strides(table: Tensor) -> tuple[int, int, int]:
-    """Of the axes, the batch and the sequence; none where there is one for all."""
+    """Return the strides of the axes, of the batch and of the sequence. A dimension that is shared has stride 0."""
     return (
         table.stride(0) if table.dim() == 4 else 0,
         table.stride(-3) if table.shape[-3] > 1 else 0,
@@ -150,13 +181,16 @@ def table_strides(table: Tensor) -> tuple[int, int, int]:
 
 
 @functools.cache
-def axis_bits(axes: str) -> int | None:
-    """The axis of each frequency, one digit each -> two bits each, from the lowest on; None for tables of one axis."""
+def pack_axes(axes: str) -> int | None:
+    """Pack the axis of each frequency, given as one digit, into two bits, beginning with the lowest bits.
+
+    Return None for "", the tables of one axis.
+    """
     return int(axes[::-1], 4) if axes else None
 
 
-def blocks(d: int, r: int) -> dict[str, int]:
-    """The constexprs that say how wide a tile is."""
+def tile_constants(d: int, r: int) -> dict[str, int]:
+    """Return the constexprs of a tile's width, for heads of `d` features of which `r` are rotated."""
     return {
         "D": d, "R": r, "BLOCK_R": triton.next_power_of_2(r // 2), "BLOCK_P": triton.next_power_of_2(max(d - r, 1)),
     }  # fmt: skip

@@ -1,31 +1,39 @@
-r"""RMS normalisation of queries and keys, then rotary position embedding: one kernel each way.
+r"""RMS normalisation of queries and keys, then rotary position embedding, in one kernel for each direction.
 
     x_hat = x * rstd,  rstd = (mean(x^2) + eps)^-1/2                                                       (fp32)
-    y     = turn((offset + w) * x_hat)
-    g     = (offset + w) * h,  h = turn_back(dy)
+    y     = rotate((offset + w) * x_hat)
+    g     = (offset + w) * h,  h = rotate_back(dy)
     dx    = rstd * (g - x_hat * mean(g * x_hat))
     dw    = sum(h * x_hat)
 
 The mean is over the features of one head (w of shape [D], Qwen3, Gemma 3) or over all heads of a token together (w of
-shape [H D], OLMo 2). `turn` is the rotation of `tigon.ops.rotary.rope`, in all its layouts. The kernels are in
-`norm_rope.py`.
+shape [H D], OLMo 2). `rotate` is the rotation of `tigon.ops.rotary.rope`, in all its layouts. The kernels are in
+`qk_norm_rope_kernels.py`.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
-from tigon.memory.lean import remade
+from tigon.memory.lean import recomputed_by_call
 from tigon.ops.norms.rms_norm import Rounding, rms_norm_reference
-from tigon.ops.rotary.heads import alike
-from tigon.ops.rotary.qk_norm_rope_kernels import WIDEST, qk_norm_rope_backward, qk_norm_rope_forward
-from tigon.ops.rotary.rope import Layout, axes_of, check_rope, rope_reference, takes_kernels
+from tigon.ops.rotary.heads import RotaryOptions, with_equal_strides
+from tigon.ops.rotary.qk_norm_rope_kernels import (
+    MAX_FEATURES_TOGETHER,
+    HeadInputs,
+    HeadNormOptions,
+    NeededGradients,
+    qk_norm_rope_backward,
+    qk_norm_rope_forward,
+)
+from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, rope_reference
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent
+from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
@@ -34,8 +42,8 @@ __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 # --- reference -----------------------------------------------------------------------------------
 
 
-def _over_heads(size: int, *weights: Tensor | None) -> bool:
-    """Whether the weights say that all heads of a token are normalised together."""
+def _normalises_together(size: int, *weights: Tensor | None) -> bool:
+    """Return whether all heads of a token are normalised together: a weight is wider than one head."""
     return any(weight is not None and tuple(weight.shape) != (size,) for weight in weights)
 
 
@@ -44,52 +52,76 @@ def qk_norm_rope_reference(
     eps: float = 1e-6, offset: float = 0.0, rounding: Rounding = "before_weight", unsqueeze_dim: int = 1,
     layout: Layout = "split_half", sections: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Eager definition of `qk_norm_rope`; the tests' ground truth and the CPU path."""
-    together = _over_heads(q.shape[-1], q_weight, k_weight)
+    """Compute `qk_norm_rope` in eager torch, for tests and for devices without Triton."""
+    together = _normalises_together(q.shape[-1], q_weight, k_weight)
 
-    def normalise(x: Tensor | None, weight: Tensor | None) -> Tensor | None:
-        if x is None:
-            return None
+    def normalise(x: Tensor, weight: Tensor | None) -> Tensor:
         if not together:
             return rms_norm_reference(x, weight, eps, offset=offset, rounding=rounding)
-        stored = x.transpose(1, 2) if unsqueeze_dim == 1 else x
-        y = rms_norm_reference(stored.flatten(2), weight, eps, offset=offset, rounding=rounding).view(stored.shape)
+        x = x.transpose(1, 2) if unsqueeze_dim == 1 else x
+        y = rms_norm_reference(x.flatten(2), weight, eps, offset=offset, rounding=rounding).view(x.shape)
         return y.transpose(1, 2) if unsqueeze_dim == 1 else y
 
-    q, k = normalise(q, q_weight), normalise(k, k_weight)
+    q, k = normalise(q, q_weight), None if k is None else normalise(k, k_weight)
     return rope_reference(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=layout, sections=sections)
 
 
 # --- autograd ------------------------------------------------------------------------------------
 
 
+def _result_dtype(x: Tensor, weight: Tensor | None, table: Tensor, round_first: bool) -> torch.dtype:
+    """Return the dtype of eager code. Normalised values that are rounded before the weight take its dtype too."""
+    dtype = torch.promote_types(x.dtype, table.dtype)
+    return dtype if weight is None or not round_first else torch.promote_types(dtype, weight.dtype)
+
+
 class _QKNormRope(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, q_weight, k_weight, cos, sin, eps, offset, round_first, *options):
-        cos, sin = alike(cos, sin)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor | None,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        offset: float,
+        round_first: bool,
+        together: bool,
+        heads: int,
+        layout: Layout,
+        axes: str,
+    ) -> tuple[Tensor, Tensor | None]:
+        cos, sin = with_equal_strides(cos, sin)
         q_weight, k_weight = (w if w is None else w.contiguous() for w in (q_weight, k_weight))
-        dtypes = []
-        for x, weight in ((q, q_weight), (k, k_weight)):
-            dtype = cos.dtype if weight is None or not round_first else torch.promote_types(weight.dtype, cos.dtype)
-            dtypes.append(None if x is None else torch.promote_types(x.dtype, dtype))
-        q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, q, k, q_weight, k_weight, eps, offset, *options, *dtypes)
-        ctx.save_for_backward(cos, sin, q, k, q_weight, k_weight, rstd)
-        leave_absent(ctx)
-        ctx.options = offset, *options
+        q_dtype = _result_dtype(q, q_weight, cos, round_first)
+        k_dtype = None if k is None else _result_dtype(k, k_weight, cos, round_first)
+        inputs = HeadInputs(q, k, q_weight, k_weight)
+        ctx.norm = HeadNormOptions(eps, offset, together)
+        ctx.rotary = RotaryOptions(heads, layout, axes, "halves")
+        q_out, k_out, rstd = qk_norm_rope_forward(cos, sin, inputs, ctx.norm, ctx.rotary, q_dtype, k_dtype)
+        ctx.save_for_backward(cos, sin, rstd, *inputs)
+        keep_none_gradients(ctx)
         return q_out, None if k is None else k_out
 
     @staticmethod
     @first_order
-    def backward(ctx, dq_out, dk_out):
-        cos, sin, *saved = ctx.saved_tensors
-        upstream = (dq_out, dk_out, dq_out, dk_out)
-        needs = [needed and dy is not None for needed, dy in zip(ctx.needs_input_grad, upstream, strict=False)]
+    def backward(ctx: Any, dq_out: Tensor | None, dk_out: Tensor | None) -> tuple[Tensor | None, ...]:
+        cos, sin, rstd, *saved_inputs = ctx.saved_tensors
+        upstream = dq_out, dk_out, dq_out, dk_out
+        needs = [needed and dy is not None for needed, dy in zip(ctx.needs_input_grad[:4], upstream, strict=True)]
         if not any(needs):
             return (None,) * 13
-        dq, dk, dw = qk_norm_rope_backward(cos, sin, dq_out, dk_out, *saved, *ctx.options, *needs)
-        dws = dw.split([w.shape[0] if needed else 0 for w, needed in zip(saved[2:4], needs[2:], strict=True)])
-        gradients = [x if needed else None for x, needed in zip((dq, dk, *dws), needs, strict=True)]
-        return *gradients, *(None,) * 9
+        inputs = HeadInputs(*saved_inputs)
+        dq, dk, dw = qk_norm_rope_backward(
+            cos, sin, inputs, rstd, dq_out, dk_out, ctx.norm, ctx.rotary, NeededGradients(*needs)
+        )
+        weights = inputs.q_weight, inputs.k_weight
+        pairs = zip(weights, needs[2:], strict=True)
+        sizes = [weight.shape[0] if needed and weight is not None else 0 for weight, needed in pairs]
+        gradients = (dq, dk, *dw.split(sizes))
+        return *(x if needed else None for x, needed in zip(gradients, needs, strict=True)), *(None,) * 9
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -98,18 +130,21 @@ class _QKNormRope(torch.autograd.Function):
 def _check_weights(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, heads: int, together: bool
 ) -> None:
+    """Check the weights for queries and keys whose heads are in dimension `heads`."""
     checks.same("qk_norm_rope", "device", q=q, q_weight=q_weight, k_weight=k_weight)
     checks.same("qk_norm_rope", "dtype", q_weight=q_weight, k_weight=k_weight)
     if k is None and k_weight is not None:
-        raise ValueError("qk_norm_rope: k_weight must be None where k is")
+        raise ValueError("qk_norm_rope: k_weight must be None if k is None, got a Tensor")
     for name, x, weight in (("q_weight", q, q_weight), ("k_weight", k, k_weight)):
-        if weight is None:
+        if x is None or weight is None:
             continue
-        each, of_all = (q.shape[3],), (x.shape[heads] * x.shape[3],)
-        if tuple(weight.shape) not in (each, of_all):
-            raise ValueError(f"qk_norm_rope: {name} must have shape {each} or {of_all}, got {tuple(weight.shape)}")
+        one_head, all_heads = (x.shape[3],), (x.shape[heads] * x.shape[3],)
+        if tuple(weight.shape) not in (one_head, all_heads):
+            raise ValueError(
+                f"qk_norm_rope: {name} must have shape {one_head} or {all_heads}, got {tuple(weight.shape)}"
+            )
         if together:
-            checks.shape("qk_norm_rope", name, weight, of_all)
+            checks.shape("qk_norm_rope", name, weight, all_heads)
 
 
 def qk_norm_rope(
@@ -117,68 +152,71 @@ def qk_norm_rope(
     eps: float = 1e-6, offset: float = 0.0, rounding: Rounding = "before_weight", unsqueeze_dim: int = 1,
     layout: Layout = "split_half", sections: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """RMS normalisation of queries and keys, then `rope`, with gradients for both and for their weights.
+    """Normalise queries and keys by `rms_norm`, then rotate them by `rope`. Both and their weights get gradients.
 
     Args:
         q: [B, Hq, S, D] with `unsqueeze_dim=1`, [B, S, Hq, D] with 2; fp32 | bf16 | fp16, any strides.
-        k: The same with Hk heads; None takes `q` alone.
-        q_weight: [D] normalises each head (Qwen3, Gemma 3), [Hq D] all heads of a token together (OLMo 2). Without a
-            weight, None, each head, unless the other weight is one of all heads.
-        k_weight: [D] or [Hk D], as `q_weight`, and of its dtype; or None.
-        cos: As in `rope`.
-        sin: As in `rope`.
-        eps: Added to the mean square.
-        offset: Added to the weights; 1.0 for Gemma, whose weights start at zero.
-        rounding: As in `rms_norm`. The kernels round once, at the end, so that it decides the dtype of the result only.
+        k: The same shape with Hk heads. None computes only `q`.
+        q_weight: [D] normalises each head (Qwen3, Gemma 3), and [Hq D] normalises all heads of a token together
+            (OLMo 2). None means no scale; each head is then normalised, unless `k_weight` is [Hk D].
+        k_weight: [D] or [Hk D], like `q_weight` and with its dtype, or None.
+        cos: The table of cosines, as in `rope`.
+        sin: The table of sines, as in `rope`.
+        eps: The number that is added to the mean square.
+        offset: The number that is added to the weights. It is 1.0 for Gemma, whose weights start at zero.
+        rounding: The option of `rms_norm`. The kernels round once, at the end, so it decides only the dtype of the
+            result.
         unsqueeze_dim: The dimension of the heads.
-        layout: As in `rope`.
-        sections: As in `rope`.
+        layout: The option of `rope`.
+        sections: The option of `rope`.
 
     Returns:
-        q and k with the strides of their inputs, in the common dtype of each and the tables; with
-        `rounding="before_weight"` of these and the weight. A `k` of None comes back as None.
+        The normalised and rotated q and k, with the strides of their inputs, in the common dtype of the input and the
+        tables, and with `rounding="before_weight"` also of the weight. The second result is None if `k` is None.
 
     Raises:
-        TypeError: An argument is no floating-point tensor.
-        ValueError: What `rope` refuses; a weight of another shape or device, weights of two dtypes, an unknown
-            `rounding`, or a negative `eps`.
+        TypeError: An argument that must be a floating-point tensor is none, `eps` or `offset` is not a number, or
+            `sections` is not a sequence.
+        ValueError: `rope` refuses the arguments, a weight has another shape or device, the weights have two dtypes,
+            `rounding` is unknown, or `eps` is negative.
 
     Source: Henry et al., "Query-Key Normalization for Transformers", arXiv:2010.04245, with the RMS norm of
     arXiv:1910.07467; Su et al., arXiv:2104.09864.
 
     Example:
         >>> q, k, angles = torch.randn(2, 8, 5, 64), torch.randn(2, 2, 5, 64), torch.randn(1, 5, 64)
-        >>> turned = tigon.qk_norm_rope(q, k, torch.ones(64), torch.ones(64), angles.cos(), angles.sin())
-        >>> [tuple(x.shape) for x in turned]
+        >>> results = tigon.qk_norm_rope(q, k, torch.ones(64), torch.ones(64), angles.cos(), angles.sin())
+        >>> [tuple(x.shape) for x in results]
         [(2, 8, 5, 64), (2, 2, 5, 64)]
     """
     check_rope("qk_norm_rope", q, k, cos, sin, unsqueeze_dim, layout, sections)
     checks.choice("qk_norm_rope", "rounding", rounding, ("before_weight", "after_weight"))
     eps, offset = checks.number("qk_norm_rope", "eps", eps, 0.0), checks.number("qk_norm_rope", "offset", offset)
     checks.floating("qk_norm_rope", q_weight=q_weight, k_weight=k_weight)
-    together = _over_heads(q.shape[3], q_weight, k_weight)
+    together = _normalises_together(q.shape[3], q_weight, k_weight)
     _check_weights(q, k, q_weight, k_weight, unsqueeze_dim, together)
     heads = max(x.shape[unsqueeze_dim] for x in (q, k) if x is not None)
     features = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
-    fits = runs_kernels(q, q_weight, k_weight) and q.shape[unsqueeze_dim] and not (together and features > WIDEST)
-    if not (fits and takes_kernels(q, k, cos, sin)):
+    is_supported = q.shape[unsqueeze_dim] > 0 and not (together and features > MAX_FEATURES_TOGETHER)
+    if not (is_supported and runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)):
         return _by_reference(
             q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, unsqueeze_dim, layout, sections
         )  # fmt: skip
     return _by_kernels(
-        q, k, q_weight, k_weight, cos, sin, eps, offset, rounding == "before_weight",
-        unsqueeze_dim, layout, axes_of(sections), together,
+        q, k, q_weight, k_weight, cos, sin, eps, offset, rounding == "before_weight", together,
+        unsqueeze_dim, layout, axes_of(sections),
     )  # fmt: skip
 
 
-@remade
-def _by_kernels(*args: object) -> tuple[Tensor, Tensor | None]:
+@recomputed_by_call
+def _by_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
     return _QKNormRope.apply(*args)
 
 
-@remade
+@recomputed_by_call
 def _by_reference(
-    q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, unsqueeze_dim, layout, sections
+    q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
+    eps: float, offset: float, rounding: Rounding, unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     return qk_norm_rope_reference(
         q, k, q_weight, k_weight, cos, sin, eps=eps, offset=offset, rounding=rounding,

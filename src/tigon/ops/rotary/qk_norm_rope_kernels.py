@@ -1,20 +1,20 @@
-r"""The kernels of RMS normalisation and rotary position embedding in one.
+r"""The kernels that compute RMS normalisation and rotary position embedding in one pass.
 
     x_hat = x * rstd,  rstd = (mean(x^2) + eps)^-1/2                                                       (fp32)
-    y     = turn((offset + w) * x_hat)
-    g     = (offset + w) * h,  h = turn_back(dy)
+    y     = rotate_pairs((offset + w) * x_hat)
+    g     = (offset + w) * h,  h = rotate_back(dy)
     dx    = rstd * (g - x_hat * mean(g * x_hat))
     dw    = sum(h * x_hat)
 
 The mean is over the features of one head (w of shape [D]) or over all heads of a token together (w of shape [H D]).
-`turn` is the rotation of `tigon.ops.rotary.rope`, in all its layouts.
+`rotate` is the rotation of `tigon.ops.rotary.rope`, in all its layouts.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features, P = programs of the
 backward, T = B S tokens.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -24,42 +24,57 @@ from torch import Tensor
 from tigon.ops.norms.kernels import sum_rows
 from tigon.ops.rotary.heads import (
     PAIRED,
-    axis_bits,
-    blocks,
+    RotaryOptions,
+    allocate_output,
     dense_features,
-    empty_like,
     head_strides,
     load_angles,
     load_heads,
+    pack_axes,
+    rotate_pairs,
     store_heads,
     table_strides,
-    turn,
+    tile_constants,
 )
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["QKNormRopeConfig", "QKNormRopeProblem", "qk_norm_rope_backward", "qk_norm_rope_forward"]
+__all__ = [
+    "HeadInputs",
+    "HeadNormOptions",
+    "NeededGradients",
+    "QKNormRopeConfig",
+    "QKNormRopeProblem",
+    "qk_norm_rope_backward",
+    "qk_norm_rope_forward",
+]
 
-WIDEST = 32768  # features normalised together; more do not fit in the registers of one workgroup
+# The most features of a token that are normalised together. More do not fit in the registers of one workgroup.
+MAX_FEATURES_TOGETHER = 32768
 
 
 # --- configuration -------------------------------------------------------------------------------
 
 
 class QKNormRopeProblem(NamedTuple):
-    """What the launch parameters of `qk_norm_rope` depend on."""
+    """The sizes that the launch parameters of `qk_norm_rope` depend on."""
 
-    heads: int  # of q or of k, the more of the two
+    # The number of heads of q or of k, whichever is larger.
+    heads: int
+    # D.
     head_size: int
-    together: bool  # a tile holds all heads, which are normalised together
-    itemsize: int  # bytes of an element of q
+    # True if a tile holds all heads, because they are normalised together.
+    together: bool
+    # Bytes of an element of q.
+    itemsize: int
 
 
-# 4 x 4096 tokens, 32 + 8 heads of 128, bf16, H200. Forward: 0.094 ms with all 32 heads in a tile, 0.101 with 8.
-# Backward: 0.157 with 16 heads, three stages and three programs a multiprocessor; 0.190 with 8 warps and no pipeline.
-FORWARD_TILE, BACKWARD_TILE = 4096, 2048  # features of a tile of several heads
-# For tiles of up to so many features: warps of a program, and programs of the backward per multiprocessor.
+# Features of a tile of several heads. Measured with 4 x 4096 tokens, 32 + 8 heads of 128, bf16, on an H200. Forward:
+# 0.094 ms with all 32 heads in a tile, 0.101 with 8. Backward: 0.157 with 16 heads, three stages and three programs for
+# each multiprocessor, 0.190 with 8 warps and no pipeline.
+FORWARD_TILE, BACKWARD_TILE = 4096, 2048
+# By the features of a tile: the warps of a program, and the programs of the backward for each multiprocessor.
 WARPS = ((4096, 4), (8192, 8), (16384, 16), (32768, 32))
 PROGRAMS = ((2048, 3), (4096, 2), (8192, 1))
 
@@ -68,31 +83,41 @@ PROGRAMS = ((2048, 3), (4096, 2), (8192, 1))
 class QKNormRopeConfig(LaunchConfig):
     """Launch parameters of the forward and the backward.
 
-    A program of the forward takes one token, so many heads at a time, first those of q, then those of k. The backward's
-    programs loop over such tiles of all tokens.
+    A program of the forward computes one token, `block_h` heads at a time, first the heads of q and then those of k. A
+    program of the backward loops over such tiles of all tokens.
     """
 
+    # Heads of a tile of the forward.
     block_h: int
+    # Warps of a program of the forward.
     num_warps: int
+    # Heads of a tile of the backward.
     backward_block_h: int
+    # Warps of a program of the backward.
     backward_warps: int
-    num_stages: int  # of the backward's loop
-    programs: int  # of the backward: each keeps partial gradients of the weights
-    keeps_w: bool  # in registers through the backward's loop; a wide tile has none to spare and reads w again
+    # Pipeline stages of the backward's loop.
+    num_stages: int
+    # Programs of the backward. Each program computes partial gradients of the weights.
+    programs: int
+    # True if the weight stays in registers during the backward's loop. A wide tile leaves no registers for the weight,
+    # so the weight is loaded for every tile.
+    keeps_w: bool
 
     @staticmethod
     def heuristic(problem: QKNormRopeProblem, device: Device) -> "QKNormRopeConfig":
+        """Return tiles of several heads, or of all heads if they are normalised together."""
         heads, size = triton.next_power_of_2(problem.heads), triton.next_power_of_2(problem.head_size)
-        most = lambda features: heads if problem.together else max(1, min(heads, features // size))
-        block_h, backward_block_h = most(FORWARD_TILE), most(BACKWARD_TILE)
+        heads_of_tile = lambda features: heads if problem.together else max(1, min(heads, features // size))
+        block_h, backward_block_h = heads_of_tile(FORWARD_TILE), heads_of_tile(BACKWARD_TILE)
         tile = backward_block_h * size
-        loads = 2 * 2 * tile * problem.itemsize  # bytes: tiles of dy and x for each stage but the last
+        # The pipeline holds a tile of dy and one of x for each of its three stages but the last.
+        pipeline_bytes = 2 * 2 * tile * problem.itemsize
         return QKNormRopeConfig(
             block_h=block_h,
             num_warps=min(rung(WARPS, block_h * size), device.max_warps),
             backward_block_h=backward_block_h,
             backward_warps=min(rung(WARPS, tile), device.max_warps),
-            num_stages=3 if tile >= 2048 and loads <= device.shared_memory // 2 else 1,
+            num_stages=3 if tile >= 2048 and pipeline_bytes <= device.shared_memory // 2 else 1,
             programs=device.multiprocessors * rung(PROGRAMS, tile),
             keeps_w=tile < 16384,
         )
@@ -106,7 +131,10 @@ def _load_weight(
     ptr, offset, H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, PAIRED: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """offset + w as the tiles that it multiplies: [H, ...] of all heads together, [1, ...] of each; ones without w."""
+    """Load offset + w in the shape of a tile: [H, ...] if all heads are normalised together, [1, ...] otherwise.
+
+    Without a weight the result is one.
+    """
     if ptr is None:
         w1 = tl.full([1, 1], 1.0, tl.float32)
         w2, rest = w1, w1
@@ -119,7 +147,7 @@ def _load_weight(
 
 @triton.jit
 def _sum_tile(x1, x2, rest, TOGETHER: tl.constexpr):
-    """The sum over each head [H, 1], or over all of them [1, 1]."""
+    """Sum over the features of each head [H, 1], or over all heads [1, 1]."""
     total = tl.sum(x1 + x2, axis=1, keep_dims=True) + tl.sum(rest, axis=1, keep_dims=True)
     if TOGETHER:
         total = tl.sum(total, axis=0, keep_dims=True)
@@ -128,11 +156,12 @@ def _sum_tile(x1, x2, rest, TOGETHER: tl.constexpr):
 
 @triton.jit
 def _forward_heads(
-    x_ptr, w_ptr, y_ptr, rstd_ptr, stride_xh, stride_yh,  # one token: [H, D], [D] or [H D], [H, D], [H] or [1]
-    cos1, cos2, sin1, sin2, eps, offset,
+    x_ptr, w_ptr, y_ptr, rstd_ptr,  # of one token: [H, D], [D] or [H D], [H, D], [H] or [1]
+    stride_xh, stride_yh, cos1, cos2, sin1, sin2, eps, offset,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     TOGETHER: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    """Normalise and rotate all heads of one token."""
     w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
     for start in range(0, H, BLOCK_H):
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
@@ -144,14 +173,15 @@ def _forward_heads(
             tl.store(rstd_ptr + tl.zeros([1, 1], tl.int32), rstd)
         else:
             tl.store(rstd_ptr + heads, rstd, mask=inside)
-        y1, y2 = turn(x1 * rstd * w1, x2 * rstd * w2, cos1, cos2, sin1, sin2, False)
+        y1, y2 = rotate_pairs(x1 * rstd * w1, x2 * rstd * w2, cos1, cos2, sin1, sin2, False)
         store_heads(y_ptr + heads * stride_yh, inside, y1, y2, x3 * rstd * w3, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
 
 
 @triton.jit(do_not_specialize=["stride_ca", "S"])
 def _forward_kernel(
-    cos_ptr, sin_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr,  # [3, B, S, R], [B, H, S, D] by strides; weights [D] or [H D]
-    q_out_ptr, k_out_ptr, rstd_ptr,  # rstd [T, Hq + Hk] or, of all heads together, [T, 2]
+    cos_ptr, sin_ptr, q_ptr, k_ptr,  # [3, B, S, R] and [B, H, S, D], of any strides
+    wq_ptr, wk_ptr, q_out_ptr, k_out_ptr,  # [D] or [H D]; [B, H, S, D] of any strides
+    rstd_ptr,  # [T, Hq + Hk], or [T, 2] if all heads are normalised together
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
     stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos,
     stride_ca, stride_cb, stride_cs, S, eps, offset,  # sin has the strides of cos
@@ -159,6 +189,7 @@ def _forward_kernel(
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
+    """Normalise and rotate the queries and the keys of one token, and store rstd."""
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
     rstd_ptr += token.to(tl.int64) * (2 if TOGETHER else HQ + HK)
@@ -182,16 +213,18 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_heads(
-    cos_ptr, sin_ptr, dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr,  # dx and dw None where not needed
+    cos_ptr, sin_ptr, dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr,  # dx and dw are None if not needed
     stride_dyb, stride_dyh, stride_dys, stride_xb, stride_xh, stride_xs, stride_dxb, stride_dxh, stride_dxs,
     stride_ca, stride_cb, stride_cs, S, T, offset,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     AXES: tl.constexpr, TOGETHER: tl.constexpr, RSTDS: tl.constexpr, KEEPS_W: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Compute dx of the tiles of a program, and its partial sum of dw."""
     if KEEPS_W:
         w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
-    if dw_ptr is not None:  # summed over its heads once, after the loop
+    # The heads of these sums are added once, after the loop.
+    if dw_ptr is not None:
         dw1 = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
         dw2 = tl.zeros([BLOCK_H, BLOCK_R], tl.float32)
         dw3 = tl.zeros([BLOCK_H if R < D else 1, BLOCK_P], tl.float32)
@@ -215,7 +248,7 @@ def _backward_heads(
         else:
             rstd = tl.load(rstd_ptrs + heads, mask=inside, other=0.0)
 
-        h1, h2 = turn(dy1, dy2, cos1, cos2, sin1, sin2, True)
+        h1, h2 = rotate_pairs(dy1, dy2, cos1, cos2, sin1, sin2, True)
         x1, x2, x3 = x1 * rstd, x2 * rstd, x3 * rstd
         if dw_ptr is not None:
             dw1, dw2 = dw1 + h1 * x1, dw2 + h2 * x2
@@ -240,8 +273,8 @@ def _backward_heads(
 
 @triton.jit(do_not_specialize=["stride_ca", "S", "T"])
 def _backward_kernel(
-    cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, rstd_ptr,  # as above
-    dq_ptr, dk_ptr, dwq_ptr, dwk_ptr,  # None where not needed; dw [P, stride_dw] fp32
+    cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, rstd_ptr,  # as in `_forward_kernel`
+    dq_ptr, dk_ptr, dwq_ptr, dwk_ptr,  # [B, H, S, D] of any strides, [P, stride_dw] fp32; None if not needed
     stride_dqob, stride_dqoh, stride_dqos, stride_dkob, stride_dkoh, stride_dkos,
     stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
     stride_dqb, stride_dqh, stride_dqs, stride_dkb, stride_dkh, stride_dks,
@@ -250,6 +283,7 @@ def _backward_kernel(
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr, KEEPS_W: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradients of queries, keys and weights that are not None."""
     RSTDS: tl.constexpr = 2 if TOGETHER else HQ + HK
     if dwq_ptr is not None:
         dwq_ptr += tl.program_id(0).to(tl.int64) * stride_dw
@@ -274,83 +308,152 @@ def _backward_kernel(
 # --- launchers -----------------------------------------------------------------------------------
 
 
-def _constants(
-    q: Tensor, k: Tensor | None, cos: Tensor, heads: int, layout: str, axes: str, together: bool, backward: bool
-) -> tuple[QKNormRopeConfig, dict[str, object]]:
-    """The launch parameters, and the constexprs that both kernels take."""
-    hq, hk, d = q.shape[heads], 0 if k is None else k.shape[heads], q.shape[3]
+def _choose_tiles(
+    q: Tensor, k: Tensor | None, cos: Tensor, options: RotaryOptions, together: bool, backward: bool
+) -> tuple[QKNormRopeConfig, dict[str, Any]]:
+    """Return the launch parameters, and the constexprs that both kernels have."""
+    hq, hk, d = q.shape[options.heads], 0 if k is None else k.shape[options.heads], q.shape[3]
     problem = QKNormRopeProblem(max(hq, hk), d, together, q.element_size())
     config = QKNormRopeConfig.choose(problem, device_of(q))
-    block_h, (x_paired, y_paired) = config.backward_block_h if backward else config.block_h, PAIRED[layout]
+    block_h, (x_paired, y_paired) = config.backward_block_h if backward else config.block_h, PAIRED[options.layout]
     return config, {
-        "HQ": hq, "HK": hk, "X_PAIRED": x_paired, "Y_PAIRED": y_paired, "AXES": axis_bits(axes), "TOGETHER": together,
-        "BLOCK_HQ": min(block_h, triton.next_power_of_2(hq)),
-        "BLOCK_HK": min(block_h, triton.next_power_of_2(max(hk, 1))), **blocks(d, cos.shape[-1]),
+        "HQ": hq, "HK": hk, "X_PAIRED": x_paired, "Y_PAIRED": y_paired, "AXES": pack_axes(options.axes),
+        "TOGETHER": together, "BLOCK_HQ": min(block_h, triton.next_power_of_2(hq)),
+        "BLOCK_HK": min(block_h, triton.next_power_of_2(max(hk, 1))), **tile_constants(d, cos.shape[-1]),
     }  # fmt: skip
 
 
-def _fake_forward(cos, sin, q, k, q_weight, k_weight, eps, offset, heads, layout, axes, together, q_dtype, k_dtype):
-    rstds = 2 if together else q.shape[heads] + (0 if k is None else k.shape[heads])
-    rstd = q.new_empty((q.shape[0] * q.shape[3 - heads], rstds), dtype=torch.float32)
-    return empty_like(q, q, q_dtype), empty_like(k, q, k_dtype), rstd
+class HeadInputs(NamedTuple):
+    """The queries and keys, and the weights of their norms."""
+
+    # [B, Hq, S, D] and [B, Hk, S, D], or with the heads in dimension 2.
+    q: Tensor
+    k: Tensor | None
+    # [D], or [H D] if all heads are normalised together.
+    q_weight: Tensor | None
+    k_weight: Tensor | None
 
 
-@launcher(fake=_fake_forward)
+class HeadNormOptions(NamedTuple):
+    """The options of the normalisation."""
+
+    eps: float
+    offset: float
+    # True if all heads of a token are normalised together.
+    together: bool
+
+
+class NeededGradients(NamedTuple):
+    """True for each gradient that the backward computes."""
+
+    q: bool
+    k: bool
+    q_weight: bool
+    k_weight: bool
+
+
+def _empty_forward(
+    cos: Tensor,
+    sin: Tensor,
+    inputs: HeadInputs,
+    norm: HeadNormOptions,
+    rotary: RotaryOptions,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what `qk_norm_rope_forward` returns."""
+    q, k, heads = inputs.q, inputs.k, rotary.heads
+    columns = 2 if norm.together else q.shape[heads] + (0 if k is None else k.shape[heads])
+    rstd = q.new_empty((q.shape[0] * q.shape[3 - heads], columns), dtype=torch.float32)
+    return allocate_output(q, q, q_dtype), allocate_output(k, q, k_dtype), rstd
+
+
+@launcher(fake=_empty_forward)
 def qk_norm_rope_forward(
-    cos: Tensor, sin: Tensor, q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None,
-    eps: float, offset: float, heads: int, layout: str, axes: str, together: bool,
-    q_dtype: torch.dtype, k_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """As `rope_turn`, with weights [D], or `together` [H D] -> q, k (empty if None), rstd [T, Hq + Hk], or [T, 2]."""
-    q_out, k_out, rstd = _fake_forward(
-        cos, sin, q, k, q_weight, k_weight, eps, offset, heads, layout, axes, together, q_dtype, k_dtype
-    )
-    q, k = dense_features(q), dense_features(k)
-    config, constants = _constants(q, k, cos, heads, layout, axes, together, backward=False)
+    cos: Tensor,
+    sin: Tensor,
+    inputs: HeadInputs,
+    norm: HeadNormOptions,
+    rotary: RotaryOptions,
+    q_dtype: torch.dtype,
+    k_dtype: torch.dtype | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normalise and rotate q and k.
+
+    Args:
+        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `rotary.axes` names the axis of each frequency.
+
+    Returns:
+        The new q and k, each in its dtype; the second one is an empty tensor if k is None. The third result is rstd
+        [T, Hq + Hk], or [T, 2] if all heads are normalised together.
+    """
+    q_out, k_out, rstd = _empty_forward(cos, sin, inputs, norm, rotary, q_dtype, k_dtype)
+    q, k, q_weight, k_weight = inputs
+    q, k, heads = dense_features(q), dense_features(k), rotary.heads
+    config, constants = _choose_tiles(q, k, cos, rotary, norm.together, backward=False)
     launch(
         _forward_kernel, rstd.shape[0], cos, sin, q, k, q_weight, k_weight, q_out, k_out, rstd,
         *head_strides(q, heads), *head_strides(k, heads),
         *head_strides(q_out, heads), *head_strides(None if k is None else k_out, heads),
-        *table_strides(cos), q.shape[3 - heads], eps, offset, **constants, num_warps=config.num_warps,
+        *table_strides(cos), q.shape[3 - heads], norm.eps, norm.offset, **constants, num_warps=config.num_warps,
     )  # fmt: skip
     return q_out, k_out, rstd
 
 
-def _fake_backward(
-    cos, sin, dq_out, dk_out, q, k, q_weight, k_weight, rstd, offset, heads, layout, axes, together,
-    needs_dq, needs_dk, needs_dq_weight, needs_dk_weight,
-):  # fmt: skip
-    weights = [w for w, needed in ((q_weight, needs_dq_weight), (k_weight, needs_dk_weight)) if needed]
-    dq = empty_like(q if needs_dq else None, q, q.dtype)
-    dk = empty_like(k if needs_dk else None, q, k.dtype if needs_dk else None)
-    return dq, dk, q.new_empty(sum(w.shape[0] for w in weights), dtype=weights[0].dtype if weights else q.dtype)
+def _empty_backward(
+    cos: Tensor,
+    sin: Tensor,
+    inputs: HeadInputs,
+    rstd: Tensor,
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    norm: HeadNormOptions,
+    rotary: RotaryOptions,
+    needs: NeededGradients,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what `qk_norm_rope_backward` returns."""
+    q, k = inputs.q, inputs.k
+    pairs = (inputs.q_weight, needs.q_weight), (inputs.k_weight, needs.k_weight)
+    weights = [weight for weight, is_needed in pairs if weight is not None and is_needed]
+    dq = allocate_output(q if needs.q else None, q, q.dtype)
+    dk = allocate_output(k if needs.k else None, q, None if k is None else k.dtype)
+    dw = q.new_empty(sum(weight.shape[0] for weight in weights), dtype=weights[0].dtype if weights else q.dtype)
+    return dq, dk, dw
 
 
-@launcher(fake=_fake_backward)
+@launcher(fake=_empty_backward)
 def qk_norm_rope_backward(
-    cos: Tensor, sin: Tensor, dq_out: Tensor | None, dk_out: Tensor | None, q: Tensor, k: Tensor | None,
-    q_weight: Tensor | None, k_weight: Tensor | None, rstd: Tensor,
-    offset: float, heads: int, layout: str, axes: str, together: bool,
-    needs_dq: bool, needs_dk: bool, needs_dq_weight: bool, needs_dk_weight: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dq and dk, empty where not needed, and one behind the other those of dq_weight and dk_weight that are."""
-    dq, dk, dw = made = _fake_backward(
-        cos, sin, dq_out, dk_out, q, k, q_weight, k_weight, rstd, offset, heads, layout, axes, together,
-        needs_dq, needs_dk, needs_dq_weight, needs_dk_weight,
-    )  # fmt: skip
-    dq, dk = dq if needs_dq else None, dk if needs_dk else None
-    dq_out, dk_out, q, k = (dense_features(x) for x in (dq_out, dk_out, q, k))
-    config, constants = _constants(q, k, cos, heads, layout, axes, together, backward=True)
-    t, n = rstd.shape[0], dw.shape[0]
+    cos: Tensor,
+    sin: Tensor,
+    inputs: HeadInputs,
+    rstd: Tensor,
+    dq_out: Tensor | None,
+    dk_out: Tensor | None,
+    norm: HeadNormOptions,
+    rotary: RotaryOptions,
+    needs: NeededGradients,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q and of k, and those of both weights in one tensor.
+
+    Gradients that are not needed are empty, and have no part in the third tensor.
+    """
+    dq, dk, dw = _empty_backward(cos, sin, inputs, rstd, dq_out, dk_out, norm, rotary, needs)
+    q, k, q_weight, k_weight = inputs
+    dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)
+    config, constants = _choose_tiles(q, k, cos, rotary, norm.together, backward=True)
+    heads, t, n = rotary.heads, rstd.shape[0], dw.shape[0]
     programs = min(config.programs, t * cdiv(constants["HQ"], constants["BLOCK_HQ"]))
     partial = dw.new_empty((programs, n), dtype=torch.float32)
-    first = q_weight.shape[0] if needs_dq_weight else 0
+    # The partial gradients of q_weight come first.
+    k_start = q_weight.shape[0] if q_weight is not None and needs.q_weight else 0
+    dq_stored, dk_stored = dq if needs.q else None, dk if needs.k else None
     launch(
-        _backward_kernel, programs, cos, sin, dq_out, dk_out, q, k, q_weight, k_weight, rstd, dq, dk,
-        partial if needs_dq_weight else None, partial[:, first:] if needs_dk_weight else None,
+        _backward_kernel, programs, cos, sin, dq_out, dk_out, q, k, q_weight, k_weight, rstd, dq_stored, dk_stored,
+        partial if needs.q_weight else None, partial[:, k_start:] if needs.k_weight else None,
         *head_strides(dq_out, heads), *head_strides(dk_out, heads), *head_strides(q, heads), *head_strides(k, heads),
-        *head_strides(dq, heads), *head_strides(dk, heads), n, *table_strides(cos), q.shape[3 - heads], t, offset,
+        *head_strides(dq_stored, heads), *head_strides(dk_stored, heads), n, *table_strides(cos), q.shape[3 - heads],
+        t, norm.offset,
         **constants, KEEPS_W=config.keeps_w, STAGES=config.num_stages, num_warps=config.backward_warps,
     )  # fmt: skip
     sum_rows(partial, dw)
-    return made
+    return dq, dk, dw

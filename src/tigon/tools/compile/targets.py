@@ -24,9 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from tigon.ops.logits.token import row as token_loss_row
 from tigon.runtime import device
 from tigon.runtime.device import Device
+from tigon.runtime.triton_private import gluon
 
 __all__ = ["CHIPS", "Chip", "Launch", "recorded", "resources"]
 
@@ -113,7 +113,7 @@ def _source(launch: Launch) -> ASTSource:
         if aligned and specialised:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource
-    if token_loss_row.gluon is not None and launch.kernel.is_gluon():
+    if gluon is not None and launch.kernel.is_gluon():
         from triton.experimental.gluon._runtime import GluonASTSource as source
     return source(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 

@@ -1,4 +1,4 @@
-r"""From logits to cross entropy and its gradient: the kernels under `cross_entropy` and `linear_cross_entropy`.
+r"""Kernels from logits to cross entropy and its gradient, for `cross_entropy` and `linear_cross_entropy`.
 
 For one token with raw logits a, target t, class weights w (default 1), W = sum(w), label smoothing s:
 
@@ -10,17 +10,17 @@ For one token with raw logits a, target t, class weights w (default 1), W = sum(
 
 The two terms are scaled on the device: cross entropy by 1 / D, z-loss by 1 / N. For a mean, D = sum_valid w_t and
 N is the number of valid tokens, or both are `num_items`; otherwise both are 1. An ignored token has loss and
-gradient 0. A target that is neither in [0, V) nor ignored makes its loss and its gradient NaN, and nothing is
-read or written outside the row.
+gradient 0. A target that is neither in [0, V) nor ignored makes its loss and its gradient NaN, and no kernel
+reads or writes outside the row.
 
-With token scaling, all of a token's loss is multiplied by its p_t as a constant, and so is its gradient. Two more
-results of a token have gradients, u and e, which add to dx:
+With token scaling, the whole loss of a token is multiplied by its p_t as a constant, and so is its gradient. A token
+has two more differentiable results. Their upstream gradients u and e add to dx:
 
     log p_t = x_t - lse                     dx_j += u ([j = t] - p_j)
     H       = lse - sum_j p_j x_j           dx_j -= e p_j (log p_j + H)
 
-H = log S - R / S of S = sum exp(x_j - m) and R = sum exp(x_j - m) (x_j - m), m = max x, whose terms vanish as x_j falls
-to -inf.
+H = log S - R / S with m = max x, S = sum exp(x_j - m) and R = sum exp(x_j - m) (x_j - m). The terms of R vanish as x_j
+falls to -inf.
 
 Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
 """
@@ -33,18 +33,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.logits.token import row as token_loss_row
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transformed
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
+from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once, row_losses
 from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, columns, constants, scan
 from tigon.ops.logits.token.shards import combined_statistics, partial_statistics
-from tigon.ops.logits.token.types import LOSS_ALONE, Options, Shard, Statistics, Upstream, Wants
+from tigon.ops.logits.token.types import (
+    LOSS_ALONE,
+    WHOLE_LOSS,
+    Options,
+    SavedStatistics,
+    Shard,
+    Statistics,
+    Upstream,
+    Wants,
+)
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
-from tigon.runtime.launch import launch, launcher, on_device
+from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
+    "LOSS_ALONE",
+    "WHOLE_LOSS",
     "Options",
+    "SavedStatistics",
     "ScalesConfig",
     "ScalesProblem",
     "Shard",
@@ -64,14 +76,14 @@ __all__ = [
 
 
 class ScalesProblem(NamedTuple):
-    """What the launch parameters of `gradient_scales` depend on."""
+    """The properties that the launch parameters of `gradient_scales` depend on."""
 
-    weighted: bool  # by class weights
+    has_class_weights: bool
 
 
 @dataclass(frozen=True)
 class ScalesConfig(LaunchConfig):
-    """Launch parameters of the one program, which looks at `block` targets or class weights at a time."""
+    """Launch parameters of the single program, which reads `block` targets or class weights at a time."""
 
     block: int
     num_warps: int
@@ -93,7 +105,7 @@ def _loss_kernel(
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
     BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """The statistics of one row a program."""
+    """Compute the statistics of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     target = tl.load(target_ptr + row)
@@ -149,14 +161,16 @@ def _loss_kernel(
 @triton.jit(do_not_specialize=["stride_dloss"])
 def _gradient_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr,  # [M, V], [M], [vocabulary] or None, [3], [M, 2]
-    log_prob_ptr, entropy_ptr,  # [M] or None: for token scaling, and with a gradient of the entropy
+    log_prob_ptr, entropy_ptr,  # [M] or None: read for token scaling, and for the gradient of the entropy
     dloss_ptr, dlog_prob_ptr, dentropy_ptr,  # [M] or None
     dlogits_ptr,  # [M, V]
-    stride_logits, stride_dloss, stride_dlogits, V, blocks, vocabulary, first,  # the last None if V is the vocabulary
+    stride_logits, stride_dloss, stride_dlogits,
+    V, blocks, vocabulary, first,  # `first` is the index of the shard's first column, None if V is the vocabulary
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
+    """Compute the gradient of one block of one row per program."""
     row = tl.program_id(0).to(tl.int64) // blocks
     start = (tl.program_id(0) % blocks) * BLOCK_V
     cols = columns(start, BLOCK_V, LANE)
@@ -185,7 +199,8 @@ def _gradient_kernel(
     per_exponential = tl.div_rn(mass, total)
     shifted = x - top
     if dentropy_ptr is not None:
-        mean = tl.log(total) - tl.load(entropy_ptr + row)  # of x - top
+        # This is the mean of x - top.
+        mean = tl.log(total) - tl.load(entropy_ptr + row)
         per_exponential -= tl.div_rn(tl.load(dentropy_ptr + row), total) * (tl.maximum(shifted, LOWEST) - mean)
     dx = per_exponential * tl.exp2(shifted * LOG2E)
     if first is not None:
@@ -206,7 +221,7 @@ def _gradient_kernel(
 def _scales_kernel(
     target_ptr, weight_ptr, num_items_ptr, scales_ptr, M, V, ignore_index, MEAN: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program: 1 / D, 1 / N (0 where nothing is valid) and W."""
+    """Compute 1 / D, 1 / N (0 if no target is valid) and W in one program."""
     count, weights, weight_sum, M = 0.0, 0.0, V * 1.0, M.to(tl.int64)
     if weight_ptr is not None:
         sums = tl.zeros([BLOCK], tl.float32)
@@ -222,7 +237,7 @@ def _scales_kernel(
             counts, sums = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
             for start in range(0, M, BLOCK):
                 rows = start + tl.arange(0, BLOCK)
-                # Not as the load's `other`, which takes the type of the targets: int32 cannot hold every index.
+                # The load's `other` would have the dtype of the targets, and int32 cannot hold every ignore_index.
                 target = tl.where(rows < M, tl.load(target_ptr + rows, mask=rows < M, other=0), ignore_index)
                 counts += tl.where(target != ignore_index, 1.0, 0.0)
                 if weight_ptr is not None:
@@ -243,94 +258,122 @@ def _scales_kernel(
 # --- launchers: kernels, or torch where none can run ---------------------------------------------
 
 
-@launcher(fake=lambda target, weight, num_items, v, ignore_index, mean: target.new_empty(3, dtype=torch.float32))
-def gradient_scales(
-    target: Tensor, weight: Tensor | None, num_items: Tensor | None, v: int, ignore_index: int, mean: bool
+def _empty_scales(
+    target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, mean: bool
 ) -> Tensor:
-    """target [M], weight [V] | None, num_items [] | None -> scales [3] fp32: 1 / D, 1 / N, W."""
-    scales = target.new_empty(3, dtype=torch.float32)
+    return target.new_empty(3, dtype=torch.float32)
+
+
+@launcher(fake=_empty_scales)
+def gradient_scales(
+    target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, mean: bool
+) -> Tensor:
+    """Return scales [3] fp32, which are 1 / D, 1 / N and W, for target [M], weight [V] | None, num_items [] | None."""
+    scales = _empty_scales(target, weight, num_items, vocabulary, ignore_index, mean)
     if runs_kernels(scales, weight):
         config = ScalesConfig.choose(ScalesProblem(weight is not None), device_of(scales))
         launch(
-            _scales_kernel, 1, target, weight, num_items, scales, target.numel(), v, ignore_index,
+            _scales_kernel, 1, target, weight, num_items, scales, target.numel(), vocabulary, ignore_index,
             MEAN=mean, BLOCK=config.block, num_warps=config.num_warps,
         )  # fmt: skip
         return scales
-    return gradient_scales_torch(target, weight, num_items, v, ignore_index, mean, scales)
+    return gradient_scales_torch(target, weight, num_items, vocabulary, ignore_index, mean, scales)
 
 
-def _arguments(options: Options) -> tuple:
-    return (
-        options.ignore_index, options.label_smoothing, options.softcap or 0.0, options.logit_scale, options.z_loss
-    )  # fmt: skip
+def _numbers(options: Options) -> dict[str, float]:
+    """Return the options that the kernels take as numbers, by the names of the kernels' parameters."""
+    return {
+        "ignore_index": options.ignore_index,
+        "label_smoothing": options.label_smoothing,
+        "softcap": options.softcap or 0.0,
+        "logit_scale": options.logit_scale,
+        "z_loss": options.z_loss,
+    }
 
 
 def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statistics:
-    """Of the shapes that `statistics` of logits [M, V] gives."""
+    """Return empty tensors of the shapes that `statistics` of logits [M, V] returns."""
     m = logits.shape[0]
-    fp32 = lambda wanted: logits.new_empty(m if wanted else 0, dtype=torch.float32)
+    fp32 = lambda requested: logits.new_empty(m if requested else 0, dtype=torch.float32)
     return Statistics(
-        fp32(True),
-        logits.new_empty(m, 2, dtype=torch.float32),
-        fp32(wants.z_loss),
-        logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
-        fp32(wants.log_probs or options.token_scaling),
-        fp32(wants.entropy),
+        loss=fp32(True),
+        lse=logits.new_empty(m, 2, dtype=torch.float32),
+        z_loss=fp32(wants.z_loss),
+        predicted=logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
+        log_probs=fp32(wants.log_probs or options.token_scaling),
+        entropy=fp32(wants.entropy),
     )
+
+
+def _unless_empty(x: Tensor) -> Tensor | None:
+    return x if x.numel() else None
 
 
 @on_device
 def statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-    wants: Wants = LOSS_ALONE, gradient_: bool = False,
+    wants: Wants = LOSS_ALONE, with_gradient: bool = False,
 ) -> Statistics:  # fmt: skip
-    """logits [M, V], target [M] -> per-token statistics; `gradient_` also writes d(sum of losses) over the logits."""
+    """Return the statistics of each token, for logits [M, V] and target [M].
+
+    `with_gradient` also overwrites the logits with the gradient of the sum of the losses.
+    """
     if not runs_kernels(logits, weight):
-        return statistics_torch(logits, target, weight, scales, options, wants, gradient_)
+        return statistics_torch(logits, target, weight, scales, options, wants, with_gradient)
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = empty_statistics(logits, options, wants)
-    if gradient_ and token_loss_row.takes(logits, target, options, wants):
-        row_config = token_loss_row.RowConfig.find(token_loss_row.RowProblem(v, itemsize), device)
+    if with_gradient and can_read_once(logits, target, options, wants):
+        row_config = RowConfig.find(RowProblem(v, itemsize), device)
         if row_config is not None:
-            token_loss_row.row_losses(logits, target, weight, scales, result, options, row_config, device)
+            row_losses(logits, target, weight, scales, result, options, row_config, device)
             return result
     config = ScanConfig.choose(ScanProblem(v, itemsize), device)
-    launch(
-        _loss_kernel, m, logits, target, weight, scales,
-        result.loss, result.lse, *(made if made.numel() else None for made in result[2:]),
-        logits.stride(0), v, *_arguments(options),
-        TOKEN_SCALING=options.token_scaling, **constants(options, config),
+    arguments = in_order(
+        _loss_kernel,
+        logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales,
+        loss_ptr=result.loss, lse_ptr=result.lse,
+        z_ptr=_unless_empty(result.z_loss), predicted_ptr=_unless_empty(result.predicted),
+        log_prob_ptr=_unless_empty(result.log_probs), entropy_ptr=_unless_empty(result.entropy),
+        stride_logits=logits.stride(0), V=v, **_numbers(options),
     )  # fmt: skip
-    if gradient_:
-        gradient(logits, target, weight, scales, result, Upstream(), options, out=logits)
+    launch(_loss_kernel, m, *arguments, TOKEN_SCALING=options.token_scaling, **constants(options, config))
+    if with_gradient:
+        gradient(logits, target, weight, scales, result, WHOLE_LOSS, options, out=logits)
     return result
 
 
 @on_device
 def gradient(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, found: Statistics, upstream: Upstream,
-    options: Options, out: Tensor, shard: Shard | None = None,
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
+    upstream: Upstream, options: Options, out: Tensor, shard: Shard | None = None,
 ) -> Tensor:  # fmt: skip
-    """d(upstream . (losses, log_probs, entropy)) / d(logits) [M, V] into `out`, perhaps `logits`.
+    """Write d(upstream . (losses, log_probs, entropy)) / d(logits) [M, V] to `out`, which may be `logits`.
 
-    Of `found` it takes lse; log_probs for token scaling; entropy where its gradient arrives.
+    `saved` must hold lse, with token scaling log_probs, and with an upstream gradient of the entropy the entropy.
     """
     m, v = logits.shape
-    if v == 0:  # of an empty shard
+    # An empty shard has no columns.
+    if v == 0:
         return out
     if not runs_kernels(logits, weight):
         return gradient_torch(
-            logits, target, weight, scales, found, upstream, options, out, shard or Shard(0, v)
+            logits, target, weight, scales, saved, upstream, options, out, shard or Shard(0, v)
         )  # fmt: skip
     config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
     blocks, dloss = cdiv(v, config.block_v), upstream.loss
     dense = lambda x: None if x is None else x.contiguous()
-    launch(
-        _gradient_kernel, m * blocks, logits, target, weight, scales, found.lse,
-        found.log_probs if options.token_scaling else None, None if upstream.entropy is None else found.entropy,
-        dloss, dense(upstream.log_probs), dense(upstream.entropy), out,
-        logits.stride(0), dloss.stride(0) if dloss is not None and dloss.dim() else 0, out.stride(0), v, blocks,
-        *((v, None) if shard is None else (shard.vocabulary, shard.start)), *_arguments(options),
-        **constants(options, config),
+    arguments = in_order(
+        _gradient_kernel,
+        logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales, lse_ptr=saved.lse,
+        log_prob_ptr=saved.log_probs if options.token_scaling else None,
+        entropy_ptr=None if upstream.entropy is None else saved.entropy,
+        dloss_ptr=dloss, dlog_prob_ptr=dense(upstream.log_probs), dentropy_ptr=dense(upstream.entropy),
+        dlogits_ptr=out,
+        stride_logits=logits.stride(0), stride_dloss=dloss.stride(0) if dloss is not None and dloss.dim() else 0,
+        stride_dlogits=out.stride(0),
+        V=v, blocks=blocks,
+        vocabulary=v if shard is None else shard.vocabulary, first=None if shard is None else shard.start,
+        **_numbers(options),
     )  # fmt: skip
+    launch(_gradient_kernel, m * blocks, *arguments, **constants(options, config))
     return out

@@ -1,27 +1,27 @@
-"""What the kernels of `token_loss` and `token_loss_row` compute alike; callable from Triton and from Gluon."""
+"""The functions that the kernels of a token's loss share. Triton and Gluon can both call them."""
 
 import triton
 import triton.language as tl
 
-from tigon.ops.logits.token import reference as token_loss_torch
+from tigon.ops.logits.token import reference
 
 __all__ = ["LN2", "LOG2E", "LOWEST", "target_weight", "transformed"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(token_loss_torch.LOWEST)
+LOWEST = tl.constexpr(reference.LOWEST)
 
 
 @triton.jit
 def transformed(a, logit_scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
-    """Raw logits -> x, dx / da."""
+    """Return x and dx / da for raw logits a."""
     x = a.to(tl.float32)
     slope = 1.0
     if SCALED:
         x = x * logit_scale
         slope = logit_scale
     if SOFTCAP:
-        # tanh u and 1 - tanh^2 u from e = exp(-2 |u|), neither by a difference of nearly equal numbers.
+        # With e = exp(-2 |u|), neither tanh u nor 1 - tanh^2 u is a difference of nearly equal numbers.
         e = tl.exp(tl.abs(x) * (-2.0 / softcap))
         r = 1.0 / (1.0 + e)
         x = tl.where(x < 0, -softcap, softcap) * ((1.0 - e) * r)
@@ -31,7 +31,7 @@ def transformed(a, logit_scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.const
 
 @triton.jit
 def target_weight(weight_ptr, target, V):
-    """w_t, NaN for a target out of range."""
+    """Return the class weight of the target, or NaN for a target outside [0, V)."""
     inside = (target >= 0) & (target < V)
     w = 1.0
     if weight_ptr is not None:

@@ -1,6 +1,7 @@
-"""The maths of `token_loss` in torch, for devices where no kernel runs.
+"""The maths of `token.kernels` in torch, for devices where no kernel runs.
 
-Written for memory: a block of logits needs at most two more of its size in fp32, and is overwritten where it may be.
+The code saves memory: a block of logits needs at most two more blocks of its size in fp32, and is overwritten if the
+caller allows it.
 """
 
 from typing import NamedTuple
@@ -8,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.types import Options, Shard, Statistics, Upstream, Wants
+from tigon.ops.logits.token.types import WHOLE_LOSS, Options, SavedStatistics, Shard, Statistics, Upstream, Wants
 
 __all__ = [
     "LOWEST",
@@ -20,47 +21,49 @@ __all__ = [
     "sums_torch",
 ]
 
-LOWEST = -1e4  # stands for -inf where that is multiplied by its exponential: their product is zero
+# This number replaces -inf where a logit is multiplied by its exponential, so that the product is zero.
+LOWEST = -1e4
 
 
 def gradient_scales_torch(
     target: Tensor,
     weight: Tensor | None,
     num_items: Tensor | None,
-    v: int,
+    vocabulary: int,
     ignore_index: int,
     mean: bool,
     scales: Tensor,
 ) -> Tensor:
-    """As `token_loss.gradient_scales`, into `scales`."""
+    """Compute `gradient_scales` in torch, into `scales`."""
     valid = target != ignore_index
     count = valid.sum() if num_items is None else num_items
     weights = count
     if weight is not None and num_items is None:
-        inside = valid & (target >= 0) & (target < v)
-        weights = torch.where(inside, weight.float()[target.clamp(0, v - 1).long()], 0.0).sum()
+        inside = valid & (target >= 0) & (target < vocabulary)
+        weights = torch.where(inside, weight.float()[target.clamp(0, vocabulary - 1).long()], 0.0).sum()
     for i, denominator in enumerate((weights, count)):
         inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator.float())
         scales[i] = inverse if mean else 1.0
-    scales[2] = v if weight is None else weight.float().sum()
+    scales[2] = vocabulary if weight is None else weight.float().sum()
     return scales
 
 
 def _tanh_torch(logits: Tensor, options: Options) -> Tensor:
-    """tanh(scale * a / c), a new tensor."""
+    """Return tanh(scale * a / c) as a new tensor."""
+    assert options.softcap is not None
     x, scale = logits.float(), options.logit_scale / options.softcap
     return (x * scale if x is logits else x.mul_(scale)).tanh_()
 
 
 def _transformed_torch(logits: Tensor, options: Options) -> Tensor:
-    """Raw logits -> x, which is the logits themselves where there is nothing to do."""
+    """Return x for raw logits. The result is `logits` itself if they are fp32 and no option changes them."""
     if options.softcap is not None:
         return _tanh_torch(logits, options).mul_(options.softcap)
     return logits.float() if options.logit_scale == 1.0 else logits.float() * options.logit_scale
 
 
 def _weighted_torch(values: Tensor, weight: Tensor | None) -> Tensor:
-    """sum_j w_j values_j [M], in fp32 under autocast too."""
+    """Return sum_j w_j values_j [M], in fp32 under autocast too."""
     if weight is None:
         return values.sum(-1)
     with torch.autocast(values.device.type, enabled=False):
@@ -68,7 +71,7 @@ def _weighted_torch(values: Tensor, weight: Tensor | None) -> Tensor:
 
 
 def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options: Options) -> Tensor:
-    """w_t [M]: 0 for ignored tokens, NaN for targets out of range."""
+    """Return the class weights of the targets [M]: 0 for ignored tokens, NaN for targets outside [0, V)."""
     safe = target.clamp(0, v - 1).long()
     w_t = torch.ones_like(target, dtype=torch.float32) if weight is None else weight.float()[safe]
     w_t = w_t.masked_fill(safe != target, float("nan"))
@@ -76,26 +79,35 @@ def _target_weight_torch(target: Tensor, weight: Tensor | None, v: int, options:
 
 
 class Sums(NamedTuple):
-    """Of the exponentials of one row, relative to its largest logit."""
+    """Sums over the exponentials of each row, relative to its largest logit."""
 
-    top: Tensor  # [M]: max x; 0 where all are -inf
-    total: Tensor  # [M]: sum exp(x - top)
-    x_t: Tensor  # [M]: x_t - top
-    weighted: Tensor | None  # [M]: sum w (x - top), for label smoothing
-    moment: Tensor | None  # [M]: sum exp(x - top) (x - top), for the entropy
-    best: Tensor | None  # [M] int64: argmax, for predictions
+    # [M]: max x, or 0 if all logits are -inf
+    top: Tensor
+    # [M]: sum exp(x - top)
+    total: Tensor
+    # [M]: x_t - top
+    x_t: Tensor
+    # [M]: sum w (x - top), for label smoothing
+    weighted: Tensor | None
+    # [M]: sum exp(x - top) (x - top), for the entropy
+    moment: Tensor | None
+    # [M] int64: argmax, for predictions
+    best: Tensor | None
 
 
 def sums_torch(
-    logits: Tensor, at: Tensor, weight: Tensor | None, options: Options, wants: Wants, overwrite: bool = False
+    logits: Tensor, columns: Tensor, weight: Tensor | None, options: Options, wants: Wants, overwrite: bool = False
 ) -> tuple[Sums, Tensor]:
-    """logits [M, V], targets `at` [M] in [0, V) -> sums, and the exponentials [M, V], which may be in their place."""
+    """Return the sums of logits [M, V] with targets `columns` [M] in [0, V), and the exponentials [M, V].
+
+    With `overwrite`, the exponentials may take the memory of the logits.
+    """
     x = _transformed_torch(logits, options)
     best = x.argmax(-1) if wants.predicted else None
     top = x.amax(-1)
     top = top.where(top != -torch.inf, 0.0)
     shifted = x - top[:, None] if x is logits and not overwrite else x.sub_(top[:, None])
-    x_t = shifted.gather(1, at[:, None])[:, 0]
+    x_t = shifted.gather(1, columns[:, None])[:, 0]
     weighted = _weighted_torch(shifted, weight) if options.label_smoothing else None
     e = shifted.exp() if wants.entropy else shifted.exp_()
     moment = shifted.clamp_(min=LOWEST).mul_(e).sum(-1) if wants.entropy else None
@@ -105,78 +117,103 @@ def sums_torch(
 def statistics_of(
     sums: Sums, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, v: int
 ) -> Statistics:
-    """What follows from the sums [M] over a vocabulary of v."""
+    """Return the statistics that follow from the sums [M] over a vocabulary of v."""
     valid, smoothing = target != options.ignore_index, options.label_smoothing
     log_total = sums.total.log()
     lse, log_p = sums.top + log_total, sums.x_t - log_total
     loss = (1.0 - smoothing) * _target_weight_torch(target, weight, v, options) * -log_p
     if smoothing:
+        assert sums.weighted is not None
         loss = loss + smoothing / v * (scales[2] * log_total - sums.weighted)
     z = (scales[1] * options.z_loss) * lse.square()
     loss = scales[0] * loss + z
     log_p = log_p.masked_fill((target < 0) | (target >= v), float("nan"))
     if options.token_scaling:
         loss, z = (x * log_p.exp() for x in (loss, z))
-    # Where, not a product: an ignored row may hold infinities.
-    kept = lambda values, wanted=True: values.where(valid, 0.0) if wanted else loss.new_empty(0)
+    no_values = loss.new_empty(0)
+    # An ignored row may hold infinities, so its results are replaced, not multiplied by zero.
+    valid_only = lambda values: values.where(valid, 0.0)
+    entropy, predicted = no_values, no_values.long()
+    if wants.entropy:
+        assert sums.moment is not None
+        entropy = valid_only(log_total - sums.moment / sums.total)
+    if wants.predicted:
+        assert sums.best is not None
+        predicted = sums.best.masked_fill(~valid, -1)
     return Statistics(
-        kept(loss),
-        torch.stack((sums.top, sums.total), -1),
-        kept(z, wants.z_loss),
-        sums.best.masked_fill(~valid, -1) if wants.predicted else target.new_empty(0, dtype=torch.int64),
-        kept(log_p, wants.log_probs or options.token_scaling),
-        kept(log_total - sums.moment / sums.total if wants.entropy else None, wants.entropy),
+        loss=valid_only(loss),
+        lse=torch.stack((sums.top, sums.total), -1),
+        z_loss=valid_only(z) if wants.z_loss else no_values,
+        predicted=predicted,
+        log_probs=valid_only(log_p) if wants.log_probs or options.token_scaling else no_values,
+        entropy=entropy,
     )
 
 
 def statistics_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-    wants: Wants, gradient_: bool,
+    wants: Wants, with_gradient: bool,
 ) -> Statistics:  # fmt: skip
-    """As `token_loss.statistics`."""
+    """Compute `statistics` in torch."""
     v = logits.shape[1]
-    sums, e = sums_torch(logits, target.clamp(0, v - 1).long(), weight, options, wants, gradient_)
-    found = statistics_of(sums, target, weight, scales, options, wants, v)
-    if gradient_:
-        dx = _gradient_of(e, None, target, weight, scales, found, Upstream(), options, Shard(0, v))
+    columns = target.clamp(0, v - 1).long()
+    sums, e = sums_torch(logits, columns, weight, options, wants, overwrite=with_gradient)
+    result = statistics_of(sums, target, weight, scales, options, wants, v)
+    if with_gradient:
+        dx = _gradient_of_x(e, None, target, weight, scales, result, WHOLE_LOSS, options, Shard(0, v))
         logits.copy_(_times_slope(dx, logits, target, options))
-    return found
+    return result
 
 
 def gradient_torch(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, found: Statistics, upstream: Upstream,
-    options: Options, out: Tensor, shard: Shard,
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
+    upstream: Upstream, options: Options, out: Tensor, shard: Shard,
 ) -> Tensor:  # fmt: skip
-    """As `token_loss.gradient`."""
-    x, top = _transformed_torch(logits, options), found.lse[:, 0, None]
-    shifted = x - top if x is logits and out is not logits else x.sub_(top)
+    """Compute `gradient` in torch."""
+    assert saved.lse is not None
+    x, top = _transformed_torch(logits, options), saved.lse[:, 0, None]
+    shifted: Tensor | None = x - top if x is logits and out is not logits else x.sub_(top)
+    assert shifted is not None
     if upstream.entropy is None:
         e, shifted = shifted.exp_(), None
     else:
         e = shifted.exp()
-    dx = _gradient_of(e, shifted, target, weight, scales, found, upstream, options, shard)
-    del e, shifted  # one of them is dx; the other makes room for the slope
+    dx = _gradient_of_x(e, shifted, target, weight, scales, saved, upstream, options, shard)
+    # One of these is dx. The other one is freed, to make room for the slope.
+    del e, shifted
     return out.copy_(_times_slope(dx, logits, target, options))
 
 
-def _gradient_of(e, shifted, target, weight, scales, found, upstream, options, shard) -> Tensor:
-    """Exponentials e = exp(x - top) [M, V], and x - top if the entropy has a gradient -> dx, in the place of either."""
+def _gradient_of_x(
+    e: Tensor, shifted: Tensor | None, target: Tensor, weight: Tensor | None, scales: Tensor,
+    saved: Statistics | SavedStatistics, upstream: Upstream, options: Options, shard: Shard,
+) -> Tensor:  # fmt: skip
+    """Return dx [M, V] in the memory of `e` or `shifted`.
+
+    `e` is exp(x - top) [M, V]. `shifted` is x - top, needed only if the entropy has an upstream gradient.
+    """
     v, smoothing = e.shape[1], options.label_smoothing
-    total = found.lse[:, 1]
+    assert saved.lse is not None
+    total = saved.lse[:, 1]
     scale, z_scale = (x if upstream.loss is None else upstream.loss * x for x in scales[:2])
     if options.token_scaling:
-        scale, z_scale = (x * found.log_probs.exp() for x in (scale, z_scale))
+        assert saved.log_probs is not None
+        p_t = saved.log_probs.exp()
+        scale, z_scale = scale * p_t, z_scale * p_t
     hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, shard.vocabulary, options)
     if upstream.log_probs is not None:
         hit = hit - upstream.log_probs
-    mass = hit + 2.0 * options.z_loss * z_scale * (found.lse[:, 0] + total.log())
+    mass = hit + 2.0 * options.z_loss * z_scale * (saved.lse[:, 0] + total.log())
     if smoothing:
         mass = mass + scale * smoothing / shard.vocabulary * scales[2]
     mass = (mass / total)[:, None]
     if shifted is None:
         dx = e.mul_(mass)
     else:
-        mean = total.log() - found.entropy  # of x - top
+        assert upstream.entropy is not None
+        assert saved.entropy is not None
+        # the mean of x - top
+        mean = total.log() - saved.entropy
         dx = shifted.clamp_(min=LOWEST).sub_(mean[:, None]).mul_((-upstream.entropy / total)[:, None]).add_(mass)
         dx.mul_(e)
     local = target - shard.start
@@ -189,12 +226,13 @@ def _gradient_of(e, shifted, target, weight, scales, found, upstream, options, s
 
 
 def _times_slope(dx: Tensor, logits: Tensor, target: Tensor, options: Options) -> Tensor:
-    """dx -> da, in place, with zeros for ignored tokens."""
+    """Turn dx into da in place, with zeros for ignored tokens, and return it."""
     if options.softcap is not None:
         dx.mul_(_tanh_torch(logits, options).square_().neg_().add_(1.0))
     if options.logit_scale != 1.0:
         dx.mul_(options.logit_scale)
     ignored = target == options.ignore_index
-    if dx.device.type == "cpu":  # rows by index: a mask costs a pass over all of [M, V], an index elsewhere a wait
+    # On a CPU, an index avoids the pass over all of [M, V] that a mask costs. On other devices it would wait for them.
+    if dx.device.type == "cpu":
         return dx.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
     return dx.masked_fill_(ignored[:, None], 0.0)

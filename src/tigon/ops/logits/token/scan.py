@@ -1,6 +1,7 @@
-r"""How the kernels of `token_loss` read logits: one pass over a row, in blocks, that keeps sums for each thread.
+r"""One pass over a row of logits, in blocks, as the kernels of `token.kernels` and `token.shards` make it.
 
-With the maximum m so far, S = sum exp(x_j - m) and R = sum exp(x_j - m) (x_j - m), a new maximum m' makes them
+Each thread keeps its own sums. Let m be the maximum so far, S = sum exp(x_j - m), R = sum exp(x_j - m) (x_j - m). A new
+maximum m' changes the sums to
 
     S' = S exp(m - m'),   R' = (R + (m - m') S) exp(m - m')
 
@@ -25,31 +26,34 @@ __all__ = ["ScanConfig", "ScanProblem", "columns", "constants", "scan"]
 
 
 class ScanProblem(NamedTuple):
-    """What the launch parameters of a pass over logits depend on."""
+    """The sizes that the launch parameters of a pass over logits depend on."""
 
-    vocabulary: int  # of the shard, where there are several
-    itemsize: int  # bytes of a logit
+    # columns of the logits, which are those of one shard if the vocabulary is sharded
+    vocabulary: int
+    # bytes of a logit
+    itemsize: int
 
 
 @dataclass(frozen=True)
 class ScanConfig(LaunchConfig):
-    """Launch parameters: a program takes `block_v` logits at a time, each thread `lane` of them together."""
+    """Launch parameters: a program reads `block_v` logits at a time, and each thread reads `lane` neighbours."""
 
     block_v: int
-    lane: int  # 16 bytes
+    # logits in 16 bytes
+    lane: int
     num_warps: int
 
     @staticmethod
     def heuristic(problem: ScanProblem, device: Device) -> "ScanConfig":
-        # 8192 x 128256 on an H200: 0.485 ms to read, 0.991 ms to read and write, at 4.33 and 4.24 TB/s; blocks of 4096
-        # are as fast but short of registers with every option, 8192 take 5 % longer.
+        # 8192 x 128256 on an H200: 0.485 ms to read, 0.991 ms to read and write, at 4.33 and 4.24 TB/s. Blocks of 4096
+        # are as fast, but lack registers when every option is on; blocks of 8192 take 5 % longer.
         block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), 2048)
         num_warps = max(1, min(block_v // 512, 128 // device.warp_size))
         return ScanConfig(block_v, 16 // problem.itemsize, num_warps)
 
 
 def constants(options: Options, config: ScanConfig) -> dict[str, bool | int]:
-    """Constexprs of every kernel that reads logits, and its warps."""
+    """Return the constexprs and the number of warps of every kernel that scans logits."""
     return {
         "SMOOTHING": options.label_smoothing != 0,
         "SCALED": options.logit_scale != 1,
@@ -65,7 +69,7 @@ def constants(options: Options, config: ScanConfig) -> dict[str, bool | int]:
 
 @triton.jit
 def columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
-    """Indices [BLOCK_V / LANE, LANE]: one row is what a thread holds, so a reduction over it needs no exchange."""
+    """Return column indices [BLOCK_V / LANE, LANE]. One thread holds a row, so its sum needs no other thread."""
     return start + tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
 
 
@@ -76,7 +80,7 @@ def _accumulate(
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, LAST: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Fold a block of logits into each lane's maximum m, S, R, sum of w (x - pivot), and argmax."""
+    """Add a block of logits to each thread's maximum m, S, R, sum of w (x - pivot), and argmax."""
     cols = columns(start, BLOCK_V, LANE)
     inside = cols < V if LAST else None
     x, _ = transformed(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
@@ -87,7 +91,8 @@ def _accumulate(
         if LAST:
             difference = tl.where(inside, difference, 0.0)
         weighted += tl.sum(difference, axis=1)
-    if LAST:  # the others need no mask, and the arithmetic has no time for one
+    # Only the last block needs a mask, and the arithmetic has no time for one in the others.
+    if LAST:
         x = tl.where(inside, x, float("-inf"))
     if PREDICTED:
         block_high, index = tl.max(x, axis=1, return_indices=True)
@@ -96,7 +101,7 @@ def _accumulate(
         block_high = tl.max(x, axis=1)
     new = tl.maximum(high, block_high)
     finite = tl.where(new == float("-inf"), 0.0, new)
-    # The difference first: the largest logit then contributes exactly one.
+    # The difference comes before the product with log2(e), so that the largest logit contributes exactly one.
     fall, shifted = high - finite, x - finite[:, None]
     factor, e = tl.exp2(fall * LOG2E), tl.exp2(shifted * LOG2E)
     if ENTROPY:
@@ -111,10 +116,11 @@ def scan(
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
     ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """One row of logits -> m = max x, S = sum exp(x - m), R = sum exp(x - m) (x - m), sum w (x - pivot), argmax.
+    """Return m = max x, S = sum exp(x - m), R = sum exp(x - m) (x - m), sum w (x - pivot) and the argmax of one row.
 
-    The last three are 0 unless there is ENTROPY, SMOOTHING, PREDICTED. Sums of x are of differences with any `pivot`
-    near it, so that a shift of all logits costs no digits. If all logits are -inf, the sums are relative to 0.
+    R is 0 without ENTROPY, the sum of w without SMOOTHING, and the argmax without PREDICTED. `pivot` is any number near
+    the logits: a sum of differences from it loses no digits where all logits are shifted. If all logits are -inf, the
+    sums are relative to 0.
     """
     high = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V // LANE], tl.float32)

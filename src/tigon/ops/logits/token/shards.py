@@ -1,11 +1,13 @@
-r"""The statistics of `token_loss` where each rank holds some columns of all logits: a vocabulary-parallel head.
+r"""The statistics of a token whose logits are sharded by columns over ranks, as in a vocabulary-parallel head.
 
-With m_p, S_p, R_p of shard p as `token_loss_scan` has them for all columns, and m = max_p m_p:
+Let m_p, S_p and R_p be the m, S and R of `token.scan` for the columns of shard p, and m = max_p m_p. Then
+
 
     S = sum_p S_p exp(m_p - m),   R = sum_p (R_p + (m_p - m) S_p) exp(m_p - m)
 
-Each rank makes six numbers a row, all ranks see those of all, and each combines them alike; `token_loss.gradient` then
-takes the shard. Targets are indices of the whole vocabulary on every rank, class weights are [V].
+Each rank computes six numbers for each row. An all-gather gives them to all ranks, and each rank combines them in the
+same way. `token.kernels.gradient` then computes the gradient of one shard. On every rank, targets are indices of the
+whole vocabulary and class weights are [V].
 
 Shapes: M tokens, V vocabulary, P shards.
 """
@@ -20,7 +22,7 @@ from tigon.ops.logits.token.reference import LOWEST, Sums, statistics_of, sums_t
 from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, constants, scan
 from tigon.ops.logits.token.types import Options, Shard, Statistics, Wants
 from tigon.runtime.device import device_of, runs_kernels
-from tigon.runtime.launch import launch, on_device
+from tigon.runtime.launch import in_order, launch, on_device
 
 __all__ = ["combined_statistics", "partial_statistics"]
 
@@ -31,13 +33,13 @@ __all__ = ["combined_statistics", "partial_statistics"]
 @triton.jit
 def _partial_kernel(
     logits_ptr, target_ptr, weight_ptr, weight_sum_ptr, partial_ptr,  # [M, V], [M], [vocabulary] or None, [], [M, 6]
-    stride_logits, V, first,  # columns here, and the index of the first
+    stride_logits, V, first,  # V columns of this shard; the first one has the index `first` in the vocabulary
     ignore_index, softcap, logit_scale,
     PREDICTED: tl.constexpr, ENTROPY: tl.constexpr,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
     BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program."""
+    """Compute the six numbers of one row per program."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride_logits
     partial_ptr += row * 6
@@ -48,7 +50,8 @@ def _partial_kernel(
         return
 
     target -= first
-    a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)  # and of 0, x is 0 as well
+    # x is 0 for a logit of 0, so x_t is 0 on all ranks that do not hold the target.
+    a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
     x_t, _ = transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
     pivot = 0.0
     if SMOOTHING:
@@ -82,7 +85,7 @@ def _partial_kernel(
 def _partial_statistics_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, shard: Shard, wants: Wants
 ) -> Tensor:
-    """As `partial_statistics`."""
+    """Compute `partial_statistics` in torch."""
     (m, v), start = logits.shape, shard.start
     partials = logits.new_zeros((m, 6), dtype=torch.float32)
     if v == 0:
@@ -106,24 +109,34 @@ def _partial_statistics_torch(
 def partial_statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: Options, shard: Shard, wants: Wants
 ) -> Tensor:
-    """logits [M, V] of a shard, target [M], weight [vocabulary] -> what `combined_statistics` takes, [M, 6] fp32.
+    """Return six numbers [M, 6] fp32 of each row of a shard, the input of `combined_statistics`.
 
-    Columns: m = max x; S; x_t, 0 if it is elsewhere; sum w (x - m), 0 without label smoothing; R, 0 unless the entropy
-    is wanted; the index of the largest logit, 0 unless predictions are. Of an ignored token all are 0.
+    The columns are m = max x; S; x_t, or 0 if another shard holds it; sum w (x - m), 0 without label smoothing; R, 0
+    unless `wants.entropy`; the index of the largest logit, 0 unless `wants.predicted`. All are 0 for ignored tokens.
+
+    Args:
+        logits: [M, V] of the shard.
+        target: [M] indices of the whole vocabulary.
+        weight: [vocabulary] class weights.
     """
     if not runs_kernels(logits, weight):
         return _partial_statistics_torch(logits, target, weight, options, shard, wants)
     (m, v), start = logits.shape, shard.start
     partials = logits.new_empty(m, 6, dtype=torch.float32)
-    weighted = options.label_smoothing and weight is not None
+    weight_sum = None
+    if options.label_smoothing and weight is not None:
+        weight_sum = weight[start : start + v].sum(dtype=torch.float32)
     config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
-    launch(
-        _partial_kernel, m, logits, target, weight if weighted else None,
-        weight[start : start + v].sum(dtype=torch.float32) if weighted else None, partials,
-        logits.stride(0), v, start, options.ignore_index, options.softcap or 0.0, options.logit_scale,
-        PREDICTED=wants.predicted, ENTROPY=wants.entropy,
-        **constants(options, config),
+    arguments = in_order(
+        _partial_kernel,
+        logits_ptr=logits, target_ptr=target, weight_ptr=weight if options.label_smoothing else None,
+        weight_sum_ptr=weight_sum, partial_ptr=partials,
+        stride_logits=logits.stride(0), V=v, first=start,
+        ignore_index=options.ignore_index, softcap=options.softcap or 0.0, logit_scale=options.logit_scale,
     )  # fmt: skip
+    launch(
+        _partial_kernel, m, *arguments, PREDICTED=wants.predicted, ENTROPY=wants.entropy, **constants(options, config)
+    )
     return partials
 
 
@@ -131,18 +144,19 @@ def combined_statistics(
     partials: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants,
     sizes: tuple[int, ...],
 ) -> Statistics:  # fmt: skip
-    """partials [P, M, 6] of shards of so many columns, in order -> the statistics of the whole vocabulary."""
+    """Return the statistics of the whole vocabulary, from partials [P, M, 6] of shards with `sizes` columns."""
     tops, totals, x_t, weighted, moments, best = partials.unbind(-1)  # [P, M] each
     highest = tops.amax(0)
     top = highest.where(highest != -torch.inf, 0.0)
     fall = tops - top
     factor = fall.exp()
-    moment, off = (factor * (moments + fall.clamp(min=LOWEST) * totals)).sum(0), None
+    moment = (factor * (moments + fall.clamp(min=LOWEST) * totals)).sum(0)
+    weighted_sum = None
     if options.label_smoothing:
-        # No shard of nothing but -inf is relative to that.
+        # The sum of a shard whose logits are all -inf is relative to 0, not to its maximum.
         shift = tops.where(tops != -torch.inf, 0.0) - top
         masses = sizes if weight is None else [part.sum() for part in weight.float().split(sizes)]
-        off = sum(weighted[p] + mass * shift[p] for p, mass in enumerate(masses))
-    first = best.where(tops == highest, float(sum(sizes))).amin(0).long()
-    sums = Sums(top, (totals * factor).sum(0), x_t.sum(0) - top, off, moment, first)
+        weighted_sum = sum((weighted[p] + mass * shift[p] for p, mass in enumerate(masses)), torch.zeros_like(top))
+    first_best = best.where(tops == highest, float(sum(sizes))).amin(0).long()
+    sums = Sums(top, (totals * factor).sum(0), x_t.sum(0) - top, weighted_sum, moment, first_best)
     return statistics_of(sums, target, weight, scales, options, wants, sum(sizes))

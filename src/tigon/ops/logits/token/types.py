@@ -1,4 +1,4 @@
-"""The words of `token_loss`: what defines a loss, what is asked for, what is found, what arrives.
+"""The values that the functions of `token.kernels` take and return: what defines a loss, its outputs, its gradients.
 
 Shapes: M tokens, V vocabulary.
 """
@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["LOSS_ALONE", "Options", "Shard", "Statistics", "Upstream", "Wants"]
+__all__ = ["LOSS_ALONE", "WHOLE_LOSS", "Options", "SavedStatistics", "Shard", "Statistics", "Upstream", "Wants"]
 
 
 class Options(NamedTuple):
-    """What defines the loss of a token, besides logits, target and class weights."""
+    """Define the loss of a token, besides its logits, its target and the class weights."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -22,7 +22,7 @@ class Options(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """What to compute of each token beside its loss."""
+    """Name the values of each token that are computed in addition to its loss."""
 
     z_loss: bool = False
     predicted: bool = False
@@ -34,26 +34,47 @@ LOSS_ALONE = Wants()
 
 
 class Statistics(NamedTuple):
-    """What one pass over the logits gives; what is not asked for is empty."""
+    """The results of one pass over the logits. A result that is not requested is an empty tensor."""
 
-    loss: Tensor  # [M] fp32, scaled
-    lse: Tensor  # [M, 2] fp32: max x and sum exp(x - max x), whose rounding errors stay apart; lse = max + log sum
-    z_loss: Tensor  # [M] fp32: the part of `loss` that it is
-    predicted: Tensor  # [M] int64: argmax, -1 for ignored tokens
-    log_probs: Tensor  # [M] fp32: x_t - lse, 0 for ignored tokens; made for token scaling also
-    entropy: Tensor  # [M] fp32: lse - sum_j p_j x_j, 0 for ignored tokens
+    # [M] fp32, scaled
+    loss: Tensor
+    # [M, 2] fp32: max x and sum exp(x - max x). lse = max + log sum; two numbers, because one would add their
+    # roundings.
+    lse: Tensor
+    # [M] fp32: the part of `loss` that is the z-loss
+    z_loss: Tensor
+    # [M] int64: argmax, -1 for ignored tokens
+    predicted: Tensor
+    # [M] fp32: x_t - lse, 0 for ignored tokens; computed for token scaling too
+    log_probs: Tensor
+    # [M] fp32: lse - sum_j p_j x_j, 0 for ignored tokens
+    entropy: Tensor
+
+
+class SavedStatistics(NamedTuple):
+    """The statistics that a backward pass reads; each may be None where the gradient does not depend on it."""
+
+    lse: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 class Upstream(NamedTuple):
-    """The gradients that arrive [M], of the loss also []; None: ones for the loss, zeros for the others."""
+    """The upstream gradients [M], of the loss also []. None means ones for the loss, and zeros for the others."""
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
 
 
+# The gradient of the sum of all losses.
+WHOLE_LOSS = Upstream()
+
+
 class Shard(NamedTuple):
-    """The logits are columns [start, start + logits.shape[1]) of a vocabulary."""
+    """The columns of a vocabulary that one rank holds: [start, start + logits.shape[1])."""
 
     start: int
     vocabulary: int
+    # The process group that shares the vocabulary. The empty name stands for one process that has all of it.
+    group_name: str = ""

@@ -34,7 +34,9 @@ class Recomputation:
         "stream", "strides", "values",
     )  # fmt: skip
 
-    def __init__(self, function: Callable, args: tuple, results: tuple[Tensor | None, ...], device: torch.device):
+    def __init__(
+        self, function: Callable, args: tuple, results: tuple[Tensor | None, ...], device: torch.device
+    ) -> None:
         self.function, self.args = function, list(args)
         # Maps the index of a tensor argument to the tensor and its version.
         self.arg_versions: dict[int, tuple[Tensor, int]] = {}
@@ -64,9 +66,10 @@ class Recomputation:
             self.arg_versions = {}
         return True
 
-    def recompute(self, is_forward_stream: bool) -> list[Tensor | None]:
+    def recompute(self, is_forward_stream: bool) -> list[Any]:
         """Recompute all results on the current stream, which is or is not the stream of the forward pass."""
         args = self.args.copy()
+        assert self.saved_args is not None
         for i, packed in self.saved_args.items():
             args[i] = x = unpack(packed)
             # The memory belongs to the stream of the forward pass, which might reuse it too early.
@@ -75,7 +78,8 @@ class Recomputation:
         is_plain = not torch.is_grad_enabled() and _autocast(self.device) == self.autocast
         results = self.function(*args) if is_plain else self._call_as_in_forward(args)
         results = results if isinstance(results, tuple) else (results,)
-        return [y if y is None else _with_strides(y, s) for y, s in zip(results, self.strides, strict=True)]
+        pairs = zip(results, self.strides, strict=True)
+        return [None if y is None or strides is None else _with_strides(y, strides) for y, strides in pairs]
 
     def _call_as_in_forward(self, args: list) -> Any:
         kind, enabled = self.device.type, self.autocast is not None
@@ -93,6 +97,7 @@ class Recomputation:
             for j, savers in enumerate(self.savers):
                 if savers and self.values[j] is None:
                     self.values[j], self.pending[j], self.generations[j] = results[j], savers, self.generations[j] + 1
+        assert value is not None
         if saved.generation != self.generations[i]:
             saved.generation = self.generations[i]
             self.pending[i] -= 1
@@ -148,4 +153,5 @@ def unpack(packed: Any) -> Tensor:
 
 
 def cast(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `y` in another dtype, as autocast computes it."""
     return y.to(dtype)
