@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tigon.ops.adapters.low_rank import dropout_bits, expand, project, token_sums
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, leave_absent, without_autocast
+from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
 
@@ -242,7 +242,7 @@ class _LoRALinears(torch.autograd.Function):
         needs_h = any(need.b for need in adapter_needs)
         ctx.save_for_backward(x if needs_x else None, h if needs_h else None, seeds, *tensors)
         ctx.numbers, ctx.shape = numbers, x.shape
-        leave_absent(ctx)
+        keep_none_gradients(ctx)
         return tuple(ys)
 
     @staticmethod
@@ -262,7 +262,7 @@ class _LoRALinears(torch.autograd.Function):
         used: list[Entry] = []
         if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
             dh, used = project_gradients(dys, entries)
-        gradients = layer_gradients(rows, h, dys, dh, entries, used, projections, needs)
+        gradients = layer_gradients(rows, h, dys, dh, entries, used, needs)
         dx = compute_input_gradient(dys, projections, dh, used) if needs_dx else None
         return None if dx is None else dx.view(ctx.shape), None, *flatten(gradients)[0]
 
@@ -274,8 +274,8 @@ def layer_gradients(
     dh: Tensor | None,
     entries: Sequence[Entry],
     used: Sequence[Entry],
-    projections: Sequence[Projection],
     needs: Sequence[Projection],
+    dbs: Mapping[int, Tensor | None] | None = None,
 ) -> list[Projection]:
     """Return the gradients that are needed, in place of the tensors of the projections, and None for the others.
 
@@ -286,8 +286,8 @@ def layer_gradients(
         dh: [T, R] fp32; for gradients of A.
         entries: All adapters, with their columns of h.
         used: The adapters of projections in `dys`, with their columns of dh.
-        projections: The layers.
         needs: The layers with flags in place of the tensors.
+        dbs: Gradients of B, by position of the adapter, if another kernel has computed them.
     """
     flags = [need for projection in needs for need in projection.adapters]
     das: dict[int, Tensor] = {}
@@ -306,7 +306,10 @@ def layer_gradients(
         adapters = []
         for entry in (entry for entry in entries if entry.projection == i):
             db = bias = None
-            if dy is not None and flags[entry.position].b:
+            if dbs is not None:
+                db = dbs[entry.position]
+                db = None if db is None else db.to(entry.adapter.b.dtype)
+            elif dy is not None and flags[entry.position].b:
                 assert h is not None
                 db = token_sums(dy, h[:, entry.columns], entry.adapter.b.dtype, entry.adapter.scaling)
             if dy is not None and flags[entry.position].bias:

@@ -54,10 +54,11 @@ class LoRAGLUConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LoRAGLUProblem, device: Device) -> "LoRAGLUConfig":
-        return LoRAGLUConfig(
-            block_t=64, block_i=64, num_warps=8, num_stages=2 if device.async_copy else 1,
-            programs_per_multiprocessor=4,
-        )  # fmt: skip
+        stages = 2 if device.async_copy else 1
+        if problem.backward:
+            # Larger tiles do not fit into the registers.
+            return LoRAGLUConfig(32, 64, num_warps=8, num_stages=stages, programs_per_multiprocessor=4)
+        return LoRAGLUConfig(64, 32, num_warps=4, num_stages=stages, programs_per_multiprocessor=8)
 
 
 # --- kernels -------------------------------------------------------------------------------------

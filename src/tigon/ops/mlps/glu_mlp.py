@@ -54,8 +54,11 @@ __all__ = [
     "glu_mlp",
     "glu_mlp_by_kernels",
     "glu_mlp_reference",
+    "multiply_gates",
     "plain_weight",
+    "save_early",
     "supports_weights",
+    "unpack_early",
 ]
 
 GATES = {
@@ -104,7 +107,7 @@ class GLUMLPConfig(LaunchConfig):
 # --- products ------------------------------------------------------------------------------------
 
 
-def _multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
+def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return gate and up [T, I] for x [T, H]."""
     config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], gate_weight.shape[0]), device_of(x))
     gate, up = (
@@ -147,7 +150,7 @@ class _SaveEarly(torch.autograd.Function):
         return anchor.clone()
 
 
-def _save_early(*tensors: Tensor | None) -> Tensor:
+def save_early(*tensors: Tensor | None) -> Tensor:
     """Return an empty tensor whose node has saved the given ones.
 
     In torch 2.11 the tensor keeps the node alive, and its `grad_fn` does not.
@@ -175,13 +178,13 @@ class _GLUMLP(torch.autograd.Function):
         is_checkpointed: bool,
     ) -> Tensor:
         rows = x.flatten(0, -2)
-        gate, up = _multiply_gates(rows, gate_weight, up_weight)
+        gate, up = multiply_gates(rows, gate_weight, up_weight)
         saves_x = not saves_gates or any(ctx.needs_input_grad[1:3])
         gates = (gate, up) if saves_gates else (None, None)
         tensors = x if saves_x else None, gate_weight, up_weight, down_weight, *gates
         ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
         if ctx.saves_early:
-            ctx.saver = _save_early(*tensors)
+            ctx.saver = save_early(*tensors)
         else:
             ctx.save_for_backward(*tensors)
         ctx.kind, ctx.shape, ctx.may_overwrite = kind, x.shape, is_saved_only_by_this_op()
@@ -194,7 +197,7 @@ class _GLUMLP(torch.autograd.Function):
     @first_order
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate_weight, up_weight, down_weight, gate, up = _unpack_early(ctx) if ctx.saves_early else ctx.saved_tensors
+        x, gate_weight, up_weight, down_weight, gate, up = unpack_early(ctx) if ctx.saves_early else ctx.saved_tensors
         *needs, needs_down = ctx.needs_input_grad[:4]
         dy = dy.reshape(-1, dy.shape[-1])
         if x is not None:
@@ -206,7 +209,7 @@ class _GLUMLP(torch.autograd.Function):
             )
         is_recomputed = gate is None
         if is_recomputed:
-            gate, up = _multiply_gates(x, gate_weight, up_weight)
+            gate, up = multiply_gates(x, gate_weight, up_weight)
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
         # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
@@ -222,7 +225,7 @@ class _GLUMLP(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None, None
 
 
-def _unpack_early(ctx: Any) -> tuple[Any, ...]:
+def unpack_early(ctx: Any) -> tuple[Any, ...]:
     """Return the tensors that were saved early. As for any node, a second time needs a retained graph."""
     if ctx.saver is None:
         raise RuntimeError(

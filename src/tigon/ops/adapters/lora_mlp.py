@@ -1,0 +1,185 @@
+r"""The gated MLP of a decoder with low-rank adapters on any of its three projections, as one autograd node.
+
+    [h_g | h_u] = x [A_g | A_u]^T,  gate = x G^T,  up = x U^T
+    (a, h_d)    = `lora_glu_forward`(gate, up, h_g, h_u)
+    y           = a D^T + s_d h_d B_d^T
+
+The node saves x, gate, up and h, but not a: backward computes a again in the pass that makes dgate and dup. The base
+weights must be frozen, as they are in fine-tuning with adapters. Other cases (a weight that trains, a bias, dropout,
+several adapters of one projection, a rank above 32) are composed of `lora_linears` and the op of the activation.
+
+Shapes: T tokens, H hidden, I intermediate, r rank.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.memory.lean import (
+    call_mlp_region,
+    in_checkpoint,
+    is_checkpoint_recomputation,
+    is_saved_only_by_this_op,
+    recomputes_mlp,
+)
+from tigon.ops.adapters.lora import (
+    Adapter,
+    Entry,
+    Projection,
+    compute_hidden,
+    compute_input_gradient,
+    flatten,
+    layer_gradients,
+    list_entries,
+    lora_linears,
+    project_gradients,
+    rebuild,
+    takes_adapters,
+    write_output,
+)
+from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
+from tigon.ops.adapters.low_rank import project, token_sums
+from tigon.ops.mlps.glu_mlp import GATES, multiply_gates, save_early, unpack_early
+from tigon.runtime.autograd import first_order, frees_saved, without_autocast
+from tigon.runtime.products import multiply
+
+__all__ = ["lora_glu_mlp"]
+
+# The largest rank whose kernels keep everything in registers.
+LARGEST_RANK = 32
+
+
+def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) -> GLUAdapters:
+    """Return the parts of the adapters of gate and up (`entries`) and down that the activation needs."""
+    hidden: list[Tensor | None] = [None, None]
+    b: list[Tensor | None] = [None, None]
+    scaling = [1.0, 1.0]
+    for entry in entries:
+        assert h is not None
+        hidden[entry.projection] = h[:, entry.columns]
+        b[entry.projection] = entry.adapter.b.contiguous()
+        scaling[entry.projection] = entry.adapter.scaling
+    down_a = down.adapters[0].a.contiguous() if down.adapters else None
+    return GLUAdapters(hidden[0], hidden[1], b[0], b[1], down_a, scaling[0], scaling[1])
+
+
+class _LoRAGLUMLP(torch.autograd.Function):
+    """Compute y from x and the tensors of gate, up and down. gate and up are saved if `saves_gates` is True."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, numbers: tuple, kind: str, saves_gates: bool, is_checkpointed: bool, *tensors: Any
+    ) -> Tensor:
+        gate_layer, up_layer, down = rebuild(tensors, numbers)
+        rows = x.flatten(0, -2)
+        entries = list_entries((gate_layer, up_layer), len(rows), None)
+        h = compute_hidden(rows, entries) if entries else None
+        gate, up = multiply_gates(rows, gate_layer.weight, up_layer.weight)
+        a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind)
+        saved = x, h, down_h, *((gate, up) if saves_gates else (None, None)), *tensors
+        ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
+        if ctx.saves_early:
+            # The second run of a checkpointed layer ends with the last tensor that is saved: before the last product.
+            ctx.saver = save_early(*saved)
+        else:
+            ctx.save_for_backward(*saved)
+        ctx.numbers, ctx.kind, ctx.shape, ctx.may_overwrite = numbers, kind, x.shape, is_saved_only_by_this_op()
+        # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
+        # them.
+        ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
+        # The output is no view: autograd lets no view of a node's result be overwritten.
+        y = x.new_empty((*x.shape[:-1], len(down.weight)))
+        write_output(y.view(len(rows), -1), a, down, list_entries((down,), len(rows), None), down_h)
+        return y
+
+    @staticmethod
+    @first_order
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, h, down_h, gate, up, *tensors = unpack_early(ctx) if ctx.saves_early else ctx.saved_tensors
+        *layers, down = rebuild(tensors, ctx.numbers)
+        *needs, down_needs = rebuild(ctx.needs_input_grad[5:], ctx.numbers)
+        rows, dy = x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
+        if ctx.version is not None and gate._version != ctx.version:
+            raise RuntimeError(
+                "lora_glu_mlp: gate and up of a checkpointed region that ran again have been modified by an inplace "
+                "operation: the backward of the whole region has overwritten them"
+            )
+        is_recomputed = gate is None
+        if is_recomputed:
+            gate, up = multiply_gates(rows, *(layer.weight for layer in layers))
+        down_dh, down_gradients = None, []
+        for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
+            down_dh = project(dy, adapter.b.t(), adapter.scaling)
+            db = token_sums(dy, down_h, adapter.b.dtype, adapter.scaling) if need.b else None
+            down_gradients.append(Adapter(None, db))
+        # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
+        if is_recomputed or (ctx.may_overwrite and frees_saved(gate)):
+            dgate, dup = gate, up
+            # If this backward raises an error, another attempt must not read the overwritten tensors.
+            torch.autograd.graph.increment_version((gate, up))
+        else:
+            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        entries = list_entries(layers, len(rows), None)
+        flags = (
+            *(any(adapter.b for adapter in need.adapters) for need in needs),
+            any(adapter.a for adapter in down_needs.adapters),
+        )
+        sums = lora_glu_backward(
+            multiply(dy, down.weight), gate, up, _glu_adapters(entries, h, down), down_dh, ctx.kind, dgate, dup, flags
+        )
+        del gate, up
+        if sums.down_a is not None:
+            down_gradients[0] = down_gradients[0]._replace(a=sums.down_a.to(down.adapters[0].a.dtype))
+        dys = {0: dgate, 1: dup}
+        dh: Tensor | None = None
+        used: list[Entry] = []
+        if entries and (ctx.needs_input_grad[0] or any(adapter.a for need in needs for adapter in need.adapters)):
+            dh, used = project_gradients(dys, entries)
+        dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
+        gradients = layer_gradients(rows, h, dys, dh, entries, used, needs, dbs)
+        dx = compute_input_gradient(dys, layers, dh, used) if ctx.needs_input_grad[0] else None
+        gradients.append(Projection(None, None, tuple(down_gradients)))
+        return None if dx is None else dx.view(ctx.shape), *[None] * 4, *flatten(gradients)[0]
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def _runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
+    """Return whether the node above computes the MLP."""
+    adapters = [adapter for layer in layers for adapter in layer.adapters]
+    return (
+        bool(adapters)
+        and all(len(layer.adapters) <= 1 and layer.bias is None and not layer.weight.requires_grad for layer in layers)
+        and all(a.bias is None and a.dropout == 0.0 and len(a.a) <= LARGEST_RANK for a in adapters)
+        and layers[0].weight.shape == layers[1].weight.shape
+        and takes_adapters(x, layers)
+    )
+
+
+def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu") -> Tensor:
+    """(act(gate(x)) * up(x)) -> down, where each projection is a linear layer with adapters.
+
+    Args:
+        x: [..., H], fp32 | bf16 | fp16.
+        gate: The layer [I, H] and its adapters.
+        up: The layer [I, H] and its adapters.
+        down: The layer [O, I] and its adapters.
+        activation: "silu", "gelu" or "gelu_tanh".
+
+    Returns:
+        [..., O] in the dtype of x.
+    """
+    if _runs_as_one_node(x, (gate, up, down)):
+        tensors, numbers = flatten((gate, up, down))
+        is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
+        return _LoRAGLUMLP.apply(x, numbers, activation, not recomputes_mlp(), is_checkpointed, *tensors)
+
+    def inner(x: Tensor) -> Tensor:
+        return GATES[activation](*lora_linears(x, (gate, up)))
+
+    (y,) = lora_linears(call_mlp_region(inner, x), (down,))
+    return y
