@@ -1,4 +1,4 @@
-"""The fast way to launch: when it is used, and what a Triton that launches otherwise does to it."""
+"""Direct launches: when they are used, and that they are not used if Triton launches kernels otherwise."""
 
 from types import SimpleNamespace
 
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing direct
 
 
 class _OnDevice(torch.Tensor):
-    """A CPU tensor that says it is on device 0."""
+    """A CPU tensor whose `get_device` returns 0."""
 
     def get_device(self) -> int:
         return 0
@@ -22,7 +22,7 @@ def _on_device(x: torch.Tensor) -> torch.Tensor:
 
 
 class _Kernel:
-    """A kernel whose launches are counted by way, and whose programs are this function.
+    """A fake kernel that runs a function and records whether each launch went through Triton or was direct.
 
     `swapped`: the direct launcher takes the arguments in another order. `broken`: it takes other arguments.
     """
@@ -59,7 +59,7 @@ def _check(programs, x, absent, out, stride, n, factor, BLOCK, SHIFT):
 
 @pytest.fixture
 def arrange(monkeypatch):
-    """Return a function that puts a fake device in place: options of the check kernel -> (kernel, check kernel)."""
+    """Return a function that installs a fake device. It takes options of the check kernel, and returns both kernels."""
 
     def arrange(version: str = "3.7.1", **options):
         def check_tensors(device):
@@ -97,7 +97,7 @@ def test_every_launch_after_the_first_is_direct(arrange):
     assert check.ways == ["triton", "direct"], "the self-check runs once"
 
 
-def test_the_self_check_runs_once_a_device(arrange):
+def test_self_check_runs_once_per_device(arrange):
     kernel, check = arrange()
     other, _ = _Kernel(kernel.function, kernel.arg_names), _launch(kernel, 2)
     _launch(other, 2)
@@ -105,7 +105,7 @@ def test_the_self_check_runs_once_a_device(arrange):
     assert check.ways == ["triton", "direct"]
 
 
-def test_an_untested_triton_is_launched_through_itself(arrange):
+def test_untested_versions_of_triton_launch_through_triton(arrange):
     kernel, check = arrange("3.8.0")
     assert (_launch(kernel, 3) == 6).all()
     assert kernel.ways == ["triton"] * 3
@@ -113,7 +113,7 @@ def test_an_untested_triton_is_launched_through_itself(arrange):
 
 
 @pytest.mark.parametrize("option", ["swapped", "broken"])
-def test_a_launcher_that_fails_the_self_check_is_not_used(arrange, option, caplog):
+def test_direct_launches_are_off_after_a_failed_self_check(arrange, option, caplog):
     kernel, _ = arrange(**{option: True})
     assert (_launch(kernel, 3) == 6).all()
     assert kernel.ways == ["triton"] * 3
@@ -121,7 +121,7 @@ def test_a_launcher_that_fails_the_self_check_is_not_used(arrange, option, caplo
     assert "self-check failed" in launch.launch_method()
 
 
-def test_nothing_waits_while_a_stream_captures(arrange, monkeypatch):
+def test_self_check_does_not_run_while_a_stream_captures(arrange, monkeypatch):
     kernel, check = arrange()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _launch(kernel, 2)

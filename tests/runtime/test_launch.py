@@ -1,4 +1,4 @@
-"""Launches: a variant that was compiled is found again for just the arguments that it was compiled for."""
+"""Launches: a compiled variant is reused for exactly the arguments that it was compiled for."""
 
 import itertools
 
@@ -27,7 +27,7 @@ else:
 
 
 def _specialised(kernel, arguments, backend) -> tuple:
-    """What Triton itself chooses a variant by."""
+    """Return the properties of the arguments by which Triton chooses a variant."""
     return tuple(
         native_specialize_impl(
             backend, x, False, not p.do_not_specialize and type(x) is not float, not p.do_not_specialize_on_alignment
@@ -37,7 +37,7 @@ def _specialised(kernel, arguments, backend) -> tuple:
 
 
 class _Huge(torch.Tensor):
-    """Says that it lies in more than 2 GiB."""
+    """A tensor whose storage claims to have 2 GiB."""
 
     def untyped_storage(self):
         return type("Storage", (), {"nbytes": lambda _: 2**31, "size": lambda _: 2**31})()
@@ -49,8 +49,8 @@ INTS = [-100, -16, -1, 0, 1, 2, 15, 16, 17, 4096, 2**31 - 16, 2**31 - 1, 2**31, 
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_what_triton_tells_apart_has_keys_apart(backend, monkeypatch):
-    """Arguments of one key that Triton compiled twice for would run the wrong variant."""
+def test_arguments_that_triton_distinguishes_have_different_keys(backend, monkeypatch):
+    """If Triton compiled two variants for one key, the wrong one would run."""
     monkeypatch.setattr(launch, "HIP", backend is HIPBackend)
     kernel = softmax._forward_kernel  # x_ptr, y_ptr, stride_x, stride_y, M (not specialised), N
     variants = {}
@@ -61,11 +61,11 @@ def test_what_triton_tells_apart_has_keys_apart(backend, monkeypatch):
     for arguments in calls:
         kinds = [torch.Tensor if isinstance(x, torch.Tensor) else type(x) for x in arguments]
         key = (*kinds, launch._key_function(kernel, arguments)(*arguments))
-        assert variants.setdefault(key, found := _specialised(kernel, arguments, backend)) == found, arguments
+        assert variants.setdefault(key, variant := _specialised(kernel, arguments, backend)) == variant, arguments
 
 
-def test_keys_are_few_whatever_the_batch():
-    """A key that held the values would list, and hand to Triton, a variant for every length that comes by."""
+def test_key_does_not_depend_on_the_batch():
+    """With values in the key, each length would add a variant to the table."""
     kernel = glu._forward_kernel
     keys = set()
     for m in range(1, 2000):
@@ -74,7 +74,7 @@ def test_keys_are_few_whatever_the_batch():
     assert len(keys) == 1
 
 
-def test_absent_tensors_are_told_apart():
+def test_key_depends_on_which_tensors_are_none():
     keys = set()
     for absent in itertools.product([BASE, None], repeat=3):
         arguments = (BASE, None, BASE, *absent)
@@ -129,13 +129,13 @@ def test_another_number_of_tokens_compiles_nothing(step):
         with recorded(CHIPS[0]) as launches:
             step(n)
         assert launches
-        found = set()
+        variants_of_step = set()
         for each in launches:
             constants = {p.name: each.arguments[p.name] for p in each.kernel.params if p.is_constexpr}
             positional = [each.arguments[p.name] for p in each.kernel.params if not p.is_constexpr]
             specialised = _specialised(each.kernel, positional, CUDABackend)
-            found.add((each.kernel.__name__, specialised, *constants.items(), *each.options.items()))
-        return found
+            variants_of_step.add((each.kernel.__name__, specialised, *constants.items(), *each.options.items()))
+        return variants_of_step
 
     expected = variants(48)
     for n in (47, 16, 1, 33, 400):

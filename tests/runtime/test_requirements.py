@@ -1,4 +1,4 @@
-"""Versions are stated once: constraints, pyproject, README, docs and what is refused at import say the same."""
+"""Versions agree in the constraints, pyproject, README, the docs and the errors at import."""
 
 import re
 import subprocess
@@ -30,12 +30,12 @@ REQUIREMENTS = [
 # --- pins ----------------------------------------------------------------------------------------
 
 
-def test_the_pins_are_all_that_constraints_hold():
+def test_constraints_contain_only_pins():
     lines = [line for line in CONSTRAINTS.splitlines() if line and not line.startswith("#")]
     assert len(lines) == len(PINS)
 
 
-def test_what_the_published_wheel_of_torch_requires_is_recorded():
+def test_constraints_record_the_triton_that_torch_requires():
     assert [(name, version) for name, version, _ in PUBLISHED] == [("torch", PINS["torch"])]
 
 
@@ -45,8 +45,8 @@ def test_pins_agree_with_published_requirements(name, version, text):
     assert PINS[required.name] in required.specifier
 
 
-def test_the_installed_torch_requires_what_is_recorded():
-    """CPU builds of torch may not require triton at all, so only other builds test anything here."""
+def test_installed_torch_requires_the_recorded_triton():
+    """CPU builds of torch may not require triton, so the test checks other builds only."""
     declared = [Requirement(text) for text in metadata.requires("torch") or ()]
     tritons = [r for r in declared if r.name == "triton" and (r.marker is None or r.marker.evaluate())]
     if not tritons or metadata.version("torch").partition("+")[0] != PINS["torch"]:
@@ -63,7 +63,7 @@ def test_every_requirement_is_pinned_within_its_bounds(requirement):
 # --- floors --------------------------------------------------------------------------------------
 
 
-def test_floors_are_those_of_pyproject():
+def test_floors_equal_those_of_pyproject():
     extras = [extra for extra in PROJECT["optional-dependencies"] if extra != "dev"]
     stated = {Requirement(text).name: _floor(text) for text in PROJECT["dependencies"]}
     assert stated | dict(floors(*extras)) == FLOORS
@@ -75,17 +75,17 @@ def _floor(text: str) -> str:
     return specifier.version
 
 
-def test_the_floors_of_a_package_agree_wherever_it_is_named():
+def test_floors_of_a_package_agree_in_all_extras():
     assert len(set(floors())) == len(dict(floors()))
 
 
 @pytest.mark.parametrize("package", FLOORS)
-def test_the_page_on_versions_states_the_floors(package):
+def test_page_on_versions_states_the_floors(package):
     page = (ROOT / "docs" / "versions.md").read_text()
     assert f"| {package} | {FLOORS[package]} |" in page
 
 
-def test_the_floor_of_python_is_stated_once():
+def test_floor_of_python_is_the_same_everywhere():
     (floor,) = SpecifierSet(PROJECT["requires-python"])
     assert floor.operator == ">="
     minor = int(floor.version.removeprefix("3."))
@@ -101,7 +101,7 @@ def test_the_floor_of_python_is_stated_once():
 
 
 def import_with(**versions: str | None) -> str:
-    """Import tigon where packages have other versions, or are missing (None); return the ImportError's message."""
+    """Import tigon with other versions of packages, or without them (None), and return the error message."""
     code = f"""
 import importlib, sys
 for name, version in {versions}.items():
@@ -135,7 +135,7 @@ OLD = "tigon needs torch 2.8 or later (2.7.1+cu126 is installed), triton 3.4 or 
     ],
     ids=["both old", "old torch", "old triton", "no triton", "neither", "built from source", "two digits"],
 )
-def test_import_refuses_what_is_too_old_in_one_error(versions, message):
+def test_import_refuses_old_packages_in_one_error(versions, message):
     assert import_with(**versions) == message
 
 
@@ -160,12 +160,12 @@ def old_transformers(monkeypatch):
     ],
     ids=["a type", "from_config", "from_pretrained"],
 )
-def test_an_old_transformers_is_refused(old_transformers, call):
+def test_old_transformers_is_refused(old_transformers, call):
     with pytest.raises(ImportError, match=OLD_TRANSFORMERS):
         call()
 
 
-def test_models_of_an_old_transformers_are_refused(old_transformers):
+def test_models_of_old_transformers_are_refused(old_transformers):
     import torch
 
     class Mine(old_transformers.PreTrainedModel):
@@ -182,7 +182,7 @@ def test_models_of_an_old_transformers_are_refused(old_transformers):
     "call",
     ['tigon.patch("llama")', "tigon.AutoModelForCausalLM.from_config(None)", 'preset_config("Llama-3-8B")'],
 )
-def test_without_transformers_the_extra_is_named(call):
+def test_error_without_transformers_names_the_extra(call):
     code = f"""
 import sys
 sys.modules["transformers"] = None
@@ -206,13 +206,13 @@ assert "transformers" not in sys.modules
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
-def test_a_package_without_a_version_is_accepted(monkeypatch):
+def test_package_without_a_version_is_accepted(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich", type(sys)("rich"))
     monkeypatch.setattr(metadata, "version", lambda name: (_ for _ in ()).throw(metadata.PackageNotFoundError))
     assert unmet("rich") == ""
 
 
-def test_only_what_is_too_old_is_named(monkeypatch):
+def test_error_names_only_old_packages(monkeypatch):
     rich = pytest.importorskip("rich")
     monkeypatch.setattr(rich, "__version__", "12.9", raising=False)
     with pytest.raises(ImportError, match=r"^a test needs rich 13 or later \(12\.9 is .*: pip install 'tigon\[cli\]'$"):
@@ -222,5 +222,5 @@ def test_only_what_is_too_old_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("version", "release"), [("2.8.0a0+git12", (2, 8, 0)), ("3.8.4.post1", (3, 8, 4)), ("13", (13,)), ("odd", ())]
 )
-def test_numbers_of_a_version(version, release):
+def test_release_is_the_numbers_of_a_version(version, release):
     assert _release(version) == release

@@ -22,7 +22,7 @@ FILE = Path(torch_private.__file__)
 
 
 def _imported_again():
-    """Return the module as it is in a torch that lacks what the test has removed."""
+    """Return the module, imported again with a torch from which the test has removed names."""
     spec = importlib.util.spec_from_file_location("torch_private_again", FILE)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -32,7 +32,7 @@ def _imported_again():
 # --- known answers ---------------------------------------------------------------------------------
 
 
-def test_nothing_is_missing():
+def test_no_name_is_missing():
     assert torch_private._missing == {}
     assert torch_private.has_init_group()
 
@@ -52,7 +52,7 @@ class _Backward(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("retains", [False, True])
-def test_a_retained_graph_is_recognised(retains):
+def test_retained_graph_is_recognised(retains):
     answers = []
     x = torch.ones(2, requires_grad=True)
     _Backward.apply(x, answers, torch_private.keeps_graph).sum().backward(retain_graph=retains)
@@ -69,7 +69,7 @@ def test_each_backward_has_a_number():
     assert answers[0] != answers[1]
 
 
-def test_the_innermost_saved_tensor_hooks():
+def test_innermost_saved_tensor_hooks_are_returned():
     assert torch_private.saved_tensor_hooks(True) is None
     pack, unpack = (lambda x: x), (lambda x: x)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
@@ -77,7 +77,7 @@ def test_the_innermost_saved_tensor_hooks():
     assert torch_private.saved_tensor_hooks(True) is None
 
 
-def test_the_two_runs_of_a_checkpoint_are_told_apart():
+def test_two_runs_of_a_checkpoint_are_distinguished():
     answers = []
 
     def region(x):
@@ -89,7 +89,7 @@ def test_the_two_runs_of_a_checkpoint_are_told_apart():
     assert answers == [(False, False, True), (True, False, True), (True, True, False)]
 
 
-def test_an_unknown_hook_of_a_checkpoint_is_refused():
+def test_unknown_hook_of_a_checkpoint_is_refused():
     hook = lambda x: x
     hook.__module__, hook.__qualname__ = "torch.utils.checkpoint", "_third_hook.pack"
     with pytest.raises(RuntimeError, match="_third_hook.pack"):
@@ -99,7 +99,7 @@ def test_an_unknown_hook_of_a_checkpoint_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_the_node_of_a_cast(dtype):
+def test_cast_has_a_known_node(dtype):
     x = torch.ones(2, requires_grad=True)
     node = x.to(dtype).grad_fn
     assert type(node) is torch_private.CastBackward
@@ -138,7 +138,7 @@ def test_dispatch_modes_are_counted():
         assert torch_private.dispatch_modes() == 1
 
 
-def test_a_reshaped_tensor_is_no_view():
+def test_reshaped_tensor_is_no_view():
     x = torch.ones(6)
     y = torch_private.reshape_without_view(x, (2, 3))
     assert y.shape == (2, 3)
@@ -157,19 +157,19 @@ def test_many_tensors_are_incremented():
 
 
 @pytest.mark.parametrize("name", ["_cuda_getCurrentRawStream", "_cuda_getDevice", "_len_torch_dispatch_stack"])
-def test_the_public_way_takes_the_place_of_a_missing_function(monkeypatch, name):
+def test_public_function_replaces_a_missing_one(monkeypatch, name):
     monkeypatch.delattr(torch._C, name, raising=False)
     module = _imported_again()
     assert module._missing == {}
     assert module.dispatch_modes() == (1 if name == "_len_torch_dispatch_stack" else 0)
 
 
-def test_gradients_take_new_memory_if_retained_graphs_are_not_recognised(monkeypatch):
+def test_gradients_use_new_memory_if_retained_graphs_are_not_recognised(monkeypatch):
     monkeypatch.delattr(torch._C._autograd, "_get_current_graph_task_keep_graph")
     assert _imported_again().keeps_graph() is True
 
 
-def test_lean_refuses_a_torch_that_does_not_tell_its_hooks(monkeypatch):
+def test_lean_refuses_a_torch_without_saved_tensor_hooks(monkeypatch):
     monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
     module = _imported_again()
     assert module.saved_tensor_hooks(True) is not None, "foreign hooks: nothing is overwritten"
@@ -178,7 +178,7 @@ def test_lean_refuses_a_torch_that_does_not_tell_its_hooks(monkeypatch):
         tigon.lean().__enter__()
 
 
-def test_a_missing_number_of_the_backward_is_refused_by_name(monkeypatch):
+def test_error_names_the_missing_number_of_the_backward(monkeypatch):
     monkeypatch.delattr(torch._C, "_current_graph_task_id")
     module = _imported_again()
     with pytest.raises(RuntimeError, match=r"has no torch\._C\._current_graph_task_id"):
@@ -211,8 +211,8 @@ def test_missing_global_hooks_count_as_a_hook(monkeypatch):
     assert _imported_again().any_global_hook()
 
 
-def test_another_init_group_leaves_the_step_to_torch():
-    """`tigon.AdamW` decides at import, so a process of its own changes torch before."""
+def test_torch_computes_the_step_if_init_group_differs():
+    """`tigon.AdamW` decides at import, so another process changes torch before the import."""
     program = """
 import torch
 stock = torch.optim.AdamW._init_group
@@ -232,7 +232,7 @@ assert torch.equal(*weights)
 
 
 def test_no_other_file_uses_these_names():
-    """The same name elsewhere would fail there, without its reason and its other way."""
+    """Elsewhere, a missing name would fail without its reason and its replacement."""
     names = (
         r"torch\._C\._(?!nn\b|dispatch_get_all_op_names)",
         r"torch\._foreach",

@@ -18,11 +18,11 @@ def test_tested_versions_launch_directly(version):
 
 
 @pytest.mark.parametrize("version", ["3.3.1", "3.5.0", "3.8.0", "3.40.0", "4.3.4", ""])
-def test_other_versions_do_not(version):
+def test_other_versions_do_not_launch_directly(version):
     assert not has_direct_launch(version)
 
 
-def test_a_compiled_kernel_has_what_a_direct_launch_takes():
+def test_compiled_kernel_has_the_arguments_of_a_direct_launch():
     compiled = triton.compiler.CompiledKernel
     assert isinstance(compiled.run, property)
     codes = [function.__code__ for function in vars(compiled).values() if hasattr(function, "__code__")]
@@ -30,7 +30,7 @@ def test_a_compiled_kernel_has_what_a_direct_launch_takes():
     assert {"function", "packed_metadata"} <= names
 
 
-def test_a_kernel_has_what_the_key_is_made_of():
+def test_kernel_has_the_attributes_of_the_key():
     kernel = softmax._forward_kernel
     assert isinstance(kernel, JITFunction)
     assert kernel.arg_names[0] == "x_ptr"
@@ -38,7 +38,7 @@ def test_a_kernel_has_what_the_key_is_made_of():
 
 
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
-def test_hooks_of_a_profiler_are_seen(which):
+def test_hooks_of_a_profiler_are_noticed(which):
     assert not is_hooked()
     hook = lambda metadata: None
     chain = getattr(triton.knobs.runtime, which)
@@ -53,7 +53,7 @@ def test_hooks_of_a_profiler_are_seen(which):
     assert not is_hooked()
 
 
-def test_a_triton_without_hooks_has_none(monkeypatch):
+def test_missing_hooks_count_as_none(monkeypatch):
     import importlib.util
 
     monkeypatch.setattr(triton, "knobs", None)

@@ -34,7 +34,7 @@ def test_without_a_block_the_heuristic_chooses():
     assert Config.find(Problem(0), EMULATED) is None
 
 
-def test_a_block_replaces_the_fields_that_it_names():
+def test_block_replaces_the_fields_that_it_names():
     with tuned(Config, num_warps=2):
         assert Config.choose(Problem(8), EMULATED) == Config(8, 2)
         with tuned(Config, block=1):
@@ -43,18 +43,18 @@ def test_a_block_replaces_the_fields_that_it_names():
     assert Config.choose(Problem(8), EMULATED) == Config(8, 4)
 
 
-def test_a_block_that_raises_leaves_no_override():
+def test_block_that_raises_leaves_no_override():
     with pytest.raises(RuntimeError), tuned(Config, block=1):
         raise RuntimeError
     assert Config.choose(Problem(8), EMULATED) == Config(8, 4)
 
 
-def test_a_complete_override_serves_where_the_heuristic_declines():
+def test_complete_override_replaces_a_heuristic_that_returns_none():
     with tuned(Config, block=16, num_warps=1):
         assert Config.choose(Problem(0), EMULATED) == Config(16, 1)
 
 
-def test_an_unknown_field_is_refused():
+def test_unknown_field_is_refused():
     with (
         pytest.raises(TypeError, match="tuned: Config has the fields block, num_warps, got 'blocks'"),
         tuned(Config, blocks=1),
@@ -62,7 +62,7 @@ def test_an_unknown_field_is_refused():
         pass
 
 
-def test_a_rung_is_the_first_limit_that_is_not_smaller():
+def test_rung_is_that_of_the_first_limit_that_is_not_smaller():
     ladder = [(1024, 4), (4096, 8), (8192, 16)]
     assert [rung(ladder, n) for n in (1, 1024, 1025, 4096, 8192, 8193)] == [4, 4, 8, 8, 16, 16]
 
@@ -82,5 +82,5 @@ def test_every_config_is_a_frozen_value_with_one_form_of_heuristic(cls):
 
 
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: chip.name)
-def test_the_device_of_a_chip_has_its_architecture(chip):
+def test_device_of_a_chip_has_its_architecture(chip):
     assert chip.device.arch == chip.name

@@ -70,10 +70,10 @@ def shape(op: str, name: str, value: Tensor, expected: Sequence[int]) -> None:
 
 def same(op: str, attribute: str, **tensors: Tensor | None) -> None:
     """Check that all tensors that are not None agree in `attribute`: dtype or device."""
-    given = {name: getattr(value, attribute) for name, value in tensors.items() if value is not None}
-    if len(set(given.values())) > 1:
-        found = ", ".join(f"{name} {value}" for name, value in given.items())
-        raise ValueError(f"{op}: {' and '.join(given)} must have the same {attribute}, got {found}")
+    values = {name: getattr(value, attribute) for name, value in tensors.items() if value is not None}
+    if len(set(values.values())) > 1:
+        shown_values = ", ".join(f"{name} {value}" for name, value in values.items())
+        raise ValueError(f"{op}: {' and '.join(values)} must have the same {attribute}, got {shown_values}")
 
 
 def integer(op: str, **tensors: Tensor) -> None:

@@ -26,7 +26,8 @@ __all__ = ["Layout", "Plan", "PlanProblem", "plan", "state"]
 # --- names and values of cublasLt.h ----------------------------------------------------------------
 
 MATMUL_DESC_TRANSA, MATMUL_DESC_TRANSB = 3, 4
-PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT_A_BYTES = 1, 5  # followed by those of B, C and D
+# The alignments of B, C and D have the numbers after that of A.
+PREF_MAX_WORKSPACE_BYTES, PREF_MIN_ALIGNMENT_A_BYTES = 1, 5
 ALGO_CONFIG_ID, ALGO_CONFIG_TILE_ID, ALGO_CONFIG_SPLITK_NUM = 0, 1, 2
 COMPUTE_32F = 68
 DATA_TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}

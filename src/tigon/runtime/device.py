@@ -73,8 +73,8 @@ class Simulation(Protocol):
     def launched(self, arguments: tuple) -> None:
         """Count the launch of a kernel with these arguments."""
 
-    def copied(self, made: Tensor, out: bool) -> None:
-        """Count the copy `made` of a tensor: to the host with `out`, otherwise back from the host."""
+    def copied(self, copy: Tensor, /, out: bool) -> None:
+        """Count a copy of a tensor: to the host with `out`, otherwise back from the host."""
 
 
 _simulation: Simulation | None = None

@@ -1,4 +1,4 @@
-"""`linear_cross_entropy(accumulate_grad=True)`: dW is added to the gradient that is there, or the call is refused."""
+"""`linear_cross_entropy(accumulate_grad=True)` adds dW to the existing gradient, or refuses the call."""
 
 import pytest
 import torch
@@ -30,7 +30,7 @@ def _loss(x: Tensor, w: Tensor, target: Tensor, **options) -> Tensor:
 
 
 def _accumulated(batches: int = 3, dtype: torch.dtype = torch.float32, upstream: float = 1.0, **options) -> Tensor:
-    """By autograd, without the option."""
+    """Return the gradient that autograd accumulates without the option."""
     w = _head(dtype)
     for i in range(batches):
         x, target = _batch(i, dtype)
@@ -39,7 +39,7 @@ def _accumulated(batches: int = 3, dtype: torch.dtype = torch.float32, upstream:
 
 
 class _LargestNew(TorchDispatchMode):
-    """The most elements of a tensor that is made inside, logits apart."""
+    """Records the number of elements of the largest tensor that is allocated in the block."""
 
     elements = 0
 
@@ -52,12 +52,12 @@ class _LargestNew(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("options", [{}, {"num_items": 60}, {"softcap": 5.0, "z_loss": 0.1}], ids=str)
-def test_three_micro_batches(options):
+def test_three_micro_batches_accumulate_in_one_buffer(options):
     w, places = _head(), []
     for i in range(3):
         x, target = _batch(i)
         loss = _loss(x, w, target, **options)
-        assert (w.grad is None) == (i == 0), "the first gradient is autograd's to make"
+        assert (w.grad is None) == (i == 0), "autograd creates the first gradient"
         loss.backward()
         places.append(w.grad.data_ptr())
         other = x.detach().clone().requires_grad_()
@@ -68,21 +68,21 @@ def test_three_micro_batches(options):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_no_second_buffer(reduction):
-    """A vocabulary much larger than the batch, so that nothing else has the size of dW."""
+def test_dw_needs_no_second_buffer(reduction):
+    """The vocabulary is much larger than the batch, so that no other tensor has the size of dW."""
     w = nn.Parameter(torch.randn(5000, 64, device=DEVICE))
     x, target = torch.randn(8, 64, device=DEVICE, requires_grad=True), torch.arange(8, device=DEVICE)
-    made = []
-    for accumulate in (True, True, False):  # the first makes the gradient
+    largest_sizes = []
+    for accumulate in (True, True, False):
         with _LargestNew() as largest:
             tigon.linear_cross_entropy(x, w, target, accumulate_grad=accumulate, reduction=reduction).sum().backward()
-        made.append(largest.elements)
-    assert made[1] <= 8 * 5000
-    assert min(made[0], made[2]) >= w.numel(), "the check can fail"
+        largest_sizes.append(largest.elements)
+    assert largest_sizes[1] <= 8 * 5000
+    assert min(largest_sizes[0], largest_sizes[2]) >= w.numel(), "the check can fail"
 
 
 @pytest.mark.parametrize("upstream", [2.0, 0.0, -1.0, float("nan")])
-def test_another_gradient_than_one_leaves_no_wrong_number(upstream):
+def test_upstream_gradient_that_is_not_one_makes_the_buffer_nan(upstream):
     w, (x, target) = _head(), _batch(0)
     w.grad = torch.ones_like(w)
     (_loss(x, w, target) * upstream).backward()
@@ -92,7 +92,7 @@ def test_another_gradient_than_one_leaves_no_wrong_number(upstream):
     torch.testing.assert_close(x.grad, other.grad, equal_nan=True)
 
 
-def test_a_second_backward_is_refused():
+def test_second_backward_is_refused():
     w, (x, target) = _head(), _batch(0)
     w.grad = torch.zeros_like(w)
     loss = _loss(x, w, target)
@@ -104,8 +104,8 @@ def test_a_second_backward_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_made_in_backward_it_may_have_any_gradient(dtype):
-    """Without a reduction, and in fp16 with its loss scale, dW is made and added in backward, each time anew."""
+def test_dw_computed_in_backward_allows_any_upstream_gradient(dtype):
+    """Without a reduction, and in fp16 with its loss scale, each backward computes dW and adds it."""
     options = {"reduction": "none"} if dtype == torch.float32 else {}
     w = _head(dtype)
     for i in range(3):
@@ -121,16 +121,17 @@ def test_made_in_backward_it_may_have_any_gradient(dtype):
 
 
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
-@pytest.mark.parametrize("told", [False, True], ids=["", "grad_added_to_main_grad"])
+@pytest.mark.parametrize("has_flag", [False, True], ids=["", "grad_added_to_main_grad"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_main_grad(reduction, told):
-    """Megatron keeps an fp32 sum beside a bf16 weight. Its hooks read the flag, and want a gradient whose values do
-    not count where that is set: zeros, because for embeddings that are tied to the head they are added.
+def test_dw_is_added_to_main_grad(reduction, has_flag):
+    """Megatron has an fp32 sum for a bf16 weight. Its hooks read the flag, and need a gradient, whose values they
+    ignore if the flag is set. The values are zeros, because for embeddings that are tied to the head autograd adds
+    them.
     """
     w = _head(torch.bfloat16)
     w.main_grad = torch.zeros(V, H, device=DEVICE)
     place = w.main_grad.data_ptr()
-    if told:
+    if has_flag:
         w.grad_added_to_main_grad = False
     expected = torch.zeros(V, H, device=DEVICE)
     for i in range(3):
@@ -142,7 +143,7 @@ def test_main_grad(reduction, told):
         expected += wide.grad
     assert w.main_grad.data_ptr() == place
     torch.testing.assert_close(w.main_grad, expected, rtol=1e-6, atol=1e-6)  # no rounding to bf16 on the way
-    if told:
+    if has_flag:
         assert w.grad_added_to_main_grad is True
         assert (w.grad == 0).all()
     else:
@@ -150,7 +151,7 @@ def test_main_grad(reduction, told):
         assert not hasattr(w, "grad_added_to_main_grad")
 
 
-def test_the_flag_is_for_main_grad_alone():
+def test_flag_is_set_for_main_grad_only():
     w, (x, target) = _head(), _batch(0)
     w.grad, w.main_grad, w.grad_added_to_main_grad = torch.zeros_like(w), None, False
     _loss(x, w, target).backward()
@@ -158,23 +159,23 @@ def test_the_flag_is_for_main_grad_alone():
     assert (w.grad != 0).any()
 
 
-def test_gradients_of_what_is_returned_beside_the_loss():
-    """They are added in backward; a log-probability alone, without the loss's own gradient, leaves no wrong number."""
-    asked = {"return_log_probs": True, "return_entropy": True}
+def test_gradients_of_further_results_are_added():
+    """Backward adds them. If only a log-probability has an upstream gradient, the buffer becomes NaN."""
+    requested = {"return_log_probs": True, "return_entropy": True}
     w, (x, target) = _head(), _batch(0)
     w.grad = torch.ones_like(w)
     total = lambda out: out.loss + (out.log_probs * 0.3 + out.entropy.square()).sum()
-    total(_loss(x, w, target, **asked)).backward()
+    total(_loss(x, w, target, **requested)).backward()
     other, y = _head(), x.detach().clone().requires_grad_()
-    total(tigon.linear_cross_entropy(y, other, target, **asked)).backward()
+    total(tigon.linear_cross_entropy(y, other, target, **requested)).backward()
     torch.testing.assert_close(w.grad, other.grad + 1, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(x.grad, y.grad)
     w.grad = torch.ones_like(w)
-    _loss(x, w, target, **asked).log_probs.sum().backward()
+    _loss(x, w, target, **requested).log_probs.sum().backward()
     assert w.grad.isnan().all()
 
 
-def test_two_losses_of_one_head():
+def test_two_losses_of_one_head_are_accumulated():
     w = _head()
     w.grad = torch.zeros_like(w)
     batches = [_batch(0), _batch(1)]
@@ -182,7 +183,7 @@ def test_two_losses_of_one_head():
     torch.testing.assert_close(w.grad, _accumulated(2), rtol=2e-6, atol=1e-7)
 
 
-def test_tied_embeddings():
+def test_tied_embeddings_are_supported():
     gradients = []
     for accumulate in (False, True):
         w = _head()
@@ -194,27 +195,27 @@ def test_tied_embeddings():
     torch.testing.assert_close(*gradients, rtol=5e-6, atol=1e-7)
 
 
-def test_nothing_is_added_where_nothing_is_to_be():
+def test_nothing_is_added_without_gradients_or_valid_tokens():
     w, (x, target) = _head(), _batch(0)
     w.grad = torch.ones_like(w)
     with torch.no_grad():
         _loss(x, w, target)
     _loss(x, w, torch.full_like(target, -100)).backward()
     assert (x.grad == 0).all()
-    _loss(x, w, target, reduction="none")  # made in backward, which never comes
+    _loss(x, w, target, reduction="none")  # dW would be computed in backward, which does not run
     w.requires_grad_(False)
     _loss(x, w, target).backward()
     assert (w.grad == 1).all()
 
 
-def test_a_frozen_trunk():
+def test_hidden_states_need_no_gradient():
     w, (x, target) = _head(), _batch(0)
     w.grad = torch.zeros_like(w)
     _loss(x.detach(), w, target).backward()
     torch.testing.assert_close(w.grad, _accumulated(1), rtol=2e-6, atol=1e-7)
 
 
-def test_no_effect_under_compile():
+def test_option_has_no_effect_under_compile():
     torch._dynamo.reset()
     compiled, w = torch.compile(_loss, fullgraph=True, backend="aot_eager"), _head()
     for i in range(2):
@@ -227,8 +228,8 @@ def test_no_effect_under_compile():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_gradient_that_was_taken_away_in_between(reduction):
-    """zero_grad between forward and backward would lose dW without a word."""
+def test_buffer_replaced_between_forward_and_backward_is_refused(reduction):
+    """zero_grad between forward and backward would lose dW without an error."""
     w, (x, target) = _head(), _batch(0)
     optimizer = torch.optim.SGD([w])
     w.grad = torch.zeros_like(w)
@@ -240,8 +241,8 @@ def test_a_gradient_that_was_taken_away_in_between(reduction):
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 @pytest.mark.parametrize("first", [False, True], ids=["", "first micro-batch"])
-def test_activation_checkpointing(first, reentrant):
-    """The forward pass runs twice there, and would add twice."""
+def test_activation_checkpointing_is_refused(first, reentrant):
+    """A checkpointed forward pass runs twice, and would add dW twice."""
     w, (x, target) = _head(), _batch(0)
     w.grad = None if first else torch.zeros_like(w)
     loss = checkpoint(_loss, x, w, target, use_reentrant=reentrant)
@@ -250,15 +251,15 @@ def test_activation_checkpointing(first, reentrant):
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_weights():
+def test_bad_weights_are_refused():
     x, target = _batch(0)
 
     def refused(message: str, w: Tensor, **options) -> None:
-        kept = [(buffer, buffer.clone()) for buffer in (w.grad if w.is_leaf else None, getattr(w, "main_grad", None))
+        copies = [(buffer, buffer.clone()) for buffer in (w.grad if w.is_leaf else None, getattr(w, "main_grad", None))
                 if buffer is not None]  # fmt: skip
         with pytest.raises(ValueError, match=f"linear_cross_entropy: .*{message}"):
             _loss(x.to(w.dtype), w, target, **options)
-        assert all(torch.equal(*pair) for pair in kept)
+        assert all(torch.equal(*pair) for pair in copies)
 
     refused(r"needs a linear_weight that has a .grad \(a leaf\), got the result of an op", _head() * 1.0)
 
@@ -293,8 +294,8 @@ def test_bad_weights():
         _loss(x, w, target).backward()
 
 
-def test_a_gradient_that_was_set_to_zero_since_is_nan():
-    """Else dW, which was in it, would be lost without a word."""
+def test_buffer_set_to_zero_between_forward_and_backward_becomes_nan():
+    """Otherwise the dW in the buffer would be lost without an error."""
     (x, target), w = _batch(0), _head()
     for zero in (lambda: w.grad.zero_(), lambda: torch.optim.SGD([w]).zero_grad(set_to_none=False)):
         w.grad = torch.ones_like(w)
@@ -307,7 +308,7 @@ def test_a_gradient_that_was_set_to_zero_since_is_nan():
     assert w.grad.isfinite().all()
 
 
-def test_a_loss_that_has_no_backward_warns():
+def test_loss_without_backward_warns():
     (x, target), w = _batch(0), _head()
     w.grad = torch.zeros_like(w)
     with pytest.warns(RuntimeWarning, match="dropped before its backward; linear_weight.grad keeps its dW"):

@@ -1,6 +1,6 @@
-"""Processes on this machine: a vocabulary cut over ranks is exact, and accumulate_grad is safe under DDP and FSDP2.
+"""A vocabulary that is sharded over processes is exact, and accumulate_grad is safe under DDP and FSDP2.
 
-As a script it is one rank: python test_linear_cross_entropy_parallel.py STORE
+As a script, this file runs one rank: python test_linear_cross_entropy_parallel.py STORE
 """
 
 import contextlib
@@ -24,7 +24,7 @@ def test_ranks(ranks):
         assert output.splitlines()[-1] == f"{len(_checks(ranks))} checks passed", output
 
 
-# --- a vocabulary cut over the ranks -------------------------------------------------------------
+# --- a vocabulary sharded over the ranks ---------------------------------------------------------
 
 OPTIONS = {
     "plain": {},
@@ -54,7 +54,7 @@ def _rank_and_ranks() -> tuple[int, int]:
 
 
 def _tensors(v: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """The same on all ranks: x, weight and bias of the whole vocabulary, class weights, targets."""
+    """Return x, weight and bias of the whole vocabulary, class weights and targets. They are the same on all ranks."""
     generator = torch.Generator().manual_seed(v)
     normal = lambda *shape: torch.randn(shape, generator=generator).to(dtype)
     target = torch.randint(v, (T,), generator=generator)
@@ -64,7 +64,7 @@ def _tensors(v: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
 
 
 def _rows(v: int) -> slice:
-    """Of this rank."""
+    """Return the rows of this rank."""
     rank, ranks = _rank_and_ranks()
     length = -(-v // ranks)
     return slice(min(rank * length, v), min((rank + 1) * length, v))
@@ -87,14 +87,14 @@ def _results(result) -> dict[str, Tensor | None]:
 
 
 def _total(results: dict[str, Tensor | None], parts: tuple[str, ...]) -> Tensor:
-    """All that is differentiable, weighted so that no gradient is one."""
+    """Return the sum of the differentiable results, with weights that make no upstream gradient one."""
     factors = {"loss": 1.7, "log_probs": 0.3, "entropy": -0.6}
     weigh = lambda y: torch.linspace(0.5, 1.5, y.numel()).view(y.shape) * y if y.dim() else y
     return sum(factors[name] * weigh(results[name]).sum() for name in parts)
 
 
 def compare(v: int, parts: tuple[str, ...] = ("loss",), bias: bool = True, weighted: bool = False, **options) -> None:
-    """Losses and gradients of the cut head are those of the whole one."""
+    """Compare the losses and gradients of the sharded head with those of the whole head."""
     import tigon
 
     rank, _ = _rank_and_ranks()
@@ -103,11 +103,11 @@ def compare(v: int, parts: tuple[str, ...] = ("loss",), bias: bool = True, weigh
     if weighted:
         options["weight"] = class_weight
     whole = _results(tigon.linear_cross_entropy(x, w, target, linear_bias=b if bias else None, **options))
-    wanted = [x, w, b] if bias else [x, w]
-    dx, *expected = torch.autograd.grad(_total(whole, parts), wanted)
+    inputs = [x, w, b] if bias else [x, w]
+    dx, *expected = torch.autograd.grad(_total(whole, parts), inputs)
 
     y = x.detach().clone().requires_grad_()
-    shards = [p.detach()[rows].clone().requires_grad_() for p in wanted[1:]]
+    shards = [p.detach()[rows].clone().requires_grad_() for p in inputs[1:]]
     cut = _results(
         tigon.linear_cross_entropy(
             y, shards[0], target, linear_bias=shards[1] if bias else None,
@@ -126,7 +126,7 @@ def compare(v: int, parts: tuple[str, ...] = ("loss",), bias: bool = True, weigh
 
 
 def _sizes() -> tuple[int, ...]:
-    """Equal shards; a last one with fewer rows; and with none (or, on two ranks, one)."""
+    """Return vocabularies with equal shards, with a shorter last one, and with an empty one (on two ranks: one row)."""
     ranks = dist.get_world_size()
     return 12 * ranks, 5 * ranks - 1, 2 * (ranks - 1)
 
@@ -193,7 +193,7 @@ def parts_that_need_no_gradient() -> None:
     _close("frozen trunk", torch.autograd.grad(run(x.detach(), shard), shard)[0], dw[_rows(v)])
     with torch.no_grad():
         _close("loss alone", run(x, shard), expected)
-    # Out of range, on whichever rank its neighbours are.
+    # The target is out of range on all ranks.
     target[0] = v
     losses = tigon.linear_cross_entropy(
         x, shard, target, reduction="none", process_group=dist.group.WORLD, vocab_size=v
@@ -218,7 +218,7 @@ def compiled() -> None:
 
 
 def half_precision() -> None:
-    """As exact as one rank's bf16, but for dx, of which each rank rounds its part."""
+    """The errors are those of one rank in bf16, but each rank rounds its part of dx."""
     import tigon
 
     v = 200
@@ -250,7 +250,8 @@ def dtensor_heads() -> None:
         expected = tigon.linear_cross_entropy(x, w, target, linear_bias=b)
         dx, dw, db = torch.autograd.grad(expected, (x, w, b))
 
-        # As a plan of transformers or torchtitan leaves it; the uneven cut needs no vocab_size, which a DTensor knows.
+        # Plans of transformers and torchtitan create such a head. A DTensor knows its whole size, so vocab_size is not
+        # needed.
         head = nn.Linear(H, v)
         with torch.no_grad():
             head.weight.copy_(w)
@@ -266,7 +267,7 @@ def dtensor_heads() -> None:
         _close("dw", head.weight.grad.full_tensor(), dw)
         _close("db", head.bias.grad.full_tensor(), db)
 
-        # Everything a DTensor.
+        # All arguments are DTensors.
         whole = lambda t: distribute_tensor(t.detach(), mesh, [Replicate()])
         z, weight = whole(x).requires_grad_(), distribute_tensor(w.detach(), mesh, [Shard(0)]).requires_grad_()
         loss = run(z, weight, None, whole(target))
@@ -301,7 +302,8 @@ def refusals() -> None:
     world = dist.group.WORLD
     run = lambda w, **options: tigon.linear_cross_entropy(x, w, target, **options)
 
-    # A rank whose rows fit would go on and wait for the others: here none is asked whose do.
+    # A rank with the right number of rows would wait for the other ranks, so the call is gradients_of_ways on ranks
+    # with wrong ones.
     expected = min(8, max(0, v + 1 - 8 * rank))
     if expected != 7:
         message = rf"linear_weight must have {expected} rows on rank {rank} of {ranks} .* of {v + 1}, got 7"
@@ -309,7 +311,7 @@ def refusals() -> None:
             run(shard, process_group=world, vocab_size=v + 1)
     with _refused(ValueError, "vocab_size must be the number of rows on all ranks of process_group, got None"):
         run(shard, process_group=world)
-    # Sizes that differ, and fit what each rank holds: the one thing that the others must be asked about.
+    # Different sizes that match the rows of each rank are noticed only by communication.
     if ranks == 2:
         loss = run(w.detach()[7 * rank :][: 7 - rank], process_group=world, vocab_size=v - rank)
         assert loss.isnan()
@@ -341,7 +343,7 @@ def refusals() -> None:
         run(cut, process_group="tp")
     if rank == 0:
         with _refused(ValueError, "linear_weight must be sharded by rows over process_group, .* on DeviceMesh"):
-            run(cut, process_group=first)  # the mesh is not that group
+            run(cut, process_group=first)
     parameter = nn.Parameter(cut)
     parameter.grad = torch.zeros_like(parameter)
     with _refused(ValueError, "accumulate_grad needs a linear_weight whose .grad is the whole gradient, got a DTensor"):
@@ -353,9 +355,10 @@ def refusals() -> None:
 
 
 class _Head(nn.Linear):
-    """A head whose forward is its loss."""
+    """A head whose forward returns its loss."""
 
-    accumulate: bool | None = False  # None: the definition of the loss, in torch
+    # None stands for the definition of the loss in torch.
+    accumulate: bool | None = False
 
     def forward(self, hidden: Tensor, target: Tensor) -> Tensor:
         import tigon
@@ -368,7 +371,8 @@ class _Head(nn.Linear):
             hidden, self.weight, target, linear_bias=self.bias, accumulate_grad=self.accumulate
         )
 
-    grown = False  # whether there must be a gradient to add to
+    # whether the weight must have a gradient that dW can be added to
+    grown = False
 
 
 class _Model(nn.Module):
@@ -385,7 +389,7 @@ class _Model(nn.Module):
 
 
 def _train(model: nn.Module, hold_back: Callable, grows: bool) -> dict[str, Tensor]:
-    """Two steps of three micro-batches, of which the last is reduced over the ranks; the last step's gradients."""
+    """Run two steps of three micro-batches each, and return the gradients of the last step, reduced over the ranks."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     inner = getattr(model, "module", model)
     for _ in range(2):
@@ -407,30 +411,30 @@ def under_ddp() -> None:
     for as_view in (False, True):
         for unused in (False, True):
             for tied in (False, True):
-                made = []
+                gradients_of_ways = []
                 for accumulate in (None, False, True):
                     model = DistributedDataParallel(
                         _Model(accumulate, tied), gradient_as_bucket_view=as_view, find_unused_parameters=unused
                     )
                     hold_back = lambda off, m=model: m.no_sync() if off else contextlib.nullcontext()
-                    made.append(_train(model, hold_back, grows=True))
-                for name, value in made[0].items():
-                    for got in made[1:]:
+                    gradients_of_ways.append(_train(model, hold_back, grows=True))
+                for name, value in gradients_of_ways[0].items():
+                    for got in gradients_of_ways[1:]:
                         _close(f"{name}, {as_view=}, {tied=}", got[name], value)
-    # And on every rank the same.
+    # The gradients are the same on every rank.
     gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, made[1]["embedding.weight"])
+    dist.all_gather(gathered, gradients_of_ways[1]["embedding.weight"])
     assert all(torch.equal(other, gathered[0]) for other in gathered)
 
 
 def under_fsdp2() -> None:
-    """Inside the module's forward the weight is whole, and has a gradient as long as none was reduced."""
+    """In the forward of the module the weight is whole, and has a gradient until the gradients are reduced."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    # Under the second the gradients of the micro-batches are summed in fp32, elsewhere: there is nothing to add to.
+    # With the second policy FSDP2 sums the gradients of the micro-batches in fp32 in its own buffer.
     for policy, grows in ((None, True), (wide, False)):
-        made = []
+        gradients_of_ways = []
         for accumulate in (None, False, True):
             model = _Model(accumulate)
             for module in (model.head, model):
@@ -441,10 +445,10 @@ def under_fsdp2() -> None:
                 model.set_requires_gradient_sync(not off)
                 yield
 
-            made.append(_train(model, hold_back, grows))
-        for name, value in made[0].items():
-            _close(f"{name}, {grows=}", made[1][name], value, rtol=1e-5 if policy is None else 0.02)
-            _close(f"{name}, {grows=}", made[2][name], made[1][name])
+            gradients_of_ways.append(_train(model, hold_back, grows))
+        for name, value in gradients_of_ways[0].items():
+            _close(f"{name}, {grows=}", gradients_of_ways[1][name], value, rtol=1e-5 if policy is None else 0.02)
+            _close(f"{name}, {grows=}", gradients_of_ways[2][name], gradients_of_ways[1][name])
 
 
 def accumulate_in_a_cut_head() -> None:
@@ -472,7 +476,8 @@ def _checks(ranks: int) -> list[Callable[[], None]]:
 if __name__ == "__main__":
     rank, ranks, store = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), sys.argv[1]
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)  # memory that was not written holds NaN
+    # In this mode, memory that was not written holds NaN.
+    torch.use_deterministic_algorithms(True, warn_only=True)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=LIMIT)
     for check in _checks(ranks):
         check()

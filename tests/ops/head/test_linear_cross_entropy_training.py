@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` in the company it keeps: torch.compile, checkpointing, autocast, tied and frozen weights."""
+"""`linear_cross_entropy` with torch.compile, checkpointing, autocast, tied weights and frozen weights."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.logits.cross_entropy import log_probs_and_entropy_reference
 from tigon.runtime.tuning import tuned
 
-ASKED = {
+ALL_RESULTS = {
     "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
     "return_log_probs": True, "return_entropy": True,
 }  # fmt: skip
@@ -29,7 +29,7 @@ def _inputs(t: int = 23, h: int = 16, v: int = 101, dtype: torch.dtype = torch.f
 
 
 def _total(result) -> Tensor:
-    """A scalar to which all differentiable results contribute, by other amounts."""
+    """Return a scalar to which all differentiable results contribute, by different amounts."""
     if isinstance(result, Tensor):
         return result.sum()
     return result.loss.sum() + (result.log_probs * 0.3).sum() + result.entropy.square().sum() * 0.1
@@ -47,8 +47,8 @@ def _same(got, expected) -> None:
 # --- torch.compile -------------------------------------------------------------------------------
 
 COMPILED = {
-    "all that may be returned": ASKED,
-    "returned, none": ASKED | {"reduction": "none"},
+    "all that may be returned": ALL_RESULTS,
+    "returned, none": ALL_RESULTS | {"reduction": "none"},
     "fp32 sum": {"acc_dtype": torch.float32, "softcap": 5.0},
     "options": {"softcap": 5.0, "z_loss": 0.1, "label_smoothing": 0.1, "token_scaling": True, "num_items": 7.0},
 }
@@ -61,7 +61,7 @@ def _compiled(function):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("options", COMPILED.values(), ids=COMPILED)
-def test_compile(options):
+def test_compiled_loss_equals_the_eager_loss(options):
     *tensors, target = _inputs()
     run = lambda x, w, b, target: tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
     got, expected = (f(*tensors, target) for f in (_compiled(run), run))
@@ -73,10 +73,10 @@ def test_compile(options):
 
 
 @pytest.mark.thorough
-def test_compile_of_gradients_that_do_not_arrive():
-    """torch.compile makes zeros of them; each alone must be right too."""
+def test_compiled_loss_supports_missing_upstream_gradients():
+    """torch.compile passes zeros for them. Each output alone must have the right gradients."""
     *tensors, target = _inputs()
-    run = lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, **ASKED)
+    run = lambda x, w, b: tigon.linear_cross_entropy(x, w, target, linear_bias=b, **ALL_RESULTS)
     compiled = _compiled(run)
     for pick in (lambda r: r.loss, lambda r: r.log_probs.sum(), lambda r: r.entropy.sum()):
         _same(*(torch.autograd.grad(pick(f(*tensors)), tensors) for f in (compiled, run)))
@@ -88,19 +88,19 @@ def test_another_number_of_tokens_compiles_nothing(options):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(tigon.linear_cross_entropy, fullgraph=True, backend=counter)
-    made = []
+    frame_counts = []
     for t in (8, 23, 64, 129, 40):
         x, w, _, target = _inputs(t)
         result = compiled(x, w, target, **options)
         loss = result if isinstance(result, Tensor) else result.loss
         torch.testing.assert_close(loss, linear_cross_entropy_reference(x, w, target), rtol=1e-5, atol=1e-6)
         torch.autograd.grad(loss, (x, w))
-        made.append(counter.frame_count)
-    assert made == [1, 2, 2, 2, 2], "one graph for the first number of tokens, one for all others"
+        frame_counts.append(counter.frame_count)
+    assert frame_counts == [1, 2, 2, 2, 2], "one graph for the first number of tokens, one for all others"
 
 
-def test_compile_with_valid_rows():
-    """They need a number that the host knows; the graph has none, and finds the rows itself where that pays."""
+def test_compiled_loss_accepts_valid_rows():
+    """The number of valid rows is unknown when the graph is compiled, so the compiled code finds the rows itself."""
     x, w, _, target = _inputs()
     early = tigon.ValidRows(target)
     compiled = _compiled(lambda x, w, target: tigon.linear_cross_entropy(x, w, target, valid_rows=early))
@@ -111,8 +111,8 @@ def test_compile_with_valid_rows():
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ASKED], ids=["mean", "none", "returned"])
-def test_activation_checkpointing(options, reentrant):
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ALL_RESULTS], ids=["mean", "none", "returned"])
+def test_activation_checkpointing_is_supported(options, reentrant):
     *tensors, target = _inputs()
     run = lambda x, w, b: tigon.linear_cross_entropy(x.tanh(), w, target, linear_bias=b, **options)
     checkpointed = lambda *args: checkpoint(lambda *a: _total(run(*a)), *args, use_reentrant=reentrant)
@@ -148,7 +148,7 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden,
     assert loss.dtype == torch.float32
     assert (dx.dtype, dw.dtype, db.dtype) == (hidden, torch.float32, torch.float32)
 
-    # What bf16 weights and a sum in fp32 give: its dW is the same, rounded.
+    # With bf16 weights and an fp32 sum, dW is the same, but rounded.
     narrow = [p.detach().bfloat16().requires_grad_() for p in (x, w, b)]
     expected = tigon.linear_cross_entropy(
         *narrow[:2], target, linear_bias=narrow[2], **options | {"acc_dtype": torch.float32}
@@ -160,7 +160,7 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden,
     error = (dw_narrow.float() - dw).norm() / dw.norm()
     assert error > 1e-3, "the check can fail"
 
-    # d(logits) in bf16 are the same for both, so against them the unrounded sum is exact but for fp32's own roundings.
+    # d(logits) in bf16 are the same for both, so the unrounded sum has only the rounding errors of fp32.
     logits = F.linear(narrow[0], narrow[1], narrow[2]).detach().requires_grad_()
     (dlogits,) = torch.autograd.grad(
         tigon.cross_entropy(logits, target, reduction=options.get("reduction", "mean")).sum(), logits
@@ -172,7 +172,7 @@ def test_autocast_does_not_round_the_gradient_of_an_fp32_weight(options, hidden,
 # --- weights and graphs --------------------------------------------------------------------------
 
 
-def test_tied_embeddings():
+def test_tied_embeddings_are_supported():
     _, w, b, target = _inputs()
     hidden = lambda: F.embedding(target.clamp(min=0), w).tanh()
     _same(*(
@@ -181,8 +181,8 @@ def test_tied_embeddings():
     ))  # fmt: skip
 
 
-def test_one_head_and_two_losses():
-    """As multi-token prediction has them: both gradients meet in the head."""
+def test_two_losses_may_share_a_head():
+    """Multi-token prediction has two losses, and the head gets both gradients."""
     x, w, b, target = _inputs()
     both = lambda f: f(x, w, target, linear_bias=b) + 0.5 * f(x.roll(1, 0), w, target.roll(2), linear_bias=b)
     _same(*(
@@ -191,7 +191,7 @@ def test_one_head_and_two_losses():
 
 
 @pytest.mark.parametrize("options", [{}, {"reduction": "none"}], ids=str)
-def test_one_loss_twice_in_a_graph(options):
+def test_loss_may_be_used_twice_in_a_graph(options):
     """A loss that is used in two places receives the sum of two gradients."""
     x, w, _, target = _inputs()
     total = lambda loss: (loss * 0.5).sum() + loss.square().sum()
@@ -201,8 +201,8 @@ def test_one_loss_twice_in_a_graph(options):
     ))  # fmt: skip
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ASKED], ids=["mean", "none", "returned"])
-def test_a_graph_that_is_kept(options):
+@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ALL_RESULTS], ids=["mean", "none", "returned"])
+def test_retained_graph_gives_the_same_gradients(options):
     x, w, b, target = _inputs()
     total = _total(tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options))
     first, again = (
@@ -217,10 +217,10 @@ def test_a_graph_that_is_kept(options):
 
 @one_in(
     2,
-    options={"mean": {}, "none": {"reduction": "none"}, "returned": ASKED},
+    options={"mean": {}, "none": {"reduction": "none"}, "returned": ALL_RESULTS},
     needs=[(1, 0, 0), (0, 1, 0), (0, 0, 1), (0, 1, 1), (1, 0, 1)],
 )
-def test_frozen_parts(needs, options):
+def test_frozen_tensors_get_no_gradient(needs, options):
     *tensors, target = _inputs()
     run = lambda x, w, b: _total(tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options))
     expected = torch.autograd.grad(run(*tensors), tensors)
@@ -231,11 +231,14 @@ def test_frozen_parts(needs, options):
         assert x.grad is None if not need else torch.allclose(x.grad, e, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{}, {"reduction": "none"}, ASKED, {"num_items": 0}, {"acc_dtype": torch.float32}],
-                         ids=["mean", "none", "returned", "items", "fp32 sum"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reduction": "none"}, ALL_RESULTS, {"num_items": 0}, {"acc_dtype": torch.float32}],
+    ids=["mean", "none", "returned", "items", "fp32 sum"],
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_all_tokens_ignored(dtype, options):
-    """Zero, finite and differentiable; nothing of it comes from memory that was not written."""
+def test_all_tokens_may_be_ignored(dtype, options):
+    """The results are zero and differentiable, and none comes from memory that was not written."""
     *tensors, target = _inputs(dtype=dtype)
     x, w, b = tensors
     result = tigon.linear_cross_entropy(x, w, torch.full_like(target, -100), linear_bias=b, **options)
@@ -251,10 +254,10 @@ def test_all_tokens_ignored(dtype, options):
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_the_results_beside_the_loss_against_their_definition(reduction):
+def test_further_results_equal_their_definition(reduction):
     *tensors, target = _inputs()
     x, w, b = tensors
-    got = tigon.linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction, **ASKED)
+    got = tigon.linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction, **ALL_RESULTS)
     log_probs, entropy = log_probs_and_entropy_reference(F.linear(x, w, b), target, softcap=5.0)
     _same((got.log_probs, got.entropy), (log_probs, entropy))
     loss = linear_cross_entropy_reference(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction)

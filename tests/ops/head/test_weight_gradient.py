@@ -1,4 +1,4 @@
-"""dW as a sum over chunks: in fp32 in the memory of its own half-precision result, or in the dtype it comes in."""
+"""dW is a sum over chunks, in its own dtype, or in fp32 in the memory of its half-precision result."""
 
 import weakref
 
@@ -14,7 +14,7 @@ from tigon.ops.head.weight_gradient import WeightGradient, WeightGradientConfig,
 from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
 
-pytestmark = pytest.mark.no_interpreter("On CPU tensors the sum is made by torch's products alone.")
+pytestmark = pytest.mark.no_interpreter("torch computes all products of CPU tensors.")
 
 BF16 = torch.bfloat16
 
@@ -25,7 +25,7 @@ SIZES += [n + more for n in (2048, 4096, 8192) for more in (-1, 0, 1, 127, 128, 
 
 
 def _parts(v: int, h: int, chunks: int = 3, dtype: torch.dtype = BF16) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Integers, so that fp32 sums are exact in any order, and large enough for half precision to round them."""
+    """Return integers, so that fp32 sums are exact in any order, which are so large that half precision rounds them."""
     generator = torch.Generator().manual_seed(v * 7 + h)
     draw = lambda *shape: torch.randint(-64, 65, shape, generator=generator).to(DEVICE, dtype)
     return [(draw(5 + i, v), draw(5 + i, h)) for i in range(chunks)]
@@ -35,7 +35,7 @@ def _sum(parts) -> torch.Tensor:
     return sum(dlogits.float().t() @ x.float() for dlogits, x in parts)
 
 
-def _made(weight: torch.Tensor, in_fp32: bool, parts, into: torch.Tensor | None = None) -> torch.Tensor:
+def _summed(weight: torch.Tensor, in_fp32: bool, parts, into: torch.Tensor | None = None) -> torch.Tensor:
     dw = WeightGradient(weight, in_fp32, into)
     for dlogits, x in parts:
         dw.add(dlogits, x)
@@ -43,7 +43,7 @@ def _made(weight: torch.Tensor, in_fp32: bool, parts, into: torch.Tensor | None 
 
 
 class _Copies(TorchDispatchMode):
-    """Copies must not read what they write: on a GPU the parts of a copy run in any order."""
+    """Checks that no copy reads memory that it writes, because on a GPU the parts of a copy run in any order."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket._qualified_op_name == "aten::copy_":
@@ -55,16 +55,16 @@ class _Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("h", [1, 3, 8])
 @pytest.mark.parametrize("v", SIZES)
-def test_an_fp32_sum_is_rounded_once(v, h):
+def test_fp32_sum_is_rounded_once(v, h):
     parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
     expected = _sum(parts)
-    assert v * h < 10 or (expected.to(BF16) != expected).any(), "there is something to round"
+    assert v * h < 10 or (expected.to(BF16) != expected).any(), "the sum must need a rounding"
     with _Copies():
-        assert torch.equal(_made(weight, True, parts), expected.to(BF16))
+        assert torch.equal(_summed(weight, True, parts), expected.to(BF16))
 
 
-def test_the_order_of_the_rounding_matters():
-    """What the test above stands on: rows rounded from the last to the first are not what was summed."""
+def test_other_orders_of_rounding_give_wrong_rows():
+    """The test above can fail: rounding the rows from the last to the first gives wrong rows."""
     v, h = 4096, 8
     parts = _parts(v, h)
     dw = WeightGradient(torch.empty(v, h, dtype=BF16, device=DEVICE), True)
@@ -78,12 +78,12 @@ def test_the_order_of_the_rounding_matters():
         dw.result[: dw.middle] = dw.upper
 
 
-def test_no_third_copy():
-    """Beside the result of V x H there is one buffer of its size, not an fp32 sum of twice that."""
+def test_fp32_sum_needs_one_buffer_of_the_size_of_dw():
+    """In addition to the result V x H there is one buffer of its size, not an fp32 sum of twice that size."""
     v, h = 4096, 64
     parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
-    # Not what a CPU needs to multiply half precision in fp32, a slab at a time.
-    made: list[int] = []
+    # Bytes of each live tensor. The slabs that a CPU needs for half-precision products are small.
+    sizes: list[int] = []
 
     class Large(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -91,9 +91,9 @@ def test_no_third_copy():
             result = function(*args, **(kwargs or {}))
             if isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known:
                 size = result.untyped_storage().nbytes()
-                made.append(size)
-                weakref.finalize(result, made.remove, size)
-                assert sum(n for n in made if n >= weight.nbytes // 2) <= 2 * weight.nbytes
+                sizes.append(size)
+                weakref.finalize(result, sizes.remove, size)
+                assert sum(n for n in sizes if n >= weight.nbytes // 2) <= 2 * weight.nbytes
             return result
 
     with tuned(WeightGradientConfig, slab_bytes=2**15), Large():
@@ -106,41 +106,41 @@ def test_no_third_copy():
 
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["", "in fp32"])
 @pytest.mark.parametrize("v", [7, 640, 641])
-def test_where_nothing_arrives_the_sum_is_zero(v, in_fp32):
+def test_empty_sum_is_zero_or_the_buffer(v, in_fp32):
     weight = torch.empty(v, 3, dtype=BF16, device=DEVICE)
-    assert (_made(weight, in_fp32, []) == 0).all()
+    assert (_summed(weight, in_fp32, []) == 0).all()
     into = torch.ones(v, 3, dtype=torch.float32, device=DEVICE)
-    assert _made(weight, in_fp32, [], into) is into
+    assert _summed(weight, in_fp32, [], into) is into
     assert (into == 1).all()
 
 
 @pytest.mark.parametrize("slab", [1, 100, 2**20], ids=lambda n: f"slabs of {n} bytes")
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @pytest.mark.parametrize("kind", [BF16, torch.float16], ids=str)
-def test_half_precision_products_add_up_unrounded_in_an_fp32_sum(kind, autocast, slab):
+def test_half_precision_products_are_not_rounded_in_an_fp32_sum(kind, autocast, slab):
     """This is the gradient of an fp32 weight under autocast, and Megatron's main_grad."""
     parts, weight = _parts(70, 5, dtype=kind), torch.empty(70, 5, device=DEVICE)
     expected = _sum(parts)
     with tuned(WeightGradientConfig, slab_bytes=slab), torch.autocast(DEVICE, BF16, enabled=autocast):
-        assert torch.equal(_made(weight, False, parts), expected)
+        assert torch.equal(_summed(weight, False, parts), expected)
         into = torch.full((70, 5), 3.0, device=DEVICE)
-        assert _made(weight, False, parts, into) is into
+        assert _summed(weight, False, parts, into) is into
     assert torch.equal(into, expected + 3.0)
 
 
-def test_a_sum_in_another_half_precision():
-    """A bf16 weight under fp16 autocast."""
+def test_sum_may_have_another_half_precision_dtype():
+    """This is the gradient of a bf16 weight under fp16 autocast."""
     parts, weight = _parts(70, 5, chunks=1, dtype=torch.float16), torch.empty(70, 5, dtype=BF16, device=DEVICE)
-    torch.testing.assert_close(_made(weight, False, parts), _sum(parts).to(BF16), rtol=2**-7, atol=0)
-    assert torch.equal(_made(weight, True, parts), _sum(parts).to(BF16))
+    torch.testing.assert_close(_summed(weight, False, parts), _sum(parts).to(BF16), rtol=2**-7, atol=0)
+    assert torch.equal(_summed(weight, True, parts), _sum(parts).to(BF16))
 
 
-def test_a_strided_weight_gets_a_dense_gradient():
+def test_strided_weight_gets_a_dense_gradient():
     weight = torch.empty(6, 70, dtype=BF16, device=DEVICE).t()
     parts = _parts(70, 6)
-    made = _made(weight, True, parts)
-    assert made.is_contiguous()
-    assert torch.equal(made, _sum(parts).to(BF16))
+    dw = _summed(weight, True, parts)
+    assert dw.is_contiguous()
+    assert torch.equal(dw, _sum(parts).to(BF16))
 
 
 # --- fp64, whose sums are finer than the requested `acc_dtype` ---------------------------------------
@@ -170,15 +170,15 @@ def _of_fp64(vocabulary: int, **options) -> list[Tensor]:
 
 @pytest.mark.parametrize("vocabulary", [100, 129, 257, 300])
 @pytest.mark.parametrize("options", FP64.values(), ids=FP64)
-def test_a_sum_in_fp32_changes_nothing_for_fp64(options, vocabulary):
+def test_sum_in_fp32_changes_nothing_for_fp64(options, vocabulary):
     """The layout for half precision splits an fp32 sum into two halves. fp64 does not fit, and would lose digits."""
-    asked, plain = _of_fp64(vocabulary, acc_dtype=torch.float32, **options), _of_fp64(vocabulary, **options)
-    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(asked, plain, strict=True))
-    assert {g.dtype for g in asked[-3:]} == {torch.float64}
+    in_fp32_sum, plain = _of_fp64(vocabulary, acc_dtype=torch.float32, **options), _of_fp64(vocabulary, **options)
+    assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(in_fp32_sum, plain, strict=True))
+    assert {g.dtype for g in in_fp32_sum[-3:]} == {torch.float64}
 
 
 @pytest.mark.parametrize("buffer_dtype", [torch.float64, torch.float32], ids=str)
-def test_a_sum_in_fp32_that_is_added_to_fp64(buffer_dtype):
+def test_fp64_weight_may_accumulate_in_fp32_or_fp64(buffer_dtype):
     """With accumulate_grad the buffer is fp64, or an fp32 `main_grad`. Both are at least as fine as requested."""
     x, weight = (torch.ones(n, 8, dtype=torch.float64, device=DEVICE) for n in (4, 257))
     weight.requires_grad_()

@@ -53,8 +53,8 @@ def _class_weights(v: int) -> torch.Tensor:
     weighted={"": False, "class weights": True},
     inplace={"new buffer": False, "in place": True},
 )
-def test_accuracy(shape, options, weighted, inplace):
-    """Where the token scaling lets only likely targets count, gradients are differences of 1 / D and nearly that."""
+def test_cross_entropy_is_as_accurate_as_eager_code(shape, options, weighted, inplace):
+    """With token scaling, only likely targets contribute, so gradients are differences of 1 / D and nearly 1 / D."""
     target = _target(*shape[:-1], v=shape[-1])
     weight = _class_weights(shape[-1]) if weighted else None
     assert_as_accurate_as_eager(
@@ -67,7 +67,7 @@ def test_accuracy(shape, options, weighted, inplace):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_loss_is_fp32_whatever_the_logits_are(dtype):
+def test_loss_is_fp32_for_every_dtype_of_the_logits(dtype):
     logits, target = _logits(4, 50, dtype=dtype), _target(4, v=50)
     loss = tigon.cross_entropy(logits, target)
     assert loss.dtype == torch.float32
@@ -78,7 +78,7 @@ def test_the_loss_is_fp32_whatever_the_logits_are(dtype):
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
-def test_agrees_with_torch(weighted, smoothing, reduction):
+def test_cross_entropy_agrees_with_torch(weighted, smoothing, reduction):
     logits, target = _logits(9, 40), _target(9, v=40)
     weight = _class_weights(40) if weighted else None
     options = {"label_smoothing": smoothing, "reduction": reduction}
@@ -92,7 +92,7 @@ def test_agrees_with_torch(weighted, smoothing, reduction):
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
-def test_in_place_writes_the_gradient_over_the_logits_and_only_on_request():
+def test_inplace_alone_overwrites_the_logits_with_the_gradient():
     values, target = _logits(6, 30).detach(), _target(6, v=30)
     plain = values.clone().requires_grad_()
     hidden = plain * 1.0
@@ -107,7 +107,7 @@ def test_in_place_writes_the_gradient_over_the_logits_and_only_on_request():
     assert gradient.data_ptr() == hidden.data_ptr()
 
 
-def test_in_place_leaves_the_logits_alone_where_no_gradient_is_needed():
+def test_inplace_does_not_change_logits_that_need_no_gradient():
     logits, target = _logits(6, 30).detach(), _target(6, v=30)
     before = logits.clone()
     tigon.cross_entropy(logits, target, inplace=True)
@@ -116,8 +116,8 @@ def test_in_place_leaves_the_logits_alone_where_no_gradient_is_needed():
     assert torch.equal(logits, before)
 
 
-def test_in_place_is_noticed_by_whoever_kept_the_logits():
-    """exp saves its output for backward; after it is overwritten, autograd must refuse and not compute nonsense."""
+def test_autograd_notices_that_inplace_changed_saved_logits():
+    """exp saves its output for backward. If it is overwritten, autograd must raise an error."""
     x, target = _logits(6, 30), _target(6, v=30)
     hidden = x.exp()
     loss = tigon.cross_entropy(hidden, target, inplace=True)
@@ -125,7 +125,7 @@ def test_in_place_is_noticed_by_whoever_kept_the_logits():
         loss.backward()
 
 
-def test_in_place_twice_backward_with_other_gradients():
+def test_inplace_supports_two_backward_passes():
     values, target = _logits(6, 30).detach(), _target(6, v=30)
     x = values.requires_grad_()
     expected = torch.autograd.grad(tigon.cross_entropy(x * 1.0, target), x)[0]
@@ -138,7 +138,7 @@ def test_in_place_twice_backward_with_other_gradients():
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
-def test_ignored_rows_have_gradients_of_exactly_zero_whatever_they_hold(inplace):
+def test_ignored_rows_have_zero_gradients_for_any_values(inplace):
     logits, target = _logits(4, 30).detach(), torch.tensor([3, -100, 5, -100], device=DEVICE)
     logits[1], logits[3] = torch.nan, torch.inf
     logits.requires_grad_()
@@ -150,7 +150,7 @@ def test_ignored_rows_have_gradients_of_exactly_zero_whatever_they_hold(inplace)
 
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_all_rows_ignored_is_zero_and_differentiable(reduction):
+def test_loss_is_zero_and_differentiable_if_all_rows_are_ignored(reduction):
     logits, target = _logits(4, 30), torch.full((4,), -100, device=DEVICE)
     result = tigon.cross_entropy(logits, target, reduction=reduction, return_z_loss=True, return_token_accuracy=True)
     (gradient,) = torch.autograd.grad(result.loss.sum(), logits)
@@ -159,7 +159,7 @@ def test_all_rows_ignored_is_zero_and_differentiable(reduction):
     assert result.token_accuracy == 0
 
 
-def test_another_ignore_index_may_be_a_class():
+def test_ignore_index_may_be_a_class():
     logits, target = _logits(6, 30), torch.tensor([0, 1, 2, 0, 3, 0], device=DEVICE)
     expected = F.cross_entropy(logits, target, ignore_index=0)
     torch.testing.assert_close(tigon.cross_entropy(logits, target, ignore_index=0), expected)
@@ -167,7 +167,7 @@ def test_another_ignore_index_may_be_a_class():
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
 @pytest.mark.parametrize("bad", [30, 10**6, 2**40, -1, -101])
-def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad, inplace):
+def test_out_of_range_target_gives_nan_in_its_row_only(bad, inplace):
     logits, target = _logits(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
     hidden = logits * 1.0
     loss = tigon.cross_entropy(hidden, target, reduction="none", inplace=inplace)
@@ -180,7 +180,7 @@ def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad, inplace):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_give_a_loss_that_is_not(value):
+def test_logits_that_are_not_finite_give_a_nan_loss(value):
     logits, target = _logits(3, 30).detach(), torch.tensor([3, 4, 5], device=DEVICE)
     logits[1, 7] = value
     loss = tigon.cross_entropy(logits, target, reduction="none")
@@ -196,7 +196,7 @@ def test_masked_classes_may_be_minus_infinity():
     torch.testing.assert_close(torch.autograd.grad(ours, logits)[0], torch.autograd.grad(theirs, logits)[0])
 
 
-def test_what_may_be_asked_for_beside_the_loss():
+def test_further_results_are_returned_on_request():
     logits, target = _logits(8, 30), _target(8, v=30)
     result = tigon.cross_entropy(
         logits, target, z_loss=0.1, return_z_loss=True, return_token_accuracy=True, return_predicted_tokens=True
@@ -212,7 +212,7 @@ def test_what_may_be_asked_for_beside_the_loss():
     assert alone.token_accuracy is None
 
 
-def test_predicted_token_is_the_first_of_equals_and_found_in_any_block():
+def test_predicted_token_is_the_first_of_equal_logits_in_any_block():
     logits, target = torch.zeros(3, 9000, device=DEVICE), torch.zeros(3, dtype=torch.int64, device=DEVICE)
     logits[1, [4097, 8999]] = 5.0
     logits[2, 8999] = 5.0
@@ -221,23 +221,23 @@ def test_predicted_token_is_the_first_of_equals_and_found_in_any_block():
 
 
 @pytest.mark.parametrize("items", [13, 13.0, torch.tensor(13), torch.tensor([13.0])], ids=str)
-def test_num_items_in_every_form(items):
+def test_num_items_may_be_a_number_or_a_tensor(items):
     logits, target = _logits(8, 30), _target(8, v=30)
     expected = F.cross_entropy(logits, target, reduction="sum") / 13
     torch.testing.assert_close(tigon.cross_entropy(logits, target, num_items=items), expected)
 
 
-def test_int32_targets():
+def test_int32_targets_are_accepted():
     logits, target = _logits(8, 30), _target(8, v=30)
     assert torch.equal(tigon.cross_entropy(logits, target.int()), tigon.cross_entropy(logits, target))
 
 
-def test_none_as_ignore_index_is_torchs_default():
+def test_ignore_index_none_means_the_default_of_torch():
     logits, target = _logits(8, 30), _target(8, v=30)
     assert torch.equal(tigon.cross_entropy(logits, target, ignore_index=None), tigon.cross_entropy(logits, target))
 
 
-def test_one_class():
+def test_vocabulary_may_have_one_class():
     logits, target = _logits(5, 1), torch.zeros(5, dtype=torch.int64, device=DEVICE)
     loss = tigon.cross_entropy(logits, target)
     assert loss == 0
@@ -245,8 +245,8 @@ def test_one_class():
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
-def test_fp16_gradients_survive_a_loss_scale(inplace):
-    """1 / items is below what fp16 holds; the scale that arrives in backward brings the gradient back."""
+def test_fp16_gradients_use_the_loss_scale(inplace):
+    """1 / items underflows in fp16. The loss scale of the upstream gradient prevents this."""
     logits, target = _logits(4, 5000, dtype=torch.float16), _target(4, v=5000)
     scale = torch.tensor(65536.0, device=DEVICE)
     run = lambda f: torch.autograd.grad(f(logits * 1.0), logits, scale)[0].float()
@@ -256,7 +256,7 @@ def test_fp16_gradients_survive_a_loss_scale(inplace):
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
-def test_rows_that_share_memory(inplace):
+def test_rows_may_share_memory(inplace):
     target = torch.tensor([0, 3, 15, 7], device=DEVICE)
     for overlapping in (lambda: torch.randn(1, 16).expand(4, 16), lambda: torch.randn(64).unfold(0, 16, 1)[:4]):
         torch.manual_seed(0)
@@ -268,8 +268,8 @@ def test_rows_that_share_memory(inplace):
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])
-def test_label_smoothing_of_logits_far_from_zero(weighted):
-    """A shift of all logits changes nothing, and must not eat the digits of the loss either."""
+def test_label_smoothing_is_accurate_for_logits_far_from_zero(weighted):
+    """A shift of all logits changes nothing, and the loss must not lose digits."""
     logits, target = _logits(16, 5000).detach(), _target(16, v=5000)
     weight = _class_weights(5000) if weighted else None
     shifted = logits + 1000.0
@@ -278,7 +278,7 @@ def test_label_smoothing_of_logits_far_from_zero(weighted):
     torch.testing.assert_close(tigon.cross_entropy(shifted, target, **options).double(), exact, rtol=1e-6, atol=0)
 
 
-def test_the_loss_stays_fp32_under_autocast():
+def test_loss_is_fp32_under_autocast():
     logits, target = _logits(8, 300), _target(8, v=300)
     run = lambda: tigon.cross_entropy(logits, target, _class_weights(300), label_smoothing=0.5)
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -287,14 +287,14 @@ def test_the_loss_stays_fp32_under_autocast():
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
-def test_shapes_alone_on_meta():
+def test_meta_tensors_give_shapes():
     logits = torch.randn(4, 10, device="meta", requires_grad=True)
     loss = tigon.cross_entropy(logits, torch.zeros(4, dtype=torch.int64, device="meta"))
     (gradient,) = torch.autograd.grad(loss, logits)
     assert gradient.shape == (4, 10)
 
 
-def test_module():
+def test_module_computes_the_function():
     logits, target = _logits(8, 30), _target(8, v=30)
     module = tigon.CrossEntropyLoss(_class_weights(30), label_smoothing=0.1, softcap=5.0).to(DEVICE)
     expected = cross_entropy_reference(logits, target, _class_weights(30), label_smoothing=0.1, softcap=5.0)
@@ -308,7 +308,7 @@ SCALE = torch.nn.Parameter(torch.ones(()))
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_bad_input_is_refused():
     logits, target = torch.randn(4, 10, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
     for error, message, arguments, options in [
         (ValueError, r"target must have shape \(4,\), got \(3,\)", (logits, target[:3]), {}),

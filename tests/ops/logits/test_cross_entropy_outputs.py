@@ -1,4 +1,4 @@
-"""Log-probabilities and entropy beside the loss, both differentiable, and losses scaled by the target's probability."""
+"""Log-probabilities and entropy, which are differentiable results, and losses scaled by the target's probability."""
 
 import math
 import weakref
@@ -50,8 +50,8 @@ def _reference(x: torch.Tensor, target: torch.Tensor, weight=None, **options) ->
 
 
 @one_in(2, shape=SHAPES, options=OPTIONS, weighted={"": False, "class weights": True})
-def test_accuracy(shape, options, weighted):
-    """Random gradients arrive at all three outputs; of the entropy's, p log p and p H are subtracted."""
+def test_outputs_are_as_accurate_as_eager_code(shape, options, weighted):
+    """All three outputs have random upstream gradients. That of the entropy subtracts p log p and p H."""
     *rows, v = shape
     target = _target(*rows, v=v)
     weight = torch.rand(v, generator=torch.Generator().manual_seed(v)).to(DEVICE) + 0.1 if weighted else None
@@ -66,7 +66,7 @@ def test_accuracy(shape, options, weighted):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("output", range(3), ids=["loss", "log_probs", "entropy"])
-def test_only_one_of_the_outputs_is_used(output, dtype):
+def test_backward_works_if_one_output_is_used(output, dtype):
     logits, target = _logits(9, 60, dtype=dtype), _target(9, v=60)
     assert_as_accurate_as_eager(
         lambda x: _run(x, target, z_loss=0.1)[output],
@@ -78,7 +78,7 @@ def test_only_one_of_the_outputs_is_used(output, dtype):
     assert _run(logits, target)[output].dtype == torch.float32
 
 
-def test_either_alone():
+def test_log_probs_and_entropy_may_be_requested_alone():
     logits, target = _logits(9, 60), _target(9, v=60)
     loss, log_probs, entropy = _run(logits, target)
     alone = tigon.cross_entropy(logits, target, return_log_probs=True)
@@ -94,8 +94,8 @@ def test_either_alone():
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "token scaling"])
 @pytest.mark.parametrize("at", [slice(0, 10), slice(2050, 2060), slice(5990, 6000)], ids=["first", "middle", "last"])
-def test_classes_of_minus_infinity_count_for_nothing(at, scaled):
-    """Whole blocks of them too, before and after the finite ones."""
+def test_classes_with_a_logit_of_minus_infinity_contribute_nothing(at, scaled):
+    """There are whole blocks of such classes too, before and after the finite ones."""
     values, target = _logits(3, 6000).detach(), torch.tensor([3, 4, 5], device=DEVICE) + at.start
     masked = torch.full_like(values, -torch.inf)
     masked[:, at] = values[:, at]
@@ -105,13 +105,16 @@ def test_classes_of_minus_infinity_count_for_nothing(at, scaled):
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     upstream = [torch.rand_like(y) + 1 for y in got]
-    (gradient,), (kept,) = torch.autograd.grad(got, masked, upstream), torch.autograd.grad(expected, few, upstream)
-    torch.testing.assert_close(gradient[:, at], kept, rtol=1e-5, atol=1e-6)
-    assert gradient.count_nonzero() == kept.numel()
+    (gradient,), (finite_gradient,) = (
+        torch.autograd.grad(got, masked, upstream),
+        torch.autograd.grad(expected, few, upstream),
+    )
+    torch.testing.assert_close(gradient[:, at], finite_gradient, rtol=1e-5, atol=1e-6)
+    assert gradient.count_nonzero() == finite_gradient.numel()
     assert gradient.isfinite().all()
 
 
-def test_entropy_from_certain_to_even():
+def test_entropy_is_right_from_certain_to_uniform_rows():
     logits = torch.zeros(3, 5000, device=DEVICE)
     logits[1, 4000] = 300.0
     logits[2] += 1000.0
@@ -122,7 +125,7 @@ def test_entropy_from_certain_to_even():
     assert gradient.abs().max() < 1e-9
 
 
-def test_a_shift_of_all_logits_changes_nothing():
+def test_shift_of_all_logits_changes_nothing():
     logits, target = _logits(7, 5000).detach(), _target(7, v=5000)
     shifted = (logits + 1000.0).requires_grad_()
     assert_as_accurate_as_eager(
@@ -130,7 +133,7 @@ def test_a_shift_of_all_logits_changes_nothing():
     )
 
 
-def test_ignored_rows_are_zero_whatever_they_hold():
+def test_ignored_rows_give_zeros_for_any_values():
     logits, target = _logits(4, 30).detach(), torch.tensor([3, -100, 5, -100], device=DEVICE)
     logits[1], logits[3] = torch.nan, torch.inf
     logits.requires_grad_()
@@ -144,7 +147,7 @@ def test_ignored_rows_are_zero_whatever_they_hold():
 
 
 @pytest.mark.parametrize("bad", [30, 10**6, 2**40, -1, -101])
-def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad):
+def test_out_of_range_target_gives_nan_in_its_row_only(bad):
     logits, target = _logits(4, 30), torch.tensor([3, bad, -100, 29], device=DEVICE)
     loss, log_probs, entropy = _run(logits, target, reduction="none", token_scaling=True, z_loss=0.1)
     for values in (loss, log_probs):
@@ -156,7 +159,7 @@ def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_logits_that_are_not_finite_give_results_that_are_not(value):
+def test_logits_that_are_not_finite_give_nan_results(value):
     logits, target = _logits(3, 3000).detach(), torch.tensor([3, 4, 5], device=DEVICE)
     logits[1, 2900] = value
     for values in _run(logits, target, reduction="none"):
@@ -176,20 +179,20 @@ def test_token_scaling_is_a_constant_factor():
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
 
 
-def test_in_place_leaves_the_logits_alone_where_their_outputs_need_them():
+def test_inplace_does_not_change_logits_that_outputs_need():
     x, target = _logits(6, 30), _target(6, v=30)
-    for asked in ({"return_log_probs": True}, {"return_entropy": True}):
+    for requested in ({"return_log_probs": True}, {"return_entropy": True}):
         hidden = x * 1.0
-        result = tigon.cross_entropy(hidden, target, inplace=True, **asked)
+        result = tigon.cross_entropy(hidden, target, inplace=True, **requested)
         assert torch.equal(hidden, x)
-        given = next(y for y in (result.log_probs, result.entropy) if y is not None)
-        (gradient,) = torch.autograd.grad(result.loss + given.sum(), hidden)
+        output = next(y for y in (result.log_probs, result.entropy) if y is not None)
+        (gradient,) = torch.autograd.grad(result.loss + output.sum(), hidden)
         loss, log_probs, entropy = _reference(x, target)
-        expected = loss + (log_probs if "return_log_probs" in asked else entropy).sum()
+        expected = loss + (log_probs if "return_log_probs" in requested else entropy).sum()
         torch.testing.assert_close(gradient, torch.autograd.grad(expected, x)[0], rtol=1e-5, atol=1e-6)
 
 
-def test_outputs_may_be_used_again_and_shaped_as_the_target():
+def test_outputs_have_the_shape_of_the_target_and_may_be_reused():
     logits, target = _logits(2, 3, 50), _target(2, 3, v=50)
     result = tigon.cross_entropy(logits, target.int(), **ASKED)
     assert result.log_probs.shape == result.entropy.shape == target.shape
@@ -202,7 +205,7 @@ def test_outputs_may_be_used_again_and_shaped_as_the_target():
     torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
 
 
-def test_module_and_bad_input():
+def test_module_returns_outputs_and_refuses_bad_input():
     logits, target = _logits(8, 30), _target(8, v=30)
     module = tigon.CrossEntropyLoss(token_scaling=True, **ASKED)
     expected = tigon.cross_entropy(logits, target, token_scaling=True, **ASKED)
@@ -213,7 +216,7 @@ def test_module_and_bad_input():
 
 
 class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """The most bytes that the tensors made inside held at one time."""
+    """Records the largest number of bytes that the tensors created in the block hold at one time."""
 
     live = peak = 0
 
@@ -221,12 +224,12 @@ class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
         self.live -= size
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        given = {
+        inputs = {
             x.untyped_storage()._cdata for x in torch.utils._pytree.tree_leaves((args, kwargs)) if torch.is_tensor(x)
         }
         result = function(*args, **(kwargs or {}))
         for x in torch.utils._pytree.tree_leaves(result):
-            if torch.is_tensor(x) and x.untyped_storage()._cdata not in given:
+            if torch.is_tensor(x) and x.untyped_storage()._cdata not in inputs:
                 size = x.untyped_storage().nbytes()
                 self.live += size
                 weakref.finalize(x, self._died, size)
@@ -238,17 +241,17 @@ class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"logit_scale": 0.5}], ids=str)
 @pytest.mark.parametrize("entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_where_no_kernel_runs_two_blocks_in_fp32_are_all_that_is_held(dtype, entropy, options):
+def test_reference_needs_at_most_two_fp32_blocks(dtype, entropy, options):
     logits, target = torch.randn(16, 20_000).to(dtype), _target(16, v=20_000).cpu()
     options, wants = Options(label_smoothing=0.1, **options), Wants(True, True, entropy, entropy)
     scales, block = gradient_scales(target, None, None, 20_000, -100, True), 4 * logits.numel()
     for overwrite in (False, True):
-        given = logits.clone()
+        copy = logits.clone()
         with _Peak() as memory:
-            found = statistics(given, target, None, scales, options, wants, with_gradient=overwrite)
+            result = statistics(copy, target, None, scales, options, wants, with_gradient=overwrite)
         assert memory.peak < 2.1 * block
         assert overwrite or memory.peak > 0.9 * block, "the check can fail"
-    upstream = Upstream(None, found.log_probs if entropy else None, found.entropy if entropy else None)
+    upstream = Upstream(None, result.log_probs if entropy else None, result.entropy if entropy else None)
     with _Peak() as memory:
-        gradient(logits, target, None, scales, found, upstream, options, out=logits)
+        gradient(logits, target, None, scales, result, upstream, options, out=logits)
     assert memory.peak < 2.1 * block

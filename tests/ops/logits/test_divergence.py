@@ -12,7 +12,8 @@ from tigon.ops.logits.kl_div import kl_div_reference
 from tigon.ops.logits.tvd import tvd_reference
 from tigon.runtime.device import Device
 
-# One class, two, widths that fill no block, and one wider than what a program takes; enough rows for errors to average.
+# One class, two classes, widths that fill no block, and one that is wider than the part of a row that a program reads.
+# There are enough rows for the errors to average.
 SHAPES = [(5, 1), (20, 2), (3, 5, 100), (5, 5000)]
 REDUCTIONS = ["batchmean", "mean", "sum", "none"]
 
@@ -80,7 +81,7 @@ REDUCED = {
 
 @pytest.mark.kernels
 @one_in(3, form=list(FORMS), shape=SHAPES, reduced=REDUCED)
-def test_accuracy(form, shape, reduced):
+def test_divergences_are_as_accurate_as_eager_code(form, shape, reduced):
     _, run, reference, options = FORMS[form]
     reduction, labelled = reduced
     student, teacher = _pair(form, *shape)
@@ -90,8 +91,10 @@ def test_accuracy(form, shape, reduced):
         # From logits the gradient is g - q sum(g), where g is that of the log-probabilities. It errs by units of g, and
         # of q times the terms of the sum.
         log_probs = [torch.log_softmax(x.double() / options.get("temperature", 1.0), -1) for x in (student, teacher)]
-        given = {name: value for name, value in options.items() if name not in ("from_logits", "temperature")}
-        g = _value_and_gradient(reference, *log_probs, **given)[1].abs()
+        reference_options = {
+            name: value for name, value in options.items() if name not in ("from_logits", "temperature")
+        }
+        g = _value_and_gradient(reference, *log_probs, **reference_options)[1].abs()
         terms = (g + log_probs[0].exp() * g.sum(-1, keepdim=True)).max().item() or 1.0  # 0 for one class
     assert_as_accurate_as_eager(
         lambda x, y: run(x, y, **options),
@@ -104,7 +107,7 @@ def test_accuracy(form, shape, reduced):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_form
-def test_the_loss_is_fp32_and_the_gradient_as_the_student(form, dtype):
+def test_loss_is_fp32_and_gradient_has_the_dtype_of_the_student(form, dtype):
     _, run, reference, options = FORMS[form]
     student, teacher = _pair(form, 4, 300, dtype=dtype)
     loss, gradient = _value_and_gradient(run, student, teacher, **options)
@@ -129,7 +132,7 @@ def test_kl_div_agrees_with_torch(shape, log_target, reduction):
         torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=1e-6)
 
 
-def test_kl_div_has_torchs_default_reduction():
+def test_kl_div_has_the_default_reduction_of_torch():
     student, teacher = _log_probs(7, 30), _log_probs(7, 30, seed=1).exp()
     with pytest.warns(UserWarning, match="batchmean"):
         expected = F.kl_div(student, teacher)
@@ -138,7 +141,7 @@ def test_kl_div_has_torchs_default_reduction():
 
 
 def _jsd_of_probabilities(student, teacher, beta: float) -> torch.Tensor:
-    """The definition, written with probabilities, in fp64."""
+    """Return the JSD by its definition with probabilities, in fp64."""
     q, p = student.double().exp(), teacher.double().exp()
     kl = lambda a, b: (a * (a / b).log()).sum(-1).mean()
     if beta in (0.0, 1.0):
@@ -148,7 +151,7 @@ def _jsd_of_probabilities(student, teacher, beta: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_jsd_is_the_papers(beta):
+def test_jsd_equals_the_definition_of_the_paper(beta):
     student, teacher = _log_probs(7, 300), _log_probs(7, 300, seed=1)
     loss, gradient = _value_and_gradient(tigon.jsd, student, teacher, beta=beta)
     expected, expected_gradient = _value_and_gradient(_jsd_of_probabilities, student, teacher, beta)
@@ -167,8 +170,8 @@ def test_jsd_of_equal_weights_is_symmetric_and_bounded():
 
 
 @one_in(2, name=["kl_div", "jsd", "tvd"], temperature=[0.5, 1.0, 3.0], reduction=REDUCTIONS)
-def test_from_logits_is_the_same_as_softmax_before(name, temperature, reduction):
-    """In value and gradient; and the loss is not multiplied by the square of the temperature."""
+def test_from_logits_equals_a_softmax_before_the_divergence(name, temperature, reduction):
+    """Value and gradient are equal, and the square of the temperature does not multiply the loss."""
     run = getattr(tigon, name)
     softmax = (
         (lambda x: (x / temperature).softmax(-1)) if name == "tvd" else lambda x: (x / temperature).log_softmax(-1)
@@ -183,7 +186,7 @@ def test_from_logits_is_the_same_as_softmax_before(name, temperature, reduction)
         torch.testing.assert_close(a, b, rtol=2e-5, atol=1e-6)
 
 
-def test_from_logits_takes_log_probabilities_and_shifted_logits_alike():
+def test_from_logits_ignores_a_shift_of_the_logits():
     student, teacher = _logits(6, 300), _logits(6, 300, seed=1)
     expected = tigon.jsd(student, teacher, from_logits=True)
     torch.testing.assert_close(tigon.jsd(student.log_softmax(-1), teacher, from_logits=True), expected)
@@ -199,15 +202,16 @@ def test_equal_distributions_have_loss_and_gradient_of_exactly_zero():
         if student.is_cuda or INTERPRETED:
             assert loss == 0
             assert (gradient == 0).all()
-        else:  # the reference takes logarithms' differences
+        else:
+            # The reference subtracts logarithms.
             torch.testing.assert_close(loss, torch.zeros_like(loss), rtol=0, atol=1e-6)
     loss, gradient = _value_and_gradient(tigon.tvd, student.exp(), student.exp())
     assert loss == 0
     assert (gradient == 0).all()
 
 
-def test_jsd_of_nearly_equal_distributions():
-    """The loss is of second order in their difference, and so far below the rounding of its terms."""
+def test_jsd_is_accurate_for_nearly_equal_distributions():
+    """The loss is of second order in the difference, so it is far smaller than the roundings of its terms."""
     student = _log_probs(4, 300)
     teacher = student + 1e-3 * _logits(4, 300, seed=2)
     exact = _jsd_of_probabilities(student, teacher, 0.5)
@@ -219,7 +223,7 @@ def test_jsd_of_nearly_equal_distributions():
 INF = float("inf")
 
 
-def test_kl_div_of_zero_probabilities():
+def test_kl_div_is_right_for_zero_probabilities():
     student = torch.tensor([[-0.5, -INF, -2.0, -INF]], device=DEVICE)
     log_target = torch.tensor([[-1.0, -INF, -INF, -3.0]], device=DEVICE)
     for target, logs in ((log_target, True), (log_target.exp(), False)):
@@ -232,8 +236,8 @@ def test_kl_div_of_zero_probabilities():
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.1, 0.5, 0.9, 1.0])
-def test_jsd_of_zero_probabilities(beta):
-    """Elements of the student, the teacher, both and none at zero, and far down the tail."""
+def test_jsd_is_right_for_zero_probabilities(beta):
+    """Elements of the student, of the teacher, of both and of none are zero, or far down the tail."""
     student = torch.tensor([[-0.5, -INF, -2.0, -INF, -700.0, -1.0, -103.0]], device=DEVICE)
     teacher = torch.tensor([[-1.0, -1.5, -INF, -INF, -800.0, -600.0, -0.5]], device=DEVICE)
     loss, gradient = _value_and_gradient(tigon.jsd, student, teacher, beta=beta, reduction="none")
@@ -255,7 +259,7 @@ def test_jsd_of_zero_probabilities(beta):
 
 
 @pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
-def test_masked_classes_may_be_minus_infinity_in_logits(name):
+def test_logits_of_masked_classes_may_be_minus_infinity(name):
     student, teacher = _logits(3, 300), _logits(3, 300, seed=1)
     both = [torch.cat((x, torch.full((3, 50), -INF, device=DEVICE)), -1) for x in (student, teacher)]
     run = getattr(tigon, name)
@@ -269,7 +273,7 @@ def test_masked_classes_may_be_minus_infinity_in_logits(name):
 
 @pytest.mark.parametrize("place", [0, 1], ids=["student", "teacher"])
 @every_form
-def test_nan_is_not_swallowed(form, place):
+def test_nan_inputs_give_nan_losses(form, place):
     _, run, _, options = FORMS[form]
     pair = _pair(form, 3, 300)
     pair[place][1, 7] = torch.nan
@@ -282,7 +286,7 @@ def test_nan_is_not_swallowed(form, place):
 
 
 @every_form
-def test_ignored_rows_count_nothing_whatever_they_hold(form):
+def test_ignored_rows_contribute_nothing_for_any_values(form):
     _, run, _, options = FORMS[form]
     student, teacher = _pair(form, 5, 300)
     labels, valid = torch.tensor([3, -100, 0, -100, 9], device=DEVICE), [0, 2, 4]
@@ -304,7 +308,7 @@ def test_ignored_rows_count_nothing_whatever_they_hold(form):
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @every_form
-def test_all_rows_ignored_is_zero_and_differentiable(form, reduction):
+def test_loss_is_zero_and_differentiable_if_all_rows_are_ignored(form, reduction):
     _, run, _, options = FORMS[form]
     student, teacher = _pair(form, 4, 30)
     labels = torch.full((4,), 7, device=DEVICE)
@@ -316,7 +320,7 @@ def test_all_rows_ignored_is_zero_and_differentiable(form, reduction):
 
 
 @pytest.mark.kernels
-def test_labels_of_any_strides_and_of_int32():
+def test_labels_may_be_int32_and_have_any_strides():
     student, teacher = _log_probs(2, 5, 30), _log_probs(2, 5, 30, seed=1)
     labels = _labels(2, 10)[:, ::2]
     expected = tigon.jsd(student, teacher, labels=labels.contiguous())
@@ -332,13 +336,13 @@ def test_without_labels_no_row_is_ignored(name):
         assert torch.equal(function(*pair, from_logits=True, ignore_index=ignore_index), expected)
 
 
-def test_an_ignore_index_that_int32_labels_cannot_hold():
+def test_ignore_index_may_exceed_int32_labels():
     pair, labels = (_logits(5, 70), _logits(5, 70, seed=1)), torch.arange(1, 6, dtype=torch.int32, device=DEVICE)
     loss = tigon.tvd(*pair, from_logits=True, reduction="mean", labels=labels, ignore_index=2**40)
     torch.testing.assert_close(loss, tigon.tvd(*pair, from_logits=True, reduction="mean"))
 
 
-def test_batchmean_of_sequences_is_torchs_without_labels_and_over_valid_rows_with_them():
+def test_batchmean_divides_as_torch_or_by_valid_rows_with_labels():
     student, teacher = _log_probs(2, 5, 30), _log_probs(2, 5, 30, seed=1)
     total = tigon.jsd(student, teacher, reduction="sum")
     torch.testing.assert_close(tigon.jsd(student, teacher), total / 2)
@@ -351,8 +355,8 @@ def test_batchmean_of_sequences_is_torchs_without_labels_and_over_valid_rows_wit
 
 @pytest.mark.kernels
 @every_form
-def test_weights_of_tokens_on_elementwise_losses(form):
-    """The gradient that arrives is then expanded from one value a row, or one in all."""
+def test_elementwise_losses_may_have_weights_per_token(form):
+    """The upstream gradient is then expanded from one value per row, or from one value."""
     _, run, reference, options = FORMS[form]
     student, teacher = _pair(form, 5, 300)
     weights = torch.rand(5, device=DEVICE)
@@ -367,8 +371,8 @@ def test_weights_of_tokens_on_elementwise_losses(form):
 
 
 @every_form
-def test_fp16_gradients_survive_a_loss_scale(form):
-    """A mean's gradient is below what fp16 holds; the scale that arrives in backward brings it back."""
+def test_fp16_gradients_use_the_loss_scale(form):
+    """The gradient of a mean underflows in fp16. The loss scale of the upstream gradient prevents this."""
     _, run, reference, options = FORMS[form]
     student, teacher = _pair(form, 4, 3000, dtype=torch.float16)
     options = options | {"reduction": "mean"}
@@ -380,7 +384,7 @@ def test_fp16_gradients_survive_a_loss_scale(form):
 
 
 @every_form
-def test_a_teacher_that_learns_gets_its_gradient(form):
+def test_teacher_that_needs_a_gradient_gets_it(form):
     _, run, reference, options = FORMS[form]
     both = [[x.clone().requires_grad_() for x in _pair(form, 5, 30)] for _ in range(2)]
     for f, pair in zip((run, reference), both, strict=True):
@@ -394,7 +398,7 @@ def test_a_teacher_that_learns_gets_its_gradient(form):
 
 @pytest.mark.kernels
 @every_form
-def test_teacher_of_any_strides_and_another_dtype(form):
+def test_teacher_may_have_any_strides_and_another_dtype(form):
     _, run, _, options = FORMS[form]
     student, teacher = _pair(form, 5, 30)
     expected = _value_and_gradient(run, student, teacher, **options)
@@ -412,7 +416,7 @@ def test_teacher_of_any_strides_and_another_dtype(form):
 # --- the rest ------------------------------------------------------------------------------------
 
 
-def test_the_loss_stays_fp32_under_autocast():
+def test_loss_is_fp32_under_autocast():
     student, teacher = _logits(4, 300), _logits(4, 300, seed=1)
     for name in ("kl_div", "jsd", "tvd"):
         run = lambda name=name: getattr(tigon, name)(student, teacher, from_logits=True)
@@ -422,14 +426,14 @@ def test_the_loss_stays_fp32_under_autocast():
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")
-def test_shapes_alone_on_meta():
+def test_meta_tensors_give_shapes():
     for name in ("kl_div", "jsd", "tvd"):
         student = torch.randn(4, 10, device="meta", requires_grad=True)
         loss = getattr(tigon, name)(student, torch.randn(4, 10, device="meta"), from_logits=True)
         assert torch.autograd.grad(loss, student)[0].shape == (4, 10)
 
 
-def test_modules():
+def test_modules_compute_the_functions():
     student, teacher, labels = _logits(6, 30), _logits(6, 30, seed=1), _labels(6)
     options = {"from_logits": True, "temperature": 2.0}
     rows = {"labels": labels, "ignore_index": 5}
@@ -465,7 +469,7 @@ def test_heuristic(v, device, kind):
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
 @pytest.mark.parametrize("name", ["kl_div", "jsd", "tvd"])
-def test_bad_input(name):
+def test_bad_input_is_refused(name):
     x, labels = torch.randn(4, 10, device=DEVICE), torch.zeros(4, dtype=torch.int64, device=DEVICE)
     learned = torch.nn.Parameter(torch.ones(()))
     for error, message, arguments, options in [

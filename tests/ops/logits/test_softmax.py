@@ -20,7 +20,7 @@ def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 @pytest.fixture(params=["a row at once", "blocks"])
 def way(request):
-    """Both ways of reading a row, for widths that are quick to test."""
+    """Read a row once or in blocks, for widths that are quick to test."""
     if request.param == "a row at once":
         yield
     else:
@@ -32,28 +32,28 @@ def way(request):
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_accuracy(shape, dtype):
+def test_softmax_is_as_accurate_as_eager_code(shape, dtype):
     assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(*shape, dtype=dtype)])
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned", "way")
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 200])
-def test_accuracy_either_way(n):
+def test_both_kinds_of_kernels_are_accurate(n):
     assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(3, n)])
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize(("block_m", "keeps_y"), [(1, True), (4, True), (4, False)])
-def test_accuracy_of_tiles_of_several_rows(block_m, keeps_y):
+def test_tiles_of_several_rows_are_accurate(block_m, keeps_y):
     with tuned(SoftmaxConfig, block_m=block_m, block_n=128, num_warps=1, keeps_y=keeps_y):
         assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(11, 100)])
 
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("way")
-def test_peaked_rows():
+def test_peaked_rows_are_accurate():
     x = (_input(8, 200) * 8).detach().requires_grad_()
     got, expected = outputs_and_gradients(tigon.softmax, [x]), outputs_and_gradients(softmax_reference, [x])
     for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
@@ -62,7 +62,7 @@ def test_peaked_rows():
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_any_dimension(dim):
+def test_softmax_sums_over_any_dimension(dim):
     x = _input(4, 5, 6)
     assert_as_accurate_as_eager(lambda x: tigon.softmax(x, dim), lambda x: softmax_reference(x, dim), [x])
     torch.testing.assert_close(tigon.softmax(x, dim=dim), torch.softmax(x, dim))
@@ -70,8 +70,8 @@ def test_any_dimension(dim):
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("way")
-def test_values_that_are_not_finite_are_as_in_torch():
-    """Masked scores: a row with one value left, rows of -inf alone (NaN), and what a diverged model makes."""
+def test_values_that_are_not_finite_give_the_results_of_torch():
+    """One row has one finite value, some rows are all -inf (NaN), and others come from a diverged model."""
     x = torch.randn(7, 200, device=DEVICE)
     x[1, :150], x[2, 50:] = float("-inf"), float("-inf")
     x[3], x[4, 64:128] = float("-inf"), float("-inf")
@@ -93,8 +93,8 @@ def test_masked_features_get_no_gradient():
 
 @pytest.mark.kernels
 @pytest.mark.usefixtures("way")
-def test_far_from_zero():
-    """A shift of all values changes nothing, and the extremes of fp32 do not overflow."""
+def test_values_far_from_zero_are_accurate():
+    """A shift of all values changes nothing, and the largest values of fp32 do not overflow."""
     x = _input(2, 200)
     top = torch.finfo(torch.float32).max
     x.data[1, ::7], x.data[1, 1::7] = top, -top
@@ -106,7 +106,7 @@ def test_far_from_zero():
 
 
 @pytest.mark.kernels
-def test_gaps_between_rows_and_between_batches():
+def test_inputs_may_have_gaps_between_rows_and_batches():
     wide = _input(4, 5, 3, 40)
     for view in (lambda x: x[..., 3:30], lambda x: x[::2, :, 1], lambda x: x.transpose(1, 2), lambda x: x.mT):
         got = outputs_and_gradients(lambda x: tigon.softmax(view(x)), [wide])  # noqa: B023
@@ -116,23 +116,23 @@ def test_gaps_between_rows_and_between_batches():
 
 
 @pytest.mark.kernels
-def test_a_dimension_of_one_may_have_any_stride():
+def test_dimension_of_size_one_may_have_any_stride():
     x = torch.randn(120, device=DEVICE).as_strided((3, 1, 40), (40, 7, 1))
     assert x.is_contiguous()
     torch.testing.assert_close(tigon.softmax(x), torch.softmax(x, -1))
 
 
 @pytest.mark.kernels
-def test_keeps_only_the_result():
-    x, kept = _input(4, 64), []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+def test_only_the_result_is_saved_for_backward():
+    x, saved = _input(4, 64), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         y = tigon.softmax(x)
-    assert [t.data_ptr() for t in kept] == [y.data_ptr()]
+    assert [t.data_ptr() for t in saved] == [y.data_ptr()]
 
 
 @pytest.mark.kernels
-def test_the_result_may_be_changed_in_place():
-    """Dropout on attention weights does; the change must not reach what backward needs unnoticed."""
+def test_autograd_notices_a_change_of_the_result():
+    """Dropout on attention weights changes them in place. Backward needs the result, so autograd must notice."""
     x = _input(4, 64)
     y = tigon.softmax(x)
     y.mul_(2)
@@ -140,13 +140,13 @@ def test_the_result_may_be_changed_in_place():
         y.sum().backward()
 
 
-def test_keeps_its_dtype_under_autocast():
+def test_result_keeps_the_dtype_of_the_input_under_autocast():
     x = torch.randn(2, 8, device=DEVICE, dtype=torch.bfloat16 if not INTERPRETED else torch.float16)
     with torch.autocast(x.device.type, dtype=torch.bfloat16):
         assert tigon.softmax(x).dtype == x.dtype
 
 
-def test_scalars_and_no_features():
+def test_scalars_and_empty_rows_are_accepted():
     assert tigon.softmax(torch.tensor(3.0, device=DEVICE)).item() == 1.0
     assert tigon.softmax(torch.tensor(3.0, device=DEVICE), 0).item() == 1.0
     assert tigon.softmax(torch.randn(3, 0, device=DEVICE)).shape == (3, 0)
@@ -170,7 +170,7 @@ def test_rows_that_are_too_wide_for_32_bit_columns_launch_no_kernel(features):
     assert counter.launches == (features <= 2**30)
 
 
-def test_module_is_torchs():
+def test_module_equals_that_of_torch():
     x = torch.randn(3, 4, 48, device=DEVICE)
     assert isinstance(tigon.Softmax(), nn.Softmax)
     assert not tigon.Softmax().state_dict()
@@ -198,7 +198,7 @@ def test_heuristic(n, itemsize, backward, device):
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_bad_input_is_refused():
     x = torch.randn(3, 8, device=DEVICE)
     with pytest.raises(TypeError, match="softmax: x must be a float32, bfloat16 or float16 tensor, got torch.int64"):
         tigon.softmax(x.long())

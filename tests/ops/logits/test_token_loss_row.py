@@ -1,4 +1,4 @@
-"""The kernel that reads logits once: what it is given. Only a GPU runs it: tests/gpu/test_token_loss_row.py."""
+"""When the kernel that reads logits once is used. Only a GPU runs it: tests/gpu/test_token_loss_row.py."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ pytestmark = [
 @pytest.mark.parametrize("device", [HOPPER, AMPERE, CONSUMER], ids=["hopper", "ampere", "consumer"])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("v", [4096, 32000, 50304, 65536, 128256, 151936, 256000])
-def test_the_slots_of_a_multiprocessors_programs_fit_and_hold_enough(v, itemsize, device):
+def test_slots_fit_in_shared_memory_and_hold_enough_of_a_row(v, itemsize, device):
     config = RowConfig.heuristic(RowProblem(v, itemsize), device)
     if config is None:
         assert v * itemsize > 2 * device.shared_memory
@@ -34,13 +34,13 @@ def test_the_slots_of_a_multiprocessors_programs_fit_and_hold_enough(v, itemsize
     assert config.lane * itemsize == 16
 
 
-def test_two_passes_where_the_row_is_short_or_the_device_cannot():
+def test_heuristic_declines_short_rows_and_devices_without_async_copies():
     assert RowConfig.heuristic(RowProblem(2048, 2), HOPPER) is None
     assert RowConfig.heuristic(RowProblem(600_000, 2), HOPPER) is None
     assert RowConfig.heuristic(RowProblem(32000, 2), Device(304, 64, 65536)) is None
 
 
-def test_takes_rows_of_whole_vectors_and_the_plain_loss():
+def test_kernel_reads_rows_of_whole_vectors_for_the_plain_loss():
     logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int64)
     assert can_read_once(logits, target, Options(z_loss=0.1, logit_scale=2.0), LOSS_ALONE)
     assert can_read_once(logits, target, Options(token_scaling=True), Wants(z_loss=True, log_probs=True))
@@ -53,7 +53,7 @@ def test_takes_rows_of_whole_vectors_and_the_plain_loss():
     assert not can_read_once(torch.zeros(4, 170)[:, :160], target, Options(), LOSS_ALONE)
 
 
-def test_targets_must_be_able_to_hold_the_index_to_ignore():
+def test_dtype_of_the_targets_must_hold_ignore_index():
     logits, target = torch.zeros(4, 160), torch.zeros(4, dtype=torch.int32)
     assert can_read_once(logits, target, Options(), LOSS_ALONE)
     assert not can_read_once(logits, target, Options(ignore_index=2**40), LOSS_ALONE)

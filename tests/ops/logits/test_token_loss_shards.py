@@ -1,4 +1,4 @@
-"""A vocabulary cut into shards gives what it gives in one piece. Here one process holds all of them."""
+"""A sharded vocabulary gives the results of the whole one. Here one process holds all shards."""
 
 import pytest
 import torch
@@ -38,7 +38,7 @@ cuts = pytest.mark.parametrize("sizes", MORE, ids=str)
 
 
 def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits [M, V], targets [M] at both ends of shards, and class weights [V]."""
+    """Return logits [M, V], targets [M] at both ends of shards, and class weights [V]."""
     target = torch.tensor([0, 1, -100, 699, 700, 2100, 2748, V - 1], device=DEVICE)
     generator = torch.Generator().manual_seed(0)
     logits = (torch.randn(len(target), V, generator=generator) * 4).to(DEVICE, dtype)
@@ -50,7 +50,7 @@ def _shards(sizes: tuple[int, ...], v: int = V) -> list[Shard]:
 
 
 class _Sharded(torch.autograd.Function):
-    """Logits -> loss, z-loss, predictions, log-probabilities and entropy, by way of shards."""
+    """Computes loss, z-loss, predictions, log-probabilities and entropy of logits from their shards."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, sizes, options, wants):
@@ -58,20 +58,20 @@ class _Sharded(torch.autograd.Function):
         ctx.parts = list(zip(logits.split(sizes, 1), _shards(sizes, logits.shape[1]), strict=True))
         partials = [partial_statistics(part, target, weight, options, shard, wants) for part, shard in ctx.parts]
         assert all(partial.shape == (len(logits), 6) for partial in partials)
-        found = combined_statistics(torch.stack(partials), target, weight, scales, options, wants, sizes)
-        ctx.found, ctx.options, ctx.target, ctx.weight, ctx.scales = found, options, target, weight, scales
-        ctx.mark_non_differentiable(found.predicted)
-        return tuple(found[:1] + found[2:])
+        result = combined_statistics(torch.stack(partials), target, weight, scales, options, wants, sizes)
+        ctx.result, ctx.options, ctx.target, ctx.weight, ctx.scales = result, options, target, weight, scales
+        ctx.mark_non_differentiable(result.predicted)
+        return tuple(result[:1] + result[2:])
 
     @staticmethod
     def backward(ctx, dloss, _z_loss, _predicted, dlog_probs, dentropy):
-        found, parts = ctx.found, []
+        result, parts = ctx.result, []
         upstream = Upstream(
-            dloss, dlog_probs if len(found.log_probs) else None, dentropy if len(found.entropy) else None
+            dloss, dlog_probs if len(result.log_probs) else None, dentropy if len(result.entropy) else None
         )
         for part, shard in ctx.parts:
             out = torch.empty_like(part)
-            parts.append(gradient(part, ctx.target, ctx.weight, ctx.scales, found, upstream, ctx.options, out, shard))
+            parts.append(gradient(part, ctx.target, ctx.weight, ctx.scales, result, upstream, ctx.options, out, shard))
         return torch.cat(parts, 1), *[None] * 5
 
 
@@ -81,13 +81,13 @@ def _sharded(x, target, weight, sizes, **options) -> tuple[torch.Tensor, ...]:
 
 def _whole(logits, target, weight, options: Options, upstream: Upstream) -> tuple[Statistics, torch.Tensor]:
     scales = gradient_scales(target, weight, None, logits.shape[1], options.ignore_index, False)
-    found = statistics(logits, target, weight, scales, options, EVERYTHING)
+    result = statistics(logits, target, weight, scales, options, EVERYTHING)
     out = torch.empty_like(logits)
-    return found, gradient(logits, target, weight, scales, found, upstream, options, out)
+    return result, gradient(logits, target, weight, scales, result, upstream, options, out)
 
 
 @one_in(3, options=OPTIONS, sizes=CUTS)
-def test_accuracy(options, sizes):
+def test_sharded_loss_is_as_accurate_as_eager_code(options, sizes):
     logits, target, weight = _inputs()
     transform = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
 
@@ -108,14 +108,14 @@ def test_accuracy(options, sizes):
     weighted={"": False, "class weights": True},
     sizes=CUTS[1:],
 )
-def test_is_what_all_columns_in_one_piece_give(options, weighted, sizes):
+def test_shards_give_the_results_of_all_columns_together(options, weighted, sizes):
     logits, target, weight = _inputs()
     weight, options = weight if weighted else None, Options(**options)
     generator = torch.Generator().manual_seed(1)
     upstream = Upstream(*(torch.randn(len(target), generator=generator).to(DEVICE) for _ in range(3)))
-    found, whole = _whole(logits, target, weight, options, upstream)
+    result, whole = _whole(logits, target, weight, options, upstream)
     outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
-    for got, expected in zip(outputs, found[:1] + found[2:], strict=True):
+    for got, expected in zip(outputs, result[:1] + result[2:], strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
     loss, _, _, log_probs, entropy = outputs
     (parts,) = torch.autograd.grad((loss, log_probs, entropy), logits, tuple(upstream))
@@ -124,7 +124,7 @@ def test_is_what_all_columns_in_one_piece_give(options, weighted, sizes):
 
 
 @cuts
-def test_nothing_is_computed_that_is_not_asked_for(sizes):
+def test_results_that_are_not_requested_are_empty(sizes):
     logits, target, _ = _inputs()
     loss, *others = _Sharded.apply(logits.requires_grad_(), target, None, sizes, Options(), Wants())
     assert [len(y) for y in others] == [0, 0, 0, 0]
@@ -138,18 +138,18 @@ def test_nothing_is_computed_that_is_not_asked_for(sizes):
 
 
 @one_in(2, dtype=[torch.float16, torch.float32], sizes=CUTS)
-def test_the_gradient_may_take_the_place_of_the_logits(dtype, sizes):
+def test_gradient_may_overwrite_the_logits(dtype, sizes):
     logits, target, weight = _inputs(dtype)
     options, upstream = Options(**OPTIONS["all"]), Upstream(None, None, torch.ones(len(target), device=DEVICE))
-    found, expected = _whole(logits, target, weight, options, upstream)
+    result, expected = _whole(logits, target, weight, options, upstream)
     scales = gradient_scales(target, weight, None, V, -100, False)
     for part, shard in zip(logits.split(sizes, 1), _shards(sizes), strict=True):
-        gradient(part, target, weight, scales, found, upstream, options, out=part, shard=shard)
+        gradient(part, target, weight, scales, result, upstream, options, out=part, shard=shard)
     torch.testing.assert_close(logits, expected)
 
 
 @cuts
-def test_the_first_of_equal_logits_is_predicted(sizes):
+def test_predicted_token_is_the_first_of_equal_logits(sizes):
     logits, target = torch.zeros(5, V, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
     logits[1, [2748, 4999]] = 5.0
     logits[2, [0, 1, 4999]] = 5.0
@@ -160,16 +160,16 @@ def test_the_first_of_equal_logits_is_predicted(sizes):
 
 
 @one_in(2, smoothing={"": 0.0, "label smoothing": 0.1}, sizes=CUTS)
-def test_a_shard_of_nothing_but_minus_infinity(smoothing, sizes):
-    """Nor do the others, of logits far below zero, vanish beside it."""
+def test_logits_of_a_shard_may_all_be_minus_infinity(smoothing, sizes):
+    """The other shards, whose logits are far below zero, must still contribute."""
     logits, target, weight = _inputs()
     logits = logits - 500.0
     logits[:, 2090:] = -torch.inf
     target = target.clamp(max=2000)
     options = Options(label_smoothing=smoothing, z_loss=1e-6)
-    found, _ = _whole(logits, target, weight, options, Upstream())
+    result, _ = _whole(logits, target, weight, options, Upstream())
     outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
-    for got, expected in zip(outputs, found[:1] + found[2:], strict=True):
+    for got, expected in zip(outputs, result[:1] + result[2:], strict=True):
         torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
     if not smoothing:  # with it a class of probability zero costs infinitely much
         (got,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
@@ -178,7 +178,7 @@ def test_a_shard_of_nothing_but_minus_infinity(smoothing, sizes):
 
 
 @one_in(4, bad=[V, 2**40, -1, -101], sizes=CUTS)
-def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad, sizes):
+def test_out_of_range_target_gives_nan_in_its_row_only(bad, sizes):
     logits, target, _ = _inputs()
     target[4] = bad
     loss, _, _, log_probs, entropy = _sharded(logits.requires_grad_(), target, None, sizes, token_scaling=True)
@@ -190,7 +190,7 @@ def test_a_target_out_of_range_gives_nan_in_its_row_alone(bad, sizes):
 
 
 @cuts
-def test_logits_that_are_not_finite_give_a_loss_that_is_not(sizes):
+def test_logits_that_are_not_finite_give_a_nan_loss(sizes):
     logits, target, _ = _inputs()
     logits[1, 4000], logits[4, 0] = torch.inf, torch.nan
     loss, _, _, log_probs, entropy = _sharded(logits, target, None, sizes)
@@ -199,7 +199,7 @@ def test_logits_that_are_not_finite_give_a_loss_that_is_not(sizes):
 
 
 @cuts
-def test_ignored_rows_may_hold_anything(sizes):
+def test_ignored_rows_may_hold_any_values(sizes):
     logits, target, weight = _inputs()
     logits[2] = torch.nan
     outputs = _sharded(logits.requires_grad_(), target, weight, sizes, **OPTIONS["all"])
@@ -209,7 +209,7 @@ def test_ignored_rows_may_hold_anything(sizes):
     assert got.isfinite().all()
 
 
-def test_int32_targets_half_precision_weights_and_no_rows():
+def test_int32_targets_half_precision_weights_and_empty_inputs_are_accepted():
     logits, target, weight = _inputs()
     sizes = CUTS[3]
     expected = _sharded(logits, target, weight.half().float(), sizes, **OPTIONS["all"])

@@ -1,4 +1,4 @@
-"""Which rows count: found early or late, the loss is the same; of another target, refused."""
+"""Valid rows: the loss does not depend on when they are determined, and refuses those of another target."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def _target(valid: torch.Tensor, ignore_index: int = -100, dtype: torch.dtype = 
 
 
 @one_in(3, n=LENGTHS, pattern=list(PATTERNS), ignore_index=[-100, 0, 2**20], dtype=[torch.int64, torch.int32])
-def test_rows_and_their_number(n, pattern, ignore_index, dtype):
+def test_valid_rows_are_found_and_counted(n, pattern, ignore_index, dtype):
     target = _target(PATTERNS[pattern](n), ignore_index, dtype)
     expected = (target.cpu() != ignore_index).nonzero()[:, 0]
     rows = tigon.ValidRows(target, ignore_index)
@@ -34,12 +34,12 @@ def test_rows_and_their_number(n, pattern, ignore_index, dtype):
     assert torch.equal(rows.rows.cpu(), expected)
 
 
-def test_an_index_that_no_int32_holds_ignores_nothing():
+def test_ignore_index_beyond_int32_ignores_no_row():
     target = _target(PATTERNS["every third"](10), dtype=torch.int32)
     assert tigon.ValidRows(target, 2**40).count == 10
 
 
-def test_rows_are_those_of_all_leading_dimensions():
+def test_rows_cover_all_leading_dimensions():
     labels = _target(PATTERNS["every third"](24)).view(2, 12)
     shifted = labels[:, 1:]  # not dense
     expected = (shifted.reshape(-1) != -100).nonzero()[:, 0]
@@ -57,7 +57,7 @@ def _inputs(t: int) -> list[torch.Tensor]:
 
 
 @one_in(2, reduction=["mean", "none"], pattern=list(PATTERNS), dtype=[torch.int64, torch.int32])
-def test_found_early_they_make_the_same_loss(reduction, pattern, dtype):
+def test_loss_does_not_depend_on_when_rows_are_found(reduction, pattern, dtype):
     target = _target(PATTERNS[pattern](30), dtype=dtype)
     early = tigon.ValidRows(target)
     results = []
@@ -68,7 +68,7 @@ def test_found_early_they_make_the_same_loss(reduction, pattern, dtype):
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_one_object_serves_several_losses():
+def test_valid_rows_may_be_used_by_several_losses():
     target = _target(PATTERNS["every third"](30))
     early, tensors = tigon.ValidRows(target), _inputs(30)
     losses = [tigon.linear_cross_entropy(*tensors, target, valid_rows=early, logit_scale=s) for s in (1.0, 0.5)]
@@ -76,8 +76,8 @@ def test_one_object_serves_several_losses():
     assert losses == expected
 
 
-def test_a_tensor_without_versions():
-    """Of inference mode, whose tensors do not count how often they were written to."""
+def test_inference_tensors_without_versions_are_accepted():
+    """Tensors of inference mode do not count how often they were written to."""
     with torch.inference_mode():
         target = _target(PATTERNS["every third"](30))
         early = tigon.ValidRows(target)
@@ -87,7 +87,7 @@ def test_a_tensor_without_versions():
     early.check("", target, -100)
 
 
-def test_no_tokens():
+def test_target_may_be_empty():
     target = _target(PATTERNS["none"](0))
     x, w = _inputs(0)
     loss = tigon.linear_cross_entropy(x, w, target, valid_rows=tigon.ValidRows(target))
@@ -97,7 +97,7 @@ def test_no_tokens():
     assert (dw == 0).all()
 
 
-def test_another_target_is_refused():
+def test_rows_of_another_target_are_refused():
     target = _target(PATTERNS["every third"](30))
     tensors, early = _inputs(30), tigon.ValidRows(target)
     run = lambda target, rows, **options: tigon.linear_cross_entropy(*tensors, target, valid_rows=rows, **options)
@@ -125,7 +125,7 @@ def test_another_target_is_refused():
 
 
 @pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
-def test_bad_input():
+def test_bad_input_is_refused():
     with pytest.raises(TypeError, match="ValidRows: target must be an int64 or int32 tensor, got torch.float32"):
         tigon.ValidRows(torch.zeros(3))
     with pytest.raises(TypeError, match="ValidRows: target must be a Tensor, got list"):
@@ -138,22 +138,22 @@ def test_bad_input():
 
 @pytest.mark.parametrize("ignore_index", [2**32, 2**32 - 100, -(2**40)])
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_an_index_to_ignore_that_no_target_holds(dtype, ignore_index):
-    """Compared in 32 bits it would be another one: 0, or -100."""
+def test_ignore_index_may_exceed_the_dtype_of_the_target(dtype, ignore_index):
+    """A comparison in 32 bits would use another index: 0, or -100."""
     target = torch.tensor([0, 3, 0, 5], device=DEVICE).to(dtype)
     x, w = _inputs(4)
     options = {"reduction": "none", "ignore_index": ignore_index, "return_token_accuracy": True}
-    found = tigon.linear_cross_entropy(x, w, target, **options)
+    result = tigon.linear_cross_entropy(x, w, target, **options)
     expected = torch.nn.functional.cross_entropy(x @ w.t(), target.long(), reduction="none")
-    torch.testing.assert_close(found.loss, expected)
-    assert found.token_accuracy == ((x @ w.t()).argmax(-1) == target).float().mean()
+    torch.testing.assert_close(result.loss, expected)
+    assert result.token_accuracy == ((x @ w.t()).argmax(-1) == target).float().mean()
     assert tigon.ValidRows(target, ignore_index).count == 4
     logits = tigon.cross_entropy(x @ w.t(), target, **options)
     torch.testing.assert_close(logits.loss, expected)
-    assert logits.token_accuracy == found.token_accuracy
+    assert logits.token_accuracy == result.token_accuracy
 
 
-def test_a_default_device_does_not_matter():
+def test_default_device_has_no_effect():
     target, (x, w) = torch.tensor([0, -100, 3, 5], device=DEVICE), _inputs(4)
     expected = tigon.linear_cross_entropy(x, w, target)
     with torch.device("meta"):
