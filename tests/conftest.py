@@ -41,22 +41,29 @@ THOROUGH = {
 
 
 def _repair_the_interpreter() -> None:
-    """Let Triton's interpreter compute what compiled kernels compute, in two places where that of Triton 3.7 does not.
+    """Let Triton's interpreter compute what compiled kernels compute, in three places where it does not in 3.7.
 
     The smaller of a number and NaN is the number; the interpreter returns NaN, which compiled code does only if it is
-    told to propagate NaN. And the interpreter keeps bf16 as 16 bits, and multiplies these bits as integers in a dot.
+    told to propagate NaN. The interpreter cuts fp32 off to bf16, where compiled code rounds. And it keeps bf16 as 16
+    bits, and multiplies these bits as integers in a dot.
     """
     import numpy
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
-    dot = InterpreterBuilder.create_dot
+    cast, dot = InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot
+
+    def rounded_cast(self, x, dtype):
+        if x.dtype.scalar != tl.float32 or dtype.scalar != tl.bfloat16:
+            return cast(self, x, dtype)
+        values = torch.from_numpy(numpy.ascontiguousarray(x.data)).to(torch.bfloat16)
+        return TensorHandle(values.view(torch.int16).numpy().view(numpy.uint16).reshape(x.data.shape), tl.bfloat16)
 
     def dot_of_values(self, a, b, *rest):
         values = [self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)]
         return dot(self, *values, *rest)
 
-    InterpreterBuilder.create_dot = dot_of_values
+    InterpreterBuilder.cast_impl, InterpreterBuilder.create_dot = rounded_cast, dot_of_values
 
     InterpreterBuilder.create_minnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmin)
     InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, numpy.fmax)

@@ -17,14 +17,14 @@ Dropout multiplies the x of one adapter by its mask and by 1 / (1 - p). Backward
 Shapes: T tokens, I inputs, O outputs of a layer, r rank of an adapter, R ranks of all adapters together.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import dropout_bits, expand, project, token_sums
+from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, project, split_terms, token_sums
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
@@ -96,6 +96,12 @@ class Entry(NamedTuple):
         return 1.0 / (1.0 - self.adapter.dropout)
 
 
+def rows_of(x: Tensor) -> Tensor:
+    """Return x [..., N] as rows [T, N] that are dense, a view if x has such rows."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
+
+
 def draw_seeds(projections: Sequence[Projection], x: Tensor) -> Tensor | None:
     """Return one seed for each adapter, drawn by torch's generator of the device, or None without dropout."""
     dropouts = [adapter.dropout for projection in projections for adapter in projection.adapters]
@@ -116,15 +122,11 @@ def list_entries(projections: Sequence[Projection], tokens: int, seeds: Tensor |
     return entries
 
 
-def _groups(entries: Sequence[Entry]) -> Iterator[tuple[Tensor, list[Entry]]]:
-    """Yield A [R, I] and the adapters that it stacks: all of them, or one by one if one has dropout.
-
-    One pass over x serves a group.
-    """
-    if len(entries) > 1 and all(entry.keep is None for entry in entries):
-        yield torch.cat([entry.adapter.a for entry in entries]), list(entries)
-    else:
-        yield from ((entry.adapter.a, [entry]) for entry in entries)
+def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
+    """Return the adapters in groups that one pass over x serves: all together, or one by one if one has dropout."""
+    if entries and all(entry.keep is None for entry in entries):
+        return [list(entries)]
+    return [[entry] for entry in entries]
 
 
 def _span(group: Sequence[Entry]) -> slice:
@@ -132,10 +134,11 @@ def _span(group: Sequence[Entry]) -> slice:
 
 
 def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
-    """x [T, I] -> h [T, R] in fp32."""
-    h = rows.new_empty((len(rows), entries[-1].columns.stop), dtype=torch.float32)
-    for a, group in _groups(entries):
-        project(rows, a, group[0].factor, group[0].keep, out=h[:, _span(group)])
+    """Return h [3, T, R], as terms, of x [T, I]."""
+    h = empty_hidden(rows, len(rows), entries[-1].columns.stop)
+    for group in _groups(entries):
+        a = split_terms(*(entry.adapter.a for entry in group))
+        project(rows, a, h[..., _span(group)], group[0].factor, group[0].keep)
     return h
 
 
@@ -154,7 +157,7 @@ def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Seque
         for entry in entries:
             is_first = entry is entries[0]
             expand(
-                h[:, entry.columns], entry.adapter.b, y, entry.adapter.scaling, bias if is_first else None,
+                h[..., entry.columns], entry.adapter.b, y, entry.adapter.scaling, bias if is_first else None,
                 adds=not is_first,
             )  # fmt: skip
     elif bias is not None:
@@ -166,29 +169,33 @@ def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Seque
 
 
 def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tuple[Tensor, list[Entry]]:
-    """dy_i [T, O_i] -> dh [T, R] in fp32, and the entries of these dy with their columns of dh."""
+    """Return dh [3, T, R], as terms, of dy_i [T, O_i], and the entries of these dy with their columns of dh."""
     first, used = 0, []
+    some_dy = next(iter(dys.values()))
     for entry in entries:
         if entry.projection in dys:
             used.append(entry._replace(columns=slice(first, first + len(entry.adapter.a))))
             first += len(entry.adapter.a)
-    dh = next(iter(dys.values())).new_empty((len(next(iter(dys.values()))), first), dtype=torch.float32)
+    dh = empty_hidden(some_dy, len(some_dy), first)
     for entry in used:
-        project(dys[entry.projection], entry.adapter.b.t(), entry.adapter.scaling, out=dh[:, entry.columns])
+        b = split_terms(entry.adapter.b.t())
+        project(dys[entry.projection], b, dh[..., entry.columns], entry.adapter.scaling)
     return dh, used
 
 
 def compute_input_gradient(
     dys: Mapping[int, Tensor], projections: Sequence[Projection], dh: Tensor | None, entries: Sequence[Entry]
 ) -> Tensor | None:
-    """dy_i [T, O_i], dh and its entries -> dx [T, I]."""
-    dx = None
-    for a, group in _groups(entries):
+    """Return dx [T, I] of dy_i [T, O_i], dh and its entries; None if there is no dy."""
+    dx: Tensor | None = None
+    for group in _groups(entries):
         assert dh is not None
         is_first = dx is None
         if dx is None:
-            dx = next(iter(dys.values())).new_empty((len(dh), a.shape[1]))
-        expand(dh[:, _span(group)], a.t(), dx, group[0].factor, keep=group[0].keep, adds=not is_first)
+            dx = next(iter(dys.values())).new_empty((dh.shape[1], group[0].adapter.a.shape[1]))
+        stacked = [entry.adapter.a for entry in group]
+        a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+        expand(dh[..., _span(group)], a.t(), dx, group[0].factor, keep=group[0].keep, adds=not is_first)
     for i, dy in dys.items():
         dx = multiply(dy, projections[i].weight, onto=dx)
     return dx
@@ -227,7 +234,7 @@ class _LoRALinears(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: tuple, *tensors: Any) -> tuple[Tensor, ...]:
         projections, needs = rebuild(tensors, numbers), rebuild(ctx.needs_input_grad[2:], numbers)
-        rows = x.flatten(0, -2)
+        rows = rows_of(x)
         seeds = draw_seeds(projections, x)
         entries = list_entries(projections, len(rows), seeds)
         h = compute_hidden(rows, entries) if entries else None
@@ -252,8 +259,8 @@ class _LoRALinears(torch.autograd.Function):
         x, h, seeds, *tensors = ctx.saved_tensors
         projections, needs = rebuild(tensors, ctx.numbers), rebuild(ctx.needs_input_grad[2:], ctx.numbers)
         needs_dx = ctx.needs_input_grad[0]
-        rows = None if x is None else x.flatten(0, -2)
-        dys = {i: dy.reshape(-1, dy.shape[-1]) for i, dy in enumerate(upstream) if dy is not None}
+        rows = None if x is None else rows_of(x)
+        dys = {i: rows_of(dy) for i, dy in enumerate(upstream) if dy is not None}
         if not dys:
             return None, None, *(None for _ in tensors)
         tokens = len(next(iter(dys.values())))
@@ -281,9 +288,9 @@ def layer_gradients(
 
     Args:
         rows: x [T, I]; for gradients of A and W.
-        h: [T, R] fp32; for gradients of B.
+        h: [3, T, R], as terms; for gradients of B.
         dys: The upstream gradients [T, O_i], by projection.
-        dh: [T, R] fp32; for gradients of A.
+        dh: [3, T, R], as terms; for gradients of A.
         entries: All adapters, with their columns of h.
         used: The adapters of projections in `dys`, with their columns of dh.
         needs: The layers with flags in place of the tensors.
@@ -291,12 +298,12 @@ def layer_gradients(
     """
     flags = [need for projection in needs for need in projection.adapters]
     das: dict[int, Tensor] = {}
-    for _, group in _groups([entry for entry in used if flags[entry.position].a]) if dh is not None else ():
+    for group in _groups([entry for entry in used if flags[entry.position].a]):
         assert rows is not None
         assert dh is not None
         span = _span(group)
         # Adapters that need no gradient may lie between the columns of the group: the sums of their columns are unused.
-        da = token_sums(rows, dh[:, span], torch.float32, group[0].factor, group[0].keep, transposed=True)
+        da = token_sums(rows, dh[..., span], group[0].factor, group[0].keep, transposed=True)
         for entry in group:
             part = da[entry.columns.start - span.start : entry.columns.stop - span.start]
             das[entry.position] = part.to(entry.adapter.a.dtype)
@@ -311,7 +318,7 @@ def layer_gradients(
                 db = None if db is None else db.to(entry.adapter.b.dtype)
             elif dy is not None and flags[entry.position].b:
                 assert h is not None
-                db = token_sums(dy, h[:, entry.columns], entry.adapter.b.dtype, entry.adapter.scaling)
+                db = token_sums(dy, h[..., entry.columns], entry.adapter.scaling).to(entry.adapter.b.dtype)
             if dy is not None and flags[entry.position].bias:
                 bias = (entry.adapter.scaling * dy.sum(0, dtype=torch.float32)).to(entry.adapter.bias.dtype)
             adapters.append(Adapter(das.get(entry.position), db, bias=bias))
@@ -327,6 +334,8 @@ def layer_gradients(
 def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
     """Return whether the node above computes these projections: kernels run, and dtypes and devices fit.
 
+    fp32 takes eager code: it has no tensor cores to gain, and its products are more accurate there.
+
     Under autocast it does if x and the weights have the dtype of autocast, because eager products would run in it too.
     """
     tensors = [tensor for tensor in flatten(projections)[0] if tensor is not None]
@@ -335,7 +344,7 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
     assert isinstance(x, Tensor)
     if any(tensor.device != x.device for tensor in tensors) or not runs_kernels(x, *tensors):
         return False
-    if any(projection.weight.dtype != x.dtype for projection in projections):
+    if x.dtype == torch.float32 or any(projection.weight.dtype != x.dtype for projection in projections):
         return False
     autocasts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     if autocasts and torch.get_autocast_dtype(x.device.type) != x.dtype:

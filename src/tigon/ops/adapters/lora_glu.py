@@ -8,6 +8,9 @@ r"""The activation of a gated MLP whose projections have low-rank adapters, forw
 
 gate and up are the base products, without their adapters. Adding the low-rank products here, in registers, costs no
 traffic; as products of their own they would read and write [T, I] three times in forward and again in backward.
+Products round h, B and A to bf16 once (in fp16: two terms): gate' and up' are not rounded before the activation, where
+eager code rounds them, so the results are as accurate.
+
 The sums over tokens (dB, dA) and over features (h_d) need parts of the other direction: the forward kernel gives a
 program a block of tokens and a part of the features, the backward kernel a block of features and a part of the tokens.
 
@@ -22,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import TERMS, dot_of_terms, rank_block, split_evenly
+from tigon.ops.adapters.low_rank import TERMS, empty_hidden, join, rank_block, split_evenly
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, on_device
@@ -44,10 +47,10 @@ class LoRAGLUProblem(NamedTuple):
 
 @dataclass(frozen=True)
 class LoRAGLUConfig(LaunchConfig):
-    """Launch parameters: tiles of `block_t` tokens and `block_i` features."""
+    """Launch parameters: tiles of `block_t` tokens and `block_n` features."""
 
     block_t: int
-    block_i: int
+    block_n: int
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
@@ -65,73 +68,108 @@ class LoRAGLUConfig(LaunchConfig):
 
 
 @triton.jit
-def _with_adapter(base, h, b, factor, B_TERMS: tl.constexpr, ORDER: tl.constexpr):
-    """base [T, I] + factor * h [T, r] b [I, r]^T, in fp32."""
-    product = dot_of_terms(h, tl.trans(b), tl.zeros(base.shape, tl.float32), 3, B_TERMS, ORDER)
-    return base + factor * product
+def _load_terms(h_ptr, stride_term, offsets, mask, ORDER: tl.constexpr):
+    """Return the first term of h, and the second one if `ORDER` is 2 (else the first again, which is not used)."""
+    first = tl.load(h_ptr + offsets, mask, 0.0)
+    if ORDER == 2:
+        return first, tl.load(h_ptr + stride_term + offsets, mask, 0.0)
+    return first, first
+
+
+@triton.jit
+def _split(b, factor, ORDER: tl.constexpr):
+    """Return factor * b as one or two bf16 terms, as `_load_terms` does."""
+    b = b.to(tl.float32) * factor
+    first = b.to(tl.bfloat16)
+    if ORDER == 2:
+        return first, (b - first.to(tl.float32)).to(tl.bfloat16)
+    return first, first
+
+
+@triton.jit
+def _add_product(base, h, h_second, b, b_second, ORDER: tl.constexpr):
+    """base [T, I] + h [T, r] b [I, r]^T, in fp32."""
+    total = tl.dot(h, tl.trans(b), base.to(tl.float32))
+    if ORDER == 2:
+        total = tl.dot(h, tl.trans(b_second), total)
+        total = tl.dot(h_second, tl.trans(b), total)
+    return total
+
+
+@triton.jit
+def _add_sums(total, z, h, h_second, ORDER: tl.constexpr):
+    """total [I, r] + z [T, I]^T h [T, r], in fp32, of z in bf16 or, with `ORDER` 2, in fp16."""
+    if ORDER == 2:
+        first = z.to(tl.bfloat16)
+        second = (z.to(tl.float32) - first.to(tl.float32)).to(tl.bfloat16)
+        total = tl.dot(tl.trans(second), h, total)
+        total = tl.dot(tl.trans(first), h_second, total)
+        return tl.dot(tl.trans(first), h, total)
+    return tl.dot(tl.trans(z), h, total)
 
 
 @triton.jit(do_not_specialize=["T", "part", "parts"])
-def _forward_kernel(
-    gate_ptr, up_ptr, a_ptr,  # [T, I] each
-    gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [T, r] fp32 or None, [I, r] or None
-    down_a_ptr, down_h_ptr,  # [r, I] or None, [parts, T, r] fp32
-    T, N, part, parts, stride_gate_h, stride_up_h, gate_factor, up_factor,
-    GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, TERMS_: tl.constexpr,
-    ADAPTER_TERMS: tl.constexpr, ORDER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+def _lora_glu_forward_kernel(
+    gate_ptr, up_ptr, a_ptr,  # [T, N] each
+    gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
+    down_a_ptr, down_h_ptr,  # [r, N] or None, [parts, T, r] fp32
+    T, N, part, parts, stride_h, stride_term, gate_factor, up_factor,
+    GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write a for a block of tokens and a part of the features, and the part's h_d."""
     pid = tl.program_id(0)
     chunk = pid % parts
     rows = ((pid // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     ranks = tl.arange(0, BLOCK_R)[None, :]
-    steps = tl.arange(0, BLOCK_I)
+    steps = tl.arange(0, BLOCK_N)
     if gate_h_ptr is not None:
-        gate_h = tl.load(gate_h_ptr + rows * stride_gate_h + ranks, (rows < T) & (ranks < GATE_R), 0.0)
+        gate_h, gate_h2 = _load_terms(
+            gate_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < GATE_R), ORDER
+        )  # fmt: skip
     if up_h_ptr is not None:
-        up_h = tl.load(up_h_ptr + rows * stride_up_h + ranks, (rows < T) & (ranks < UP_R), 0.0)
+        up_h, up_h2 = _load_terms(up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER)
     down_h = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    # A part is a multiple of `BLOCK_I`. Triton vectorises the loads only if it knows that.
-    first = tl.multiple_of(chunk * part, BLOCK_I)
-    for start in tl.range(first, tl.minimum(first + part, N), BLOCK_I, num_stages=STAGES):
-        cols = start + steps
-        inside = (rows < T) & (cols[None, :] < N)
-        offsets = rows * N + cols[None, :]
-        gate = tl.load(gate_ptr + offsets, inside, 0.0).to(tl.float32)
-        up = tl.load(up_ptr + offsets, inside, 0.0).to(tl.float32)
+    # A part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
+    first = tl.multiple_of(chunk * part, BLOCK_N)
+    for start in tl.range(first, tl.minimum(first + part, N), BLOCK_N, num_stages=STAGES):
+        cols = (start + steps)[None, :]
+        features = (start + steps)[:, None]
+        inside = (rows < T) & (cols < N)
+        offsets = rows * N + cols
+        gate = tl.load(gate_ptr + offsets, inside, 0.0)
+        up = tl.load(up_ptr + offsets, inside, 0.0)
         if gate_h_ptr is not None:
-            b_mask = (cols[:, None] < N) & (ranks < GATE_R)
-            b = tl.load(gate_b_ptr + cols[:, None].to(tl.int64) * GATE_R + ranks, b_mask, 0.0)
-            gate = _with_adapter(gate, gate_h, b, gate_factor, ADAPTER_TERMS, ORDER)
+            b = tl.load(gate_b_ptr + features * GATE_R + ranks, (features < N) & (ranks < GATE_R), 0.0)
+            b, b2 = _split(b, gate_factor, ORDER)
+            gate = _add_product(gate, gate_h, gate_h2, b, b2, ORDER)
         if up_h_ptr is not None:
-            b_mask = (cols[:, None] < N) & (ranks < UP_R)
-            b = tl.load(up_b_ptr + cols[:, None].to(tl.int64) * UP_R + ranks, b_mask, 0.0)
-            up = _with_adapter(up, up_h, b, up_factor, ADAPTER_TERMS, ORDER)
-        act, _ = activation_and_slope(gate, KIND)
-        a = (act * up).to(a_ptr.dtype.element_ty)
+            b = tl.load(up_b_ptr + features * UP_R + ranks, (features < N) & (ranks < UP_R), 0.0)
+            b, b2 = _split(b, up_factor, ORDER)
+            up = _add_product(up, up_h, up_h2, b, b2, ORDER)
+        act, _ = activation_and_slope(gate.to(tl.float32), KIND)
+        a = (act * up.to(tl.float32)).to(a_ptr.dtype.element_ty)
         tl.store(a_ptr + offsets, a, inside)
         if down_a_ptr is not None:
             down_ranks = tl.arange(0, BLOCK_R)[:, None]
-            a_mask = (down_ranks < DOWN_R) & (cols[None, :] < N)
-            down_a = tl.load(down_a_ptr + down_ranks.to(tl.int64) * N + cols[None, :], a_mask, 0.0)
-            a = tl.where(inside, a, 0.0)
-            down_h = dot_of_terms(a, tl.trans(down_a), down_h, TERMS_, ADAPTER_TERMS, 3)
+            down_a = tl.load(down_a_ptr + down_ranks * N + cols, (down_ranks < DOWN_R) & (cols < N), 0.0)
+            down_a, down_a2 = _split(down_a, 1.0, ORDER)
+            # Elements outside are zeros in `down_a`, and gate and up are finite there.
+            down_h = _add_sums(down_h, tl.trans(a), tl.trans(down_a), tl.trans(down_a2), ORDER)
     if down_a_ptr is not None:
         out = down_h_ptr + (chunk.to(tl.int64) * T + rows) * DOWN_R + ranks
         tl.store(out, down_h, (rows < T) & (ranks < DOWN_R))
 
 
 @triton.jit(do_not_specialize=["T", "part", "parts"])
-def _backward_kernel(
-    da_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [T, I] each
-    gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [T, r] fp32 or None, [I, r] or None
-    down_dh_ptr, down_a_ptr,  # [T, r] fp32 or None, [r, I] or None
-    gate_db_ptr, up_db_ptr, down_da_ptr,  # [parts, I, r] fp32 or None, the last [parts, r, I]
-    T, N, part, parts, stride_gate_h, stride_up_h, gate_factor, up_factor,
-    GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, TERMS_: tl.constexpr,
-    ADAPTER_TERMS: tl.constexpr, ORDER: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_I: tl.constexpr,
-    BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+def _lora_glu_backward_kernel(
+    da_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [T, N] each
+    gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
+    down_dh_ptr, down_a_ptr,  # [3, T, r] bf16 or None, [r, N] or None
+    gate_db_ptr, up_db_ptr, down_da_ptr,  # [parts, N, r] fp32 or None, the last [parts, r, N]
+    T, N, part, parts, stride_h, stride_term, stride_dh, stride_dh_term, gate_factor, up_factor,
+    GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write dgate and dup for a block of features and a part of the tokens, and the part's sums over tokens.
 
@@ -139,59 +177,66 @@ def _backward_kernel(
     """
     pid = tl.program_id(0)
     chunk = pid % parts
-    block = pid // parts
-    cols = (block * BLOCK_I + tl.arange(0, BLOCK_I))[None, :]
-    features = (block * BLOCK_I + tl.arange(0, BLOCK_I))[:, None]
+    first_feature = (pid // parts) * BLOCK_N
+    cols = (first_feature + tl.arange(0, BLOCK_N))[None, :]
+    features = (first_feature + tl.arange(0, BLOCK_N))[:, None]
     ranks = tl.arange(0, BLOCK_R)[None, :]
     if gate_h_ptr is not None:
-        gate_b = tl.load(
-            gate_b_ptr + features.to(tl.int64) * GATE_R + ranks, (features < N) & (ranks < GATE_R), 0.0
-        )  # fmt: skip
+        gate_b = tl.load(gate_b_ptr + features * GATE_R + ranks, (features < N) & (ranks < GATE_R), 0.0)
+        gate_b, gate_b2 = _split(gate_b, gate_factor, ORDER)
     if up_h_ptr is not None:
-        up_b = tl.load(up_b_ptr + features.to(tl.int64) * UP_R + ranks, (features < N) & (ranks < UP_R), 0.0)
+        up_b = tl.load(up_b_ptr + features * UP_R + ranks, (features < N) & (ranks < UP_R), 0.0)
+        up_b, up_b2 = _split(up_b, up_factor, ORDER)
     if down_dh_ptr is not None:
-        # [I, r], the transpose of what lies in memory.
-        down_a = tl.load(down_a_ptr + features + ranks.to(tl.int64) * N, (features < N) & (ranks < DOWN_R), 0.0)
-    gate_db = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
-    up_db = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
-    down_da = tl.zeros([BLOCK_I, BLOCK_R], tl.float32)
+        # [N, r], the transpose of what lies in memory.
+        down_a = tl.load(down_a_ptr + features + ranks * N, (features < N) & (ranks < DOWN_R), 0.0)
+        down_a, down_a2 = _split(down_a, 1.0, ORDER)
+    gate_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    up_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    down_da = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     steps = tl.arange(0, BLOCK_T)[:, None]
     first = chunk.to(tl.int64) * part
     for start in tl.range(first, tl.minimum(first + part, T), BLOCK_T, num_stages=STAGES):
         rows = start + steps
         inside = (rows < T) & (cols < N)
         offsets = rows * N + cols
-        gate = tl.load(gate_ptr + offsets, inside, 0.0).to(tl.float32)
-        up = tl.load(up_ptr + offsets, inside, 0.0).to(tl.float32)
-        da = tl.load(da_ptr + offsets, inside, 0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + offsets, inside, 0.0)
+        up = tl.load(up_ptr + offsets, inside, 0.0)
+        da = tl.load(da_ptr + offsets, inside, 0.0)
         if gate_h_ptr is not None:
-            gate_h = tl.load(gate_h_ptr + rows * stride_gate_h + ranks, (rows < T) & (ranks < GATE_R), 0.0)
-            gate = _with_adapter(gate, gate_h, gate_b, gate_factor, ADAPTER_TERMS, ORDER)
+            gate_h, gate_h2 = _load_terms(
+                gate_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < GATE_R), ORDER
+            )  # fmt: skip
+            gate = _add_product(gate, gate_h, gate_h2, gate_b, gate_b2, ORDER)
         if up_h_ptr is not None:
-            up_h = tl.load(up_h_ptr + rows * stride_up_h + ranks, (rows < T) & (ranks < UP_R), 0.0)
-            up = _with_adapter(up, up_h, up_b, up_factor, ADAPTER_TERMS, ORDER)
+            up_h, up_h2 = _load_terms(
+                up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER
+            )  # fmt: skip
+            up = _add_product(up, up_h, up_h2, up_b, up_b2, ORDER)
         if down_dh_ptr is not None:
-            down_dh = tl.load(down_dh_ptr + rows * DOWN_R + ranks, (rows < T) & (ranks < DOWN_R), 0.0)
-            da = _with_adapter(da, down_dh, down_a, 1.0, ADAPTER_TERMS, ORDER)
-        act, slope = activation_and_slope(gate, KIND)
-        dgate = (da * up * slope).to(dgate_ptr.dtype.element_ty)
-        dup = (da * act).to(dup_ptr.dtype.element_ty)
+            down_dh, down_dh2 = _load_terms(
+                down_dh_ptr, stride_dh_term, rows * stride_dh + ranks, (rows < T) & (ranks < DOWN_R), ORDER
+            )  # fmt: skip
+            da = _add_product(da, down_dh, down_dh2, down_a, down_a2, ORDER)
+        act, slope = activation_and_slope(gate.to(tl.float32), KIND)
+        dgate = (da.to(tl.float32) * up.to(tl.float32) * slope).to(dgate_ptr.dtype.element_ty)
+        dup = (da.to(tl.float32) * act).to(dup_ptr.dtype.element_ty)
         tl.store(dgate_ptr + offsets, dgate, inside)
         tl.store(dup_ptr + offsets, dup, inside)
-        # Values outside are zeros, because da is.
+        # Rows outside are zeros in h and dh, and the other factor is finite there.
         if gate_db_ptr is not None:
-            gate_db = dot_of_terms(tl.trans(dgate), gate_h, gate_db, TERMS_, 3, 3)
+            gate_db = _add_sums(gate_db, dgate, gate_h, gate_h2, ORDER)
         if up_db_ptr is not None:
-            up_db = dot_of_terms(tl.trans(dup), up_h, up_db, TERMS_, 3, 3)
+            up_db = _add_sums(up_db, dup, up_h, up_h2, ORDER)
         if down_da_ptr is not None:
-            a = (act * up).to(dgate_ptr.dtype.element_ty)
-            down_da = dot_of_terms(tl.trans(a), down_dh, down_da, TERMS_, 3, 3)
-    part_of_b = chunk.to(tl.int64) * N + features
+            a = (act * up.to(tl.float32)).to(dgate_ptr.dtype.element_ty)
+            down_da = _add_sums(down_da, a, down_dh, down_dh2, ORDER)
+    row_of_b = chunk.to(tl.int64) * N + features
     if gate_db_ptr is not None:
-        out = gate_db_ptr + part_of_b * GATE_R + ranks
+        out = gate_db_ptr + row_of_b * GATE_R + ranks
         tl.store(out, gate_db * gate_factor, (features < N) & (ranks < GATE_R))
     if up_db_ptr is not None:
-        out = up_db_ptr + part_of_b * UP_R + ranks
+        out = up_db_ptr + row_of_b * UP_R + ranks
         tl.store(out, up_db * up_factor, (features < N) & (ranks < UP_R))
     if down_da_ptr is not None:
         out = down_da_ptr + (chunk.to(tl.int64) * DOWN_R + ranks) * N + features
@@ -204,7 +249,7 @@ def _backward_kernel(
 class GLUAdapters(NamedTuple):
     """The parts of the adapters that the activation needs. None where a projection has no adapter."""
 
-    gate_h: Tensor | None  # [T, r] fp32
+    gate_h: Tensor | None  # [3, T, r] bf16, columns of one tensor with up_h
     up_h: Tensor | None
     gate_b: Tensor | None  # [I, r], contiguous
     up_b: Tensor | None
@@ -219,24 +264,21 @@ class GLUAdapters(NamedTuple):
         return gate_r, up_r, 0 if self.down_a is None else len(self.down_a)
 
     def strides(self) -> tuple[int, int]:
-        """Return the distances of the rows of h."""
-        gate, up = (0 if h is None else h.stride(0) for h in (self.gate_h, self.up_h))
-        return gate, up
+        """Return the distances of the rows and of the terms of h."""
+        h = self.up_h if self.gate_h is None else self.gate_h
+        return (0, 0) if h is None else (h.stride(1), h.stride(0))
 
 
 def _constants(x: Tensor, adapters: GLUAdapters, kind: str, config: LoRAGLUConfig) -> dict[str, object]:
     gate_r, up_r, down_r = adapters.ranks
-    tensors = [t for t in (adapters.gate_b, adapters.up_b, adapters.down_a) if t is not None]
     return {
         "GATE_R": gate_r,
         "UP_R": up_r,
         "DOWN_R": down_r,
         "KIND": kind,
-        "TERMS_": TERMS[x.dtype],
-        "ADAPTER_TERMS": max(TERMS[t.dtype] for t in tensors),
-        "ORDER": 3 if x.dtype == torch.float32 else 2,
+        "ORDER": TERMS[x.dtype],
         "BLOCK_T": config.block_t,
-        "BLOCK_I": config.block_i,
+        "BLOCK_N": config.block_n,
         "BLOCK_R": rank_block(max(adapters.ranks)),
         "STAGES": config.num_stages,
         "num_warps": config.num_warps,
@@ -247,22 +289,24 @@ def _constants(x: Tensor, adapters: GLUAdapters, kind: str, config: LoRAGLUConfi
 def lora_glu_forward(
     gate: Tensor, up: Tensor, adapters: GLUAdapters, kind: str
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """gate, up [T, I] -> a [T, I], h_d [T, r] in fp32 or None."""
+    """Return a [T, I] and h_d [3, T, r], as terms, or None without an adapter of down; of gate and up [T, I]."""
     t, i = gate.shape
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), False), device)
     blocks = cdiv(t, config.block_t)
-    part, parts = split_evenly(i, config.block_i, blocks, device.multiprocessors * config.programs_per_multiprocessor)
+    part, parts = split_evenly(i, config.block_n, blocks, device.multiprocessors * config.programs_per_multiprocessor)
     a, down_r = torch.empty_like(gate), adapters.ranks[2]
     h = gate.new_empty((parts, t, down_r), dtype=torch.float32) if down_r else None
     launch(
-        _forward_kernel, blocks * parts, gate, up, a, adapters.gate_h, adapters.up_h, adapters.gate_b, adapters.up_b,
-        adapters.down_a, h, t, i, part, parts, *adapters.strides(), adapters.gate_scaling, adapters.up_scaling,
-        **_constants(gate, adapters, kind, config),
+        _lora_glu_forward_kernel, blocks * parts, gate, up, a, adapters.gate_h, adapters.up_h, adapters.gate_b,
+        adapters.up_b, adapters.down_a, h, t, i, part, parts, *adapters.strides(), adapters.gate_scaling,
+        adapters.up_scaling, **_constants(gate, adapters, kind, config),
     )  # fmt: skip
     if h is None:
         return a, None
-    return a, h[0] if parts == 1 else h.sum(0)
+    down_h = empty_hidden(gate, t, down_r)
+    join(h, down_h)
+    return a, down_h
 
 
 class GLUGradients(NamedTuple):
@@ -280,22 +324,23 @@ def lora_glu_backward(
 ) -> GLUGradients:  # fmt: skip
     """Write dgate and dup [T, I], which may be gate and up, and return the gradients of B_g, B_u and A_d.
 
-    da [T, I] is the gradient by the base product of down; down_dh [T, r] fp32 that of h_d. `needs` are for B_g, B_u,
-    A_d.
+    da [T, I] is the gradient by the base product of down; down_dh [3, T, r], as terms, that of h_d. `needs` are for
+    B_g, B_u, A_d.
     """
     t, i = gate.shape
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), True), device)
-    blocks = cdiv(i, config.block_i)
+    blocks = cdiv(i, config.block_n)
     part, parts = split_evenly(t, config.block_t, blocks, device.multiprocessors * config.programs_per_multiprocessor)
     gate_r, up_r, down_r = adapters.ranks
     shapes = (parts, i, gate_r), (parts, i, up_r), (parts, down_r, i)
     sums = [
         gate.new_empty(shape, dtype=torch.float32) if need else None for shape, need in zip(shapes, needs, strict=True)
     ]  # fmt: skip
+    dh_strides = (0, 0) if down_dh is None else (down_dh.stride(1), down_dh.stride(0))
     launch(
-        _backward_kernel, blocks * parts, da, gate, up, dgate, dup, adapters.gate_h, adapters.up_h, adapters.gate_b,
-        adapters.up_b, down_dh, adapters.down_a, *sums, t, i, part, parts, *adapters.strides(),
-        adapters.gate_scaling, adapters.up_scaling, **_constants(gate, adapters, kind, config),
+        _lora_glu_backward_kernel, blocks * parts, da, gate, up, dgate, dup, adapters.gate_h, adapters.up_h,
+        adapters.gate_b, adapters.up_b, down_dh, adapters.down_a, *sums, t, i, part, parts, *adapters.strides(),
+        *dh_strides, adapters.gate_scaling, adapters.up_scaling, **_constants(gate, adapters, kind, config),
     )  # fmt: skip
     return GLUGradients(*(None if x is None else x[0] if parts == 1 else x.sum(0) for x in sums))

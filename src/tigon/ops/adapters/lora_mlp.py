@@ -36,11 +36,12 @@ from tigon.ops.adapters.lora import (
     lora_linears,
     project_gradients,
     rebuild,
+    rows_of,
     takes_adapters,
     write_output,
 )
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
-from tigon.ops.adapters.low_rank import project, token_sums
+from tigon.ops.adapters.low_rank import empty_hidden, project, split_terms, token_sums
 from tigon.ops.mlps.glu_mlp import GATES, multiply_gates, save_early, unpack_early
 from tigon.runtime.autograd import first_order, frees_saved, without_autocast
 from tigon.runtime.products import multiply
@@ -58,7 +59,7 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
     scaling = [1.0, 1.0]
     for entry in entries:
         assert h is not None
-        hidden[entry.projection] = h[:, entry.columns]
+        hidden[entry.projection] = h[..., entry.columns]
         b[entry.projection] = entry.adapter.b.contiguous()
         scaling[entry.projection] = entry.adapter.scaling
     down_a = down.adapters[0].a.contiguous() if down.adapters else None
@@ -73,7 +74,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         ctx: Any, x: Tensor, numbers: tuple, kind: str, saves_gates: bool, is_checkpointed: bool, *tensors: Any
     ) -> Tensor:
         gate_layer, up_layer, down = rebuild(tensors, numbers)
-        rows = x.flatten(0, -2)
+        rows = rows_of(x)
         entries = list_entries((gate_layer, up_layer), len(rows), None)
         h = compute_hidden(rows, entries) if entries else None
         gate, up = multiply_gates(rows, gate_layer.weight, up_layer.weight)
@@ -101,7 +102,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         x, h, down_h, gate, up, *tensors = unpack_early(ctx) if ctx.saves_early else ctx.saved_tensors
         *layers, down = rebuild(tensors, ctx.numbers)
         *needs, down_needs = rebuild(ctx.needs_input_grad[5:], ctx.numbers)
-        rows, dy = x.flatten(0, -2), dy.reshape(-1, dy.shape[-1])
+        rows, dy = rows_of(x), rows_of(dy)
         if ctx.version is not None and gate._version != ctx.version:
             raise RuntimeError(
                 "lora_glu_mlp: gate and up of a checkpointed region that ran again have been modified by an inplace "
@@ -112,8 +113,9 @@ class _LoRAGLUMLP(torch.autograd.Function):
             gate, up = multiply_gates(rows, *(layer.weight for layer in layers))
         down_dh, down_gradients = None, []
         for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
-            down_dh = project(dy, adapter.b.t(), adapter.scaling)
-            db = token_sums(dy, down_h, adapter.b.dtype, adapter.scaling) if need.b else None
+            down_dh = empty_hidden(dy, len(dy), len(adapter.a))
+            project(dy, split_terms(adapter.b.t()), down_dh, adapter.scaling)
+            db = token_sums(dy, down_h, adapter.scaling).to(adapter.b.dtype) if need.b else None
             down_gradients.append(Adapter(None, db))
         # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
         if is_recomputed or (ctx.may_overwrite and frees_saved(gate)):
@@ -124,7 +126,8 @@ class _LoRAGLUMLP(torch.autograd.Function):
             dgate, dup = torch.empty_like(gate), torch.empty_like(up)
         entries = list_entries(layers, len(rows), None)
         flags = (
-            *(any(adapter.b for adapter in need.adapters) for need in needs),
+            any(adapter.b for adapter in needs[0].adapters),
+            any(adapter.b for adapter in needs[1].adapters),
             any(adapter.a for adapter in down_needs.adapters),
         )
         sums = lora_glu_backward(

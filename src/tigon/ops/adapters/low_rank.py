@@ -1,17 +1,20 @@
 r"""The three products of a low-rank adapter. Each one costs the traffic of its one large operand.
 
-    project       h   = x A^T       [T, R] = [T, N] [N, R]     reads x once
-    expand        out = h B^T       [T, N] = [T, R] [R, N]     writes out once
-    token_sums    G   = z^T h       [N, R] = [N, T] [T, R]     reads z once
+    project      h   = x A^T       [T, R] = [T, N] [N, R]     reads x once
+    expand       out = h B^T       [T, N] = [T, R] [R, N]     writes out once
+    token_sums   G   = z^T h       [N, R] = [N, T] [T, R]     reads z once
 
 Adapters are usually in fp32 beside a bf16 model. Tensor cores multiply bf16 and add in fp32, and an fp32 value is the
-sum of three bf16 values of 8 bits each. So the kernels split each factor into such terms and add the products of all
-pairs (i, j) of terms with i + j < `ORDER`: products of order 3 are below 2^-24 of the largest one. A result in fp32 is
-then as accurate as a product in fp32 (`ORDER` 3); a result that is rounded to bf16 or fp16 needs `ORDER` 2.
+sum of three bf16 values of 8 bits each. So A, B and h are split into such terms, once and ahead (`split_terms`; A and h
+are small), and a kernel adds the products with each term. h and the sums over tokens are then as accurate as products
+in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in bf16, two in fp16.
+
+Tensor cores do not round the sums that they carry from one instruction to the next. So the products of a step start
+from zero, and the kernels add the steps with rounding.
 
 Dropout multiplies x by a mask. `keep` holds it as bits: bit i % 8 of byte [t, i // 8] is 1 where x[t, i] is kept.
 
-Shapes: T tokens, N features, R rank (of several adapters together).
+Shapes: T tokens, N features, R rank (of several adapters together), S terms.
 """
 
 from dataclasses import dataclass
@@ -30,16 +33,18 @@ __all__ = [
     "ExpandConfig",
     "ProjectConfig",
     "TokenSumConfig",
-    "dot_of_terms",
     "dropout_bits",
+    "empty_hidden",
     "expand",
+    "join",
     "project",
     "rank_block",
     "split_evenly",
+    "split_terms",
     "token_sums",
 ]
 
-# The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa in steps of 8.
+# The number of bf16 terms that represent a value exactly: 8, 11 and 24 bits of mantissa, 8 bits a term.
 TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
@@ -89,7 +94,7 @@ class ExpandConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ExpandConfig":
-        return ExpandConfig(block_t=128, block_n=128, num_warps=8)
+        return ExpandConfig(block_t=64, block_n=128, num_warps=4)
 
 
 @dataclass(frozen=True)
@@ -115,25 +120,24 @@ class TokenSumConfig(LaunchConfig):
 
 
 @triton.jit
-def dot_of_terms(a, b, total, A_TERMS: tl.constexpr, B_TERMS: tl.constexpr, ORDER: tl.constexpr):
-    """Return total + a b, where each factor is the sum of bf16 terms."""
-    rest_a = a.to(tl.float32)
-    for i in tl.static_range(A_TERMS):
-        if A_TERMS == 1:
-            term_a = a.to(tl.bfloat16)
-        else:
-            term_a = rest_a.to(tl.bfloat16)
-            rest_a -= term_a.to(tl.float32)
-        rest_b = b.to(tl.float32)
-        for j in tl.static_range(B_TERMS):
-            if i + j < ORDER:
-                if B_TERMS == 1:
-                    term_b = b.to(tl.bfloat16)
-                else:
-                    term_b = rest_b.to(tl.bfloat16)
-                    rest_b -= term_b.to(tl.float32)
-                total = tl.dot(term_a, term_b, total)
-    return total
+def _term(x, index: tl.constexpr):
+    """Return the bf16 term of this index of x, in bf16."""
+    rest = x.to(tl.float32)
+    for _ in tl.static_range(index):
+        rest -= rest.to(tl.bfloat16).to(tl.float32)
+    return rest.to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["blocks", "first"])
+def _split_kernel(
+    a_ptr, out_ptr, N, blocks, first, stride_ar, stride_an, stride_term, TERMS_: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Write the terms of a block of one row of A [r, N] to row `first` + r of out [S, R, N]."""
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + row * stride_ar + cols * stride_an, cols < N, 0.0)
+    for i in tl.static_range(TERMS_):
+        tl.store(out_ptr + i * stride_term + (first + row) * N + cols, _term(a, i), cols < N)
 
 
 @triton.jit
@@ -159,43 +163,73 @@ def _dropout_bits_kernel(seeds_ptr, keep_ptr, T, N, position, stride_keep, p, BL
     tl.store(keep_ptr + row.to(tl.int64) * stride_keep + columns, byte.to(tl.uint8), columns * 8 < N)
 
 
+@triton.jit
+def _store_terms(h, out_ptr, offsets, stride_term, mask):
+    """Write the three terms of h."""
+    for i in tl.static_range(3):
+        tl.store(out_ptr + i * stride_term + offsets, _term(h, i), mask)
+
+
 @triton.jit(do_not_specialize=["T", "part", "parts"])
 def _project_kernel(
-    x_ptr, a_ptr, h_ptr, keep_ptr,  # [T, N], [R, N] by strides, [parts, T, R] fp32, [T, N / 8] uint8 or None
-    T, N, part, parts, stride_x, stride_keep, stride_ar, stride_an, stride_h, factor,
-    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr,
+    x_ptr, a_ptr, out_ptr, keep_ptr,  # [T, N], [S, R, N] bf16, as below, [T, N / 8] uint8 or None
+    T, N, part, parts, stride_x, stride_keep, stride_out, stride_term, factor,
+    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IN_PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write h = factor * x A^T over `part` of the features, for a block of tokens and of the rank."""
+    """Write h = factor * x A^T over `part` of the features, for a block of tokens and of the rank.
+
+    `out` is [3, T, R], the terms of h, or [parts, T, R] in fp32, which `_join_kernel` adds.
+    """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
-    index = pid // r_blocks // parts
     chunk = pid // r_blocks % parts
-    rows = (index.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    rows = ((pid // r_blocks // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     ranks = (pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
     steps = tl.arange(0, BLOCK_N)[None, :]
     # A part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
     first = tl.multiple_of(chunk * part, BLOCK_N)
-    last = tl.minimum(first + part, N)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for start in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(first, tl.minimum(first + part, N), BLOCK_N, num_stages=STAGES):
         cols = start + steps
         inside = (rows < T) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
-        a_mask = (ranks[:, None] < R) & (cols < N)
-        a = tl.load(a_ptr + ranks[:, None] * stride_ar + cols * stride_an, a_mask, 0.0)
         if keep_ptr is not None:
             x = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, x, 0.0)
-        total = dot_of_terms(x, tl.trans(a), total, X_TERMS, A_TERMS, 3)
-    out = h_ptr + (chunk.to(tl.int64) * T + rows) * stride_h + ranks[None, :]
-    tl.store(out, total * factor, (rows < T) & (ranks[None, :] < R))
+        sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+        for j in tl.static_range(A_TERMS):
+            offsets = (j * R + ranks[:, None]) * N + cols
+            a = tl.load(a_ptr + offsets, (ranks[:, None] < R) & (cols < N), 0.0)
+            for i in tl.static_range(X_TERMS):
+                if i + j < 3:
+                    sums = tl.dot(x if X_TERMS == 1 else _term(x, i), tl.trans(a), sums)
+        total += sums * factor
+    mask = (rows < T) & (ranks[None, :] < R)
+    if IN_PARTS:
+        tl.store(out_ptr + (chunk.to(tl.int64) * T + rows) * R + ranks[None, :], total, mask)
+    else:
+        _store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
+
+
+@triton.jit(do_not_specialize=["T", "parts"])
+def _join_kernel(
+    h_ptr, out_ptr, T, parts, stride_out, stride_term, R: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr
+):  # fmt: skip
+    """Write the terms [3, T, R] of the sum of h [parts, T, R] over the parts."""
+    rows = (tl.program_id(0).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    ranks = tl.arange(0, BLOCK_R)[None, :]
+    mask = (rows < T) & (ranks < R)
+    total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    for i in range(parts):
+        total += tl.load(h_ptr + (i * T + rows) * R + ranks, mask, 0.0)
+    _store_terms(total, out_ptr, rows * stride_out + ranks, stride_term, mask)
 
 
 @triton.jit(do_not_specialize=["T"])
 def _expand_kernel(
-    h_ptr, b_ptr, bias_ptr, out_ptr, keep_ptr,  # [T, R] fp32, [N, R] by strides, [N] fp32 or None, [T, N], as above
-    T, N, stride_h, stride_bn, stride_br, stride_out, stride_keep, factor,
-    R: tl.constexpr, B_TERMS: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
+    h_ptr, b_ptr, bias_ptr, out_ptr, keep_ptr,  # [3, T, R] bf16, [N, R] by strides, [N] fp32 or None, [T, N], as above
+    T, N, stride_h, stride_term, stride_bn, stride_br, stride_out, stride_keep, factor,
+    R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Write out = factor * h B^T + bias, or add that to `out`, for a tile."""
@@ -206,12 +240,13 @@ def _expand_kernel(
     total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
     for start in tl.static_range(0, R, BLOCK_R):
         ranks = start + tl.arange(0, BLOCK_R)
-        h = tl.load(h_ptr + rows * stride_h + ranks[None, :], (rows < T) & (ranks[None, :] < R), 0.0)
-        b = tl.load(
-            b_ptr + cols * stride_bn + ranks[:, None] * stride_br, (cols < N) & (ranks[:, None] < R), 0.0
-        )  # fmt: skip
-        total = dot_of_terms(h, b, total, 3, B_TERMS, ORDER)
-    total *= factor
+        b_mask = (cols < N) & (ranks[:, None] < R)
+        b = tl.load(b_ptr + cols * stride_bn + ranks[:, None] * stride_br, b_mask, 0.0).to(tl.float32) * factor
+        for i in tl.static_range(ORDER):
+            offsets = i * stride_term + rows * stride_h + ranks[None, :]
+            h = tl.load(h_ptr + offsets, (rows < T) & (ranks[None, :] < R), 0.0)
+            for j in tl.static_range(ORDER - i):
+                total = tl.dot(h, _term(b, j), total)
     inside = (rows < T) & (cols < N)
     if keep_ptr is not None:
         total = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, total, 0.0)
@@ -225,8 +260,8 @@ def _expand_kernel(
 
 @triton.jit(do_not_specialize=["T", "part", "parts"])
 def _token_sum_kernel(
-    z_ptr, h_ptr, out_ptr, keep_ptr,  # [T, N], [T, R] fp32, [parts, N, R] fp32 by strides, [T, N / 8] uint8 or None
-    T, N, part, parts, stride_z, stride_keep, stride_h, stride_part, stride_on, stride_or, factor,
+    z_ptr, h_ptr, out_ptr, keep_ptr,  # [T, N], [3, T, R] bf16, [parts, N, R] fp32 by strides, [T, N / 8] uint8 or None
+    T, N, part, parts, stride_z, stride_keep, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
     R: tl.constexpr, Z_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -234,7 +269,8 @@ def _token_sum_kernel(
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
     chunk = pid // r_blocks % parts
-    cols = ((pid // r_blocks // parts) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    block = pid // r_blocks // parts
+    cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     ranks = ((pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
     first = chunk.to(tl.int64) * part
     last = tl.minimum(first + part, T)
@@ -244,13 +280,18 @@ def _token_sum_kernel(
         rows = start + steps
         inside = (rows < last) & (cols < N)
         z = tl.load(z_ptr + rows * stride_z + cols, inside, 0.0)
-        h = tl.load(h_ptr + rows * stride_h + ranks, (rows < last) & (ranks < R), 0.0)
         if keep_ptr is not None:
             z = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, z, 0.0)
-        total = dot_of_terms(tl.trans(z), h, total, Z_TERMS, 3, 3)
-    features = ((pid // r_blocks // parts) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+        sums = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+        for j in tl.static_range(3):
+            h = tl.load(h_ptr + j * stride_term + rows * stride_h + ranks, (rows < last) & (ranks < R), 0.0)
+            for i in tl.static_range(Z_TERMS):
+                if i + j < 3:
+                    sums = tl.dot(tl.trans(z if Z_TERMS == 1 else _term(z, i)), h, sums)
+        total += sums * factor
+    features = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     out = out_ptr + chunk * stride_part + features * stride_on + ranks * stride_or
-    tl.store(out, total * factor, (features < N) & (ranks < R))
+    tl.store(out, total, (features < N) & (ranks < R))
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
@@ -278,31 +319,63 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
 
 
 @on_device
-def project(x: Tensor, a: Tensor, factor: float = 1.0, keep: Tensor | None = None, out: Tensor | None = None) -> Tensor:
-    """Return factor * x A^T [T, R] in fp32, of x [T, N], dense in its rows, and A [R, N] of any strides.
+def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
+    """Return the bf16 terms [S, R, N] of the stacked A [r, N], of any strides; S is 1, 2, 3 for bf16, fp16, fp32."""
+    tensors = first_a, *others
+    if not others and first_a.dtype == torch.bfloat16 and first_a.is_contiguous():
+        return first_a.unsqueeze(0)
+    n, terms = first_a.shape[1], max(TERMS[a.dtype] for a in tensors)
+    out = first_a.new_empty((terms, sum(map(len, tensors)), n), dtype=torch.bfloat16)
+    row = 0
+    for a in tensors:
+        blocks = cdiv(n, 512)
+        launch(
+            _split_kernel, len(a) * blocks, a, out, n, blocks, row, a.stride(0), a.stride(1), out.stride(0),
+            TERMS_=terms, BLOCK=512, num_warps=4,
+        )  # fmt: skip
+        row += len(a)
+    return out
 
-    `keep` [T, N / 8] masks x. `out` [T, R] may be columns of a wider tensor, and is returned.
+
+def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
+    """Return memory for h: its three terms [3, T, R] in bf16."""
+    return x.new_empty((3, tokens, rank), dtype=torch.bfloat16)
+
+
+@on_device
+def project(x: Tensor, a: Tensor, out: Tensor, factor: float = 1.0, keep: Tensor | None = None) -> Tensor:
+    """Write h = factor * x A^T, as terms, to `out` [3, T, R], which may be columns of a wider tensor; return `out`.
+
+    x [T, N] is dense in its rows, A [S, R, N] comes from `split_terms`, and `keep` [T, N / 8] masks x.
     """
-    (t, n), r = x.shape, a.shape[0]
-    config = ProjectConfig.choose(LowRankProblem(r, x.element_size()), device_of(x))
+    (t, n), (terms, r, _) = x.shape, a.shape
+    device = device_of(x)
+    config = ProjectConfig.choose(LowRankProblem(r, x.element_size()), device)
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
-    programs = device_of(x).multiprocessors * config.programs_per_multiprocessor
+    programs = device.multiprocessors * config.programs_per_multiprocessor
     part, parts = split_evenly(n, config.block_n, blocks, programs)
-    if parts == 1:
-        h = x.new_empty((1, t, r), dtype=torch.float32) if out is None else out.unsqueeze(0)
-    else:
-        h = x.new_empty((parts, t, r), dtype=torch.float32)
+    h = out if parts == 1 else x.new_empty((parts, t, r), dtype=torch.float32)
     launch(
         _project_kernel, blocks * parts, x, a, h, keep, t, n, part, parts, x.stride(0),
-        0 if keep is None else keep.stride(0), a.stride(0), a.stride(1), h.stride(1), factor,
-        R=r, X_TERMS=TERMS[x.dtype], A_TERMS=TERMS[a.dtype],
+        0 if keep is None else keep.stride(0), out.stride(1), out.stride(0), factor,
+        R=r, X_TERMS=TERMS[x.dtype], A_TERMS=terms, IN_PARTS=parts > 1,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
-    if parts == 1:
-        return h[0]
-    return torch.sum(h, 0) if out is None else torch.sum(h, 0, out=out)
+    if parts > 1:
+        join(h, out)
+    return out
+
+
+@on_device
+def join(parts: Tensor, out: Tensor) -> None:
+    """Write the terms of the sum of `parts` [parts, T, R] fp32 to `out` [3, T, R]."""
+    count, t, r = parts.shape
+    launch(
+        _join_kernel, cdiv(t, 16), parts, out, t, count, out.stride(1), out.stride(0),
+        R=r, BLOCK_T=16, BLOCK_R=triton.next_power_of_2(r), num_warps=4,
+    )  # fmt: skip
 
 
 @on_device
@@ -310,16 +383,16 @@ def expand(
     h: Tensor, b: Tensor, out: Tensor, factor: float = 1.0, bias: Tensor | None = None, keep: Tensor | None = None,
     adds: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Write factor * h B^T + bias to `out` [T, N], or add it, and return `out`; of h [T, R] fp32 and B [N, R].
+    """Write factor * h B^T + bias to `out` [T, N], or add it, and return `out`; of h [3, T, R] and B [N, R].
 
     `keep` [T, N / 8] masks the product, not the bias.
     """
-    (t, r), n = h.shape, b.shape[0]
+    (_, t, r), n = h.shape, b.shape[0]
     config = ExpandConfig.choose(LowRankProblem(r, out.element_size()), device_of(out))
     launch(
         _expand_kernel, cdiv(t, config.block_t) * cdiv(n, config.block_n), h, b, bias, out, keep, t, n,
-        h.stride(0), b.stride(0), b.stride(1), out.stride(0), 0 if keep is None else keep.stride(0), factor,
-        R=r, B_TERMS=TERMS[b.dtype], ORDER=3 if out.dtype == torch.float32 else 2, ADDS=adds,
+        h.stride(1), h.stride(0), b.stride(0), b.stride(1), out.stride(0), 0 if keep is None else keep.stride(0),
+        factor, R=r, ORDER=TERMS[out.dtype], ADDS=adds,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=rank_block(r), num_warps=config.num_warps,
     )  # fmt: skip
     return out
@@ -327,23 +400,23 @@ def expand(
 
 @on_device
 def token_sums(
-    z: Tensor, h: Tensor, dtype: torch.dtype, factor: float = 1.0, keep: Tensor | None = None,
-    transposed: bool = False,
+    z: Tensor, h: Tensor, factor: float = 1.0, keep: Tensor | None = None, transposed: bool = False
 ) -> Tensor:  # fmt: skip
-    """Return factor * z^T h [N, R], or its transpose [R, N], in `dtype`; of z [T, N] and h [T, R] fp32."""
-    (t, n), r = z.shape, h.shape[1]
-    config = TokenSumConfig.choose(LowRankProblem(r, z.element_size()), device_of(z))
+    """Return factor * z^T h [N, R], or its transpose [R, N], in fp32; of z [T, N] and h [3, T, R]."""
+    (t, n), r = z.shape, h.shape[2]
+    device = device_of(z)
+    config = TokenSumConfig.choose(LowRankProblem(r, z.element_size()), device)
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
-    programs = device_of(z).multiprocessors * config.programs_per_multiprocessor
+    programs = device.multiprocessors * config.programs_per_multiprocessor
     part, parts = split_evenly(t, config.block_t, blocks, programs)
     out = z.new_empty((parts, r, n) if transposed else (parts, n, r), dtype=torch.float32)
     strides = (out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))
     launch(
         _token_sum_kernel, blocks * parts, z, h, out, keep, t, n, part, parts, z.stride(0),
-        0 if keep is None else keep.stride(0), h.stride(0), out.stride(0), *strides, factor,
+        0 if keep is None else keep.stride(0), h.stride(1), h.stride(0), out.stride(0), *strides, factor,
         R=r, Z_TERMS=TERMS[z.dtype],
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
-    return (out[0] if parts == 1 else out.sum(0)).to(dtype)
+    return out[0] if parts == 1 else out.sum(0)
