@@ -23,8 +23,8 @@ FAMILIES = {
     ("fp8", "norms"): "norms are quantised where they are computed",
 }
 
-# What stands beside the folders: the public names, the accuracy oracle, and the table of real shapes.
-ROOT_FILES = {"__init__", "testing", "workloads"}
+# What stands beside the folders: the public names and the accuracy oracle.
+ROOT_FILES = {"__init__", "testing"}
 
 
 def _imported(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:

@@ -19,8 +19,9 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @dtypes
 @every_case
 def test_is_as_accurate_as_eager_code(case: Case, dtype: torch.dtype):
-    loss = case.targets is not None
-    assert_as_accurate_as_eager(case.run, case.reference, case.inputs(dtype), loss=loss, terms=case.terms)
+    assert_as_accurate_as_eager(
+        case.run, case.reference, case.inputs(dtype), loss=case.workload.is_loss, terms=case.variant.terms
+    )
 
 
 @every_case
@@ -135,12 +136,7 @@ def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
 
 @every_case
 def test_zero_rows(case: Case):
-    rows = -2 if case.tables else 0  # of rope, the sequence
-    shapes = [list(shape) for shape in case.shapes]
-    like_first = lambda shape: len(shape) == 4 if case.tables else tuple(shape) == case.shapes[0]
-    for shape in filter(like_first, shapes):
-        shape[rows] = 0
-    empty = Case(case.name, case.run, case.reference, tuple(map(tuple, shapes)), case.targets, case.tables)
+    empty = case.without_rows()
     outputs, gradients = outputs_and_gradients(case.run, empty.inputs())
     expected = as_list(case.reference(*empty.inputs()))
     assert [y.shape for y in outputs] == [y.shape for y in expected]

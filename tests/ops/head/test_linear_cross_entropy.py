@@ -1,4 +1,3 @@
-import types
 import weakref
 
 import pytest
@@ -10,8 +9,7 @@ from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, o
 from tigon.ops.head.chunks import DEFAULT_MIB, MOST_CHUNKS, chunk_size
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.testing import assert_accurate
-from tigon.tools.bench.inputs import Maker
-from tigon.tools.bench.inputs import linear_cross_entropy as bench_inputs
+from tigon.tools.workloads import WORKLOADS
 
 OPTIONS = {
     "plain": {},
@@ -282,9 +280,9 @@ def test_many_chunks_do_not_wear_out_a_bf16_gradient(chunks, monkeypatch):
 
 
 def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> tuple[torch.Tensor, ...]:
-    case = types.SimpleNamespace(shape=(t, h, v), options={}, ignored=ignored, dtype=torch.bfloat16)
-    make = Maker(case, torch.device(DEVICE), torch.Generator(DEVICE).manual_seed(0))
-    return tuple(bench_inputs(make).tensors.values())
+    workload = WORKLOADS["linear_cross_entropy"]
+    inputs = workload.make_inputs((t, h, v), torch.bfloat16, torch.device(DEVICE), form={"ignored": ignored})
+    return tuple(inputs.tensors.values())
 
 
 def _gradients(function, x, w, target) -> list[torch.Tensor]:

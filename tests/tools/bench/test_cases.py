@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tigon.tools.bench.cases import CASES, OPS, Case, select, tagged
+from tigon.tools.bench.cases import CASES, OPS, Case, has_tag, select
 from tigon.tools.bench.eager import EAGER
 
 CPU = torch.device("cpu")
@@ -60,8 +60,8 @@ def test_linear_cases_are_those_of_the_table():
         "qwen3-1.7b/16384x2048x151936/acc_dtype=float32",
         "llama-3-8b/8192x4096x128256/return_log_probs=True/return_entropy=True",
     ]
-    assert tagged("linear_cross_entropy/llama-3-8b/8192x4096x128256/no_grad", "linear")
-    assert not tagged("rope/llama-3-8b/4x4096x32x8x128", "linear")
+    assert has_tag("linear_cross_entropy/llama-3-8b/8192x4096x128256/no_grad", "linear")
+    assert not has_tag("rope/llama-3-8b/4x4096x32x8x128", "linear")
 
 
 def test_what_is_unusual_in_a_linear_case_has_a_small_one():
@@ -148,7 +148,7 @@ def test_logits_are_as_peaked_as_a_trained_models(op):
 @pytest.mark.parametrize("case", [case for case in CASES if "small" in case.tags], ids=lambda case: case.name)
 def test_inputs_want_gradients_and_have_one_upstream_for_each_output(case):
     inputs = case.make(CPU)
-    assert bool(inputs.wanted) is not case.no_grad
+    assert bool(inputs.grad_names) is not case.no_grad
     assert next(iter(inputs.tensors.values())).dtype == case.dtype
     for tensor in (*inputs.tensors.values(), *inputs.upstream):
         assert not tensor.is_floating_point() or tensor.isfinite().all()
@@ -179,14 +179,14 @@ def test_ignored_share_and_frozen_inputs():
     case = Case("linear_cross_entropy", "tiny", (64, 8, 32), ignored=0.75, frozen=("linear_weight",))
     inputs = case.make(CPU)
     assert (inputs.tensors["target"] == -100).sum() == 48
-    assert inputs.wanted == ("input",)
+    assert inputs.grad_names == ("input",)
     assert inputs.gradient_bytes == 64 * 8 * 2
 
 
 def test_nothing_wants_a_gradient_where_only_the_loss_is_asked_for():
     case = Case("linear_cross_entropy", "tiny", (64, 8, 32), no_grad=True)
     assert case.name == "linear_cross_entropy/tiny/64x8x32/no_grad"
-    assert case.make(CPU).wanted == ()
+    assert case.make(CPU).grad_names == ()
     assert case.make(CPU).gradient_bytes == 0
 
 

@@ -231,7 +231,7 @@ def test_a_provider_that_writes_over_the_shared_inputs_is_refused(run, monkeypat
 
         return overwriting
 
-    replace(monkeypatch, "rms_norm", tigon, Provider("a", load), Provider("b", load, destroys=("x",)), eager)
+    replace(monkeypatch, "rms_norm", tigon, Provider("a", load), Provider("b", load, overwrites=("x",)), eager)
     code, _, report = run("--ops", "rms_norm", "--quick")
     assert code == 0
     status = {row["provider"]: row["status"] for row in report["rows"]}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tigon.tools.bench import measure
-from tigon.tools.bench.accuracy import Bound
+from tigon.tools.bench.accuracy import BoundProvider
 from tigon.tools.bench.cases import Case
 from tigon.tools.bench.measure import CudaMeter, Meter, Roofline, Samples, kernel_windows
 from tigon.tools.bench.providers import Provider
@@ -37,14 +37,14 @@ def test_floor_is_the_slower_of_memory_and_products():
 def doubled(op="swiglu", shape=(64, 1024), **options):
     """A provider that allocates one output and one gradient buffer an input, bound to fp32 inputs."""
     inputs = Case(op, "tiny", shape, dtype=torch.float32).make(CPU)
-    return Bound(Provider("double", lambda case: None, **options), lambda gate, up: (gate * up,), inputs)
+    return BoundProvider(Provider("double", lambda case: None, **options), lambda gate, up: (gate * up,), inputs)
 
 
 def test_peak_memory_on_a_cpu_counts_outputs_and_gradients_not_inputs():
     size = 64 * 1024 * 4
     assert Meter(CPU).peak_bytes(doubled()) == pytest.approx(3 * size, abs=4096)
     # Copies of what a call destroys are inputs.
-    assert Meter(CPU).peak_bytes(doubled(destroys=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
+    assert Meter(CPU).peak_bytes(doubled(overwrites=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
 
 
 def test_where_no_gradient_is_wanted_the_forward_alone_is_called_without_one():
@@ -55,7 +55,7 @@ def test_where_no_gradient_is_wanted_the_forward_alone_is_called_without_one():
         modes.append(torch.is_grad_enabled())
         return (tensors[0].sum(),)
 
-    bound = Bound(Provider("it", lambda case: None), run, inputs)
+    bound = BoundProvider(Provider("it", lambda case: None), run, inputs)
     outputs, gradients = bound()
     assert (len(outputs), gradients, modes) == (1, (), [False])
     assert list(bound.results()) == ["output 0"]
@@ -65,7 +65,7 @@ def test_where_no_gradient_is_wanted_the_forward_alone_is_called_without_one():
 def test_of_several_outputs_the_loss_alone_is_differentiated():
     inputs = Case("cross_entropy", "tiny", (8, 16)).make(CPU)
     run = lambda input, target: (input.sum(), 2 * input)
-    outputs, (gradient,) = Bound(Provider("it", lambda case: None), run, inputs)()
+    outputs, (gradient,) = BoundProvider(Provider("it", lambda case: None), run, inputs)()
     assert len(outputs) == 2
     assert gradient.eq(1).all()
 
@@ -110,7 +110,7 @@ class FakeGpu:
 
     def bound(self, kernels=3):
         """A call that launches `kernels` kernels and destroys an input, whose renewal launches one more."""
-        bound = doubled(destroys=("gate",))
+        bound = doubled(overwrites=("gate",))
         run, restore = bound._run, bound.restore
 
         def launching(*tensors):

@@ -4,13 +4,13 @@ import pytest
 from matplotlib import pyplot
 
 from tigon.tools.bench import plots
-from tigon.tools.bench.runner import Row
+from tigon.tools.bench.runner import BenchRow
 
 
 def row(shape, provider="tigon", op="rms_norm", model="sweep", extra="", **more):
     case = "/".join([op, model, "x".join(map(str, shape)), *([extra] if extra else [])])
     more = {"kernel_ms": 1.0, "floor_ms": 0.9, "percent_of_roofline": 90.0, "peak_mib": float(shape[-1])} | more
-    return Row(case, op, op, model, shape, "bfloat16", provider, **more)
+    return BenchRow(case, op, op, model, shape, "bfloat16", provider, **more)
 
 
 def by_case(rows):

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from tigon.tools.bench import peers
-from tigon.tools.bench.accuracy import Bound, Errors, eager_results, exact_results, judge, typical_loss_error
+from tigon.tools.bench.accuracy import BoundProvider, Errors, eager_results, exact_results, judge, typical_loss_error
 from tigon.tools.bench.cases import OPS, Case
 from tigon.tools.bench.eager import EAGER, SUMMED
 from tigon.tools.bench.providers import PROVIDERS, Provider, Unsupported, select, tigon_provider
@@ -65,7 +65,7 @@ ON_A_CPU = [
 def verdict_of(case, provider):
     inputs = case.make(CPU)
     exact, eager = exact_results(case, inputs), eager_results(case, inputs)
-    results = Bound(provider, provider.load(case), inputs).results()
+    results = BoundProvider(provider, provider.load(case), inputs).results()
     return judge(results, eager, exact, typical_loss_error(case, inputs))
 
 
@@ -124,7 +124,7 @@ def test_exact_losses_agree_with_fp64_autograd(monkeypatch):
         inputs = case.make(CPU)
         wide = inputs.map(lambda _, x: x.double() if x.is_floating_point() else x)
         eager = Provider("eager", EAGER[op])
-        exact, right = exact_results(case, inputs), Bound(eager, eager.load(case), wide).results()
+        exact, right = exact_results(case, inputs), BoundProvider(eager, eager.load(case), wide).results()
         assert exact.keys() == right.keys()
         for name, value in exact.items():
             torch.testing.assert_close(value.double(), right[name].double(), rtol=1e-4, atol=1e-7)
@@ -188,13 +188,13 @@ def test_products_multiply_what_the_loss_multiplies(monkeypatch, case, elements,
     products, inputs = PROVIDERS[case.op][-1], case.make(CPU)
     assert products.name == "products"
     run = partial(products.load(case), chunk=chunk)
-    bound = Bound(products, run, products.prepare(case, inputs))
+    bound = BoundProvider(products, run, products.prepare(case, inputs))
     _, found = bound()
     assert bound.gradient_bytes == sum(gradient.nbytes for gradient in found)
-    assert len(found) == len(inputs.wanted)
+    assert len(found) == len(inputs.grad_names)
     exact, eager = exact_results(case, inputs), eager_results(case, inputs)
     valid = inputs.tensors["target"] >= 0
-    for name, gradient in zip(inputs.wanted, found, strict=True):
+    for name, gradient in zip(inputs.grad_names, found, strict=True):
         assert gradient.dtype == case.dtype
         right, plain = exact[f"gradient of {name}"], eager[f"gradient of {name}"]
         if name == "input":
@@ -208,7 +208,7 @@ def test_products_multiply_what_the_loss_multiplies(monkeypatch, case, elements,
 def test_products_do_nothing_but_the_products_of_the_floor(case):
     products = PROVIDERS[case.op][-1]
     prepared = products.prepare(case, case.make(CPU))
-    bound = Bound(products, products.load(case), prepared)
+    bound = BoundProvider(products, products.load(case), prepared)
     with FlopCounterMode(display=False) as counter:
         bound()
     assert counter.get_total_flops() == case.flops
@@ -284,7 +284,7 @@ def test_copies_are_made_of_what_is_destroyed_only():
             q.zero_()
         return 2.0 * q, 2.0 * k
 
-    bound = Bound(liger, overwrite, inputs)
+    bound = BoundProvider(liger, overwrite, inputs)
     before = inputs.tensors["q"].detach().clone()
     (first, _), _ = bound()
     assert torch.equal(inputs.tensors["q"], before)
@@ -348,8 +348,8 @@ def test_eager_is_hugging_faces_code_bit_for_bit(name):
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     eager = Provider("eager", EAGER[case.op])
-    right = Bound(eager, theirs, inputs).results()
-    for key, value in Bound(eager, eager.load(case), inputs).results().items():
+    right = BoundProvider(eager, theirs, inputs).results()
+    for key, value in BoundProvider(eager, eager.load(case), inputs).results().items():
         assert torch.equal(value, right[key]), key
 
 

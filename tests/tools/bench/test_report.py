@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tigon.tools.bench import report
 from tigon.tools.bench.measure import Roofline
-from tigon.tools.bench.runner import Row
+from tigon.tools.bench.runner import BenchRow
 
 ROOFLINE = Roofline(bytes_per_second=4e12, flops_per_second=7e14)
 MACHINE = {"type": "cuda", "name": "Some GPU"}
@@ -17,7 +17,8 @@ SETTINGS = {"rounds": 3}
 
 def row(provider, kernel_ms=None, case="rms_norm/model/16x64", **more):
     op = case.partition("/")[0]
-    return Row(case, op, op, "model", (16, 64), "bfloat16", provider, kernel_ms=kernel_ms, **({"bytes": 4096} | more))
+    more = {"bytes": 4096, "kernel_ms": kernel_ms} | more
+    return BenchRow(case, op, op, "model", (16, 64), "bfloat16", provider, **more)
 
 
 ROWS = [
@@ -140,7 +141,7 @@ def test_json_holds_every_field_that_its_schema_names(tmp_path):
     document = json.loads(file.read_text())
     assert list(document) == ["schema", "versions", "machine", "roofline", "settings", "rows"]
     assert len(document["rows"]) == len(ROWS)
-    for field in fields(Row):
+    for field in fields(BenchRow):
         assert field.name in document["rows"][0]
         assert field.name in report.__doc__
     for name in document:
