@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tigon
 from op_cases import DEVICE
+from tigon.tools.workloads import WORKLOADS
 
 pytestmark = pytest.mark.no_interpreter("every check comes before a kernel is chosen")
 
@@ -100,7 +101,8 @@ ROPE = {"q": _parameter(2, 4, 5, 8), "k": _parameter(2, 2, 5, 8), "cos": _randn(
 MLP = {"x": X, "gate_weight": _parameter(6, 8), "up_weight": _parameter(6, 8), "down_weight": _parameter(8, 6)}
 DISTRIBUTIONS = {"input": LOGITS, "target": _randn(4, 8), "labels": TARGET}
 
-# The arguments of a call that works. All other parameters of the function are tried too.
+# The arguments of a call that works. All other parameters of the function are tried too. An op that is missing here gets
+# the inputs of its workload.
 FUNCTIONS: dict[str, dict[str, object]] = {
     "rms_norm": {"x": X, "weight": _parameter(8)},
     "add_rms_norm": {"x": X, "residual": _parameter(4, 8), "weight": _parameter(8)},
@@ -121,6 +123,10 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "ValidRows": {"target": TARGET},
     "AdamW": {"params": [_parameter(3)]},
 }
+for workload in WORKLOADS.values():
+    if workload.name in set(tigon.__all__) - set(FUNCTIONS):
+        sizes = (4, 8) if len(workload.legend.split(" x ")) == 2 else workload.test_variants[0].sizes
+        FUNCTIONS[workload.name] = dict(workload.make_inputs(sizes, torch.float32, torch.device(DEVICE)).tensors)
 # For each module: the arguments of its constructor and of its call, and the options in its constructor's **options.
 MODULES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "RMSNorm": ({"normalized_shape": 8}, {"x": X}, "device dtype"),

@@ -7,10 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from tigon.tools.bench.cases import CASES, OPS, Case, has_tag, select
-from tigon.tools.bench.eager import EAGER
+from tigon.tools.bench.providers import eager_code
 
 CPU = torch.device("cpu")
 by_name = {case.name: case for case in CASES}
+
+
+def test_every_op_has_a_floor_by_memory_or_by_products():
+    assert all((workload.elements is None) != (workload.flops is None) for workload in OPS.values())
 
 
 def test_names_are_unique():
@@ -152,7 +156,7 @@ def test_inputs_want_gradients_and_have_one_upstream_for_each_output(case):
     assert next(iter(inputs.tensors.values())).dtype == case.dtype
     for tensor in (*inputs.tensors.values(), *inputs.upstream):
         assert not tensor.is_floating_point() or tensor.isfinite().all()
-    outputs = EAGER[case.op](case)(*inputs.tensors.values())
+    outputs = eager_code(case.op)(case)(*inputs.tensors.values())
     shapes = [gradient.shape for gradient in inputs.upstream] or [torch.Size([])]  # or a scalar loss
     beside = [(case.shape[0],)] * sum(name.startswith("return_") for name in case.options)
     assert [output.shape for output in outputs] == shapes + beside

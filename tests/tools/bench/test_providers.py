@@ -14,7 +14,7 @@ from tigon.tools.bench import peers
 from tigon.tools.bench.accuracy import BoundProvider, Errors, eager_results, exact_results, judge, typical_loss_error
 from tigon.tools.bench.cases import OPS, Case
 from tigon.tools.bench.eager import EAGER, SUMMED
-from tigon.tools.bench.providers import PROVIDERS, Provider, Unsupported, select, tigon_provider
+from tigon.tools.bench.providers import PROVIDERS, Provider, Unsupported, eager_code, select, tigon_provider
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -31,7 +31,10 @@ SHAPES = {
 
 
 def tiny(op, **options):
-    return Case(op, "tiny", SHAPES.get(op, (16, 64)), options=options)
+    """Return a small case of an op; an op that `SHAPES` does not have takes two sizes, or those of its first test."""
+    workload = OPS[op]
+    default = (16, 64) if len(workload.legend.split(" x ")) == 2 else workload.test_variants[0].sizes
+    return Case(op, "tiny", SHAPES.get(op, default), options=options)
 
 
 GEMMA = {"offset": 1.0, "rounding": "after_weight"}
@@ -81,12 +84,25 @@ def test_providers_agree(case, provider):
     assert 0 <= verdict.error < 0.03
 
 
-def test_every_op_has_tigon_first_and_peers():
+def test_every_op_has_tigon_eager_code_and_compiled_code_first():
     for op, row in PROVIDERS.items():
         names = [provider.name for provider in row]
         assert names[:3] == ["tigon", "eager", "compile"], op
-        assert "liger" in names, op
         assert len(set(names)) == len(names), op
+
+
+def test_every_op_of_models_is_compared_with_liger():
+    for op in EAGER:
+        assert "liger" in [provider.name for provider in PROVIDERS[op]], op
+
+
+def test_an_op_without_eager_code_is_compared_with_its_reference(monkeypatch):
+    monkeypatch.delitem(EAGER, "relu2")
+    case = tiny("relu2")
+    inputs = case.make(CPU)
+    (output,) = eager_code("relu2")(case)(inputs.tensors["x"])
+    assert torch.equal(output, OPS["relu2"].reference(inputs.tensors["x"]))
+    assert verdict_of(case, tigon_provider("relu2")).wrong == ""
 
 
 @pytest.mark.parametrize("case", [tiny("jsd"), tiny("rope")], ids=lambda case: case.op)
