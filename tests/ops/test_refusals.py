@@ -101,8 +101,8 @@ ROPE = {"q": _parameter(2, 4, 5, 8), "k": _parameter(2, 2, 5, 8), "cos": _randn(
 MLP = {"x": X, "gate_weight": _parameter(6, 8), "up_weight": _parameter(6, 8), "down_weight": _parameter(8, 6)}
 DISTRIBUTIONS = {"input": LOGITS, "target": _randn(4, 8), "labels": TARGET}
 
-# The arguments of a call that works. All other parameters of the function are tried too. An op that is missing here gets
-# the inputs of its workload.
+# The arguments of a call that works. All other parameters of the function are tried too. An op that this table does not
+# have gets the inputs of its workload.
 FUNCTIONS: dict[str, dict[str, object]] = {
     "rms_norm": {"x": X, "weight": _parameter(8)},
     "add_rms_norm": {"x": X, "residual": _parameter(4, 8), "weight": _parameter(8)},
