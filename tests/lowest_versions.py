@@ -13,7 +13,7 @@ PROJECT = tomllib.loads((Path(__file__).parent.parent / "pyproject.toml").read_t
 
 
 def floors(*extras: str) -> Iterator[tuple[str, str]]:
-    """Yield each package of these extras and its lowest version; without extras, of all of pyproject.toml."""
+    """Yield each package of these extras and its lowest version; without extras, those of all of pyproject.toml."""
     optional = PROJECT["optional-dependencies"]
     groups = [optional[extra] for extra in extras] or [PROJECT["dependencies"], *optional.values()]
     for requirement in (text for group in groups for text in group if not text.startswith("tigon[")):

@@ -14,7 +14,7 @@ from tigon.testing import assert_accurate
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.workload import tensors_of
 
-# The interpreter truncates bf16 stores, and its dot of bf16 is wrong: bf16 is for a GPU, or for the references.
+# The interpreter truncates bf16 stores and computes products of bf16 wrongly, so it does not run cases in bf16.
 INTERPRETED = tigon.runtime.device.INTERPRETED
 DEVICE = "cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu"
 DTYPES = [torch.float32, torch.float16] if INTERPRETED else [torch.float32, torch.float16, torch.bfloat16]
@@ -70,33 +70,42 @@ class Case:
 
 
 def as_list(outputs: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
-    """The outputs of an op that has one or several."""
+    """Return the outputs of an op that has one or several."""
     return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
 
 def outputs_and_gradients(
     function: Callable, tensors: list[Tensor], seed: int = 1
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Outputs, and the gradients of the inputs that need one, for the same random gradients of the outputs."""
+    """Return the outputs and the gradients of the inputs that need one.
+
+    The upstream gradients are random and the same for the same seed.
+    """
     outputs = as_list(function(*tensors))
     generator = torch.Generator().manual_seed(seed)
     upstream = [torch.randn(y.shape, generator=generator).to(y) for y in outputs]
-    wanted = [x for x in tensors if x.requires_grad]
+    leaves = [x for x in tensors if x.requires_grad]
     pairs = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad]
-    return outputs, list(torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs]))
+    return outputs, list(torch.autograd.grad([y for y, _ in pairs], leaves, [dy for _, dy in pairs]))
 
 
 def assert_as_accurate_as_eager(
     run: Callable, reference: Callable, tensors: list[Tensor], loss: bool = False, terms: float = 0.0
 ) -> None:
-    """Check every output and gradient by the oracle. Eager is the reference in the inputs' dtype, exact that in fp64.
+    """Check every output and gradient by the oracle.
 
-    A gradient that is a difference of `terms` may err by units of their size, and such a loss by units of 4.
+    The reference computes the eager result in the dtype of the inputs, and the exact result in fp64. If the gradient is
+    a difference of terms of the size `terms`, its tolerance is in units of this size, and that of the loss in units of
+    4.
     """
-    widened = [x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in tensors]
-    results = [outputs_and_gradients(f, x) for f, x in ((run, tensors), (reference, tensors), (reference, widened))]
-    for kind, (got, eager, exact) in zip(("output", "gradient"), zip(*results, strict=True), strict=True):
-        for i, triple in enumerate(zip(got, eager, exact, strict=True)):
+    wide_tensors = [
+        x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in tensors
+    ]
+    results = [
+        outputs_and_gradients(f, x) for f, x in ((run, tensors), (reference, tensors), (reference, wide_tensors))
+    ]
+    for kind, (actual, eager, exact) in zip(("output", "gradient"), zip(*results, strict=True), strict=True):
+        for i, triple in enumerate(zip(actual, eager, exact, strict=True)):
             smallest = 1.0 if loss and kind == "output" else 0.0
             if terms:
                 smallest = 4.0 if kind == "output" else terms
@@ -107,7 +116,7 @@ CASES = [Case(workload, variant) for workload in WORKLOADS.values() for variant 
 
 
 def every_case(test: Callable) -> Callable:
-    """Run a test on every case. On a CPU without kernels, cases that run the reference there are left out."""
+    """Run a test on every case. A CPU without kernels leaves out the cases that run the reference there."""
     marks = {True: pytest.mark.kernels, False: ()}
     params = [pytest.param(case, marks=marks[case.is_reference_on_cpu], id=case.name) for case in CASES]
     return pytest.mark.parametrize("case", params)(test)

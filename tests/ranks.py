@@ -1,4 +1,4 @@
-"""Processes on this machine, one a rank, that compute together."""
+"""Processes on this machine that compute together, one for each rank."""
 
 import datetime
 import os
@@ -11,23 +11,24 @@ from typing import NoReturn
 
 TESTS = Path(__file__).parent
 
-# For the group of a rank: one that fails leaves the others waiting. They count from when the first has imported all.
+# The timeout of a process group, because the other ranks wait for one that fails. It counts from the moment when the
+# first rank has imported everything.
 LIMIT = datetime.timedelta(seconds=120)
 
 
 def leave() -> NoReturn:
-    """End a rank that went well, at once: while Python ends, a thread of gloo can abort it (pytorch's issue 190489)."""
+    """End a successful rank at once. A thread of gloo can abort Python while it ends (issue 190489 of pytorch)."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def run_ranks(script: Path | str, *args: str, ranks: int = 2, device: str = "cpu", timeout: int = 200) -> list[str]:
-    """Run `python script *args STORE` once a rank, and return what each wrote; every one must succeed.
+    """Run `python script *args STORE` once for each rank, and return the output of each; every rank must succeed.
 
-    The script finds its rank as launchers give it, in RANK and WORLD_SIZE, and joins the others by the file STORE; it
-    may import from tests, and finds in TIGON_TEST_DEVICE where to compute. Ranks on "cpu" see no GPU. After `timeout`
-    seconds they are ended, and fail.
+    The script reads its rank from RANK and WORLD_SIZE, as from a launcher, and joins the other ranks by the file STORE.
+    It may import from tests, and reads its device from TIGON_TEST_DEVICE. Ranks on "cpu" see no GPU. After `timeout`
+    seconds the ranks are ended and fail.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TIGON_TEST_DEVICE": device}
     environment |= {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
@@ -36,15 +37,17 @@ def run_ranks(script: Path | str, *args: str, ranks: int = 2, device: str = "cpu
         environment |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(script), *args, str(Path(folder) / "store")]
-        own = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-        files = [Path(folder) / f"rank{rank}" for rank in range(ranks)]  # a pipe that nobody reads would fill
+        environments = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+        # The output goes to files, because a pipe that nobody reads would fill.
+        files = [Path(folder) / f"rank{rank}" for rank in range(ranks)]
         processes, end = [], time.monotonic() + timeout
         try:
-            for file, env in zip(files, own, strict=True):
+            for file, env in zip(files, environments, strict=True):
                 with file.open("w", encoding="utf-8") as output:
                     processes.append(subprocess.Popen(command, env=env, stdout=output, stderr=subprocess.STDOUT))
             while (codes := [process.poll() for process in processes]).count(None) and time.monotonic() < end:
-                if any(codes):  # the others would wait for it
+                # The other ranks would wait for a rank that failed.
+                if any(codes):
                     break
                 time.sleep(0.05)
         finally:

@@ -1,4 +1,4 @@
-"""Every example in a docstring of the public functions and modules runs and gives what it says."""
+"""Every example in a docstring of the public functions and modules runs and prints what it shows."""
 
 import doctest
 
@@ -13,7 +13,7 @@ OBJECTS = [getattr(tigon, name) for name in OPS] + [assert_accurate]
 
 
 @pytest.mark.parametrize("thing", OBJECTS, ids=lambda thing: thing.__name__)
-def test_example(thing):
+def test_an_example_prints_what_it_shows(thing):
     finder = doctest.DocTestFinder(recurse=False)
     names = {"torch": torch, "tigon": tigon, "assert_accurate": assert_accurate}
     (test,) = finder.find(thing, thing.__name__, globs=names)
@@ -22,7 +22,7 @@ def test_example(thing):
     assert result.failed == 0
 
 
-def test_nothing_heavy_is_imported():
+def test_importing_tigon_imports_no_optional_package():
     import subprocess
     import sys
 

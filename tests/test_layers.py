@@ -1,4 +1,4 @@
-"""Imports run one way: from the tools down to the runtime, and between families of ops as few as there are."""
+"""Imports run one way, from the tools down to the runtime, and few families of ops import another one."""
 
 import ast
 from pathlib import Path
@@ -23,7 +23,7 @@ FAMILIES = {
     ("fp8", "norms"): "norms are quantised where they are computed",
 }
 
-# What stands beside the folders: the public names and the accuracy oracle.
+# These files of the package are in no folder: the public names and the accuracy oracle.
 ROOT_FILES = {"__init__", "testing"}
 
 
@@ -31,14 +31,14 @@ def _imported(file: Path, within_functions: bool = True) -> list[tuple[int, str]
     """Return every module of Tigon that a file imports, with the line."""
     tree = ast.parse(file.read_text("utf-8"))
     nodes = ast.walk(tree) if within_functions else iter(tree.body)
-    found = []
+    imports = []
     for node in nodes:
         if isinstance(node, ast.ImportFrom) and node.module and node.module.partition(".")[0] == "tigon":
             # `from tigon.tools import environment` may name a module.
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+            imports += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names if alias.name.partition(".")[0] == "tigon"]
-    return found
+            imports += [(node.lineno, alias.name) for alias in node.names if alias.name.partition(".")[0] == "tigon"]
+    return imports
 
 
 def _files() -> list[Path]:
@@ -51,7 +51,8 @@ def test_a_file_imports_only_what_is_below_it(file):
     for line, name in _imported(file):
         parts = name.split(".")[1:]
         if not parts or parts[0] not in LAYERS:
-            continue  # a public name of `tigon`, or `tigon.testing`
+            # This is a public name of `tigon`, or `tigon.testing`.
+            continue
         assert LAYERS.index(parts[0]) <= LAYERS.index(layer), f"line {line}: {layer} imports {name}"
         if layer == parts[0] == "ops" and len(rest) > 1 and len(parts) > 1 and parts[1] != rest[0]:
             assert (rest[0], parts[1]) in FAMILIES, f"line {line}: ops/{rest[0]} imports {name}"
@@ -59,29 +60,29 @@ def test_a_file_imports_only_what_is_below_it(file):
 
 @pytest.mark.parametrize("layer", LAYERS[: LAYERS.index("tools")])
 def test_only_the_tools_import_the_public_names(layer):
-    """A file of the package that imports `tigon` itself would be part of a circle."""
+    """A file of the package that imports `tigon` itself would be part of a cycle."""
     for file in (PACKAGE / layer).rglob("*.py"):
         public = [line for line, name in _imported(file) if name.count(".") == 0 or not _is_module(name)]
         assert not public, f"{file}: line {public[0]}"
 
 
 def _is_module(name: str) -> bool:
-    """Whether an import of this name, or of the module that has it, is of a file within a folder of the package."""
+    """Return True if this name, or the module that has it, is in a folder of the package."""
     return name.split(".")[1] in LAYERS
 
 
-def test_no_circle():
-    """Imports at the top of files form no circle."""
+def test_imports_form_no_cycle():
+    """Only imports at the top of files count."""
     modules = {}
     for file in PACKAGE.rglob("*.py"):
         parts = file.relative_to(PACKAGE.parent).with_suffix("").parts
         modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
 
-    def home(name: str) -> str:
-        """The module that an imported name is, or is in."""
+    def module_of(name: str) -> str:
+        """Return the module that an imported name is, or that defines it."""
         return name if name in modules else name.rpartition(".")[0]
 
-    graph = {name: {home(found) for _, found in _imported(file, False)} - {name} for name, file in modules.items()}
+    graph = {name: {module_of(other) for _, other in _imported(file, False)} - {name} for name, file in modules.items()}
     done, path = set(), []
 
     def visit(name: str) -> None:
@@ -97,7 +98,7 @@ def test_no_circle():
         visit(name)
 
 
-def test_there_is_no_other_folder():
+def test_the_package_has_no_other_folder_or_file():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders <= set(LAYERS)
     assert {path.stem for path in PACKAGE.glob("*.py")} <= ROOT_FILES

@@ -1,4 +1,4 @@
-"""On a CPU an op runs its reference, bit for bit, and passes every option on.
+"""On a CPU an op runs its reference bit for bit, and passes every option on.
 
 The other tests of these ops compare the op with its reference too, but only where kernels run: on a CPU they would
 compare the reference with itself.
@@ -24,7 +24,7 @@ from tigon.ops.norms.rms_norm import add_rms_norm_reference, rms_norm_reference
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope_reference
 from tigon.ops.rotary.rope import rope_reference
 
-pytestmark = pytest.mark.no_interpreter("It is about CPU tensors without the interpreter.")
+pytestmark = pytest.mark.no_interpreter("The tests are about CPU tensors without the interpreter.")
 
 REFERENCES = [case for case in CASES if case.is_reference_on_cpu]
 

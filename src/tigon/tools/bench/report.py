@@ -65,7 +65,7 @@ _LEGEND = (
     "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
     "until the device is done; peak MiB: above the inputs; % roofline: floor / time (it exceeds 100 where an op reads "
     "more than it writes, because a copy, the roofline, reads and writes as much); error: |x - exact| / |exact| of "
-    " the worst output or gradient, in brackets that of eager code."
+    "the worst output or gradient, in brackets that of eager code."
 )
 _PRODUCTS_LEGEND = (
     " x products: time over that of the bare products of the valid rows in the same run; peak MiB above gradients: the "

@@ -94,7 +94,10 @@ WORKLOADS = (
             Variant("", (7, 100), {"beta": 0.1}, LABELLED),
             Variant("logits", (7, 100), {"from_logits": True, "reduction": "sum"}, LABELLED, terms=1.0),
             Variant(
-                "logits none", (7, 100), {"from_logits": True, "temperature": 0.7, "reduction": "none"}, LABELLED,
+                "logits none",
+                (7, 100),
+                {"from_logits": True, "temperature": 0.7, "reduction": "none"},
+                LABELLED,
                 terms=1.0,
             ),
             Variant("reverse", (7, 100), {"beta": 1.0, "reduction": "mean"}, LABELLED),
@@ -137,4 +140,4 @@ WORKLOADS = (
             *sweep((2048, v) for v in VOCABULARIES),
         ),
     ),
-)  # fmt: skip
+)

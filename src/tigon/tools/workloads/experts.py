@@ -41,11 +41,11 @@ def _flops(case: Problem) -> int:
 
 
 def _sigmoid_gate(h: Tensor) -> Tensor:
-    """Return the activation of an expert whose model has its own: gate and up alternate, as in gpt-oss."""
+    """Compute an activation that Tigon has no name for: gate and up alternate, as in gpt-oss."""
     return h[:, ::2] * h[:, 1::2].sigmoid()
 
 
-def _compiled(name: str, h: int, i: int, k: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> Variant:
+def _variant(name: str, h: int, i: int, k: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> Variant:
     return Variant(name, (2, h, k, i, k), options, FP32_ROUTER, dtype)
 
 
@@ -59,21 +59,23 @@ WORKLOADS = (
         test_variants=(
             Variant("", (5, 16, 16, 24, 3)),
             Variant(
-                "transposed with biases", (5, 16, 16, 24, 3),
-                {"transposed": True, "activation": "gelu_tanh"}, {"biases": True},
+                "transposed with biases",
+                (5, 16, 16, 24, 3),
+                {"transposed": True, "activation": "gelu_tanh"},
+                {"biases": True},
             ),
             Variant("without gate", (5, 16, 16, 24, 3), {"activation": "relu2"}),
         ),
         compile_variants=(
-            _compiled("2048, 8 of the experts", 2048, 768, 8),
-            _compiled("4096, 2 of the experts", 4096, 64, 2),
-            _compiled("7168, 8 of the experts", 7168, 64, 8),
-            _compiled("1024, gelu, 2 of the experts", 1024, 14336, 2, activation="gelu"),
-            _compiled("1024, gelu_tanh, 2 of the experts", 1024, 704, 2, activation="gelu_tanh"),
-            _compiled("1024 without gate, 6 of the experts", 1024, 1856, 6, activation="relu2"),
-            _compiled("4096, a gate of one's own, 2 of the experts", 4096, 64, 2, activation=_sigmoid_gate),
-            _compiled("2880, a gate of one's own, 4 of the experts", 2880, 64, 4, activation=_sigmoid_gate),
-            _compiled("10240 in fp32, 22 of the experts", 10240, 16, 22, torch.float32),
+            _variant("2048, 8 of the experts", 2048, 768, 8),
+            _variant("4096, 2 of the experts", 4096, 64, 2),
+            _variant("7168, 8 of the experts", 7168, 64, 8),
+            _variant("1024, gelu, 2 of the experts", 1024, 14336, 2, activation="gelu"),
+            _variant("1024, gelu_tanh, 2 of the experts", 1024, 704, 2, activation="gelu_tanh"),
+            _variant("1024 without gate, 6 of the experts", 1024, 1856, 6, activation="relu2"),
+            _variant("4096, a gate of one's own, 2 of the experts", 4096, 64, 2, activation=_sigmoid_gate),
+            _variant("2880, a gate of one's own, 4 of the experts", 2880, 64, 4, activation=_sigmoid_gate),
+            _variant("10240 in fp32, 22 of the experts", 10240, 16, 22, torch.float32),
         ),
         flops=_flops,
         bench_shapes=(
@@ -83,4 +85,4 @@ WORKLOADS = (
             *sweep((t, 2048, 128, 768, 8) for t in LENGTHS),
         ),
     ),
-)  # fmt: skip
+)

@@ -125,8 +125,10 @@ WORKLOADS = (
             Variant("128256, token scaling", (2, 128256), {"token_scaling": True}),
             Variant("128256, log-probabilities and entropy", (2, 128256), TOKEN_OUTPUTS),
             Variant(
-                "256000, every option and output", (2, 256000),
-                {"token_scaling": True, **EVERY_OPTION, **TOKEN_OUTPUTS}, CLASS_WEIGHT,
+                "256000, every option and output",
+                (2, 256000),
+                {"token_scaling": True, **EVERY_OPTION, **TOKEN_OUTPUTS},
+                CLASS_WEIGHT,
             ),
         ),
         # The logits are read once and the gradient is written once: a row stays on the chip. A kernel that reads the
@@ -139,4 +141,4 @@ WORKLOADS = (
             *sweep((4096, v) for v in VOCABULARIES),
         ),
     ),
-)  # fmt: skip
+)

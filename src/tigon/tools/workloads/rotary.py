@@ -79,11 +79,14 @@ WORKLOADS = (
             Variant("32 + 8 x 128", (1, 4, 32, 8, 128)),
             Variant("16 + 8 x 256, half of the head", (1, 4, 16, 8, 256), form={"rotated": 128}),
             Variant(
-                "interleaved 32 + 2 x 128, half of the head", (1, 4, 32, 2, 128),
-                {"layout": "interleaved"}, {"rotated": 64},
+                "interleaved 32 + 2 x 128, half of the head",
+                (1, 4, 32, 2, 128),
+                {"layout": "interleaved"},
+                {"rotated": 64},
             ),
             Variant(
-                "interleaved, tables in pairs 32 + 8 x 128", (1, 4, 32, 8, 128),
+                "interleaved, tables in pairs 32 + 8 x 128",
+                (1, 4, 32, 8, 128),
                 {"layout": "interleaved", "table": "pairs"},
             ),
             Variant("deinterleaved 128 + 1 x 64", (1, 4, 128, 1, 64), {"layout": "deinterleaved"}),
@@ -111,9 +114,7 @@ WORKLOADS = (
             Variant("", TEST_SIZES, form=UNEQUAL),
             Variant("offset after", TEST_SIZES, GEMMA_NORM, UNEQUAL),
             Variant("over all heads", TEST_SIZES, form=UNEQUAL | {"all_heads": True}),
-            Variant(
-                "sections no weight", TEST_SIZES, ALTERNATING | {"q_weight": None, "k_weight": None}, UNEQUAL
-            ),
+            Variant("sections no weight", TEST_SIZES, ALTERNATING | {"q_weight": None, "k_weight": None}, UNEQUAL),
         ),
         compile_variants=(
             Variant("32 + 8 x 128", (1, 4, 32, 8, 128)),
@@ -133,4 +134,4 @@ WORKLOADS = (
             *sweep((1, s, 32, 8, 128) for s in LENGTHS),
         ),
     ),
-)  # fmt: skip
+)
