@@ -76,18 +76,19 @@ class Problem(Protocol):
 class Workload:
     """One op: how it is called, its reference, its inputs, and its sizes for tests, compiler and benchmark."""
 
-    # The name in the benchmark, and that of the function in `tigon`, unless `function` names another one.
+    # `name` is the name in the benchmark. The function in `tigon` has this name too, unless `function` is another one.
     name: str
-    # The definition in torch, with the signature of the op.
+    function: str = ""
+    # The reference is the definition in torch, with the signature of the op.
     reference: Callable[..., Any]
-    # Makes the inputs from sizes. `legend` names the sizes, as in "T x I".
+    # This function makes the inputs from sizes. `legend` names the sizes, as in "T x I".
     inputs: Callable[[InputMaker], Inputs]
     legend: str
-    # The index of the size that can be halved or zero: rows, tokens or the sequence.
+    # This is the index of the size that can be halved or zero: rows, tokens or the sequence.
     rows_axis: int = 0
 
-    # The contract tests run these. A loss has outputs that are sums over many terms, and gets a tolerance for it. An op
-    # with CPU code of its own does not run its reference there.
+    # The contract tests run these. The tolerance of a loss is in units of the last place of 1, or of larger values.
+    # An op that `has_cpu_code` does not run its reference on a CPU.
     test_variants: tuple[Variant, ...] = ()
     is_loss: bool = False
     has_cpu_code: bool = False
@@ -102,7 +103,6 @@ class Workload:
     elements: Callable[..., int] | None = None
     flops: Callable[[Problem], int] | None = None
     # The benchmark calls the op with these options and those of a shape, and such a call overwrites these inputs.
-    function: str = ""
     bench_options: Mapping[str, Any] = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
 
