@@ -8,11 +8,11 @@ from dataclasses import replace
 
 import pytest
 import transformers
+from tigon.tools.bench.train.search import Search
 
 from tigon.tools.bench.train import plots, report
 from tigon.tools.bench.train.plan import Options, make_plan, model_config
 from tigon.tools.bench.train.report import Row, compare_curves
-from tigon.tools.bench.train.search import Search
 from tigon.tools.presets import PRESETS
 from tigon.tools.training import providers
 from tigon.tools.training.child import worker_command
