@@ -67,8 +67,8 @@ class VariantRun(TrainingRun):
         if kind == "point":
             tokens = self.job.ranks * self.job.batch * self.length
             speed = tokens * len(event["seconds"]) / sum(event["seconds"])
-            result |= {name: event[name] for name in ("seconds", "loss", "peak_bytes", "state_bytes")}
-            result["tokens_per_second"] = speed
+            result |= {"seconds": event["seconds"], "loss": event["losses"][0], "peak_bytes": event["peak_bytes"]}
+            result |= {"state_bytes": event["state_bytes"], "tokens_per_second": speed}
             text = f"{speed:>9,.0f} tokens/s  peak {event['peak_bytes'] / 2**30:6.2f} GiB"
         else:
             result |= {"out_of_memory": kind == "out of memory", "reason": event["reason"][:500]}

@@ -5,7 +5,7 @@ answers with a line of JSON on standard output. `tigon.tools.training.answers` h
 and of failures.
 
     {"event": "ready", "device": .., "memory_bytes": .., "parameters": ..}
-    {"event": "point", "seconds": [..], "loss": .., "peak_bytes": .., "state_bytes": ..}
+    {"event": "point", "seconds": [..], "losses": [..], "peak_bytes": .., "state_bytes": ..}
 """
 
 import asyncio
@@ -146,14 +146,8 @@ class Trainer(Rank):
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def train(self, line: str) -> dict[str, Any]:
-        """Measure a length; return the slowest rank's seconds, the mean loss, and the highest peak."""
-        ranks = self.gather(self.measure(int(line)))
-        return {
-            "seconds": [max(times) for times in zip(*(rank["seconds"] for rank in ranks), strict=True)],
-            "loss": sum(rank["loss"] for rank in ranks) / len(ranks),
-            "peak_bytes": max(rank["peak_bytes"] for rank in ranks),
-            "state_bytes": max(rank["state_bytes"] for rank in ranks),
-        }
+        """Measure a length; return the slowest rank's seconds, the mean losses, and the highest peak."""
+        return self.merge_ranks(self.measure(int(line)))
 
     def measure(self, length: int) -> dict[str, Any]:
         """Train warm-up and timed steps until the time is over. If it is over in the warm-up, time its last step.
@@ -173,8 +167,8 @@ class Trainer(Rank):
                 break
         timed = results[self.job.warmup :] or results[-1:]
         return {
-            "seconds": [seconds for _, seconds in timed], "loss": results[0][0], "peak_bytes": self.peak_bytes(),
-            "state_bytes": self.state_bytes(),
+            "seconds": [seconds for _, seconds in timed], "losses": [loss for loss, _ in results],
+            "peak_bytes": self.peak_bytes(), "state_bytes": self.state_bytes(),
         }  # fmt: skip
 
     def is_over(self, seconds: float) -> bool:

@@ -123,7 +123,7 @@ def test_the_first_step_is_not_timed(monkeypatch):
         trainer = Slow(seconds)
         result = trainer.measure(64)
         assert result["seconds"] == [1.0] * timed
-        assert (result["loss"], trainer.count) == (1.0, count)
+        assert (result["losses"][0], trainer.count) == (1.0, count)
 
 
 class LimitedWorker:
@@ -146,7 +146,7 @@ class LimitedWorker:
         if length > self.tokens:
             return {"event": "out of memory", "reason": "out of memory"}
         seconds = [self.tokens * length / 1e6]
-        return {"event": "point", "seconds": seconds, "loss": 1.0, "peak_bytes": length, "state_bytes": 0}
+        return {"event": "point", "seconds": seconds, "losses": [1.0], "peak_bytes": length, "state_bytes": 0}
 
 
 @pytest.fixture

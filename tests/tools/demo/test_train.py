@@ -40,8 +40,8 @@ def test_runs_of_one_seed_have_equal_losses_and_reversed_runs_differ_by_rounding
         events = []
         job = replace(make_job("llama", PRESET, "cpu", 0, tmp_path / "tokens.npy"), **options)
         assert serve(job, 0, iter([POINT] * 3), lambda event, **fields: events.append({"event": event, **fields}))
-        assert [event["event"] for event in events] == ["ready", "point", "point", "point"]
-        return [loss for event in events[1:] for loss in event["losses"]]
+        assert [event["event"] for event in events] == ["ready", *["step", "point"] * 3]
+        return [event["loss"] for event in events if event["event"] == "step"]
 
     stock = losses()
     assert losses() == pytest.approx(stock, rel=1e-6)
@@ -54,4 +54,4 @@ def test_the_end_of_the_points_ends_the_run(tmp_path):
     events = []
     job = make_job("llama", PRESET, "cpu", 0, tmp_path / "tokens.npy")
     assert serve(job, 0, iter([POINT, ""]), lambda event, **_: events.append(event))
-    assert events == ["ready", "point"]
+    assert events == ["ready", "step", "point"]

@@ -51,41 +51,17 @@ PRESETS = {
     # The vocabulary is as large as Llama-2's and the other layers are small, so that the loss needs most of the memory,
     # as in large models with large vocabularies.
     "cpu": Preset(
-        vocab_size=32_000,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-        dtype="float32",
-        batch=4,
-        seq=512,
-        steps=24,
-        lr=1e-3,
-        take_turns=True,
+        vocab_size=32_000, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, rope_theta=10_000.0, tie_word_embeddings=True, dtype="float32", batch=4,
+        seq=512, steps=24, lr=1e-3, take_turns=True,
     ),
     # This is the shape of Llama 3.2 1B.
     "cuda": Preset(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        rope_theta=500_000.0,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        batch=4,
-        seq=2048,
-        steps=30,
-        lr=3e-4,
-        take_turns=False,
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, rope_theta=500_000.0, tie_word_embeddings=True, dtype="bfloat16", batch=4,
+        seq=2048, steps=30, lr=3e-4, take_turns=False,
     ),
-}
+}  # fmt: skip
 
 
 def warmup_steps(steps: int) -> int:

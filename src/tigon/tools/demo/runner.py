@@ -3,10 +3,10 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tigon.tools.demo.presets import Preset, warmup_steps
 from tigon.tools.training.child import Event
@@ -40,6 +40,7 @@ class DemoRun(TrainingRun):
     """
 
     job: Job
+    display: "ProgressDisplay"
 
     def __init__(self, name: str, title: str, model_type: str, preset: Preset, job: Job) -> None:
         super().__init__(name, job)
@@ -47,7 +48,6 @@ class DemoRun(TrainingRun):
         self.measurement: Measurement = DemoMeasurement(name, preset.batch, preset.seq)
         self.facts: dict[str, Any] = {}
         self.failure = ""
-        self.display: _Display | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -68,19 +68,17 @@ class DemoRun(TrainingRun):
         if event["event"] == "ready":
             names = ("event", "parameters", "state_bytes", "attention", "threads")
             self.facts = {**{name: event[name] for name in names}, "patch": event["applied"] or None}
-        if self.display:
+        if event["event"] in ("starts", "ready"):
             self.display.show_state(self, event["event"])
 
     def record(self, event: Event) -> bool:
         if event["event"] == "point":
             self.measurement.add(event)
-            if self.display:
-                self.display.show_step(self)
+            self.display.show_step(self)
             return True
         refused = event["event"] == "refused"
         self.failure = event["note"] if refused else "\n".join(filter(None, (event["reason"], event.get("log"))))
-        if self.display:
-            self.display.show_state(self, self.failure.splitlines()[0])
+        self.display.show_state(self, self.failure.splitlines()[0])
         if event["event"] != "out of memory":
             raise OtherRunsEnd
         return False
@@ -89,71 +87,43 @@ class DemoRun(TrainingRun):
 # --- progress ------------------------------------------------------------------------------------
 
 
-class _Display(Protocol):
-    def __enter__(self) -> "_Display": ...
-    def __exit__(self, *error: object) -> None: ...
-    def show_state(self, run: DemoRun, state: str) -> None: ...
-    def show_step(self, run: DemoRun) -> None: ...
-
-
-def _describe_step(run: DemoRun) -> str:
-    """Return the loss, speed and memory of the last step."""
-    speed = run.preset.tokens / run.measurement.seconds[-1]
-    return f"loss {run.losses[-1]:.3f}  {speed:,.0f} tokens/s  {run.peak_bytes / 2**20:,.0f} MiB"
-
-
-class _Bars:
-    """A progress bar for each run."""
+class ProgressDisplay:
+    """A progress bar for each run, or a few lines of each where there is no terminal."""
 
     def __init__(self, console: Console, runs: Sequence[DemoRun]) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]{task.description:<8}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._tasks: dict[str, TaskID] = {
-            run.name: self._progress.add_task(run.title, total=run.preset.steps, state="waits", start=False)
-            for run in runs
-        }
+        self._console, self._steps = console, runs[0].preset.steps
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("[bold]{task.description:<8}"), BarColumn(bar_width=24), MofNCompleteColumn())
+            self._bars = Progress(*columns, TextColumn("{task.fields[state]}"), TimeElapsedColumn(), console=console)
+            self._tasks = {
+                run.name: self._bars.add_task(run.title, total=self._steps, state="waits", start=False) for run in runs
+            }
 
-    def __enter__(self) -> "_Bars":
-        self._progress.start()
+    def __enter__(self) -> "ProgressDisplay":
+        if self._bars:
+            self._bars.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        if self._bars:
+            self._bars.stop()
 
     def show_state(self, run: DemoRun, state: str) -> None:
-        self._progress.start_task(self._tasks[run.name])
-        self._progress.update(self._tasks[run.name], state=state)
+        if self._bars:
+            self._bars.start_task(self._tasks[run.name])
+            self._bars.update(self._tasks[run.name], state=state)
+        else:
+            self._console.print(f"{run.title}: {state}")
 
     def show_step(self, run: DemoRun) -> None:
-        self._progress.update(self._tasks[run.name], completed=len(run.losses), state=_describe_step(run))
-
-
-class _Lines:
-    """A few progress lines for each run, where there is no terminal."""
-
-    def __init__(self, console: Console, runs: Sequence[DemoRun]) -> None:
-        self._console = console
-        self._interval = max(1, runs[0].preset.steps // PROGRESS_LINES)
-
-    def __enter__(self) -> "_Lines":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        pass
-
-    def show_state(self, run: DemoRun, state: str) -> None:
-        self._console.print(f"{run.title}: {state}")
-
-    def show_step(self, run: DemoRun) -> None:
-        step, steps = len(run.losses), run.preset.steps
-        if step in (1, steps) or step % self._interval == 0:
-            self._console.print(f"{run.title:<8} step {step}/{steps}  {_describe_step(run)}")
+        """Show the loss, speed and memory of the last step."""
+        step, speed = len(run.losses), run.preset.tokens / run.measurement.seconds[-1]
+        state = f"loss {run.losses[-1]:.3f}  {speed:,.0f} tokens/s  {run.peak_bytes / 2**20:,.0f} MiB"
+        if self._bars:
+            self._bars.update(self._tasks[run.name], completed=step, state=state)
+        elif step in (1, self._steps) or step % max(1, self._steps // PROGRESS_LINES) == 0:
+            self._console.print(f"{run.title:<8} step {step}/{self._steps}  {state}")
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -166,7 +136,7 @@ def train_runs(runs: Sequence[DemoRun], folder: Path, console: Console) -> bool:
     the others.
     """
     groups = [runs] if runs[0].preset.take_turns else [[run] for run in runs]
-    with (_Bars if console.is_terminal else _Lines)(console, runs) as display:
+    with ProgressDisplay(console, runs) as display:
         for run in runs:
             run.display, run.log = display, folder / f"{run.name}.log"
         try:

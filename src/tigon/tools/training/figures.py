@@ -135,8 +135,9 @@ def draw_losses(
             below.plot(range(1, len(tolerances) + 1), tolerances, color=WARNING, linewidth=1, linestyle=DASHES)
             place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
             below.annotate("tolerance", (1, tolerances[-1]), fontsize=8, color=WARNING, **place)
-        below.set_ylim(-0.2 * resolution, 20 * max(*finite, *tolerances, resolution))
-        below.set_yticks([0, *(resolution * 100**power for power in range(4))])
+        top = 20 * max(*finite, *tolerances, resolution)
+        below.set_ylim(-0.2 * resolution, top)
+        below.set_yticks([0, *(tick for power in range(6) if (tick := resolution * 100**power) <= top)])
         below.minorticks_off()
     else:
         above = below = figure.subplots()

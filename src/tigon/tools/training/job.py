@@ -14,8 +14,8 @@ class Job(Record):
 
     `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
     a shard of the model; a single process holds all of it. `reverse`: the sequences of a batch come in reverse order,
-    so that the loss is the same and its sums are taken in another order. `turns`: each point is one step, and gradients
-    and optimizer states exist before the first step.
+    so that the loss is the same and its sums are taken in another order. `turns`: a point goes on where the one before
+    it ended, and gradients and optimizer states exist before the first step.
     """
 
     provider: str

@@ -11,8 +11,8 @@ standard input ends the process. Rank 0 reads and answers; a rank that fails rep
     {"event": "out of memory", "reason": ..}                       the process is as before, and takes another point
     {"event": "failed", "out_of_memory": .., "reason": ..}         the process ends
 
-A point begins with the weights that the point before it left. A job with turns trains one step at each point; its peaks
-of memory are those since the start of the process.
+A point begins with the weights that the point before it left. In a job with turns it also goes on with the data, and
+peaks of memory are those since the start of the process.
 """
 
 import sys
@@ -50,9 +50,11 @@ class Meter:
         self._on_gpu = device.type == "cuda"
         self._marks: list[Any] = []
 
-    def start(self) -> None:
-        """Drop all marks and reset the peaks."""
+    def start(self, reset_peaks: bool = True) -> None:
+        """Drop all marks, and reset the peaks if asked to."""
         self._marks = []
+        if not reset_peaks:
+            return
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -137,14 +139,14 @@ class Trainer(Rank):
         self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model
         local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
         # Parameters and the two moments of AdamW.
-        self._state_bytes = 3 * local * getattr(torch, job.dtype).itemsize
+        state_bytes = 3 * local * getattr(torch, job.dtype).itemsize
         if job.turns:
-            self._state_bytes = prime(model, self.optimizer, torch.arange(8, device=self.device)[None])
+            state_bytes = prime(model, self.optimizer, torch.arange(8, device=self.device)[None])
             self.free()
-            self._meter = Meter(self.device, self._state_bytes)
-            self._meter.start()
+        self._meter = Meter(self.device, state_bytes)
+        self._meter.start()
         say(
-            "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=self._state_bytes,
+            "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=state_bytes,
             attention=attention, threads=torch.get_num_threads(), applied=applied,
             seconds=time.perf_counter() - started,
         )  # fmt: skip
@@ -175,32 +177,17 @@ class Trainer(Rank):
             yield share.pin_memory() if self.device.type == "cuda" else share
 
     def train(self, line: str) -> dict[str, Any]:
-        point = Point.from_json(line)
-        return self._take_turn(point) if self.job.turns else self._train_steps(point)
+        """Train the steps of a point; the host runs ahead of the device by at most one step.
 
-    def _take_turn(self, point: Point) -> dict[str, Any]:
-        """Train one step on the next batch and wait for it."""
-        if not self.steps:
+        In a job with turns, a point goes on with the data and the peaks of the point before it.
+        """
+        point = Point.from_json(line)
+        if not self.job.turns:
+            self.free()
+        if not self.job.turns or not self.steps:
             self._data = self._batches(point)
             torch.manual_seed(self.job.seed)
-        ids = next(self._data).to(self.device)
-        self.synchronise()
-        started = time.perf_counter()
-        loss = self._step(ids)
-        host_seconds = time.perf_counter() - started
-        self.synchronise()
-        seconds = time.perf_counter() - started
-        allocated, reserved = self._meter.peaks()
-        return {
-            "seconds": [seconds], "host_seconds": [host_seconds], "losses": [loss.item()], "allocated": allocated,
-            "reserved": reserved,
-        }  # fmt: skip
-
-    def _train_steps(self, point: Point) -> dict[str, Any]:
-        """Train the steps of a point; the host runs ahead of the device by at most one step."""
-        self.free()
-        meter, data = Meter(self.device, self._state_bytes), self._batches(point)
-        torch.manual_seed(self.job.seed)
+        meter, data = self._meter, self._data
         losses, step_seconds = [], 0.0
         for step in range(point.warmup):
             started = time.perf_counter()
@@ -217,10 +204,13 @@ class Trainer(Rank):
             losses.append(losses_on_host[index].item())
             self._say("step", step=point.warmup + index, loss=losses[-1], timed=True)
 
-        meter.start()
+        ids = next(data)
+        meter.start(reset_peaks=not self.job.turns)
         meter.mark()
         for index in range(steps):
-            ids, started = next(data), time.perf_counter()
+            if index:
+                ids = next(data)
+            started = time.perf_counter()
             losses_on_host[index].copy_(self._step(ids), non_blocking=True)
             meter.mark()
             host_seconds.append(time.perf_counter() - started)
@@ -229,7 +219,7 @@ class Trainer(Rank):
                 report_step(index - 1)
         report_step(steps - 1)
         allocated, reserved = meter.peaks()
-        return self._merge_ranks({
+        return self.merge_ranks({
             "seconds": meter.seconds(), "host_seconds": host_seconds, "losses": losses, "allocated": allocated,
             "reserved": reserved,
         })  # fmt: skip
@@ -239,18 +229,6 @@ class Trainer(Rank):
         if point.seconds is None or not step_seconds:
             return point.steps
         return min(point.steps, max(LEAST_STEPS, int(point.seconds / step_seconds)))
-
-    def _merge_ranks(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the slowest rank's seconds of each step, the mean losses, and the highest peaks."""
-        ranks = self.gather(fields)
-        by_step = lambda name: zip(*(rank[name] for rank in ranks), strict=True)
-        return {
-            "seconds": [max(values) for values in by_step("seconds")],
-            "host_seconds": [max(values) for values in by_step("host_seconds")],
-            "losses": [sum(values) / len(values) for values in by_step("losses")],
-            "allocated": max(rank["allocated"] for rank in ranks),
-            "reserved": None if fields["reserved"] is None else max(rank["reserved"] for rank in ranks),
-        }
 
 
 def serve(job: Job, rank: int, points: Iterator[str], say: Say) -> bool:
