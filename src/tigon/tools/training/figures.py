@@ -135,7 +135,7 @@ def draw_losses(
             below.plot(range(1, len(tolerances) + 1), tolerances, color=WARNING, linewidth=1, linestyle=DASHES)
             place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
             below.annotate("tolerance", (1, tolerances[-1]), fontsize=8, color=WARNING, **place)
-        top = 20 * max(*finite, *tolerances, resolution)
+        top = 20 * max([*finite, *tolerances, resolution])
         below.set_ylim(-0.2 * resolution, top)
         below.set_yticks([0, *(tick for power in range(6) if (tick := resolution * 100**power) <= top)])
         below.minorticks_off()
@@ -164,7 +164,7 @@ def draw_bars(axes: Axes, bars: Sequence[Bar], limit: float | None = None) -> No
     heights = [bar.value or 0.0 for bar in bars]
     container = axes.bar([bar.label for bar in bars], heights, color=[bar.colour for bar in bars], width=0.6)
     axes.bar_label(container, [bar.text for bar in bars], padding=3, fontsize=9.5, color=INK)
-    axes.set_ylim(0, 1.14 * max(*heights, limit or 0.0) or 1.0)
+    axes.set_ylim(0, 1.14 * max([*heights, limit or 0.0]) or 1.0)
 
 
 # --- sweeps --------------------------------------------------------------------------------------

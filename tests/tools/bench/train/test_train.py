@@ -225,6 +225,13 @@ def test_losses_agree_if_their_differences_are_those_of_the_noise():
     assert "finite" not in report.sentence(near)
 
 
+def test_losses_that_are_not_finite_are_drawn(tmp_path):
+    rows = [make_row("stock", [1.0], [3.0]), make_row("tigon", [1.0], [math.nan])]
+    pictures = report.plot(rows, tmp_path, None, "a model", {"type": "cpu", "name": "a CPU"})
+    assert [picture.name for picture in pictures] == ["throughput.png", "memory.png", "loss.png"]
+    assert report.plot([make_row("stock-reversed", [1.0], [3.0])], tmp_path, None, "a model", {})
+
+
 def test_the_report_of_a_sweep_has_all_rows_and_the_largest_sizes(tmp_path):
     rows = [
         make_row("stock", [0.4, 0.4], [3.0]), make_row("stock", [], [], "out of memory", 1024),
