@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RANKS, STEPS, BATCH, SEQ, LR = 2, 3, 2, 48, 1e-3
-TIME_LIMIT = 200  # seconds
+TIME_LIMIT_SECONDS = 200
 
 # Each launcher finds a free port by itself.
 TORCHRUN = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={RANKS}"]
@@ -113,7 +113,7 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
     try:
         # After a timeout the exit code is not 0.
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(TIME_LIMIT)
+            process.wait(TIME_LIMIT_SECONDS)
     finally:
         end(process)
     output, errors = (file.read_text(encoding="utf-8", errors="replace") for file in files)

@@ -52,7 +52,7 @@ def test_curves_differ_beyond_the_tolerance(dtype, step):
 
 
 def test_tolerance_is_tighter_at_the_start():
-    """A difference that late steps may have is a fault at the first step, whatever the late differences are."""
+    """A difference that late steps may have is a fault at the first step, even if late differences are larger."""
     stock = make_run("stock", [2.0] * 100)
     late = TOLERANCE["float32"].at(99)
     second = [2.0] * 100

@@ -33,7 +33,7 @@ def try_sizes(search: Search, room: int) -> list[int]:
         "one",
         "doubling",
         "limit",
-        "given",
+        "sizes",
         "resolution",
         "first too large",
         "odd start",

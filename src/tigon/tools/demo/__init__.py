@@ -2,7 +2,7 @@
 
 The demo is the training program (`tigon.tools.training`) with a small preset, two loss curves and a tolerance.
 
-command   the options, the order of the work, and what is printed
+command   the options, the order of the work, and the printed output
 presets   the model and the settings of each kind of device
 plan      turns options into two runs, and refuses bad options
 runner    the two runs and their progress

@@ -31,7 +31,8 @@ __all__ = [
     "write_report",
 ]
 
-COLOURS = ("#8a8f98", "#e8731c")  # stock is grey, Tigon orange
+# Stock is grey and Tigon orange.
+COLOURS = ("#8a8f98", "#e8731c")
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class Rank:
     def merge_ranks(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the mean of "losses" and the maximum of each other field over all ranks; of lists for each item."""
         ranks = self.gather(fields)
-        merged = {}
+        merged: dict[str, Any] = {}
         for name, field in fields.items():
             values = [rank[name] for rank in ranks]
             if name == "losses":

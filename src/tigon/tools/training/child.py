@@ -23,7 +23,8 @@ __all__ = ["Child", "ChildFailed", "Event", "RankJob", "Worker", "worker_command
 
 Event = dict[str, Any]
 WORKER = ("-m", "tigon.tools.training.worker")
-PROGRESS = ("ready", "step")  # events that do not answer a point
+# These events do not answer a point.
+PROGRESS = ("ready", "step")
 
 
 class RankJob(Protocol):

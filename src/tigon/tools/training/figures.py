@@ -58,7 +58,7 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def headline(figure: Figure, title: str, subtitle: str) -> None:
-    """Add a title and below it, smaller, what was measured; the constrained layout leaves room for both."""
+    """Add a title and a smaller subtitle; the constrained layout leaves room for both."""
     figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
     figure.text(0.012, 0.985, f"\n{subtitle}", ha="left", va="top", fontsize=8.5, linespacing=1.9, color=MUTED)
 
@@ -212,7 +212,7 @@ def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlab
 
 
 def _spaced(sizes: Iterable[float]) -> list[float]:
-    """Return those of ascending sizes whose labels have room beside each other on a logarithmic axis."""
+    """Select sizes, in ascending order, so that their labels do not overlap on a logarithmic axis."""
     ticks: list[float] = []
     for size in sizes:
         if not ticks or size >= 1.4 * ticks[-1]:

@@ -1,4 +1,4 @@
-"""What one run measures at one size of a step, and how far its losses are from those of another run."""
+"""The measurements of a run at one size of a step, and the comparison of its losses with another run's."""
 
 import math
 import statistics

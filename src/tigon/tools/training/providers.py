@@ -1,4 +1,4 @@
-"""What each provider does to a stock model before it is trained."""
+"""The providers: each changes a stock model before the training."""
 
 import difflib
 from collections.abc import Iterable

@@ -51,7 +51,7 @@ class Meter:
         self._marks: list[Any] = []
 
     def start(self, reset_peaks: bool = True) -> None:
-        """Drop all marks, and reset the peaks if asked to."""
+        """Drop all marks and, with `reset_peaks`, the peaks."""
         self._marks = []
         if not reset_peaks:
             return

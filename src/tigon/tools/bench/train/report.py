@@ -49,9 +49,9 @@ LEFT = ("provider", "note", "within")
 def legend(machine: dict[str, Any]) -> str:
     """Return sentences that explain the columns."""
     memory = (
-        "peaks of torch's allocator over the timed steps, the highest of the GPUs: model, gradients, optimizer and all"
+        "peaks of torch's allocator over the timed steps, of the GPU with the highest, with model and optimizer states"
         if machine["type"] == "cuda"
-        else "parameters, optimizer states and what the process grew by"
+        else "parameters, optimizer states and the growth of the process"
     )
     return (
         "One step: forward, backward, AdamW, zero_grad. ms: median of the timed steps, in brackets their quartiles; "
