@@ -23,8 +23,10 @@ import traceback
 import warnings
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic cuBLAS; read before the first product
+# cuBLAS reads this setting before the first product, and is deterministic with it.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
 import transformers
@@ -38,7 +40,8 @@ SIZES = {
     "small": {"hidden": 1024, "inter": 2048, "layers": 4, "heads": 16, "kv": 4, "head": 64, "vocab": 4096},
     "tiny": {"hidden": 64, "inter": 96, "layers": 2, "heads": 4, "kv": 2, "head": 16, "vocab": 512},
 }
-MIXTURES = {"gpt_oss": 2, "llama4_text": 1}  # the number of experts per token
+# The number of experts per token.
+MIXTURES = {"gpt_oss": 2, "llama4_text": 1}
 EXPERTS = 8
 
 
@@ -95,8 +98,9 @@ def step_in_fp64(base: nn.Module, batch: Tensor) -> tuple[float, dict[str, Tenso
     """Return the loss and the gradients of the stock model in fp64."""
     model = copy.deepcopy(base).double()
     if hasattr(model, "set_experts_implementation"):
+        # Grouped products do not support fp64.
         with contextlib.suppress(ValueError):
-            model.set_experts_implementation("eager")  # grouped products take no fp64
+            model.set_experts_implementation("eager")
     mode = Fp64()
 
     def in_fp32(module: nn.Module) -> None:
@@ -224,7 +228,8 @@ def flips(run: dict, stock: dict, choices: int | None, layers: int, halves: bool
     if not choices or not stock["logits"]:
         return None
     logits = run["logits"]
-    if halves:  # two calls of each layer in a step
+    # With halves, each layer is called twice in a step.
+    if halves:
         logits = [
             torch.cat((logits[s * 2 * layers + i], logits[s * 2 * layers + layers + i]))
             for s in range(len(logits) // (2 * layers))
@@ -263,7 +268,7 @@ def first_update(gradient: Tensor) -> Tensor:
 
 
 def gradient_errors(run: dict, exact: dict[str, Tensor]) -> dict[str, dict[str, float]]:
-    """For every parameter: the error of its first gradient, and what AdamW's first update makes of it."""
+    """Return, for every parameter, the error of its first gradient and of AdamW's first update."""
     errors = {}
     for name, g in run["gradients"].items():
         x = exact[name]
@@ -309,7 +314,7 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
     batch = torch.randint(3, SIZES[options.size]["vocab"], (options.batch, options.length), generator=generator)
     batch = batch.to(options.device)
     runs: dict[str, dict] = {}
-    result = {
+    result: dict[str, Any] = {
         "parameters": sum(p.numel() for p in base.parameters()), "runs": runs, "gradients": {},
         "zero_bias": [n for n, p in base.named_parameters() if not p.any()][:20],
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the scripts beside this one share: their options, a model, real text as rows of tokens, and a meter."""
+"""The parts that the scripts for the engines share: options, a model, real text as rows of tokens, and a meter."""
 
 import argparse
 import contextlib
@@ -22,23 +22,27 @@ TINY = {
 }  # fmt: skip
 
 
-def parser(description: str) -> argparse.ArgumentParser:
-    """The options that all scripts have."""
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """Return a parser with the options of all scripts."""
     options = argparse.ArgumentParser(description=description)
-    options.add_argument("--model", help="hub name or folder; a preset of Tigon (random weights); else a tiny Llama")
-    options.add_argument("--text", type=Path, help="file or folder; else the Python standard library's sources")
+    options.add_argument(
+        "--model", help="name on the hub, folder, or preset of Tigon (random weights); default: a tiny Llama"
+    )
+    options.add_argument(
+        "--text", type=Path, help="file or folder; default: the sources of the Python standard library"
+    )
     options.add_argument("--memory", default="lean", help="a level of tigon.patch")
     options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--batch", type=int, default=2, help="sequences a rank")
-    options.add_argument("--seq", type=int, default=512, help="tokens a sequence")
+    options.add_argument("--batch", type=int, default=2, help="sequences of a rank")
+    options.add_argument("--seq", type=int, default=512, help="tokens of a sequence")
     options.add_argument("--lr", type=float, default=3e-4)
     return options
 
 
 def build_model(name: str | None, device: torch.device | None = None) -> transformers.PreTrainedModel:
-    """The model to train, in fp32: what the engines here multiply in bf16, they keep a master copy of.
+    """Return the model to train in fp32. The engines multiply in bf16 and hold the fp32 weights as master copy.
 
-    Random weights are the same on every rank. They are made on `device`, where the model is small enough for one.
+    Random weights are the same on every rank. They are created on `device` if one is given; the model must fit there.
     """
     if name is not None and name not in PRESETS:
         return transformers.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
@@ -49,9 +53,9 @@ def build_model(name: str | None, device: torch.device | None = None) -> transfo
 
 
 def token_rows(arguments: argparse.Namespace, vocabulary: int, ranks: int) -> Tensor:
-    """Text for all steps of all ranks, [steps * ranks * batch, seq] int64: row after row, as they are to be trained on.
+    """Return text for all steps of all ranks in the order of training, [steps * ranks * batch, seq] int64.
 
-    Tokens are those of a small BPE that is trained on the text, whatever the model.
+    The tokens come from a small BPE that is trained on the text, whatever the model.
     """
     tokens = tokenise(read_text(arguments.text), max(MIN_VOCAB, min(vocabulary, TINY["vocab_size"])))
     rows = arguments.steps * ranks * arguments.batch
@@ -59,10 +63,11 @@ def token_rows(arguments: argparse.Namespace, vocabulary: int, ranks: int) -> Te
 
 
 def leave_group() -> None:
-    """Leave the process group, if there is one. To be called once the model is gone, for that holds it too.
+    """Leave the process group, if there is one. The model refers to the group, so delete it before this call.
 
-    A thread of gloo that still has a tensor when Python ends aborts the process (pytorch's issue 190489). With the
-    group its threads end; where torch's caches of sharded tensors keep it, they have let go of all tensors by then.
+    A thread of gloo that still has a tensor when Python ends aborts the process (pytorch's issue 190489). The threads
+    end with the group. Where torch's caches of sharded tensors keep the group alive, the threads have freed all tensors
+    by then.
     """
     gc.collect()
     if dist.is_initialized():
@@ -70,22 +75,24 @@ def leave_group() -> None:
 
 
 class Meter:
-    """Prints a line a step on rank 0: the mean loss of the ranks, tokens a second of all, peak memory of this one."""
+    """Prints a line for each step on rank 0: mean loss of the ranks, tokens/s of all ranks, peak memory of rank 0."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.steps = device, 0
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)  # the model was whole before it was sharded
+            # Leave out the peak of the model before it was sharded.
+            torch.cuda.reset_peak_memory_stats(device)
         self.started = time.perf_counter()
 
     def step(self, loss: Tensor | float, tokens: int) -> None:
-        """`tokens`: of this rank."""
+        """Print the step that has just been queued; `tokens` counts those of this rank."""
         loss = torch.as_tensor(loss, device=self.device, dtype=torch.float32).detach().clone()
         if dist.is_initialized():
             dist.all_reduce(loss)
             loss /= dist.get_world_size()
-        value = loss.item()  # waits for the step
+        # `item` waits for the step.
+        value = loss.item()
         now = time.perf_counter()
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)

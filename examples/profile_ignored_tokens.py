@@ -1,9 +1,11 @@
-"""Where the wait for the number of valid tokens goes: `python examples/profile_ignored_tokens.py` (one GPU, 60 GiB).
+"""Profile how long the host waits for the number of valid tokens: `python examples/profile_ignored_tokens.py`.
 
-Trains four layers of Llama-3-8B with 75 % of the labels ignored, three ways: the valid rows asked for when the labels
-are known (what `tigon.patch` does), asked for in the loss, and not at all. Prints the time of a step, how long the
-device had nothing to run, and how long the host stood in cudaEventSynchronize.
+The script trains four layers of Llama-3-8B with 75 % of the labels ignored, on one GPU with 60 GiB. It looks for the
+valid rows when the labels are known (as `tigon.patch` does), in the loss, and not at all. It prints the time of a step,
+the time without work on the device, and the time that the host spends in cudaEventSynchronize.
 """
+
+from collections.abc import Callable
 
 import torch
 import transformers
@@ -16,8 +18,8 @@ from tigon.ops.head import chunks
 STEPS, BATCH, LENGTH = 4, 2, 4096
 
 
-def report(name: str, step) -> None:
-    """One line on `STEPS` steps."""
+def report(name: str, step: Callable[[int], None]) -> None:
+    """Profile `STEPS` steps and print a line."""
     for i in range(STEPS):
         step(i)
     torch.cuda.synchronize()
@@ -31,10 +33,13 @@ def report(name: str, step) -> None:
     for span in on_device:
         idle += max(0.0, span.start - end)
         end = max(end, span.end)
-    waited = sum(e.cpu_time_total for e in profiler.key_averages() if "EventSynchronize" in e.key)
-    per_step = 1e-3 / STEPS  # from us in all to ms a step
+    host_wait = sum(e.cpu_time_total for e in profiler.key_averages() if "EventSynchronize" in e.key)
+    # The profiler has microseconds of all steps; the line has milliseconds of one step.
+    per_step = 1e-3 / STEPS
     total = (end - on_device[0].start) * per_step
-    print(f"{name:22s} step {total:6.2f} ms   device idle {idle * per_step:5.2f}   host waits {waited * per_step:5.2f}")
+    print(
+        f"{name:22s} step {total:6.2f} ms   device idle {idle * per_step:5.2f}   host waits {host_wait * per_step:5.2f}"
+    )
 
 
 def main() -> None:

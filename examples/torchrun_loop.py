@@ -1,4 +1,4 @@
-"""A training loop by hand, sharded by FSDP2: `torchrun --nproc-per-node 4 examples/torchrun_loop.py --memory lean`.
+"""A loop in plain torch, sharded by FSDP2: `torchrun --nproc-per-node 4 examples/torchrun_loop.py --memory lean`.
 
 Without GPUs it runs on CPU ranks. Patch before `fully_shard`, or after it: both work.
 """
@@ -7,14 +7,14 @@ import os
 
 import torch
 import torch.distributed as dist
-from model_and_text import Meter, build_model, leave_group, parser, token_rows
+from model_and_text import Meter, build_model, leave_group, make_parser, token_rows
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import tigon
 
 
 def main() -> None:
-    arguments = parser("Train with torch's FSDP2.").parse_args()
+    arguments = make_parser("Train with torch's FSDP2.").parse_args()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")
@@ -34,9 +34,9 @@ def main() -> None:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=arguments.lr, fused=True)
     rows = token_rows(arguments, model.config.vocab_size, ranks)
-    own = rows.view(arguments.steps, ranks, arguments.batch, arguments.seq)[:, rank]
+    batches = rows.view(arguments.steps, ranks, arguments.batch, arguments.seq)[:, rank]
     meter = Meter(device)
-    for ids in own:
+    for ids in batches:
         ids = ids.to(device)
         loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()

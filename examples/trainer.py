@@ -1,20 +1,20 @@
 """The Trainer of transformers: `python examples/trainer.py`, or `torchrun --nproc-per-node 4 examples/trainer.py`.
 
-With `--deepspeed examples/zero3.json` it trains with ZeRO-3. The model is given to the Trainer patched; nothing else
-changes. (`TrainingArguments(use_liger_kernel=True)` is another library's switch, and stays off.)
+With `--deepspeed examples/zero3.json` it trains with ZeRO-3. The Trainer gets the patched model; nothing else changes.
+`TrainingArguments(use_liger_kernel=True)` would apply another library, so it stays off.
 """
 
 import tempfile
 
 import torch
-from model_and_text import Meter, build_model, leave_group, parser, token_rows
+from model_and_text import Meter, build_model, leave_group, make_parser, token_rows
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import tigon
 
 
 class PrintSteps(TrainerCallback):
-    """Loss, speed and memory of every step."""
+    """Prints loss, speed and memory of every step."""
 
     def __init__(self, meter: Meter, tokens: int) -> None:
         self.meter, self.tokens = meter, tokens
@@ -25,11 +25,11 @@ class PrintSteps(TrainerCallback):
 
 
 def main() -> None:
-    options = parser("Train with the Trainer of transformers.")
+    options = make_parser("Train with the Trainer of transformers.")
     options.add_argument("--deepspeed", help="a configuration of DeepSpeed, such as examples/zero3.json")
     arguments = options.parse_args()
     on_gpu = torch.cuda.is_available()
-    # Before the model: with ZeRO-3 it is built in shards.
+    # Create the arguments before the model, so that ZeRO-3 can build it in shards.
     training = TrainingArguments(
         output_dir=tempfile.mkdtemp(),
         max_steps=arguments.steps,

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch's deterministic mode asks for it
+# torch's deterministic mode requires this setting.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
@@ -77,7 +78,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def shows_something(item: pytest.Item) -> bool:
-    """Return whether the markers of a test say that it shows something in this run."""
+    """Return True if the markers of a test say that it shows something in this run."""
     if INTERPRETED and item.get_closest_marker("no_interpreter"):
         return False
     if item.get_closest_marker("interpreter") and not INTERPRETED:
@@ -102,7 +103,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def poisoned():
-    """Memory that an op allocates holds NaN (or the largest integer) until the op writes it."""
+    """Fill the memory that an op allocates with NaN, or with the largest integer, until the op writes it."""
     before = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -114,7 +115,7 @@ def poisoned():
 
 @pytest.fixture
 def one_thread():
-    """On tensors this small more threads only wait for each other: tests take a third of the time with one."""
+    """Use one thread: with tensors this small more threads wait for each other, and tests take three times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -123,7 +124,7 @@ def one_thread():
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A folder of two text files, one binary file and one hidden file."""
+    """Return a folder with two text files, one binary file and one hidden file."""
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "a.py").write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(300)))

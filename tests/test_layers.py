@@ -23,8 +23,8 @@ FAMILIES = {
     ("fp8", "norms"): "norms are quantised where they are computed",
 }
 
-# The files beside the folders: the public names, the accuracy check, and the table of real shapes.
-ROOT_FILES = {"__init__", "testing", "workloads"}
+# The files beside the folders: the public names and the accuracy check.
+ROOT_FILES = {"__init__", "testing"}
 
 
 def _imported(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:

@@ -1,79 +1,123 @@
-"""Medusa, stock and with Tigon, at growing lengths until memory ends: tokens/s, memory, pictures and a table.
+"""Medusa, stock and with Tigon, at growing lengths until memory runs out: tokens/s, memory, pictures and a table.
 
 One H200, Llama-3-8B's shape:    python examples/medusa/compare.py --stages 1 2 --heads 5
 Four, sharded by FSDP2:          python examples/medusa/compare.py --gpus 4
 Two CPU cores, in a minute:      python examples/medusa/compare.py --device cpu --layers 2 --hidden 64 \\
                                      --vocabulary 512 --first 64 --longest 512
 
-The first variant doubles its length until memory ends, then halves the gap. The others are measured at its lengths,
-then at multiples of its longest one. Each variant of a stage and a number of heads is a process of its own
-(one for each GPU) that takes one length after the other.
+The first variant doubles its length until memory runs out, then halves the gap. The others are measured at its lengths,
+then at multiples of its longest one. Each variant of a stage and a number of heads has a process (one for each GPU),
+which trains one length after the other.
 """
 
 import argparse
-import json
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
-from measure import Job
-from report import measured, write
-from worker import Worker
+from measure import MedusaJob
+from report import measured_results, write_report
 
 from tigon.hf.levels import LEVELS
+from tigon.tools.training.child import Event, Worker
+from tigon.tools.training.records import write_json
+from tigon.tools.training.runner import TrainingRun, train_in_turns
+from tigon.tools.training.search import Search
 
 VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in LEVELS))
 
-
-def sweep_first(worker: Worker, first: int, longest: int, bisections: int) -> Iterator[dict]:
-    """`first`, twice as long, and so on until memory ends or `longest` is reached; then between what fits and not."""
-    length, fits = first, 0
-    while length <= longest:
-        yield (result := worker.measure(length))
-        if "reason" in result:
-            break
-        fits, length = length, 2 * length
-    if fits and result.get("out_of_memory"):
-        for _ in range(bisections):
-            between = (fits + length) // 2
-            yield (result := worker.measure(between))
-            fits, length = (fits, between) if "reason" in result else (between, length)
+# Without this setting, sequences of growing length would fragment the memory until none of them fits.
+SETTINGS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+PROGRAM = [str(Path(__file__).with_name("measure.py"))]
 
 
-def sweep_others(worker: Worker, reference: list[dict], multiples: list[int], longest: int) -> Iterator[dict]:
-    """The lengths that the first variant could do, then multiples of its longest, until memory ends."""
-    done = sorted(result["length"] for result in reference if "seconds" in result)
-    lengths = done + [done[-1] * multiple for multiple in sorted(set(multiples))]
-    for length in lengths:
-        if length > longest:
-            break
-        yield (result := worker.measure(length))
-        if "reason" in result:
-            break
+class VariantRun(TrainingRun):
+    """One variant of a stage and a number of heads, and its result at each length."""
+
+    job: MedusaJob
+
+    def __init__(self, job: MedusaJob, search: Search) -> None:
+        super().__init__(job.variant, job)
+        self.search = search
+        self.results: list[dict[str, Any]] = []
+        self.device: str | None = None
+        self.memory_bytes: int | None = None
+
+    def make_worker(self) -> Worker:
+        return Worker(self.job, None, self.listen, PROGRAM, SETTINGS)
+
+    def next_point(self) -> str | None:
+        length = self.search.next()
+        if length is None:
+            return None
+        self.length = length
+        return str(length)
+
+    def listen(self, event: Event) -> None:
+        if event["event"] == "ready":
+            self.device, self.memory_bytes = event["device"], event["memory_bytes"]
+
+    def record(self, event: Event) -> bool:
+        """Keep and print seconds, loss and peak at the length, or the reason why there are none."""
+        kind = event["event"]
+        result: dict[str, Any] = {"length": self.length}
+        if kind == "point":
+            tokens = self.job.ranks * self.job.batch * self.length
+            speed = tokens * len(event["seconds"]) / sum(event["seconds"])
+            result |= {"seconds": event["seconds"], "loss": event["losses"][0], "peak_bytes": event["peak_bytes"]}
+            result |= {"state_bytes": event["state_bytes"], "tokens_per_second": speed}
+            text = f"{speed:>9,.0f} tokens/s  peak {event['peak_bytes'] / 2**30:6.2f} GiB"
+        else:
+            result |= {"out_of_memory": kind == "out of memory", "reason": event["reason"][:500]}
+            text = kind if kind == "out of memory" else result["reason"]
+        print(f"  {self.length:>8,} tokens  {text}", flush=True)
+        self.results.append(result)
+        if kind in ("point", "out of memory"):
+            self.search.record(self.length, fits=kind == "point")
+        else:
+            self.search.stop()
+        return True
 
 
-def parse(given: list[str] | None = None) -> argparse.Namespace:
+def make_search(reference: list[dict[str, Any]], arguments: argparse.Namespace) -> Search:
+    """Return the lengths of a variant; `reference` are the results of the first variant, if there are any.
+
+    The first variant doubles its length and then halves the gap. The others take the lengths that fitted there, then
+    multiples of the longest.
+    """
+    if not reference:
+        return Search([arguments.first], doubling=True, limit=arguments.longest, bisections=arguments.bisections)
+    fitted = sorted(result["length"] for result in reference if "seconds" in result)
+    lengths = fitted + [fitted[-1] * multiple for multiple in sorted(set(arguments.multiples))]
+    return Search([length for length in lengths if length <= arguments.longest])
+
+
+def parse(words: list[str] | None = None) -> argparse.Namespace:
+    """Return the options of the command line; a bad option ends the process with code 2."""
     options = argparse.ArgumentParser(description="Compare Medusa, stock and with Tigon.")
     options.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     options.add_argument("--heads", type=int, nargs="+", default=[3, 5])
     options.add_argument("--variants", nargs="+", default=["stock", "tigon:lean+mlp"],
                          help="stock, stock:checkpoint (gradient checkpointing), tigon:LEVEL (its memory)")  # fmt: skip
     options.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    options.add_argument("--first", type=int, default=2048, help="length to begin with")
-    options.add_argument("--longest", type=int, default=2**20, help="length to end with")
+    options.add_argument("--first", type=int, default=2048, help="the first length")
+    options.add_argument("--longest", type=int, default=2**20, help="the limit of all lengths")
     options.add_argument("--multiples", type=int, nargs="+", default=[2, 4, 8, 16, 32],
                          help="of the first variant's longest length, for the others")  # fmt: skip
     options.add_argument(
-        "--bisections", type=int, default=2, help="lengths to try where the first variant's memory ends"
+        "--bisections",
+        type=int,
+        default=2,
+        help="lengths to try between the last that fitted and the first that did not",
     )
     options.add_argument("--batch", type=int, default=1)
     options.add_argument("--warmup", type=int, default=2)
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--seconds", type=float, default=6.0,
-                         help="for the steps of a length after its first; one is always done")  # fmt: skip
+                         help="for the steps of a length after its first one; at least one step is timed")  # fmt: skip
     options.add_argument("--layers", type=int, default=32)
     options.add_argument("--hidden", type=int, default=4096)
     options.add_argument("--intermediate", type=int, help="default: 3.5 times hidden")
@@ -81,77 +125,69 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     options.add_argument("--gpus", type=int, default=1, help="processes, sharded by FSDP2 if there are several")
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
     options.add_argument("--out", type=Path, default=Path("runs") / time.strftime("medusa-%Y%m%d-%H%M%S"))
-    arguments = options.parse_args(given)
+    arguments = options.parse_args(words)
     for variant in arguments.variants:
         if variant not in VARIANTS:
             options.error(f"--variants must be among {', '.join(VARIANTS)}, got {variant!r}")
-    at_least = {
+    minima = {
         "first": 1, "longest": arguments.first, "steps": 1, "batch": 1, "gpus": 1, "layers": 1, "warmup": 0,
         "bisections": 0, "hidden": 16, "intermediate": 1, "vocabulary": 2, "multiples": 2,
     }  # fmt: skip
-    for name, least in at_least.items():
+    for name, minimum in minima.items():
         value = getattr(arguments, name)
-        if value is not None and min(value if isinstance(value, list) else [value]) < least:
-            options.error(f"--{name} must be at least {least}, got {value}")
+        if value is not None and min(value if isinstance(value, list) else [value]) < minimum:
+            options.error(f"--{name} must be at least {minimum}, got {value}")
     if not arguments.seconds > 0:
         options.error(f"--seconds must be positive, got {arguments.seconds}")
-    seen = torch.cuda.device_count()
-    if arguments.device == "cuda" and arguments.gpus > seen:
-        options.error(f"--gpus must be at most those that torch sees, {seen}, got {arguments.gpus}")
+    gpus = torch.cuda.device_count()
+    if arguments.device == "cuda" and arguments.gpus > gpus:
+        options.error(f"--gpus must be at most those that torch sees, {gpus}, got {arguments.gpus}")
     if min(arguments.heads) < 1 or arguments.first <= max(arguments.heads) + 1:
         options.error(f"--heads must be at least 1 and below --first - 1, got {arguments.heads}")
     return arguments
 
 
-def save(report: dict, folder: Path) -> None:
-    file = folder / "medusa.json"
-    file.with_suffix(".new").write_text(json.dumps(report, indent=1), encoding="utf-8")
-    file.with_suffix(".new").replace(file)  # whole at any moment
-    write(report, folder)
-
-
-def main(given: list[str] | None = None) -> int:
-    """The exit code: 1 if a length could not be measured for another reason than memory."""
-    arguments = parse(given)
+def main(words: list[str] | None = None) -> int:
+    """Train all variants and write the report; return 1 if a length failed for another reason than memory."""
+    arguments = parse(words)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    report = {"options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(arguments).items()}, "runs": []}
+    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    report: dict[str, Any] = {"options": options, "runs": []}
     for stage in arguments.stages:
         for heads in arguments.heads:
-            reference: list[dict] = []  # of the first variant that could do a length
+            # The results of the first variant for which any length fitted.
+            reference: list[dict[str, Any]] = []
             for variant in arguments.variants:
-                job = Job(
+                job = MedusaJob(
                     variant, stage, heads, arguments.layers, arguments.hidden,
                     arguments.intermediate or arguments.hidden * 7 // 2, arguments.vocabulary, arguments.batch,
                     arguments.optimizer, arguments.warmup, arguments.steps, arguments.seconds, arguments.device,
                     arguments.gpus,
                 )  # fmt: skip
                 print(f"stage {stage}, {heads} heads, {variant}", flush=True)
-                worker, results = Worker(job), []
-                run = {"stage": stage, "heads": heads, "variant": variant, "results": results}
-                report["runs"].append(run)
-                if reference:
-                    sweep = sweep_others(worker, reference, arguments.multiples, arguments.longest)
-                else:
-                    sweep = sweep_first(worker, arguments.first, arguments.longest, arguments.bisections)
+                run = VariantRun(job, make_search(reference, arguments))
+                entry = {"stage": stage, "heads": heads, "variant": variant, "results": run.results}
+                report["runs"].append(entry)
                 try:
-                    with worker:
-                        for result in sweep:
-                            results.append(result)
-                finally:  # what was measured is not lost if this run or the next is stopped
-                    run |= {"device": worker.device, "memory_bytes": worker.memory_bytes}
-                    save(report, arguments.out)
-                if not reference and measured(run):
-                    reference = results
+                    train_in_turns([run])
+                finally:
+                    # Write the lengths that were done even if this run or the next one is interrupted.
+                    entry |= {"device": run.device, "memory_bytes": run.memory_bytes}
+                    write_json(arguments.out / "medusa.json", report)
+                    write_report(report, arguments.out)
+                if not reference and measured_results(entry):
+                    reference = run.results
     print((arguments.out / "medusa.md").read_text(encoding="utf-8"))
     print(f"Written to {arguments.out}")
-    failed = [result for run in report["runs"] for result in run["results"] if "reason" in result]
-    return int(any(not result["out_of_memory"] for result in failed))
+    failures = [result for entry in report["runs"] for result in entry["results"] if "reason" in result]
+    return int(any(not result["out_of_memory"] for result in failures))
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # not without the processes that it started
+    # SIGTERM raises SystemExit, so that the processes of the variants end too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        print("Interrupted: the report holds the lengths that were done")
+        print("Interrupted: the report has the lengths that were done")
         sys.exit(130)

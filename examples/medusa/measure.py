@@ -1,10 +1,11 @@
-"""One rank of one variant of Medusa: trains a few steps for each length that it is asked for.
+"""One rank of one variant of Medusa, which trains a few steps at each length.
 
-`python measure.py JOB.json`, alone or as a rank of torchrun. For each line on standard input, a length, rank 0 answers
-one line of JSON on standard output. `tigon.tools.training.answers` has the events of what does not fit or fails.
+`python measure.py JOB.json`, alone or as a rank of torchrun. Each line of standard input is a length, which rank 0
+answers with a line of JSON on standard output. `tigon.tools.training.answers` has the events of lengths that do not fit
+and of failures.
 
     {"event": "ready", "device": .., "memory_bytes": .., "parameters": ..}
-    {"event": "length", "length": .., "seconds": [..], "loss": .., "peak_bytes": .., "state_bytes": ..}
+    {"event": "point", "seconds": [..], "losses": [..], "peak_bytes": .., "state_bytes": ..}
 """
 
 import asyncio
@@ -13,6 +14,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,10 +30,14 @@ from tigon.tools.training.text import read_text
 
 
 @dataclass(frozen=True)
-class Job(Record):
-    """What decides the numbers of a variant but for the length."""
+class MedusaJob(Record):
+    """A variant, its model and the settings of its training, without the length.
 
-    variant: str  # "stock", "stock:checkpoint", "tigon" or "tigon:LEVEL"
+    `variant` is "stock", "stock:checkpoint", "tigon" or "tigon:LEVEL". The steps of a length end `seconds` after its
+    first step, but at least one more is trained.
+    """
+
+    variant: str
     stage: int
     heads: int
     layers: int
@@ -42,15 +48,16 @@ class Job(Record):
     optimizer: str
     warmup: int
     steps: int
-    seconds: float  # a length takes this long after its first step, or one step more
+    seconds: float
     device: str
     ranks: int = 1
 
 
-def build(job: Job, device: torch.device) -> Medusa:
-    """The model in random weights, the same for every variant, with the variant's means to save memory."""
+def build(job: MedusaJob, device: torch.device) -> Medusa:
+    """Return the model with the memory savings of the variant. All variants have the same random weights."""
     name, _, level = job.variant.partition(":")
-    # Heads of 128, and four times as many of queries as of keys: Llama-3-8B at a hidden size of 4096.
+    # The heads have a size of 128, and there are four times as many for queries as for keys. With a hidden size of 4096
+    # this is the shape of Llama-3-8B.
     size = 128 if job.hidden >= 1024 else 16
     queries = job.hidden // size
     keys = next(n for n in range(max(1, queries // 4), 0, -1) if queries % n == 0)
@@ -78,16 +85,15 @@ def build(job: Job, device: torch.device) -> Medusa:
 
 
 def local_bytes(x: Tensor) -> int:
+    """Return the bytes of this rank's shard of a tensor."""
     x = x.to_local() if hasattr(x, "to_local") else x
     return x.numel() * x.element_size()
 
 
 class Trainer(Rank):
-    """A model, its optimizer, and text."""
+    """A model, its optimizer, and the text."""
 
-    event = "length"
-
-    def __init__(self, job: Job, rank: int = 0, say: Say = lambda *_, **__: None) -> None:
+    def __init__(self, job: MedusaJob, rank: int = 0, say: Say = lambda *_, **__: None) -> None:
         super().__init__(job.device, rank, job.ranks)
         self.job = job
         if job.ranks > 1:
@@ -98,7 +104,7 @@ class Trainer(Rank):
             self.optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
         else:
             self.optimizer = torch.optim.SGD(trained, lr=1e-3)
-        # Bytes of source code as tokens: real text, and nothing to learn before it.
+        # The tokens are bytes of source code, so that no tokenizer is needed.
         data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
         self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
         self.place = rank * len(self.text) // job.ranks
@@ -107,14 +113,14 @@ class Trainer(Rank):
         say("ready", device=device, memory_bytes=memory, parameters=sum(p.numel() for p in self.model.parameters()))
 
     def ids(self, length: int) -> Tensor:
-        """[batch, length], further on in the text each time, and around."""
+        """Return the next tokens of the text, [batch, length]. After its end the text begins again."""
         count = self.job.batch * length
         index = (self.place + torch.arange(count)) % len(self.text)
         self.place += count
         return self.text[index].view(self.job.batch, length).to(self.device, torch.int64)
 
     def step(self, length: int) -> tuple[float, float]:
-        """Loss and seconds."""
+        """Train one step and return its loss and seconds."""
         ids = self.ids(length)
         self.synchronise()
         started = time.perf_counter()
@@ -128,31 +134,25 @@ class Trainer(Rank):
         return value, time.perf_counter() - started
 
     def state_bytes(self) -> int:
-        """Parameters, gradients of those that are trained, and what the optimizer keeps."""
+        """Return the bytes of parameters, gradients of trained parameters, and optimizer states."""
         gradients = sum(local_bytes(p) for group in self.optimizer.param_groups for p in group["params"])
         states = [x for state in self.optimizer.state.values() for x in state.values() if torch.is_tensor(x)]
         return sum(map(local_bytes, [*self.model.parameters(), *states])) + gradients
 
     def peak_bytes(self) -> int:
+        """Return the peak of allocated memory; on a CPU the peak of the process since its start."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # since the process began
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def train(self, line: str) -> dict:
-        """The slowest rank's seconds, the mean loss, the largest peak."""
-        every = self.gather(self.measure(int(line)))
-        return {
-            "length": int(line),
-            "seconds": [max(times) for times in zip(*(part["seconds"] for part in every), strict=True)],
-            "loss": sum(part["loss"] for part in every) / len(every),
-            "peak_bytes": max(part["peak_bytes"] for part in every),
-            "state_bytes": max(part["state_bytes"] for part in every),
-        }
+    def train(self, line: str) -> dict[str, Any]:
+        """Measure a length; return the slowest rank's seconds, the mean losses, and the highest peak."""
+        return self.merge_ranks(self.measure(int(line)))
 
-    def measure(self, length: int) -> dict:
-        """Warm-up and timed steps as far as the time goes; where it ends in the warm-up, its last step is timed.
+    def measure(self, length: int) -> dict[str, Any]:
+        """Train warm-up and timed steps until the time is over. If it is over in the warm-up, time its last step.
 
-        The first is not, unless no warm-up is asked for: in it kernels are compiled and ranks find each other.
+        The first step is not timed unless there is no warm-up, because kernels are compiled and ranks connect in it.
         """
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -163,16 +163,16 @@ class Trainer(Rank):
             results.append(self.step(length))
             if i == 0:
                 started = time.perf_counter()
-            elif self.enough(time.perf_counter() - started):
+            elif self.is_over(time.perf_counter() - started):
                 break
         timed = results[self.job.warmup :] or results[-1:]
         return {
-            "length": length, "seconds": [seconds for _, seconds in timed], "loss": results[0][0],
+            "seconds": [seconds for _, seconds in timed], "losses": [loss for loss, _ in results],
             "peak_bytes": self.peak_bytes(), "state_bytes": self.state_bytes(),
         }  # fmt: skip
 
-    def enough(self, seconds: float) -> bool:
-        """Whether the time is over, on any rank: all stop at the same step."""
+    def is_over(self, seconds: float) -> bool:
+        """Return whether the time is over on any rank, so that all ranks stop at the same step."""
         over = torch.tensor(float(seconds > self.job.seconds), device=self.device)
         if dist.is_initialized():
             dist.all_reduce(over)
@@ -180,7 +180,7 @@ class Trainer(Rank):
 
 
 def main(path: str) -> int:
-    job = Job.from_json(Path(path).read_text(encoding="utf-8"))
+    job = MedusaJob.from_json(Path(path).read_text(encoding="utf-8"))
     lines = iter(sys.stdin.readline, "")
     return answer(lambda rank, say: answer_points(lambda speak: Trainer(job, rank, speak), rank, lines, say), job.ranks)
 

@@ -18,19 +18,21 @@ from torch import Tensor, nn
 import tigon
 
 IGNORED = -100
-DECAY = 0.8  # of the weight of a head, for each place further
-HEADS_WEIGHT = 0.2  # of all heads in stage 2, beside the model's own loss
+# The loss of head k has the weight DECAY^k, and in stage 2 also HEADS_WEIGHT.
+DECAY = 0.8
+HEADS_WEIGHT = 0.2
 
 
 class Head(nn.Module):
-    """Logits [B, S, V] of hidden states [B, S, H]; with targets [B, S] their loss, without holding the logits."""
+    """Maps hidden states [B, S, H] to logits [B, S, V], or with targets [B, S] to a loss without whole logits."""
 
     def __init__(self, hidden: int, vocabulary: int, block: bool) -> None:
         super().__init__()
         self.block = nn.Linear(hidden, hidden) if block else None
         self.output = nn.Linear(hidden, vocabulary, bias=False)
         if block:
-            nn.init.zeros_(self.block.weight)  # it begins as the identity
+            # The block is the identity at first.
+            nn.init.zeros_(self.block.weight)
             nn.init.zeros_(self.block.bias)
 
     def forward(self, hidden: Tensor, targets: Tensor | None = None) -> Tensor:
@@ -42,11 +44,11 @@ class Head(nn.Module):
 
 
 class Medusa(nn.Module):
-    """A trunk of transformers, which gives `last_hidden_state`, its own head and K more; returns the loss of a stage.
+    """A trunk of transformers, its own head and K more heads; the forward pass returns the loss of a stage.
 
-    `fused`: each head makes its loss itself, one after the other, and a chunk of one head's logits is all there is of
-    them. Otherwise as Medusa's training code does it: the logits of all heads in one tensor, of which slices go to
-    the loss in fp32.
+    `fused`: each head computes its loss, one head after the other, and only a chunk of one head's logits exists at a
+    time. Otherwise the losses are those of Medusa's training code: the logits of all heads are one tensor, and slices
+    of it go to the loss in fp32.
     """
 
     def __init__(self, trunk: nn.Module, heads: int, stage: int, fused: bool) -> None:
@@ -63,7 +65,7 @@ class Medusa(nn.Module):
             self.heads[0].requires_grad_(False)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        """[B, S] -> []."""
+        """Return the loss, [], of token ids [B, S]."""
         with torch.set_grad_enabled(self.stage == 2 and torch.is_grad_enabled()):
             hidden = self.trunk(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, H]
         places = range(1 if self.stage == 1 else 0, len(self.heads))
@@ -72,11 +74,12 @@ class Medusa(nn.Module):
         return sum(loss * (scale * DECAY**k if k else 1.0) for k, loss in zip(places, losses, strict=True))
 
     def fused_losses(self, hidden: Tensor, labels: Tensor, places: range) -> list[Tensor]:
-        """All of `hidden` as it is, with targets that end early: no copy of it, and none of the logits."""
+        """Return the losses of all heads. Shifted targets replace slices of `hidden`, so that nothing is copied."""
         targets = [F.pad(labels[:, k + 1 :], (0, k + 1), value=IGNORED) for k in places]
         return [self.heads[k](hidden, target) for k, target in zip(places, targets, strict=True)]
 
     def losses(self, hidden: Tensor, labels: Tensor, places: range) -> list[Tensor]:
+        """Return the losses of all heads as Medusa's training code computes them."""
         logits = torch.stack([self.heads[k](hidden) for k in places])  # [K, B, S, V]
         results = []
         for i, k in enumerate(places):

@@ -1,4 +1,4 @@
-"""Run a script as a rank does, and see that it leaves its process group.
+"""Run a script as a rank of torchrun, and check that it leaves its process group.
 
 torchrun ... rank.py SCRIPT [ARGUMENTS]
 """
@@ -13,7 +13,7 @@ from ranks import leave
 
 
 def run_script() -> None:
-    """Run what the rest of the command says, and end at once: what torch does while Python ends is no part of it."""
+    """Run the script in the rest of the command, then end the process at once, without torch's exit handlers."""
     sys.argv = sys.argv[1:]
     sys.path.insert(0, str(Path(sys.argv[0]).parent))
     runpy.run_path(sys.argv[0], run_name="__main__")

@@ -1,4 +1,4 @@
-"""Run a script where accelerate, which shards on accelerators alone, takes its FSDP plugin on CPU ranks too.
+"""Run a script with an accelerate that accepts its FSDP plugin on CPU ranks too, not only on accelerators.
 
 accelerate launch ... shard_on_cpu.py SCRIPT [ARGUMENTS]
 """
@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 initialise, prepare = AcceleratorState.__init__, Accelerator.prepare
 
 
-def sharding(self, *args, fsdp_plugin=None, **options) -> None:
+def initialise_with_sharding(self, *args, fsdp_plugin=None, **options) -> None:
     initialise(self, *args, fsdp_plugin=fsdp_plugin, **options)
     if self.distributed_type == DistributedType.MULTI_CPU:
         assert fsdp_plugin is not None, "the launcher has turned FSDP off"
@@ -20,7 +20,7 @@ def sharding(self, *args, fsdp_plugin=None, **options) -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def checked(self, *args, **options):
+def prepare_and_check(self, *args, **options):
     prepared = prepare(self, *args, **options)
     model = prepared[0]
     assert isinstance(model, FSDPModule)
@@ -28,5 +28,5 @@ def checked(self, *args, **options):
     return prepared
 
 
-AcceleratorState.__init__, Accelerator.prepare = sharding, checked
+AcceleratorState.__init__, Accelerator.prepare = initialise_with_sharding, prepare_and_check
 run_script()

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[2] / "examples" / "curves_fp32.py"
 
 
 @pytest.fixture(autouse=True)
-def _restored_settings():
+def _restore_settings():
     verbosity = transformers.logging.get_verbosity()
     yield
     transformers.logging.set_verbosity(verbosity)

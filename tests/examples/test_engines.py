@@ -1,4 +1,4 @@
-"""Each training script of examples/ on two CPU ranks: every loss is that of the stock model trained in one process."""
+"""The training scripts of examples/ on two CPU ranks: their losses are those of the stock model in one process."""
 
 import contextlib
 import os
@@ -17,9 +17,9 @@ transformers = pytest.importorskip("transformers")
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 RANKS, STEPS, BATCH, SEQ, LR = 2, 3, 2, 48, 1e-3
-LIMIT = 200  # seconds
+TIME_LIMIT_SECONDS = 200
 
-# Each finds a free port by itself.
+# Each launcher finds a free port by itself.
 TORCHRUN = ["torch.distributed.run", "--standalone", "--local-addr=localhost", f"--nproc-per-node={RANKS}"]
 RANK = str(Path(__file__).with_name("rank.py"))
 ACCELERATE = ["accelerate.commands.launch", f"--config_file={EXAMPLES / 'fsdp2.yaml'}", f"--num_processes={RANKS}"]
@@ -27,7 +27,7 @@ ACCELERATE += ["--main_process_port=0", "--mixed_precision=no"]
 SHARD_ON_CPU = str(Path(__file__).with_name("shard_on_cpu.py"))
 ZERO_ON_CPU = str(Path(__file__).with_name("zero_on_cpu.py"))
 
-# The launcher; what it runs; the library that it needs.
+# Name: the launcher, the script with its options, and the required library.
 RUNS = {
     "Trainer": ([*TORCHRUN, RANK], ["trainer.py"], "accelerate"),
     "Trainer with ZeRO-3": (
@@ -43,7 +43,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def parts():
-    """examples/model_and_text.py."""
+    """Return the module examples/model_and_text.py."""
     import importlib.util
 
     spec = importlib.util.spec_from_file_location("model_and_text", EXAMPLES / "model_and_text.py")
@@ -54,7 +54,7 @@ def parts():
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, parts):
-    """A model in `model`, and the cache of the text's tokens."""
+    """Return a folder with a model in `model` and the cache of the tokens."""
     folder = tmp_path_factory.mktemp("engines")
     small = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "vocab_size": 600}
     torch.manual_seed(0)
@@ -65,7 +65,7 @@ def folder(tmp_path_factory, parts):
 
 @pytest.fixture(scope="module")
 def stock(folder, parts):
-    """Losses of the stock model, whose batch is that of all ranks."""
+    """Return the losses of the stock model, which trains on the batches of all ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         arguments = Namespace(text=ROOT / "LICENSE", steps=STEPS, batch=BATCH, seq=SEQ)
@@ -80,12 +80,13 @@ def stock(folder, parts):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert losses[2] < losses[0] - 0.01  # it trains: the losses tell more than the initial weights
+    # The losses depend on the updates, not only on the initial weights.
+    assert losses[2] < losses[0] - 0.01
     return losses
 
 
 def end(launcher: subprocess.Popen) -> None:
-    """Asked to, a launcher ends its ranks, after 30 seconds by force; killed, it would leave them behind."""
+    """Terminate a launcher, which ends its ranks within 30 seconds. If it is killed, its ranks go on."""
     launcher.terminate()
     try:
         launcher.wait(45)
@@ -98,19 +99,21 @@ def run(launcher: list[str], command: list[str], folder: Path) -> str:
     script, *more = command
     options = {"model": folder / "model", "text": ROOT / "LICENSE", "steps": STEPS, "batch": BATCH}
     options |= {"seq": SEQ, "lr": LR}
-    given = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
+    arguments = [str(word) for name, value in options.items() for word in (f"--{name}", value)]
     module, *settings = launcher
-    command = [sys.executable, "-m", module, *settings, str(EXAMPLES / script), *given, *more]
+    command = [sys.executable, "-m", module, *settings, str(EXAMPLES / script), *arguments, *more]
     environment = os.environ | {
         "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(folder), "PYTHONPATH": os.pathsep.join(sys.path),
     }  # fmt: skip
-    files = [folder / "output", folder / "errors"]  # a rank that outlives its launcher would hold a pipe open
+    # Use files and not pipes, because a rank that outlives its launcher would hold a pipe open.
+    files = [folder / "output", folder / "errors"]
     with files[0].open("w", encoding="utf-8") as output, files[1].open("w", encoding="utf-8") as errors:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=errors)
     try:
-        with contextlib.suppress(subprocess.TimeoutExpired):  # then it does not return 0
-            process.wait(LIMIT)
+        # After a timeout the exit code is not 0.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(TIME_LIMIT_SECONDS)
     finally:
         end(process)
     output, errors = (file.read_text(encoding="utf-8", errors="replace") for file in files)
@@ -126,7 +129,7 @@ def test_two_ranks(name, folder, stock):
     launcher, command, library = RUNS[name]
     pytest.importorskip(library)
     output = run(launcher, command, folder)
-    # The learnt parts, once: rank 0 alone reports.
+    # Rank 0 alone prints the report of the patch.
     assert output.count("linear_cross_entropy in the head") == 1
     steps = re.findall(r"^step (\d+)  loss (\S+)  (\S+) tokens/s  peak (\S+) GiB$", output, re.MULTILINE)
     assert [int(step[0]) for step in steps] == list(range(1, STEPS + 1)), output
@@ -134,6 +137,6 @@ def test_two_ranks(name, folder, stock):
     assert all(float(step[2].replace(",", "")) > 0 and float(step[3]) > 0 for step in steps)
 
 
-def test_the_loop_is_short():
-    """What a person has to copy."""
+def test_the_loop_in_plain_torch_is_short():
+    """Users copy this file."""
     assert len((EXAMPLES / "torchrun_loop.py").read_text(encoding="utf-8").splitlines()) < 80

@@ -1,8 +1,9 @@
-"""Medusa: Tigon's losses and gradients are stock's in both stages, and the comparison says what happened."""
+"""Medusa: Tigon's losses and gradients are stock's in both stages, and the report has all results."""
 
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +16,15 @@ FOLDER = Path(__file__).parents[2] / "examples" / "medusa"
 
 @pytest.fixture(autouse=True)
 def _scripts(monkeypatch):
-    """The modules beside the script, as it imports them."""
+    """Let tests import the modules of the example as its scripts do."""
     monkeypatch.syspath_prepend(str(FOLDER))
     yield
-    for name in ("model", "measure", "worker", "report", "compare"):
+    for name in ("model", "measure", "report", "compare"):
         sys.modules.pop(name, None)
 
 
-def build(stage: int, fused: bool, heads: int = 3):
+def build(stage: int, fused: bool, heads: int = 3) -> torch.nn.Module:
+    """Return a small model with random blocks. Blocks begin as the identity, which would hide errors."""
     from model import Medusa
 
     config = transformers.LlamaConfig(
@@ -32,7 +34,7 @@ def build(stage: int, fused: bool, heads: int = 3):
     torch.manual_seed(0)
     trunk = transformers.AutoModel.from_config(config, attn_implementation="eager").train()
     model = Medusa(trunk, heads, stage, fused)
-    with torch.no_grad():  # blocks begin as the identity, where much could be wrong unseen
+    with torch.no_grad():
         for p in model.parameters():
             p += 0.1 * torch.randn_like(p)
     if fused:
@@ -50,21 +52,21 @@ def test_losses_and_gradients_are_those_of_stock(stage):
         loss.backward()
         losses.append(loss.item())
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    stock, given = gradients
+    stock, patched = gradients
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert {name for name, g in given.items() if g is None} == {name for name, g in stock.items() if g is None}
+    assert {name for name, g in patched.items() if g is None} == {name for name, g in stock.items() if g is None}
     trained = {name: g for name, g in stock.items() if g is not None}
     if stage == 1:
         assert {name.split(".")[1] for name in trained} == {"1", "2", "3"}
     else:
         assert len(trained) == len(stock)
     for name, g in trained.items():
-        torch.testing.assert_close(given[name], g, rtol=0, atol=2e-5 * float(g.abs().max()), msg=name)
+        torch.testing.assert_close(patched[name], g, rtol=0, atol=2e-5 * float(g.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_the_loss_is_the_papers(stage):
-    """Head k, against the token k + 1 places on, written out for each place."""
+def test_the_loss_is_that_of_the_paper(stage):
+    """Head k predicts the token k + 1 places on; the expected loss is written out for each place."""
     ids = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
     model = build(stage, fused=True)
     with torch.no_grad():
@@ -79,8 +81,7 @@ def test_the_loss_is_the_papers(stage):
         assert model(ids).item() == pytest.approx(expected, rel=1e-5)
 
 
-def test_compare(tmp_path, monkeypatch):
-    """Small, on two ranks: each length has the loss of the stock model, the mean of what both ranks read."""
+def test_two_ranks_have_the_mean_loss_of_stock_on_the_text_of_both(tmp_path, monkeypatch):
     import compare
     import measure
 
@@ -91,7 +92,7 @@ def test_compare(tmp_path, monkeypatch):
     assert compare.main([*options, "--variants", "tigon:lean"]) == 0
     (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
     assert [result["length"] for result in run["results"]] == [32, 64]
-    stock = measure.Trainer(measure.Job("stock", 2, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu"))
+    stock = measure.Trainer(measure.MedusaJob("stock", 2, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu"))
     with torch.no_grad():
         places = 0, len(stock.text) // 2
         losses = [stock.model(stock.text[place : place + 32].long()[None]).item() for place in places]
@@ -100,117 +101,129 @@ def test_compare(tmp_path, monkeypatch):
 
 
 def test_the_first_step_is_not_timed(monkeypatch):
-    """Whatever the time that is given: it would count what is done once."""
+    """This holds for any number of seconds, because the first step includes work that is done once."""
     import measure
 
     class Slow(measure.Trainer):
         def __init__(self, seconds: float) -> None:
-            self.job = measure.Job("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 2, 3, seconds, "cpu")
-            self.device, self.now, self.done = torch.device("cpu"), 0.0, 0
+            self.job = measure.MedusaJob("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 2, 3, seconds, "cpu")
+            self.device, self.now, self.count = torch.device("cpu"), 0.0, 0
             monkeypatch.setattr(measure.time, "perf_counter", lambda: self.now)
 
         def step(self, length: int) -> tuple[float, float]:
-            self.done += 1
-            seconds = 100.0 if self.done == 1 else 1.0
+            self.count += 1
+            seconds = 100.0 if self.count == 1 else 1.0
             self.now += seconds
-            return float(self.done), seconds
+            return float(self.count), seconds
 
         def state_bytes(self) -> int:
             return 0
 
-    for seconds, timed, done in ((0.5, 1, 2), (2.5, 2, 4), (9.0, 3, 5)):
+    for seconds, timed, count in ((0.5, 1, 2), (2.5, 2, 4), (9.0, 3, 5)):
         trainer = Slow(seconds)
         result = trainer.measure(64)
         assert result["seconds"] == [1.0] * timed
-        assert (result["loss"], trainer.done) == (1.0, done)
+        assert (result["losses"][0], trainer.count) == (1.0, count)
 
 
-class Limited:
-    """A worker that has memory for some tokens."""
+class LimitedWorker:
+    """Replaces a worker by one that has memory for some tokens; `lengths` are those that it was sent."""
+
+    device: str | None = "CPU"
 
     def __init__(self, tokens: int) -> None:
-        self.tokens, self.asked = tokens, []
+        self.tokens, self.lengths = tokens, []
 
-    def measure(self, length: int) -> dict:
-        self.asked.append(length)
+    def __enter__(self) -> "LimitedWorker":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def train(self, point: str) -> dict[str, Any]:
+        length = int(point)
+        self.lengths.append(length)
         if length > self.tokens:
-            return {"length": length, "out_of_memory": True, "reason": "out of memory"}
-        done = {"tokens_per_second": 1e6 / self.tokens, "peak_bytes": length, "state_bytes": 0, "loss": 1.0}
-        return {"length": length, "seconds": [1.0], **done}
+            return {"event": "out of memory", "reason": "out of memory"}
+        seconds = [self.tokens * length / 1e6]
+        return {"event": "point", "seconds": seconds, "losses": [1.0], "peak_bytes": length, "state_bytes": 0}
 
 
-def test_lengths_until_memory_ends(tmp_path):
-    from compare import sweep_first, sweep_others
-    from report import comparisons, write
+@pytest.fixture
+def workers(monkeypatch):
+    """Replace the workers of all variants; return a table of a variant's worker."""
+    import compare
 
-    stock, given = Limited(1600), Limited(20000)
-    reference = list(sweep_first(stock, 256, 10**6, bisections=2))
-    assert stock.asked == [256, 512, 1024, 2048, 1536, 1792]
-    others = list(sweep_others(given, reference, [2, 4, 8, 16], 10**6))
-    assert given.asked == [256, 512, 1024, 1536, 3072, 6144, 12288, 24576]
-    runs = [
-        {"stage": 1, "heads": 3, "variant": name, "device": "CPU", "results": results}
-        for name, results in (("stock", reference), ("tigon", others))
-    ]
-    shape = {"gpus": 1, "layers": 1, "hidden": 32, "vocabulary": 300, "batch": 1, "optimizer": "adamw"}
-    report = {"options": shape, "runs": runs}
-    (row,) = comparisons(report)
+    table: dict[str, LimitedWorker] = {}
+    monkeypatch.setattr(compare.VariantRun, "make_worker", lambda run: table[run.name])
+    return table
+
+
+OPTIONS = ["--stages", "1", "--heads", "3", "--device=cpu", "--hidden=32", "--vocabulary=300", "--layers=1"]
+
+
+def run_compare(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Return the exit code and medusa.json."""
+    import compare
+
+    code = compare.main([*OPTIONS, f"--out={folder}", *options])
+    return code, json.loads((folder / "medusa.json").read_text())
+
+
+def test_lengths_grow_until_memory_runs_out(workers, tmp_path):
+    from report import compare_variants
+
+    stock, tigon_worker = LimitedWorker(1600), LimitedWorker(20000)
+    workers.update({"stock": stock, "tigon": tigon_worker})
+    multiples = ["--multiples", "2", "4", "8", "16"]
+    code, report = run_compare(tmp_path, "--first=256", "--longest=1000000", *multiples, "--variants", "stock", "tigon")
+    assert code == 0
+    assert stock.lengths == [256, 512, 1024, 2048, 1536, 1792]
+    assert tigon_worker.lengths == [256, 512, 1024, 1536, 3072, 6144, 12288, 24576]
+    (row,) = compare_variants(report)
     assert (row["length"], row["longest"], row["peak"], row["speed"]) == (1536, 8.0, 1.0, pytest.approx(0.08))
-    write(report, tmp_path)
     text = (tmp_path / "medusa.md").read_text()
     assert "| 1 | 3 | tigon | stock | 1,536 | 0.08x | 1.00x |" in text
     assert "| 1 | 3 | stock | 2,048 | out of memory |" in text
     assert (tmp_path / "medusa_stage1_heads3.png").stat().st_size > 0
 
 
-def test_a_run_that_is_stopped_leaves_its_lengths(tmp_path, monkeypatch):
-    """And what fails for another reason than memory is the exit code's."""
-    import compare
+def test_failures_decide_the_exit_code_and_an_interrupted_run_leaves_its_lengths(workers, tmp_path):
+    class BrokenWorker(LimitedWorker):
+        def train(self, point: str) -> dict[str, Any]:
+            return {"event": "failed", "reason": "broken", "log": ""}
 
-    class Stopped(Limited):
-        device, memory_bytes = "CPU", None
-
-        def __init__(self, job) -> None:
-            super().__init__(100)
-            self.variant = job.variant
-
-        def __enter__(self) -> "Stopped":
-            return self
-
-        def __exit__(self, *_) -> None:
-            pass
-
-        def measure(self, length: int) -> dict:
-            if self.variant == "tigon:lean" and self.asked:
+    class InterruptedWorker(LimitedWorker):
+        def train(self, point: str) -> dict[str, Any]:
+            if self.lengths:
                 raise KeyboardInterrupt
-            result = super().measure(length)
-            return {"length": length, "out_of_memory": False, "reason": "broken"} if self.variant == "tigon" else result
+            return super().train(point)
 
-    monkeypatch.setattr(compare, "Worker", Stopped)
-    options = ["--stages", "1", "--heads", "3", "--first=64", "--longest=64", "--device=cpu", f"--out={tmp_path}"]
-    assert compare.main([*options, "--variants", "stock", "stock:checkpoint"]) == 0
-    assert compare.main([*options, "--variants", "stock", "tigon"]) == 1
+    workers.update({"stock": LimitedWorker(100), "stock:checkpoint": LimitedWorker(100)})
+    workers.update({"tigon": BrokenWorker(100), "tigon:lean": InterruptedWorker(100)})
+    one_length = ("--first=64", "--longest=64", "--variants", "stock")
+    assert run_compare(tmp_path, *one_length, "stock:checkpoint")[0] == 0
+    assert run_compare(tmp_path, *one_length, "tigon")[0] == 1
     with pytest.raises(KeyboardInterrupt):
-        compare.main([*options[:-2], "--longest=128", *options[-2:], "--variants", "tigon:lean"])
+        run_compare(tmp_path, "--first=64", "--longest=128", "--variants", "tigon:lean")
     (run,) = json.loads((tmp_path / "medusa.json").read_text())["runs"]
     assert [result["length"] for result in run["results"]] == [64]
     assert "| 1 | 3 | tigon:lean | 64 |" in (tmp_path / "medusa.md").read_text()
 
 
-def test_compared_with_the_first_that_could(tmp_path):
-    """Where stock cannot do its first length, the next variant takes its place."""
-    from report import comparisons
+def test_variants_are_compared_with_the_first_one_that_fits(workers, tmp_path):
+    """If the first length does not fit for stock, the next variant takes its place."""
+    from report import compare_variants
 
-    runs = []
-    for name, tokens in (("stock", 10), ("stock:checkpoint", 100), ("tigon", 200)):
-        result = Limited(tokens).measure(64)
-        runs.append({"stage": 1, "heads": 3, "variant": name, "device": "CPU", "results": [result]})
-    (row,) = comparisons({"runs": runs})
+    workers.update({"stock": LimitedWorker(10), "stock:checkpoint": LimitedWorker(100), "tigon": LimitedWorker(200)})
+    variants = ("--variants", "stock", "stock:checkpoint", "tigon")
+    _, report = run_compare(tmp_path, "--first=64", "--longest=64", *variants)
+    (row,) = compare_variants(report)
     assert (row["base"], row["variant"], row["length"]) == ("stock:checkpoint", "tigon", 64)
 
 
-def test_out_of_memory_is_an_answer():
-    """A rank that runs out of memory says so, clears what is left of the step, and takes the next length."""
+def test_a_rank_that_runs_out_of_memory_takes_the_next_length():
+    """It answers "out of memory" and frees the memory of the step."""
     import measure
 
     class Small(measure.Trainer):
@@ -218,28 +231,28 @@ def test_out_of_memory_is_an_answer():
 
         def __init__(self, job, rank, say) -> None:
             measure.Rank.__init__(self, job.device, rank, job.ranks)
-            self.cleared = 0
+            self.free_calls = 0
             say("ready")
 
         def train(self, line: str) -> dict:
             if int(line) > 100:
                 raise torch.OutOfMemoryError("too long")
             self.steps += 1
-            return {"length": int(line), "cleared": self.cleared}
+            return {"length": int(line), "free_calls": self.free_calls}
 
         def free(self) -> None:
-            self.cleared += 1
+            self.free_calls += 1
 
-    job = measure.Job("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu")
-    assert measure.Job.from_json(job.to_json()) == job
-    said, lines = [], iter(["50\n", "500\n", "70\n", ""])
-    say = lambda event, **fields: said.append((event, fields))
+    job = measure.MedusaJob("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu")
+    assert measure.MedusaJob.from_json(job.to_json()) == job
+    events, lines = [], iter(["50\n", "500\n", "70\n", ""])
+    say = lambda event, **fields: events.append((event, fields))
     assert measure.answer_points(lambda speak: Small(job, 0, speak), 0, lines, say)
-    assert [(event, fields.get("length")) for event, fields in said[1:]] == [
-        ("length", 50), ("out of memory", None), ("length", 70),
+    assert [(event, fields.get("length")) for event, fields in events[1:]] == [
+        ("point", 50), ("out of memory", None), ("point", 70),
     ]  # fmt: skip
-    assert said[2][1]["reason"] == "out of memory: too long"
-    assert said[3][1]["cleared"] == 1
+    assert events[2][1]["reason"] == "out of memory: too long"
+    assert events[3][1]["free_calls"] == 1
 
 
 @pytest.mark.parametrize(
@@ -259,7 +272,7 @@ def test_out_of_memory_is_an_answer():
         (["--device", "cuda", "--gpus", "1000"], "--gpus must be at most"),
     ],
 )
-def test_bad_options(option, message, capsys):
+def test_bad_options_are_refused(option, message, capsys):
     from compare import parse
 
     with pytest.raises(SystemExit):

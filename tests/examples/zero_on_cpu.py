@@ -1,4 +1,4 @@
-"""Run a script where DeepSpeed does not compile its communication of CPU ranks.
+"""Run a script with a DeepSpeed that does not compile its communication operator for CPU ranks.
 
 torchrun ... zero_on_cpu.py SCRIPT [ARGUMENTS]
 """

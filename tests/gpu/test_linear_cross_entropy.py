@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 
 import pytest
 import torch
@@ -16,8 +15,7 @@ import tigon.runtime.cublaslt as cublaslt
 import tigon.runtime.products as products
 from op_cases import assert_as_accurate_as_eager
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
-from tigon.tools.bench.inputs import Maker
-from tigon.tools.bench.inputs import linear_cross_entropy as bench_inputs
+from tigon.tools.workloads import WORKLOADS
 
 BF16 = torch.bfloat16
 MIB = 2**20
@@ -25,9 +23,9 @@ MIB = 2**20
 
 def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> list[Tensor]:
     """Return input, linear_weight and target, with logits like those of a trained model."""
-    case = types.SimpleNamespace(shape=(t, h, v), options={}, ignored=ignored, dtype=BF16)
-    make = Maker(case, torch.device("cuda"), torch.Generator("cuda").manual_seed(0))
-    return list(bench_inputs(make).tensors.values())
+    workload = WORKLOADS["linear_cross_entropy"]
+    inputs = workload.make_inputs((t, h, v), BF16, torch.device("cuda"), form={"ignored": ignored})
+    return list(inputs.tensors.values())
 
 
 def _error(actual: Tensor, exact: Tensor) -> float:

@@ -1,4 +1,4 @@
-"""Results of collectives that are still on their way: what tensor parallelism hands on."""
+"""An op accepts the result of a collective that is still running, as tensor parallelism passes it on."""
 
 import pytest
 import torch
@@ -17,11 +17,11 @@ def group(tmp_path):
     dist.destroy_process_group()
 
 
-def test_the_result_of_a_collective_is_waited_for(group):
-    """It is a wrapper without memory: a kernel that took its address would read at 0."""
+def test_an_op_waits_for_the_result_of_a_collective(group):
+    """The result is a wrapper without memory, so a kernel that used its address would read at address 0."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 
-    def promised(x):
+    def reduced(x):
         result = all_reduce(x.detach(), "sum", group)
         assert isinstance(result, AsyncCollectiveTensor)
         return result.requires_grad_()
@@ -29,10 +29,10 @@ def test_the_result_of_a_collective_is_waited_for(group):
     x, weight, dy = (torch.randn(*shape, device=DEVICE) for shape in ((5, 64), (64,), (5, 64)))
     plain = x.clone().requires_grad_()
     expected = tigon.rms_norm(plain, weight), tigon.swiglu(plain)
-    given = tigon.rms_norm(promised(x), weight), tigon.swiglu(promised(x))
-    for a, b in zip(given, expected, strict=True):
+    actual = tigon.rms_norm(reduced(x), weight), tigon.swiglu(reduced(x))
+    for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
-    wanted = torch.autograd.grad(expected[0], plain, dy)[0]
-    late = promised(x)
+    expected_gradient = torch.autograd.grad(expected[0], plain, dy)[0]
+    late = reduced(x)
     gradient = torch.autograd.grad(tigon.rms_norm(late, weight), late, all_reduce(dy, "sum", group))[0]
-    assert torch.equal(gradient, wanted)
+    assert torch.equal(gradient, expected_gradient)

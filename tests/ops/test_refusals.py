@@ -15,8 +15,9 @@ from torch import Tensor
 
 import tigon
 from op_cases import DEVICE
+from tigon.tools.workloads import WORKLOADS
 
-pytestmark = pytest.mark.no_interpreter("every check comes before a kernel is chosen")
+pytestmark = pytest.mark.no_interpreter("Every check precedes the choice of a kernel.")
 
 # --- values ----------------------------------------------------------------------------------------
 
@@ -61,7 +62,7 @@ VALUES: dict[str, object] = {
     "empty tensor": torch.empty(0, device=DEVICE),
     "tensor of complex numbers": torch.ones(3, dtype=torch.complex64, device=DEVICE),
 }
-# These values are made from the tensor that the argument is.
+# These functions change a tensor argument.
 CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
     "meta": lambda x: x.to("meta"),
     "bool": lambda x: x.bool(),
@@ -100,7 +101,8 @@ ROPE = {"q": _parameter(2, 4, 5, 8), "k": _parameter(2, 2, 5, 8), "cos": _randn(
 MLP = {"x": X, "gate_weight": _parameter(6, 8), "up_weight": _parameter(6, 8), "down_weight": _parameter(8, 6)}
 DISTRIBUTIONS = {"input": LOGITS, "target": _randn(4, 8), "labels": TARGET}
 
-# The arguments of a call that works. All other parameters of the function are tried too.
+# The arguments of a call that works. All other parameters of the function are tried too. An op that this table does not
+# have gets the inputs of its workload.
 FUNCTIONS: dict[str, dict[str, object]] = {
     "rms_norm": {"x": X, "weight": _parameter(8)},
     "add_rms_norm": {"x": X, "residual": _parameter(4, 8), "weight": _parameter(8)},
@@ -121,6 +123,10 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "ValidRows": {"target": TARGET},
     "AdamW": {"params": [_parameter(3)]},
 }
+for workload in WORKLOADS.values():
+    if workload.name in set(tigon.__all__) - set(FUNCTIONS):
+        sizes = (4, 8) if len(workload.legend.split(" x ")) == 2 else workload.test_variants[0].sizes
+        FUNCTIONS[workload.name] = dict(workload.make_inputs(sizes, torch.float32, torch.device(DEVICE)).tensors)
 # For each module: the arguments of its constructor and of its call, and the options in its constructor's **options.
 MODULES: dict[str, tuple[dict[str, object], dict[str, object], str]] = {
     "RMSNorm": ({"normalized_shape": 8}, {"x": X}, "device dtype"),
@@ -261,7 +267,7 @@ def _attempts(run: Callable, arguments: dict[str, object], hidden: list[str]) ->
     return attempts
 
 
-# Torch warns of deprecated arguments, and of a loss that has no backward.
+# torch warns of deprecated arguments, and of a loss that has no backward pass.
 @pytest.mark.filterwarnings("ignore")
 @every_call
 def test_an_argument_is_documented_or_refused(op, run, arguments, hidden):
@@ -269,27 +275,27 @@ def test_an_argument_is_documented_or_refused(op, run, arguments, hidden):
     problems = []
     for parameter, kind, value in _attempts(run, arguments, hidden):
         documented = kind in OF_OP.get((op, parameter), ACCEPTED.get(parameter, set()))
-        tried, what = _fresh(arguments), f"{parameter}={kind}"
-        versions = [x._version for x in _tensors(tried)]
+        copies, argument = _fresh(arguments), f"{parameter}={kind}"
+        versions = [x._version for x in _tensors(copies)]
         try:
-            run(**tried | {parameter: value})
+            run(**copies | {parameter: value})
         except Exception as error:
             message = f"{type(error).__name__}: {error}"
             if documented:
-                problems.append(f"{what} is documented, but got {message}")
+                problems.append(f"{argument} is documented, but got {message}")
             elif not isinstance(error, (TypeError, ValueError)) or not str(error).startswith(beginnings):
-                problems.append(f"{what} is not refused in the name of {op}: {message}")
+                problems.append(f"{argument} is not refused in the name of {op}: {message}")
             elif len(message) > 400:
-                problems.append(f"{what} has a message of {len(message)} characters")
-            if [x._version for x in _tensors(tried)] != versions:
-                problems.append(f"{what} wrote to an argument before it was refused")
+                problems.append(f"{argument} has a message of {len(message)} characters")
+            if [x._version for x in _tensors(copies)] != versions:
+                problems.append(f"{argument} wrote to an argument before it was refused")
         else:
             if not documented:
-                problems.append(f"{what} is accepted")
+                problems.append(f"{argument} is accepted")
     assert not problems, "\n".join([f"{len(problems)} arguments of {op}:", *problems])
 
 
-def test_every_public_name_is_tried():
+def test_every_public_name_is_tested():
     assert set(FUNCTIONS) | set(MODULES) | ELSEWHERE == set(tigon.__all__)
 
 
@@ -302,7 +308,7 @@ MESSAGES = {
         lambda: tigon.tvd(LOGITS, LOGITS, from_logits="no"),
         "tvd: from_logits must be a bool, got 'no'",
     ),
-    "a flag that is a tensor, whose value nobody reads": (
+    "a flag that is a tensor, whose value would need a synchronisation": (
         lambda: tigon.cross_entropy(LOGITS, TARGET, return_entropy=torch.tensor(False, device=DEVICE)),
         "cross_entropy: return_entropy must be a bool, got a Tensor of shape ()",
     ),
@@ -342,7 +348,7 @@ MESSAGES = {
         lambda: tigon.AdamW([{"params": [_parameter(3)], "lr": "fast"}]),
         "AdamW: lr must be a number, got 'fast'",
     ),
-    "what torch refuses": (
+    "a value that torch refuses": (
         lambda: tigon.AdamW([_parameter(3)], lr=-1.0),
         "AdamW: Invalid learning rate: -1.0",
     ),

@@ -1,4 +1,4 @@
-"""The command line without its commands' work: help, env, what is missing."""
+"""The command line prints its help, and refuses missing packages and bad options before a command works."""
 
 import errno
 import os
@@ -33,12 +33,12 @@ def test_env_prints_versions_and_devices(run):
     assert any(name.startswith("gpu") for name in lines)
 
 
-def test_environment_is_text():
+def test_the_environment_consists_of_strings():
     assert all(isinstance(name, str) and isinstance(value, str) and value for name, value in environment().items())
 
 
 @pytest.mark.parametrize("command", ["demo", "inspect", "bench", "resources"])
-def test_help_of_a_command_is_its_own(run, command, monkeypatch):
+def test_every_command_has_its_own_help(run, command, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setenv("COLUMNS", "200")
     result = run(command, "--help")
@@ -48,7 +48,7 @@ def test_help_of_a_command_is_its_own(run, command, monkeypatch):
 
 
 @pytest.mark.parametrize("command", [c for c in cli._COMMANDS if c.needs], ids=lambda command: command.name)
-def test_missing_extra_is_named(run, command, monkeypatch):
+def test_a_missing_extra_is_named(run, command, monkeypatch):
     absent = command.needs[0]
     monkeypatch.setitem(sys.modules, absent, None)  # The import fails as if the package were not installed.
     result = run(command.name)
@@ -58,13 +58,13 @@ def test_missing_extra_is_named(run, command, monkeypatch):
     )
 
 
-def test_main_without_typer_says_what_to_install(monkeypatch):
+def test_without_typer_main_names_the_extra_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "typer", None)
     with pytest.raises(SystemExit, match=r"needs typer: pip install 'tigon\[cli\]'"):
         cli.main()
 
 
-def test_default_folder_is_new(tmp_path, monkeypatch):
+def test_the_default_folder_is_new(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.time, "strftime", lambda pattern: "now")
     assert cli.pick_folder(None) == Path("runs/now")
@@ -87,11 +87,11 @@ def test_a_folder_that_cannot_be_written_is_refused(out, tmp_path, monkeypatch):
         cli.pick_folder(out)
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
     import typer
 
     out = cli.pick_folder(tmp_path / "file")
-    out.write_text("made since")
+    out.write_text("written since")
     with pytest.raises(typer.BadParameter, match=r"must be a folder that can be made, got .*\(File exists\)"):
         cli.make_folder(out)
     cli.make_folder(tmp_path / "a" / "b")
@@ -168,9 +168,9 @@ def test_every_command_refuses_its_output_before_the_work(arguments, option, nam
     runner = pytest.importorskip("typer.testing").CliRunner()
     result = runner.invoke(cli.app(), [*arguments, option, path], env={"COLUMNS": "200"})
     assert result.exit_code == 2, result.output
-    said = " ".join(result.output.split())
-    assert f"Invalid value for {option}: must be a f" in said
-    assert f"that can be written, got '{path}'" in said
+    output = " ".join(result.output.split())
+    assert f"Invalid value for {option}: must be a f" in output
+    assert f"that can be written, got '{path}'" in output
     assert "memory=" not in result.output  # No table of results was printed before.
 
 
@@ -183,7 +183,7 @@ def test_a_device_that_is_not_there_is_refused(name):
 
 
 def test_importing_the_command_line_needs_no_extra():
-    """A name in sys.modules that is None makes its import fail, as if it were not installed."""
+    """An import of a package fails if its entry in sys.modules is None, as if it were not installed."""
     hidden = ("typer", "rich", "transformers", "matplotlib", "tokenizers", "psutil")
     code = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import tigon.tools.cli, tigon.tools.environment"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,4 +1,3 @@
-import types
 import weakref
 
 import pytest
@@ -13,8 +12,7 @@ from tigon.ops.head.weight_gradient import WeightGradientConfig
 from tigon.runtime.device import EMULATED
 from tigon.runtime.tuning import tuned
 from tigon.testing import assert_accurate
-from tigon.tools.bench.inputs import Maker
-from tigon.tools.bench.inputs import linear_cross_entropy as bench_inputs
+from tigon.tools.workloads import WORKLOADS
 
 OPTIONS = {
     "plain": {},
@@ -277,9 +275,9 @@ def test_bf16_gradient_stays_accurate_with_many_chunks(chunks):
 
 
 def _peaked(t: int, h: int, v: int, ignored: float = 0.0) -> tuple[torch.Tensor, ...]:
-    case = types.SimpleNamespace(shape=(t, h, v), options={}, ignored=ignored, dtype=torch.bfloat16)
-    make = Maker(case, torch.device(DEVICE), torch.Generator(DEVICE).manual_seed(0))
-    return tuple(bench_inputs(make).tensors.values())
+    workload = WORKLOADS["linear_cross_entropy"]
+    inputs = workload.make_inputs((t, h, v), torch.bfloat16, torch.device(DEVICE), form={"ignored": ignored})
+    return tuple(inputs.tensors.values())
 
 
 def _gradients(function, x, w, target) -> list[torch.Tensor]:

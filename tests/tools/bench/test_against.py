@@ -1,4 +1,4 @@
-"""`--against`: another commit's Tigon in this process, from a git repository that is only read."""
+"""`--against` imports the Tigon of another commit into this process, and only reads the git repository."""
 
 import json
 import os
@@ -34,7 +34,7 @@ def commit(folder, title):
 
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory):
-    """A repository of Tigon: `before` lacks softmax and has a slower rms_norm, then comes the working tree's state."""
+    """Return a repository of Tigon in which the tag `before` has no softmax and the next commit is the working tree."""
     root = tmp_path_factory.mktemp("checkout")
     git(root, "init", "--quiet")
     (root / "README").write_text("nothing yet")
@@ -54,12 +54,12 @@ def checkout(tmp_path_factory):
 
 @pytest.fixture
 def here(checkout, monkeypatch):
-    """As if this Tigon were imported from the checkout."""
+    """Let this Tigon appear to be imported from the checkout."""
     monkeypatch.setattr(against, "PACKAGE", checkout / "src" / "tigon")
     return checkout
 
 
-def test_a_revision_is_a_copy_of_its_own(here):
+def test_a_revision_is_a_separate_copy(here):
     revision = find_revision("before")
     assert revision.commit == git(here, "rev-parse", "before")
     assert (revision.name, revision.title) == ("tigon@before", "Before | softmax")
@@ -79,7 +79,7 @@ def test_a_revision_is_a_copy_of_its_own(here):
     assert not (here / ".git" / "worktrees").exists()
 
 
-def test_torchs_operators_stay_ours(here):
+def test_the_operators_of_a_revision_have_their_own_namespace(here):
     def shape_of_result(namespace):
         with FakeTensorMode():
             return getattr(torch.ops, namespace).glu_forward(torch.empty(2, 8), torch.empty(2, 8), "silu").shape
@@ -116,7 +116,8 @@ def test_outside_a_checkout_it_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_checkout_of_something_else_is_refused(checkout, monkeypatch):
-    inside = checkout / ".venv" / "tigon"  # installed into a project that git knows, but not part of it
+    # Tigon is installed inside the folder of a repository that does not contain it.
+    inside = checkout / ".venv" / "tigon"
     inside.mkdir(parents=True)
     (inside / "__init__.py").touch()
     monkeypatch.setattr(against, "PACKAGE", inside)
@@ -136,8 +137,8 @@ def bench(checkout, *arguments):
 
 def test_two_revisions_are_measured_in_turn(checkout, tmp_path):
     out = tmp_path / "out"
-    found = bench(checkout, "--ops", "rms_norm,softmax", "--against", "before", "--out", str(out))
-    assert found.returncode == 0, found.stderr + found.stdout
+    result = bench(checkout, "--ops", "rms_norm,softmax", "--against", "before", "--out", str(out))
+    assert result.returncode == 0, result.stderr + result.stdout
     report = json.loads((out / "bench.json").read_text())
     assert report["settings"]["against"] == {
         "ref": "before",
@@ -156,10 +157,10 @@ def test_two_revisions_are_measured_in_turn(checkout, tmp_path):
     markdown = (out / "bench.md").read_text()
     assert "tigon@before is" in markdown
     assert "speed-up over tigon@before" in markdown
-    assert "speed-up over tigon@before" in found.stdout
+    assert "speed-up over tigon@before" in result.stdout
 
 
-def test_a_revision_that_cannot_be_imported_is_a_line_before_anything_runs(checkout, tmp_path):
+def test_a_revision_that_cannot_be_imported_is_refused_before_anything_runs(checkout, tmp_path):
     git(checkout, "stash", "--quiet")
     try:
         (checkout / "src" / "tigon" / "broken.py").touch()
@@ -169,10 +170,10 @@ def test_a_revision_that_cannot_be_imported_is_a_line_before_anything_runs(check
         commit(checkout, "Broken")
         git(checkout, "tag", "broken")
         source.write_text(now)
-        found = bench(checkout, "--ops", "rms_norm", "--against", "broken", "--out", str(tmp_path / "out"))
+        result = bench(checkout, "--ops", "rms_norm", "--against", "broken", "--out", str(tmp_path / "out"))
     finally:
         git(checkout, "reset", "--quiet", "--hard", "HEAD~1")
         git(checkout, "stash", "pop", "--quiet")
-    assert found.returncode == 2
-    assert "bench: --against broken cannot be imported" in " ".join(found.stderr.replace("│", " ").split())
+    assert result.returncode == 2
+    assert "bench: --against broken cannot be imported" in " ".join(result.stderr.replace("│", " ").split())
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The table of cases: what a perfect kernel must move and do, by formula, and inputs as in training."""
+"""The table of cases: the least work of each op follows its formula, and the inputs are like those of training."""
 
 import math
 
@@ -6,23 +6,27 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tigon.tools.bench.cases import CASES, OPS, Case, select, tagged
-from tigon.tools.bench.eager import EAGER
+from tigon.tools.bench.cases import CASES, OPS, Case, has_tag, select
+from tigon.tools.bench.providers import eager_code
 
 CPU = torch.device("cpu")
 by_name = {case.name: case for case in CASES}
 
 
-def test_names_are_unique():
+def test_every_op_has_a_floor_by_memory_or_by_products():
+    assert all((workload.elements is None) != (workload.flops is None) for workload in OPS.values())
+
+
+def test_names_of_cases_are_unique():
     assert len(by_name) == len(CASES)
 
 
-def test_every_op_has_a_small_case_one_of_a_model_and_a_sweep():
-    tagged = lambda *tags: {case.op for case in CASES if set(tags) & set(case.tags)}
-    assert tagged("small") == tagged("sweep") == tagged("first-light", "roofline", "more") == set(OPS)
+def test_every_op_has_a_small_case_a_case_of_a_model_and_a_sweep():
+    ops_with = lambda *tags: {case.op for case in CASES if set(tags) & set(case.tags)}
+    assert ops_with("small") == ops_with("sweep") == ops_with("first-light", "roofline", "more") == set(OPS)
 
 
-def test_roofline_cases_are_those_of_the_table():
+def test_the_tag_roofline_selects_the_cases_of_the_table():
     assert [(case.op, "x".join(map(str, case.shape))) for case in CASES if "roofline" in case.tags] == [
         ("rms_norm", "16384x4096"),
         ("rms_norm", "8192x8192"),
@@ -45,7 +49,7 @@ def test_roofline_cases_are_those_of_the_table():
     assert [case.shape for case in CASES if "host" in case.tags] == [(64, 4096)]
 
 
-def test_linear_cases_are_those_of_the_table():
+def test_the_tag_linear_selects_the_cases_of_the_table():
     assert [case.name.removeprefix("linear_cross_entropy/") for case in CASES if "linear" in case.tags] == [
         "llama-3-8b/8192x4096x128256",
         "llama-3-8b/32768x4096x128256",
@@ -60,16 +64,16 @@ def test_linear_cases_are_those_of_the_table():
         "qwen3-1.7b/16384x2048x151936/acc_dtype=float32",
         "llama-3-8b/8192x4096x128256/return_log_probs=True/return_entropy=True",
     ]
-    assert tagged("linear_cross_entropy/llama-3-8b/8192x4096x128256/no_grad", "linear")
-    assert not tagged("rope/llama-3-8b/4x4096x32x8x128", "linear")
+    assert has_tag("linear_cross_entropy/llama-3-8b/8192x4096x128256/no_grad", "linear")
+    assert not has_tag("rope/llama-3-8b/4x4096x32x8x128", "linear")
 
 
-def test_what_is_unusual_in_a_linear_case_has_a_small_one():
+def test_every_option_of_a_linear_case_has_a_small_case():
     extras = lambda tag: {case.extras for case in CASES if case.op == "linear_cross_entropy" and tag in case.tags}
     assert extras("linear") == extras("small")
 
 
-# Milliseconds at 4.3 TB/s: reading and writing each tensor once.
+# The floors are milliseconds for reading and writing each tensor once at 4.3 TB/s.
 @pytest.mark.parametrize(
     ("name", "floor"),
     [
@@ -92,12 +96,12 @@ def test_what_is_unusual_in_a_linear_case_has_a_small_one():
         ("tvd/llama-3-8b/4096x128256", 0.733),
     ],
 )
-def test_memory_floor(name, floor):
+def test_the_floor_by_memory_counts_each_tensor_once(name, floor):
     assert by_name[name].bytes / 4.3e12 * 1e3 == pytest.approx(floor, abs=1.5e-3)
     assert by_name[name].flops is None
 
 
-def test_products_floor():
+def test_the_floor_by_products_counts_only_needed_products():
     whole = by_name["linear_cross_entropy/llama-3-8b/8192x4096x128256"]
     assert whole.flops == 6 * 8192 * 4096 * 128256
     assert whole.bytes is None
@@ -109,7 +113,7 @@ def test_products_floor():
     assert ignored.flops == 6 * 4096 * 4096 * 128256
 
 
-def test_products_of_experts():
+def test_the_floor_of_experts_counts_six_products_of_each_size():
     case = by_name["moe_mlp/qwen3-30b-a3b/8192x2048x128x768x8"]
     assert case.flops == 3 * 6 * 8192 * 8 * 2048 * 768
     assert case.bytes is None
@@ -124,7 +128,7 @@ def test_inputs_leave_the_global_generator_alone_and_repeat():
     assert not torch.equal(first.tensors["x"], other.tensors["x"])
 
 
-def test_rope_sees_heads_transposed_gradients_too():
+def test_the_heads_of_rope_and_their_gradients_are_transposed_views():
     inputs = Case("rope", "tiny", (2, 8, 4, 2, 16)).make(CPU)
     assert inputs.tensors["q"].shape == (2, 4, 8, 16)
     assert inputs.tensors["k"].shape == (2, 2, 8, 16)
@@ -136,26 +140,28 @@ def test_rope_sees_heads_transposed_gradients_too():
 
 
 @pytest.mark.parametrize("op", ["cross_entropy", "linear_cross_entropy"])
-def test_logits_are_as_peaked_as_a_trained_models(op):
+def test_logits_are_as_peaked_as_those_of_a_trained_model(op):
     shape = (512, 8192) if op == "cross_entropy" else (512, 64, 8192)
     tensors = Case(op, "tiny", shape).make(CPU).tensors
     logits = tensors["input"] if op == "cross_entropy" else F.linear(tensors["input"], tensors["linear_weight"])
     losses = F.cross_entropy(logits.detach().float(), tensors["target"], reduction="none")
     assert 1.0 < losses.mean() < 0.5 * math.log(8192)
-    assert (losses < 0.2).float().mean() > 0.05  # some tokens are certain
+    # Some tokens are certain.
+    assert (losses < 0.2).float().mean() > 0.05
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if "small" in case.tags], ids=lambda case: case.name)
-def test_inputs_want_gradients_and_have_one_upstream_for_each_output(case):
+def test_inputs_need_gradients_and_each_output_has_an_upstream_gradient(case):
     inputs = case.make(CPU)
-    assert bool(inputs.wanted) is not case.no_grad
+    assert bool(inputs.grad_names) is not case.no_grad
     assert next(iter(inputs.tensors.values())).dtype == case.dtype
     for tensor in (*inputs.tensors.values(), *inputs.upstream):
         assert not tensor.is_floating_point() or tensor.isfinite().all()
-    outputs = EAGER[case.op](case)(*inputs.tensors.values())
-    shapes = [gradient.shape for gradient in inputs.upstream] or [torch.Size([])]  # or a scalar loss
-    beside = [(case.shape[0],)] * sum(name.startswith("return_") for name in case.options)
-    assert [output.shape for output in outputs] == shapes + beside
+    outputs = eager_code(case.op)(case)(*inputs.tensors.values())
+    # Without upstream gradients the first output is a scalar loss.
+    shapes = [gradient.shape for gradient in inputs.upstream] or [torch.Size([])]
+    token_shapes = [(case.shape[0],)] * sum(name.startswith("return_") for name in case.options)
+    assert [output.shape for output in outputs] == shapes + token_shapes
 
 
 @pytest.mark.parametrize("op", ["kl_div", "jsd", "tvd"])
@@ -168,34 +174,34 @@ def test_a_student_is_near_its_teacher(op):
     assert 0.01 < (student - teacher).abs().sum(-1).mean() / 2 < 0.5
 
 
-def test_logits_and_log_targets_on_request():
+def test_options_select_logits_and_log_targets():
     logits = Case("jsd", "tiny", (8, 64), options={"from_logits": True}).make(CPU).tensors["target"]
     assert logits.max() > 0
     log_target = Case("kl_div", "tiny", (8, 64), options={"log_target": True}).make(CPU).tensors["target"]
     assert log_target.max() <= 0
 
 
-def test_ignored_share_and_frozen_inputs():
+def test_a_case_may_ignore_targets_and_freeze_inputs():
     case = Case("linear_cross_entropy", "tiny", (64, 8, 32), ignored=0.75, frozen=("linear_weight",))
     inputs = case.make(CPU)
     assert (inputs.tensors["target"] == -100).sum() == 48
-    assert inputs.wanted == ("input",)
+    assert inputs.grad_names == ("input",)
     assert inputs.gradient_bytes == 64 * 8 * 2
 
 
-def test_nothing_wants_a_gradient_where_only_the_loss_is_asked_for():
+def test_no_input_needs_a_gradient_in_a_case_without_gradients():
     case = Case("linear_cross_entropy", "tiny", (64, 8, 32), no_grad=True)
     assert case.name == "linear_cross_entropy/tiny/64x8x32/no_grad"
-    assert case.make(CPU).wanted == ()
+    assert case.make(CPU).grad_names == ()
     assert case.make(CPU).gradient_bytes == 0
 
 
-def test_smaller_halves_rows_only():
+def test_smaller_halves_only_the_rows():
     assert Case("linear_cross_entropy", "tiny", (64, 8, 32)).smaller().shape == (32, 8, 32)
     assert Case("rope", "tiny", (2, 8, 4, 2, 16)).smaller().shape == (2, 4, 4, 2, 16)
 
 
-def test_select_by_tag_by_name_and_all():
+def test_select_matches_tags_and_parts_of_names():
     assert all("small" in case.tags for case in select(None, "small"))
     assert [case.model for case in select("rms_norm", "405b")] == ["llama-3.1-405b"]
     assert len(select(None, "all")) == len(CASES)
@@ -208,6 +214,6 @@ def test_select_by_tag_by_name_and_all():
         (None, "nowhere", "bench: cases must match.*got 'nowhere'"),
     ],
 )
-def test_select_refuses(ops, cases, message):
+def test_select_refuses_an_unknown_op_or_case(ops, cases, message):
     with pytest.raises(ValueError, match=message):
         select(ops, cases)

@@ -1,4 +1,4 @@
-"""`tigon bench` from the command line, on a CPU and on tiny cases."""
+"""`tigon bench` runs from the command line, on a CPU and on tiny cases."""
 
 import json
 import subprocess
@@ -32,7 +32,7 @@ def small_roofline(monkeypatch):
 
 @pytest.fixture
 def run(tmp_path):
-    """Call the command; -> exit code, what it printed, the report (None if none was written)."""
+    """Return a function that runs the command and returns its exit code, its output, and the report or None."""
 
     def call(*arguments):
         application = typer.Typer()
@@ -52,7 +52,7 @@ def replace(monkeypatch, op, *rows):
     monkeypatch.setitem(providers.PROVIDERS, op, rows)
 
 
-def test_a_run_leaves_json_markdown_and_pictures(run, tmp_path):
+def test_a_run_writes_json_markdown_and_pictures(run, tmp_path):
     code, output, report = run("--providers=-compile", "--quick")
     assert code == 0, output
     out = tmp_path / "out"
@@ -71,7 +71,8 @@ def test_a_run_leaves_json_markdown_and_pictures(run, tmp_path):
         assert row["status"] == "ok"
         assert row["wall_ms"] > 0
         assert row["peak_mib"] > 0
-        assert row["kernel_ms"] is None  # a CPU has no kernels
+        # A CPU has no kernels.
+        assert row["kernel_ms"] is None
         assert row["percent_of_roofline"] == pytest.approx(100 * row["floor_ms"] / row["wall_ms"])
         assert row["error"] <= 2 * row["eager_error"] + 0.02
         assert len(row["samples"]["wall"]) >= 1
@@ -104,14 +105,15 @@ def test_a_wrong_tigon_kernel_is_not_timed(run, monkeypatch):
     code, output, report = run("--ops", "rms_norm", "--quick")
     assert code == 1
     assert "rms_norm/tiny/16x64: tigon: wrong: not timed: output 0" in " ".join(output.split())
-    (ours,), (theirs,) = rows_of(report, provider="tigon"), rows_of(report, provider="peer")
-    assert (ours["status"], ours["wall_ms"], ours["samples"]) == ("wrong", None, {})
-    assert theirs["status"] == "ok"  # a peer is timed all the same, and its row says so
-    assert theirs["wall_ms"] > 0
-    assert "inaccurate: output 0" in theirs["note"]
+    (tigon,), (peer,) = rows_of(report, provider="tigon"), rows_of(report, provider="peer")
+    assert (tigon["status"], tigon["wall_ms"], tigon["samples"]) == ("wrong", None, {})
+    # A wrong peer is timed, and its row says that it is wrong.
+    assert peer["status"] == "ok"
+    assert peer["wall_ms"] > 0
+    assert "inaccurate: output 0" in peer["note"]
 
 
-def test_a_provider_that_is_missing_or_raises_is_a_line(run, monkeypatch):
+def test_a_provider_that_is_missing_or_raises_is_a_row(run, monkeypatch):
     def missing(case):
         import no_such_package_at_all  # noqa: F401
 
@@ -135,7 +137,7 @@ def test_a_provider_that_is_missing_or_raises_is_a_line(run, monkeypatch):
     assert "a: missing: not installed" in output
 
 
-def test_tigon_raising_fails_the_run(run, monkeypatch):
+def test_an_error_of_tigon_fails_the_run(run, monkeypatch):
     def raising(case):
         return lambda *tensors: 1 / 0
 
@@ -146,7 +148,7 @@ def test_tigon_raising_fails_the_run(run, monkeypatch):
     assert rows_of(report, provider="eager")[0]["status"] == "ok"
 
 
-def test_a_check_that_does_not_fit_is_made_at_fewer_rows(run, monkeypatch):
+def test_a_check_that_does_not_fit_uses_fewer_rows(run, monkeypatch):
     from tigon.tools.bench import runner
 
     def fits(case, inputs, exact=runner.exact_results):
@@ -160,15 +162,15 @@ def test_a_check_that_does_not_fit_is_made_at_fewer_rows(run, monkeypatch):
     assert report["rows"][0]["note"] == "checked at 4x64"
 
 
-def test_ctrl_c_leaves_what_was_measured(run, monkeypatch):
+def test_ctrl_c_writes_the_cases_that_were_measured(run, monkeypatch):
     from tigon.tools.bench import session
 
-    done = []
+    finished = []
 
     def interrupted(case, *arguments, run_case=session.run_case):
-        if done:
+        if finished:
             raise KeyboardInterrupt
-        done.append(case)
+        finished.append(case)
         return run_case(case, *arguments)
 
     monkeypatch.setattr(session, "run_case", interrupted)
@@ -200,7 +202,7 @@ def test_bad_options_are_refused_before_anything_is_written(run, arguments, mess
     assert report is None
 
 
-def test_list_prints_and_stops(run):
+def test_list_prints_the_cases_and_measures_nothing(run):
     code, output, report = run("--list")
     assert code == 0
     assert [line.split()[0] for line in output.splitlines()] == [case.name for case in TINY]
@@ -212,12 +214,12 @@ def test_a_missing_extra_is_named(tmp_path):
         "import sys; sys.modules['matplotlib'] = None; sys.argv = ['bench', '--quick']\n"
         "import runpy; runpy.run_module('tigon.tools.bench', run_name='__main__')"
     )
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert found.returncode == 1
-    assert "tigon bench needs matplotlib: pip install 'tigon[bench]'" in found.stderr
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
+    assert result.returncode == 1
+    assert "tigon bench needs matplotlib: pip install 'tigon[bench]'" in result.stderr
 
 
-def test_a_provider_that_writes_over_the_shared_inputs_is_refused(run, monkeypatch):
+def test_a_provider_that_overwrites_the_shared_inputs_is_refused(run, monkeypatch):
     tigon, eager = providers.PROVIDERS["rms_norm"][:2]
 
     def load(case):
@@ -231,14 +233,15 @@ def test_a_provider_that_writes_over_the_shared_inputs_is_refused(run, monkeypat
 
         return overwriting
 
-    replace(monkeypatch, "rms_norm", tigon, Provider("a", load), Provider("b", load, destroys=("x",)), eager)
+    replace(monkeypatch, "rms_norm", tigon, Provider("a", load), Provider("b", load, overwrites=("x",)), eager)
     code, _, report = run("--ops", "rms_norm", "--quick")
     assert code == 0
     status = {row["provider"]: row["status"] for row in report["rows"]}
     assert status == {"tigon": "ok", "a": "error", "b": "ok", "eager": "ok"}
     (refused,) = rows_of(report, provider="a")
     assert (refused["note"], refused["wall_ms"]) == ("not timed: writes over its inputs: x", None)
-    assert rows_of(report, provider="eager")[0]["accurate"]  # what was overwritten has been made again
+    # The overwritten inputs have been replaced.
+    assert rows_of(report, provider="eager")[0]["accurate"]
 
     replace(monkeypatch, "rms_norm", Provider("tigon", load), eager)
     code, _, report = run("--ops", "rms_norm", "--quick")

@@ -1,4 +1,4 @@
-"""Measuring: what counts and what does not."""
+"""The measurements contain the work of a call and nothing else."""
 
 from types import SimpleNamespace
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tigon.tools.bench import measure
-from tigon.tools.bench.accuracy import Bound
+from tigon.tools.bench.accuracy import BoundProvider
 from tigon.tools.bench.cases import Case
 from tigon.tools.bench.measure import CudaMeter, Meter, Roofline, Samples, kernel_windows
 from tigon.tools.bench.providers import Provider
@@ -35,19 +35,19 @@ def test_floor_is_the_slower_of_memory_and_products():
 
 
 def doubled(op="swiglu", shape=(64, 1024), **options):
-    """A provider that allocates one output and one gradient buffer an input, bound to fp32 inputs."""
+    """Return a provider with fp32 inputs that allocates one output, and one gradient for each input."""
     inputs = Case(op, "tiny", shape, dtype=torch.float32).make(CPU)
-    return Bound(Provider("double", lambda case: None, **options), lambda gate, up: (gate * up,), inputs)
+    return BoundProvider(Provider("double", lambda case: None, **options), lambda gate, up: (gate * up,), inputs)
 
 
 def test_peak_memory_on_a_cpu_counts_outputs_and_gradients_not_inputs():
     size = 64 * 1024 * 4
     assert Meter(CPU).peak_bytes(doubled()) == pytest.approx(3 * size, abs=4096)
-    # Copies of what a call destroys are inputs.
-    assert Meter(CPU).peak_bytes(doubled(destroys=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
+    # The copies of overwritten tensors count as inputs.
+    assert Meter(CPU).peak_bytes(doubled(overwrites=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
 
 
-def test_where_no_gradient_is_wanted_the_forward_alone_is_called_without_one():
+def test_without_gradients_only_the_forward_pass_runs_and_autograd_is_off():
     inputs = Case("linear_cross_entropy", "tiny", (8, 4, 16), no_grad=True).make(CPU)
     modes = []
 
@@ -55,17 +55,17 @@ def test_where_no_gradient_is_wanted_the_forward_alone_is_called_without_one():
         modes.append(torch.is_grad_enabled())
         return (tensors[0].sum(),)
 
-    bound = Bound(Provider("it", lambda case: None), run, inputs)
+    bound = BoundProvider(Provider("test", lambda case: None), run, inputs)
     outputs, gradients = bound()
     assert (len(outputs), gradients, modes) == (1, (), [False])
     assert list(bound.results()) == ["output 0"]
     assert bound.gradient_bytes == 0
 
 
-def test_of_several_outputs_the_loss_alone_is_differentiated():
+def test_only_the_loss_among_several_outputs_is_differentiated():
     inputs = Case("cross_entropy", "tiny", (8, 16)).make(CPU)
     run = lambda input, target: (input.sum(), 2 * input)
-    outputs, (gradient,) = Bound(Provider("it", lambda case: None), run, inputs)()
+    outputs, (gradient,) = BoundProvider(Provider("test", lambda case: None), run, inputs)()
     assert len(outputs) == 2
     assert gradient.eq(1).all()
 
@@ -80,7 +80,7 @@ def test_a_round_on_a_cpu_samples_wall_time():
 
 
 class FakeGpu:
-    """Stands in for torch.cuda and the profiler: a timeline of the kernels launched, each of 1 us."""
+    """A stand-in for torch.cuda and the profiler, with a timeline of the launched kernels, each of 1 us."""
 
     def __init__(self, monkeypatch, marker="at::cuda::(anonymous namespace)::spin_kernel(long)"):
         self.timeline, self.clock = [], 0.0
@@ -109,8 +109,8 @@ class FakeGpu:
         self.timeline.append((name, self.clock, 1.0))
 
     def bound(self, kernels=3):
-        """A call that launches `kernels` kernels and destroys an input, whose renewal launches one more."""
-        bound = doubled(destroys=("gate",))
+        """Return a call that launches `kernels` kernels and overwrites an input, whose reset launches one more."""
+        bound = doubled(overwrites=("gate",))
         run, restore = bound._run, bound.restore
 
         def launching(*tensors):
@@ -128,7 +128,7 @@ class FakeGpu:
         return meter
 
 
-def test_kernel_time_leaves_out_renewal_and_flush(monkeypatch):
+def test_kernel_time_excludes_the_reset_of_inputs_and_the_flush(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     samples, meter = Samples(), gpu.meter()
     meter.round(gpu.bound(), 4, samples)
@@ -141,18 +141,19 @@ def test_kernel_time_leaves_out_renewal_and_flush(monkeypatch):
 
 
 @pytest.mark.parametrize(("calls", "unmeasured"), [(1, 2), (4, 8), (20, 0)])
-def test_as_many_long_calls_go_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured):
-    gpu, samples, made = FakeGpu(monkeypatch), Samples(), []
+def test_as_many_long_calls_run_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured):
+    gpu, samples, calls_made = FakeGpu(monkeypatch), Samples(), []
     meter, bound = gpu.meter(), gpu.bound()
     run = bound._run
-    monkeypatch.setattr(bound, "_run", lambda *tensors: made.append(1) or run(*tensors))
+    monkeypatch.setattr(bound, "_run", lambda *tensors: calls_made.append(1) or run(*tensors))
     meter.round(bound, calls, samples)
-    assert len(made) == 2 * calls + unmeasured
+    assert len(calls_made) == 2 * calls + unmeasured
     assert len(samples.wall) == len(samples.host) == len(samples.kernel) == calls
 
 
 def test_without_a_marker_events_time_the_call(monkeypatch):
-    gpu = FakeGpu(monkeypatch, marker="reduce")  # the same as the flush: nothing can be told apart
+    # The marker has the name of the flush, so the profile does not show where a call begins.
+    gpu = FakeGpu(monkeypatch, marker="reduce")
     meter = gpu.meter()
     meter._marker = None
     samples = Samples()
@@ -160,12 +161,13 @@ def test_without_a_marker_events_time_the_call(monkeypatch):
     assert (samples.kernel, samples.kernel_source) == ([7.0, 7.0], "events")
 
 
-def test_a_call_whose_kernels_were_lost_is_left_out(monkeypatch):
+def test_a_call_whose_kernels_were_lost_does_not_count(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     meter = gpu.meter()
-    lossy = iter([3, 3, 3, 3, 2, 3])  # the first three are not measured
+    # The first three calls are not measured.
+    kernel_counts = iter([3, 3, 3, 3, 2, 3])
     bound = gpu.bound()
     monkeypatch.setattr(
-        bound, "_run", lambda gate, up: [gpu.launch("kernel") for _ in range(next(lossy))] and (gate * up,)
+        bound, "_run", lambda gate, up: [gpu.launch("kernel") for _ in range(next(kernel_counts))] and (gate * up,)
     )
     assert meter._kernel_ms(bound, 3) == [pytest.approx(3e-3)] * 2

@@ -1,16 +1,16 @@
-"""Pictures: three cases that differ in one axis are lines, others are bars."""
+"""In pictures, three cases that differ in one axis are lines, and other cases are bars."""
 
 import pytest
 from matplotlib import pyplot
 
 from tigon.tools.bench import plots
-from tigon.tools.bench.runner import Row
+from tigon.tools.bench.runner import BenchRow
 
 
 def row(shape, provider="tigon", op="rms_norm", model="sweep", extra="", **more):
     case = "/".join([op, model, "x".join(map(str, shape)), *([extra] if extra else [])])
     more = {"kernel_ms": 1.0, "floor_ms": 0.9, "percent_of_roofline": 90.0, "peak_mib": float(shape[-1])} | more
-    return Row(case, op, op, model, shape, "bfloat16", provider, **more)
+    return BenchRow(case, op, op, model, shape, "bfloat16", provider, **more)
 
 
 def by_case(rows):
@@ -29,27 +29,28 @@ def test_three_cases_of_one_axis_are_a_sweep():
     assert rest == {}
 
 
-def test_what_differs_in_more_than_one_axis_is_not():
+def test_cases_that_differ_in_more_than_one_axis_are_no_sweep():
     same = [row((4096, 1024)), row((4096, 2048))]
     for third in (
         row((8192, 4096)),
         row((4096, 4096), extra="offset=1.0"),
         row((4096, 4096), op="layer_norm"),
-        row((4096, 2048), model="llama"),  # a size that is there already
+        # This size is there already.
+        row((4096, 2048), model="llama"),
     ):
         sweeps, rest = plots.find_sweeps(by_case([*same, third]))
         assert sweeps == []
         assert len(rest) == 3
 
 
-def test_the_case_of_a_model_stands_apart_from_the_sweep_of_its_shape():
+def test_the_case_of_a_model_is_separate_from_the_sweep_of_its_shape():
     rows = [row((4096, 2048), model="llama"), *(row((4096, n)) for n in (1024, 2048, 4096))]
     (sweep,), rest = plots.find_sweeps(by_case(rows))
     assert [group[0].model for group in sweep.cases.values()] == ["sweep"] * 3
     assert list(rest) == ["rms_norm/llama/4096x2048"]
 
 
-def test_a_case_where_two_sweeps_cross_stands_in_the_longer_one():
+def test_a_case_of_two_sweeps_belongs_to_the_longer_one():
     rows = [row((4096, n)) for n in (1024, 2048, 4096)] + [row((m, 4096)) for m in (16, 32, 64)]
     (sweep,), rest = plots.find_sweeps(by_case(rows))
     assert (sweep.axis, list(sweep.cases)) == (0, [16, 32, 64, 4096])
@@ -58,7 +59,7 @@ def test_a_case_where_two_sweeps_cross_stands_in_the_longer_one():
 
 @pytest.fixture
 def figures(monkeypatch):
-    """Figures that were drawn, left open."""
+    """Return the list of the figures that the test draws. They stay open until its end."""
     drawn = []
     monkeypatch.setattr(pyplot, "close", drawn.append)
     yield drawn
@@ -79,12 +80,13 @@ def test_a_sweep_is_drawn_as_lines_of_each_provider(tmp_path, figures):
     assert list(memory.lines[0].get_xdata()) == [1024, 2048, 8192]
     assert list(memory.lines[0].get_ydata()) == [1024.0, 2048.0, 8192.0]
     assert list(speed.lines[0].get_ydata()) == [90.0] * 3
-    assert list(speed.lines[-1].get_ydata()) == [100, 100]  # the roofline
+    # The last line is the roofline.
+    assert list(speed.lines[-1].get_ydata()) == [100, 100]
     assert speed.get_ylim()[0] == 0
     assert [text.get_text() for text in bar_time.get_yticklabels()] == ["tigon"]
 
 
-def test_memory_is_logarithmic_where_providers_lie_far_apart(tmp_path, figures):
+def test_memory_is_logarithmic_if_providers_are_far_apart(tmp_path, figures):
     sizes = {"tigon": 1.0, "eager": 100.0}
     plots.draw([row((4096, n), p, peak_mib=m) for n in (1, 2, 4) for p, m in sizes.items()], tmp_path, "Some GPU")
     assert figures[0].axes[1].get_yscale() == "log"
@@ -116,11 +118,12 @@ def test_linear_cases_are_bars_from_the_line_of_the_products(tmp_path, figures):
     assert left.get_xscale() == right.get_xscale() == "log"
     assert left.get_xlim()[0] < 0.98
     assert left.get_xlim()[1] > 4.2
-    said = [text.get_text() for text in left.texts]
-    assert {"1.04", "1.30", "0.98", "4.20", "llama-3-8b/8192x4096x128256", "llama-3-8b/1024x4096x128256"} == set(said)
+    labels = [text.get_text() for text in left.texts]
+    assert {"1.04", "1.30", "0.98", "4.20", "llama-3-8b/8192x4096x128256", "llama-3-8b/1024x4096x128256"} == set(labels)
     assert [text.get_text() for text in right.texts] == [" 400 MiB", " 400 MiB", " 400 MiB", " 0 MiB"]
     places = [bar.get_y() for bar in left.patches]
-    assert places == sorted(places)  # ours first, for the axis points down
+    # Tigon is first, because the axis points down.
+    assert places == sorted(places)
     assert left.get_ylim()[0] > left.get_ylim()[1]
 
 
@@ -130,7 +133,7 @@ def test_other_cases_are_not_drawn_over_the_products(tmp_path, figures):
     assert [file.name for file in plots.draw(rows, tmp_path, "Some GPU")] == ["linear_cross_entropy.png"]
 
 
-def test_inaccurate_peers_are_called_so(tmp_path, figures):
+def test_inaccurate_peers_are_marked(tmp_path, figures):
     rows = [row((4096, n), p, accurate=p == "tigon") for n in (1024, 2048, 4096) for p in ("tigon", "cce")]
     rows += [row((64, 512), p, model="llama", accurate=p == "tigon") for p in ("tigon", "cce")]
     plots.draw(rows, tmp_path, "Some GPU")

@@ -1,4 +1,4 @@
-"""Providers: eager code is what Hugging Face models run, bit for bit, and all that run on a CPU pass the check."""
+"""Eager code equals that of Hugging Face models bit for bit, and every provider that runs on a CPU passes the check."""
 
 import sys
 from dataclasses import replace
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from tigon.tools.bench import peers
-from tigon.tools.bench.accuracy import Bound, Errors, eager_results, exact_results, judge, typical_loss_error
+from tigon.tools.bench.accuracy import BoundProvider, Errors, eager_results, exact_results, judge, typical_loss_error
 from tigon.tools.bench.cases import OPS, Case
 from tigon.tools.bench.eager import EAGER, SUMMED
-from tigon.tools.bench.providers import PROVIDERS, Provider, Unsupported, select, tigon_provider
+from tigon.tools.bench.providers import PROVIDERS, Provider, Unsupported, eager_code, select, tigon_provider
 
 CPU = torch.device("cpu")
 SHAPES = {
@@ -31,7 +31,10 @@ SHAPES = {
 
 
 def tiny(op, **options):
-    return Case(op, "tiny", SHAPES.get(op, (16, 64)), options=options)
+    """Return a small case of an op; an op that `SHAPES` does not have takes two sizes, or those of its first test."""
+    workload = OPS[op]
+    default = (16, 64) if len(workload.legend.split(" x ")) == 2 else workload.test_variants[0].sizes
+    return Case(op, "tiny", SHAPES.get(op, default), options=options)
 
 
 GEMMA = {"offset": 1.0, "rounding": "after_weight"}
@@ -53,7 +56,7 @@ CASES += [
 ]
 CASES += [replace(case, dtype=torch.float32, model="tiny-fp32") for case in CASES]
 
-# Providers that run here; those of torch are as exact as they are.
+# The providers that run on a CPU.
 ON_A_CPU = [
     (case, provider)
     for case in CASES
@@ -65,28 +68,42 @@ ON_A_CPU = [
 def verdict_of(case, provider):
     inputs = case.make(CPU)
     exact, eager = exact_results(case, inputs), eager_results(case, inputs)
-    results = Bound(provider, provider.load(case), inputs).results()
+    results = BoundProvider(provider, provider.load(case), inputs).results()
     return judge(results, eager, exact, typical_loss_error(case, inputs))
 
 
 @pytest.mark.parametrize(("case", "provider"), ON_A_CPU, ids=lambda value: value.name)
-def test_providers_agree(case, provider):
+def test_a_provider_agrees_with_the_exact_result(case, provider):
     try:
         verdict = verdict_of(case, provider)
     except Unsupported as reason:
         assert provider.name == "torch"
         pytest.skip(str(reason))
+    # The fused ops of torch are less accurate, and only their distance is limited.
     if provider.name != "torch":
         assert verdict.wrong == ""
     assert 0 <= verdict.error < 0.03
 
 
-def test_every_op_has_tigon_first_and_peers():
+def test_every_op_has_tigon_eager_code_and_compiled_code_first():
     for op, row in PROVIDERS.items():
         names = [provider.name for provider in row]
         assert names[:3] == ["tigon", "eager", "compile"], op
-        assert "liger" in names, op
         assert len(set(names)) == len(names), op
+
+
+def test_every_op_of_models_is_compared_with_liger():
+    for op in EAGER:
+        assert "liger" in [provider.name for provider in PROVIDERS[op]], op
+
+
+def test_an_op_without_eager_code_is_compared_with_its_reference(monkeypatch):
+    monkeypatch.delitem(EAGER, "relu2")
+    case = tiny("relu2")
+    inputs = case.make(CPU)
+    (output,) = eager_code("relu2")(case)(inputs.tensors["x"])
+    assert torch.equal(output, OPS["relu2"].reference(inputs.tensors["x"]))
+    assert verdict_of(case, tigon_provider("relu2")).wrong == ""
 
 
 @pytest.mark.parametrize("case", [tiny("jsd"), tiny("rope")], ids=lambda case: case.op)
@@ -117,25 +134,27 @@ def test_a_loss_in_half_precision_is_judged_by_the_units_of_fp32():
 
 
 def test_exact_losses_agree_with_fp64_autograd(monkeypatch):
-    monkeypatch.setattr("tigon.tools.bench.accuracy.REFERENCE_ELEMENTS", 512 * 10)  # chunks of 10 rows, the last of 2
-    beside = {"return_log_probs": True, "return_entropy": True}
+    # The chunks have 10 rows, and the last one has 2.
+    monkeypatch.setattr("tigon.tools.bench.accuracy.REFERENCE_ELEMENTS", 512 * 10)
+    token_outputs = {"return_log_probs": True, "return_entropy": True}
     for op in (*SUMMED, "linear_cross_entropy"):
-        case = replace(tiny(op, **(beside if op == "linear_cross_entropy" else {})), ignored=0.25)
+        case = replace(tiny(op, **(token_outputs if op == "linear_cross_entropy" else {})), ignored=0.25)
         inputs = case.make(CPU)
         wide = inputs.map(lambda _, x: x.double() if x.is_floating_point() else x)
         eager = Provider("eager", EAGER[op])
-        exact, right = exact_results(case, inputs), Bound(eager, eager.load(case), wide).results()
+        exact, right = exact_results(case, inputs), BoundProvider(eager, eager.load(case), wide).results()
         assert exact.keys() == right.keys()
         for name, value in exact.items():
             torch.testing.assert_close(value.double(), right[name].double(), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_loss_that_eager_code_gets_right_by_luck_is_no_measure(seed):
+def test_a_loss_that_eager_code_gets_right_by_luck_sets_no_limit(seed):
     case = Case("linear_cross_entropy", "tiny", (32, 64, 512), options={"softcap": 30.0})
     inputs = case.make(CPU, seed)
     exact, typical = exact_results(case, inputs), typical_loss_error(case, inputs)
-    assert 5e-5 < typical < 5e-3  # logits near 10 in bf16 are off by 0.02 at most, and 32 tokens are averaged
+    # The error of logits near 10 in bf16 is at most 0.02, and the loss averages 32 tokens.
+    assert 5e-5 < typical < 5e-3
     lucky = exact | {"output 0": exact["output 0"].float()}
     off = lambda error: exact | {"output 0": (exact["output 0"] + error).float()}
     assert judge(off(3 * typical), lucky, exact, typical).wrong == ""
@@ -145,7 +164,7 @@ def test_a_loss_that_eager_code_gets_right_by_luck_is_no_measure(seed):
     assert judge(off(3 * typical), off(6 * typical), exact, typical).errors["output 0"].ratio == pytest.approx(0.5, 0.1)
 
 
-def test_errors_of_each_tensor_over_eagers():
+def test_the_verdict_has_the_error_ratio_of_each_tensor():
     case = tiny("linear_cross_entropy")
     inputs = case.make(CPU)
     exact, eager = exact_results(case, inputs), eager_results(case, inputs)
@@ -183,49 +202,49 @@ LINEAR = [case for case in CASES if case.op == "linear_cross_entropy"]
 @pytest.mark.parametrize("elements", [2**27, 512 * 7])
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
 def test_products_multiply_what_the_loss_multiplies(monkeypatch, case, elements, chunk):
-    """So what they return are its gradients, of the valid rows."""
+    """The products return the gradients of the loss for the valid rows."""
     monkeypatch.setattr(peers, "PREPARED_ELEMENTS", elements)
     products, inputs = PROVIDERS[case.op][-1], case.make(CPU)
     assert products.name == "products"
     run = partial(products.load(case), chunk=chunk)
-    bound = Bound(products, run, products.prepare(case, inputs))
-    _, found = bound()
-    assert bound.gradient_bytes == sum(gradient.nbytes for gradient in found)
-    assert len(found) == len(inputs.wanted)
+    bound = BoundProvider(products, run, products.prepare(case, inputs))
+    _, gradients = bound()
+    assert bound.gradient_bytes == sum(gradient.nbytes for gradient in gradients)
+    assert len(gradients) == len(inputs.grad_names)
     exact, eager = exact_results(case, inputs), eager_results(case, inputs)
     valid = inputs.tensors["target"] >= 0
-    for name, gradient in zip(inputs.wanted, found, strict=True):
+    for name, gradient in zip(inputs.grad_names, gradients, strict=True):
         assert gradient.dtype == case.dtype
-        right, plain = exact[f"gradient of {name}"], eager[f"gradient of {name}"]
+        exact_gradient, eager_gradient = exact[f"gradient of {name}"], eager[f"gradient of {name}"]
         if name == "input":
-            right, plain = right[valid], plain[valid]
-        errors = judge({"it": gradient}, {"it": plain}, {"it": right}).errors["it"]
-        # In bf16 each further chunk rounds dW once more; in fp32 the order of the sums is all that differs.
+            exact_gradient, eager_gradient = exact_gradient[valid], eager_gradient[valid]
+        errors = judge({name: gradient}, {name: eager_gradient}, {name: exact_gradient}).errors[name]
+        # In bf16 each further chunk rounds dW once more. In fp32 only the order of the sums differs.
         assert errors.error <= (3 if chunk < len(valid) else 1.1) * errors.eager_error + 1e-6
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
-def test_products_do_nothing_but_the_products_of_the_floor(case):
+def test_products_compute_only_the_products_of_the_floor(case):
     products = PROVIDERS[case.op][-1]
     prepared = products.prepare(case, case.make(CPU))
-    bound = Bound(products, products.load(case), prepared)
+    bound = BoundProvider(products, products.load(case), prepared)
     with FlopCounterMode(display=False) as counter:
         bound()
     assert counter.get_total_flops() == case.flops
-    assert ("dlogits" in prepared.tensors) is not case.no_grad  # a loss alone has one product
+    assert ("dlogits" in prepared.tensors) is not case.no_grad
     assert case.ignored == 0 or len(prepared.tensors["input"]) == round(case.shape[0] * (1 - case.ignored))
 
 
-def test_products_refuse_what_would_change_their_operands():
+def test_products_refuse_an_option_that_would_change_their_operands():
     with pytest.raises(Unsupported, match=r"no label_smoothing=0\.1"):
         PROVIDERS["linear_cross_entropy"][-1].load(tiny("linear_cross_entropy", label_smoothing=0.1))
 
 
-# --- peers that are not installed here, by stand-ins ---
+# --- stand-ins for peers that are not installed ---
 
 
 def install(monkeypatch, name, **contents):
-    """Make `import name` give a module with `contents`."""
+    """Let `import name` return a module with `contents`."""
     path = name.split(".")
     for i in range(len(path)):
         module = ModuleType(".".join(path[: i + 1]))
@@ -235,7 +254,7 @@ def install(monkeypatch, name, **contents):
 
 
 class ChunkedLogProbs:
-    """The signature of TRL 1.16, its maths at once."""
+    """A function with the signature of TRL 1.16 that does not use chunks."""
 
     @staticmethod
     def apply(hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs):
@@ -247,34 +266,34 @@ class ChunkedLogProbs:
 
 
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
-def test_trl_scores_valid_positions_and_spreads_them(monkeypatch, case):
+def test_trl_scores_valid_positions_and_returns_all_positions(monkeypatch, case):
     contents = {"_ChunkedLogProbFunction": ChunkedLogProbs, "_CHUNKED_LOGPROB_CHUNK_SIZE": 77}
     install(monkeypatch, "trl.trainer.utils", **contents)
     trl = next(provider for provider in PROVIDERS[case.op] if provider.name == "trl")
     assert verdict_of(case, trl).wrong == ""
 
 
-def test_trl_names_what_is_missing(monkeypatch):
+def test_trl_names_the_missing_module(monkeypatch):
     install(monkeypatch, "trl.trainer")
     trl = next(provider for provider in PROVIDERS["linear_cross_entropy"] if provider.name == "trl")
     with pytest.raises(ImportError, match=r"trl\.trainer\.utils"):
         trl.load(tiny("linear_cross_entropy"))
 
 
-def test_liger_sums_in_the_dtype_of_the_case_and_refuses_what_it_lacks(monkeypatch):
-    made = []
-    install(monkeypatch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=lambda **o: made.append(o))
+def test_liger_sums_in_the_dtype_of_the_case_and_refuses_other_options(monkeypatch):
+    calls = []
+    install(monkeypatch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=lambda **o: calls.append(o))
     named = {provider.name: provider for provider in PROVIDERS["linear_cross_entropy"]}
     named["liger"].load(tiny("linear_cross_entropy"))
     named["liger"].load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
     named["liger-fp32"].load(tiny("linear_cross_entropy", softcap=30.0))
     dtypes = [None, torch.float32, torch.float32]
-    assert made == [{"softcap": s, "accum_dtype": d} for s, d in zip((None, None, 30.0), dtypes, strict=True)]
+    assert calls == [{"softcap": s, "accum_dtype": d} for s, d in zip((None, None, 30.0), dtypes, strict=True)]
     with pytest.raises(Unsupported, match="no return_entropy=True"):
         named["liger"].load(tiny("linear_cross_entropy", return_entropy=True))
 
 
-def test_copies_are_made_of_what_is_destroyed_only():
+def test_only_tensors_that_are_overwritten_are_copied():
     case = tiny("rope")
     inputs = case.make(CPU)
     liger = next(provider for provider in PROVIDERS["rope"] if provider.name == "liger")
@@ -284,7 +303,7 @@ def test_copies_are_made_of_what_is_destroyed_only():
             q.zero_()
         return 2.0 * q, 2.0 * k
 
-    bound = Bound(liger, overwrite, inputs)
+    bound = BoundProvider(liger, overwrite, inputs)
     before = inputs.tensors["q"].detach().clone()
     (first, _), _ = bound()
     assert torch.equal(inputs.tensors["q"], before)
@@ -295,7 +314,7 @@ def test_copies_are_made_of_what_is_destroyed_only():
 
 
 def _hugging_face(name):
-    """A case, and what its model's own code computes."""
+    """Return a case and the function of the model."""
     import transformers.models as models
     from transformers.activations import ACT2FN
 
@@ -338,7 +357,7 @@ HUGGING_FACE = [
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
-def test_eager_is_hugging_faces_code_bit_for_bit(name):
+def test_eager_code_equals_that_of_hugging_face_bit_for_bit(name):
     pytest.importorskip("transformers")
     case, function = _hugging_face(name)
     inputs = case.make(CPU)
@@ -348,12 +367,12 @@ def test_eager_is_hugging_faces_code_bit_for_bit(name):
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     eager = Provider("eager", EAGER[case.op])
-    right = Bound(eager, theirs, inputs).results()
-    for key, value in Bound(eager, eager.load(case), inputs).results().items():
+    right = BoundProvider(eager, theirs, inputs).results()
+    for key, value in BoundProvider(eager, eager.load(case), inputs).results().items():
         assert torch.equal(value, right[key]), key
 
 
-def test_select():
+def test_select_includes_and_excludes_providers():
     names = lambda words: [provider.name for provider in select("linear_cross_entropy", words)]
     assert names(None) == ["tigon", "eager", "compile", "torch", "liger", "cce", "quack", "trl", "products"]
     assert names("tigon,liger-fp32") == ["tigon", "liger-fp32"]

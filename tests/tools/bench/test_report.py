@@ -1,4 +1,4 @@
-"""Reports: the summary that stands first, and what JSON holds."""
+"""The report begins with a summary, and its JSON has all fields."""
 
 import json
 from dataclasses import fields
@@ -8,7 +8,7 @@ from rich.console import Console
 
 from tigon.tools.bench import report
 from tigon.tools.bench.measure import Roofline
-from tigon.tools.bench.runner import Row
+from tigon.tools.bench.runner import BenchRow
 
 ROOFLINE = Roofline(bytes_per_second=4e12, flops_per_second=7e14)
 MACHINE = {"type": "cuda", "name": "Some GPU"}
@@ -17,7 +17,8 @@ SETTINGS = {"rounds": 3}
 
 def row(provider, kernel_ms=None, case="rms_norm/model/16x64", **more):
     op = case.partition("/")[0]
-    return Row(case, op, op, "model", (16, 64), "bfloat16", provider, kernel_ms=kernel_ms, **({"bytes": 4096} | more))
+    more = {"bytes": 4096, "kernel_ms": kernel_ms} | more
+    return BenchRow(case, op, op, "model", (16, 64), "bfloat16", provider, **more)
 
 
 ROWS = [
@@ -32,7 +33,7 @@ ROWS = [
 
 
 def summary(rows):
-    """{title: cell} of the first line."""
+    """Return {title: cell} of the first line."""
     titles, lines = report._summary(rows)
     return dict(zip(titles, lines[0], strict=True))
 
@@ -42,7 +43,8 @@ def test_summary_has_tigon_the_best_peer_liger_and_the_other_revision():
         "case": "rms_norm/model/16x64",
         "tigon ms": "0.5000",
         "% roofline": "90",
-        "best peer": "quack (inaccurate)",  # neither the floor nor another revision of ours
+        # The best peer is neither the floor nor another revision of Tigon.
+        "best peer": "quack (inaccurate)",
         "its ms": "0.7500",
         "speed-up": "1.50x",
         "liger ms": "1.000",
@@ -68,13 +70,13 @@ LINEAR_ROWS = [
 
 
 def table_of(markdown, case):
-    """{provider: {title: cell}} of the table of a case."""
+    """Return {provider: {title: cell}} of the table of a case."""
     lines = markdown[markdown.index(f"### {case}") :].split("\n\n")[1].splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0]: dict(zip(cells[0], row, strict=True)) for row in cells[2:]}
 
 
-def test_where_products_are_the_bound_times_memory_and_errors_stand_beside_them():
+def test_the_table_of_a_case_bound_by_products_compares_it_with_them():
     text = report.markdown(ROWS + LINEAR_ROWS, ROOFLINE, MACHINE, SETTINGS)
     table = table_of(text, LINEAR)
     assert table["tigon"]["wall ms"] == "1.050"
@@ -94,10 +96,10 @@ def test_without_the_provider_products_the_cells_are_empty():
     assert "x products" not in summary(rows)
 
 
-def test_summary_and_terminal_have_products_too():
-    found = summary(LINEAR_ROWS)
-    assert (found["x products"], found["peak MiB above gradients"]) == ("1.040", "433.6")
-    assert found["error x eager: loss, dX, dW"] == "1.000, 1.000, 1.732"
+def test_summary_and_terminal_compare_with_products_too():
+    cells = summary(LINEAR_ROWS)
+    assert (cells["x products"], cells["peak MiB above gradients"]) == ("1.040", "433.6")
+    assert cells["error x eager: loss, dX, dW"] == "1.000, 1.000, 1.732"
     console = Console(width=200)
     with console.capture() as capture:
         console.print(report.terminal_table(LINEAR_ROWS))
@@ -108,7 +110,7 @@ def test_summary_and_terminal_have_products_too():
     assert sum("1.040" in line for line in lines) == 2
 
 
-def test_summary_leaves_out_what_no_case_has():
+def test_summary_leaves_out_empty_columns():
     assert list(summary([row("tigon", 0.5)])) == ["case", "tigon ms"]
     assert summary([row("tigon", status="wrong"), row("eager", 5.0)])["tigon ms"] == "wrong"
     assert report._summary([row("eager", 5.0)])[1] == []
@@ -127,7 +129,7 @@ def test_markdown_opens_with_the_summary():
         assert len({line.count("|") for line in table}) == 1
 
 
-def test_terminal_summary_prints():
+def test_the_summary_prints_on_a_terminal():
     console = Console(width=200)
     with console.capture() as capture:
         console.print(report.summary_table(ROWS))
@@ -140,7 +142,7 @@ def test_json_holds_every_field_that_its_schema_names(tmp_path):
     document = json.loads(file.read_text())
     assert list(document) == ["schema", "versions", "machine", "roofline", "settings", "rows"]
     assert len(document["rows"]) == len(ROWS)
-    for field in fields(Row):
+    for field in fields(BenchRow):
         assert field.name in document["rows"][0]
         assert field.name in report.__doc__
     for name in document:
@@ -151,5 +153,5 @@ def test_json_holds_every_field_that_its_schema_names(tmp_path):
     ("provider", "is_peer"),
     [("eager", True), ("liger", True), ("tigon", False), ("tigon@HEAD~1", False), ("products", False)],
 )
-def test_what_a_peer_is(provider, is_peer):
+def test_a_revision_of_tigon_and_the_floor_are_no_peers(provider, is_peer):
     assert row(provider).is_peer is is_peer

@@ -1,4 +1,4 @@
-"""`tigon resources`: kernels compiled for a chip, what they take in a table, and a failure where that is too much."""
+"""`tigon resources` compiles kernels for a chip, writes a table of their resources, and fails if they need too much."""
 
 import json
 
@@ -8,13 +8,14 @@ from typer.testing import CliRunner
 from tigon.tools import cli
 from tigon.tools.bench.cases import CASES
 from tigon.tools.compile import command as resources
-from tigon.tools.compile.command import Usage, compiled
-from tigon.tools.compile.workloads import WORKLOADS
+from tigon.tools.compile.command import Usage, compile_case
+from tigon.tools.compile.steps import STEPS
+from tigon.tools.workloads import WORKLOADS
 
 
 @pytest.fixture
 def run(monkeypatch):
-    """Call the command by its name; -> exit code, what it printed on one line."""
+    """Return a function that runs the command and returns its exit code and its output on one line."""
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
@@ -25,7 +26,7 @@ def run(monkeypatch):
     return call
 
 
-def test_one_op_on_one_chip(run, tmp_path):
+def test_one_op_is_compiled_for_one_chip(run, tmp_path):
     code, output = run("--ops", "swiglu", "--chip", "sm_90", "--out", str(tmp_path / "table.json"))
     assert code == 0, output
     assert "kernel case chip threads registers spilled shared bytes" in output
@@ -43,14 +44,18 @@ def test_one_op_on_one_chip(run, tmp_path):
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if "roofline" in c.tags], ids=lambda case: case.name)
-def test_the_shapes_of_the_benchmark_are_compiled(case):
-    op, inplace = case.op.removesuffix("_inplace"), case.op.endswith("_inplace")
-    heads = "{2} + {3} x {4}"
-    size = heads.format(*case.shape) if len(case.shape) == 5 else str(case.shape[-1])
-    names = [name for name in WORKLOADS if name.split()[0] == op and name.removesuffix(" in place").endswith(size)]
-    assert names
-    if op == "cross_entropy":
-        assert inplace in [name.endswith(" in place") for name in names]
+def test_kernels_are_compiled_at_the_shapes_of_the_benchmark(case):
+    """All sizes but the batch and the number of rows or tokens are the same."""
+    workload = case.workload
+    options = {**case.options, **workload.bench_options}
+    variants = WORKLOADS[workload.function or workload.name].compile_variants
+    first = workload.rows_axis + 1
+    compiled = [(variant.sizes[first:], dict(variant.options)) for variant in variants]
+    if case.op in ("kl_div", "jsd"):
+        # How a loss is summed and the weight of each side change no kernel.
+        assert case.shape[first:] in [sizes for sizes, _ in compiled]
+    else:
+        assert (case.shape[first:], options) in compiled
 
 
 @pytest.mark.parametrize(
@@ -63,28 +68,28 @@ def test_the_shapes_of_the_benchmark_are_compiled(case):
         (ValueError("no such\ninstruction"), "does not compile: ValueError: no such\ninstruction"),
     ],
 )
-def test_what_must_not_ship_is_named(monkeypatch, change, problem):
-    def found(launch, chip):
+def test_the_reason_why_a_kernel_must_not_ship_is_named(monkeypatch, change, problem):
+    def resources_of(launch, chip):
         if isinstance(change, Exception):
             raise change
         return {"kernel": "k", "threads": 128, "registers": 32, "spilled": 0, "shared": 64} | change
 
-    monkeypatch.setattr("tigon.tools.compile.targets.resources", found)
-    usages = compiled("swiglu 14336", "sm_90")
+    monkeypatch.setattr("tigon.tools.compile.targets.resources", resources_of)
+    usages = compile_case("swiglu 14336", "sm_90")
     assert [usage.problem for usage in usages] == [problem] * 2
     assert usages[0].kernel == "glu._forward_kernel"
 
 
-def test_an_op_that_raises_is_a_line(monkeypatch):
+def test_an_op_that_raises_is_a_line_of_the_table(monkeypatch):
     def raising():
         raise ValueError("not for this chip")
 
-    monkeypatch.setitem(WORKLOADS, "swiglu 14336", raising)
-    (usage,) = compiled("swiglu 14336", "sm_90")
+    monkeypatch.setitem(STEPS, "swiglu 14336", raising)
+    (usage,) = compile_case("swiglu 14336", "sm_90")
     assert usage.problem == "does not run: ValueError: not for this chip"
 
 
-def test_a_problem_fails_the_command_and_stands_in_the_table(run, monkeypatch, tmp_path):
+def test_a_problem_fails_the_command_and_is_in_the_table(run, monkeypatch, tmp_path):
     usages = [
         Usage("rms_norm._forward_kernel", "rms_norm 4096", "gfx90a", 256, 512, 12, 64, problem="spills"),
         Usage("rms_norm._forward_kernel", "rms_norm 4096", "sm_80", problem="does not compile: E: a |\nb"),
@@ -102,7 +107,7 @@ def test_a_problem_fails_the_command_and_stands_in_the_table(run, monkeypatch, t
     assert table[3] == "| rms_norm._forward_kernel | rms_norm 4096 | gfx90a | 256 | 512 | 12 | 64 | spills |"
 
 
-def test_ctrl_c_prints_what_there_is(run, monkeypatch):
+def test_ctrl_c_ends_the_command_with_its_exit_code(run, monkeypatch):
     monkeypatch.setattr(resources, "_compile_all", lambda work, jobs, console: ([], True))
     assert run()[0] == cli.INTERRUPTED
 
@@ -113,7 +118,7 @@ def test_ctrl_c_prints_what_there_is(run, monkeypatch):
         (["--ops", "rms_norm,sofmax"], "--ops: must be among rms_norm"),
         (["--ops", "sofmax"], "got 'sofmax'"),
         (["--chip", "sm_1"], "--chip: must be among sm_80, sm_90, sm_100, gfx90a, gfx942, gfx950, got 'sm_1'"),
-        (["--out", "table.txt"], "--out: must be a .md or .json file in a folder that is there, got 'table.txt'"),
+        (["--out", "table.txt"], "--out: must be a .md or .json file in a folder that exists, got 'table.txt'"),
         (["--out", "no/such/folder.md"], "--out: must be a .md or .json file"),
         (["--jobs", "0"], "--jobs"),
     ],

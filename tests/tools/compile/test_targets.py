@@ -1,10 +1,10 @@
-"""Every kernel compiles for every chip, without the chip: registers suffice and a workgroup holds its threads."""
+"""Every kernel compiles for every chip without spilling registers, and fits into a workgroup."""
 
 import pytest
 
 import tigon
 from op_cases import INTERPRETED
-from tigon.tools.compile.workloads import WORKLOADS
+from tigon.tools.compile.steps import STEPS
 
 pytestmark = pytest.mark.no_interpreter("The interpreter replaces the compiler.")
 
@@ -12,35 +12,35 @@ if not INTERPRETED:
     from tigon.tools.compile.targets import CHIPS, Chip, recorded, resources
 
 
-# Two chips, one of each vendor, compile every workload in `make test`, and the others the one with the widest row.
+# `make test` compiles every step for two chips, one of each vendor, and the step with the widest row for the others.
 # `make test-thorough` compiles the rest.
-EVERY_WORKLOAD = ("sm_90", "gfx942")
+CHIPS_WITH_EVERY_STEP = ("sm_90", "gfx942")
 WIDEST_ROW = "rms_norm 16384"
 
 
 def _pairs() -> list:
     pairs = []
     for chip in [] if INTERPRETED else CHIPS:
-        for workload in WORKLOADS:
-            quick = chip.name in EVERY_WORKLOAD or workload == WIDEST_ROW
+        for step in STEPS:
+            quick = chip.name in CHIPS_WITH_EVERY_STEP or step == WIDEST_ROW
             marks = () if quick else pytest.mark.thorough
-            pairs.append(pytest.param(chip, workload, id=f"{chip.name}-{workload}", marks=marks))
+            pairs.append(pytest.param(chip, step, id=f"{chip.name}-{step}", marks=marks))
     return pairs
 
 
-@pytest.mark.parametrize(("chip", "workload"), _pairs())
-def test_compiles_without_spilling(chip: "Chip", workload: str):
+@pytest.mark.parametrize(("chip", "step"), _pairs())
+def test_a_kernel_compiles_without_spilling(chip: "Chip", step: str):
     with recorded(chip) as launches:
-        WORKLOADS[workload]()
+        STEPS[step]()
     assert launches
     for launch in launches:
-        found = resources(launch, chip)
-        assert found["threads"] <= 1024, found
-        assert found["spilled"] == 0, found
-        assert found["shared"] <= chip.device.shared_memory, found
+        numbers = resources(launch, chip)
+        assert numbers["threads"] <= 1024, numbers
+        assert numbers["spilled"] == 0, numbers
+        assert numbers["shared"] <= chip.device.shared_memory, numbers
 
 
-def test_every_kernel_of_the_package_is_among_the_workloads():
+def test_every_kernel_of_the_package_is_launched_by_a_step():
     import importlib
     import pkgutil
 
@@ -54,22 +54,22 @@ def test_every_kernel_of_the_package_is_among_the_workloads():
         if isinstance(f, JITFunction) and n.endswith("_kernel")
     }
     launched = set()
-    for workload in WORKLOADS.values():
+    for step in STEPS.values():
         with recorded(CHIPS[0]) as launches:
-            workload()
+            step()
         launched |= {(launch.kernel.fn.__module__, launch.kernel.__name__) for launch in launches}
     assert all(isinstance(getattr(importlib.import_module(m), n), JITFunction) for m, n in kernels)
     assert kernels == launched
 
 
-def test_a_workload_is_named_after_its_op():
-    assert {name.split()[0] for name in WORKLOADS} <= set(tigon.__all__)
+def test_the_name_of_a_step_begins_with_its_op():
+    assert {name.split()[0] for name in STEPS} <= set(tigon.__all__)
 
 
-def test_a_spill_is_seen():
-    """The check can fail: a workgroup of one warp for a row of 16384 features cannot hold it."""
+def test_a_spill_is_found():
+    """The registers of one warp cannot hold a row of 16384 features."""
     chip = CHIPS[1]
     with recorded(chip) as launches:
-        WORKLOADS["rms_norm 16384"]()
+        STEPS["rms_norm 16384"]()
     launches[0].options["num_warps"] = 1
     assert resources(launches[0], chip)["spilled"] > 0

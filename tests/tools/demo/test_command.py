@@ -1,4 +1,4 @@
-"""`tigon demo` as a person runs it: to its end, interrupted, and what is refused before anything runs."""
+"""`tigon demo` from the command line: a whole run, an interrupted run, and bad options."""
 
 import json
 import re
@@ -6,55 +6,60 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
+from rich.console import Console
 from typer.testing import CliRunner
 
 from tigon.tools import cli
-from tigon.tools.demo.presets import PRESETS, build_model, model_config
+from tigon.tools.demo import runner
+from tigon.tools.demo.presets import PRESETS, build_model, demo_config
 
 TINY = ["--device", "cpu", "--vocab", "512", "--batch", "2", "--seq", "32"]
 
 
-def invoke(*arguments: str):
+def invoke(*arguments: str) -> Result:
     return CliRunner(env={"COLUMNS": "200"}).invoke(cli.app(), ["demo", *arguments])
 
 
-def test_whole_run(text, cache, tmp_path, capfd):
+def test_demo_writes_a_report_and_says_that_the_curves_agree(text, cache, tmp_path, capfd):
     result = invoke(*TINY, "--steps", "4", "--text", str(text), "--out", str(tmp_path / "out"))
     assert result.exit_code == 0, result.output
     assert {path.name for path in (tmp_path / "out").iterdir()} >= {"report.json", "loss.png", "speed_memory.png"}
 
-    found = json.loads((tmp_path / "out" / "report.json").read_text())
-    stock, tigon = found["runs"]["stock"], found["runs"]["tigon"]
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    stock, tigon = report["runs"]["stock"], report["runs"]["tigon"]
     assert len(stock["losses"]) == len(tigon["losses"]) == len(tigon["step_seconds"]) == 4
-    assert found["comparison"]["agree"] is True
-    assert len(found["comparison"]["differences"]) == 4
+    assert report["comparison"]["agree"] is True
+    assert len(report["comparison"]["differences"]) == 4
     assert stock["losses"][-1] < stock["losses"][0]
     assert stock["state_bytes"] == tigon["state_bytes"] >= 16 * stock["parameters"]
     assert stock["peak_bytes_above_state"] > 0
     assert stock["patch"] is None
     assert "linear_cross_entropy" in tigon["patch"]
-    assert found["text"]["source"] == str(text)
+    assert report["text"]["source"] == str(text)
     assert len(list(cache.iterdir())) == 1
 
-    said = re.sub(r"\s+", " ", result.output)
+    output = re.sub(r"\s+", " ", result.output)
     for part in ("LlamaForCausalLM", "Tigon step 4/4", "tokens/s", "The curves agree", str(tmp_path / "out")):
-        assert part in said
+        assert part in output
 
 
-def test_curves_that_part_give_exit_code_1(text, cache, tmp_path, monkeypatch):
-    """The processes pretend: the patched one has a loss that is 1 % off."""
+def test_demo_exits_with_1_if_the_curves_differ(text, cache, tmp_path, monkeypatch):
+    """No process runs. The loss of the patched run is wrong by 1 %."""
 
-    def run_jobs(runs, folder, console):
+    def train_runs(runs: list[runner.DemoRun], folder: Path, console: Console) -> bool:
         for run, loss in zip(runs, (2.0, 2.02), strict=True):
-            run.losses, run.seconds, run.peak_bytes = [loss], [1.0], 1000
-        return runner.Outcome()
+            run.facts = {"state_bytes": 500}
+            run.measurement.add({
+                "seconds": [1.0], "host_seconds": [1.0], "losses": [loss], "allocated": 1500, "reserved": None
+            })  # fmt: skip
+        return True
 
-    from tigon.tools.demo import runner
-
-    monkeypatch.setattr(runner, "run_jobs", run_jobs)
+    monkeypatch.setattr(runner, "train_runs", train_runs)
     result = invoke(*TINY, "--text", str(text), "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "The curves part: 1.0e-02 of the loss at step 1, where 1e-05 is allowed" in re.sub(
@@ -64,7 +69,7 @@ def test_curves_that_part_give_exit_code_1(text, cache, tmp_path, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_ctrl_c_keeps_what_was_measured(text, child_environment, tmp_path):
+def test_ctrl_c_keeps_the_steps_that_were_done(text, child_environment, tmp_path):
     out = tmp_path / "out"
     arguments = [*TINY, "--steps", "100000", "--text", str(text), "--out", str(out)]
     process = subprocess.Popen(
@@ -86,12 +91,11 @@ def test_ctrl_c_keeps_what_was_measured(text, child_environment, tmp_path):
         rest, _ = process.communicate(timeout=120)
     finally:
         process.kill()
-    said = "".join(lines) + rest
-    assert process.returncode == cli.INTERRUPTED == 130, said
+    assert process.returncode == cli.INTERRUPTED == 130, "".join(lines) + rest
     assert "Interrupted" in rest
-    found = json.loads((out / "report.json").read_text())
-    assert found["interrupted"] is True
-    assert 1 <= len(found["runs"]["tigon"]["losses"]) < 100_000
+    report = json.loads((out / "report.json").read_text())
+    assert report["interrupted"] is True
+    assert 1 <= len(report["runs"]["tigon"]["losses"]) < 100_000
     assert (out / "loss.png").exists()
 
 
@@ -116,16 +120,16 @@ def test_ctrl_c_keeps_what_was_measured(text, child_environment, tmp_path):
     ],
     ids=lambda value: " ".join(value)[:24] if isinstance(value, list) else "",
 )
-def test_bad_values_are_refused_before_anything_runs(arguments, message, text, cache, tmp_path, monkeypatch):
+def test_demo_refuses_bad_values_before_anything_runs(arguments, message, text, cache, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = invoke(*TINY, "--text", str(text), *arguments)
     assert result.exit_code == 2
-    said = re.sub(r"[\s│]+", " ", result.output)
-    assert re.search(message, said), said
+    output = re.sub(r"[\s│]+", " ", result.output)
+    assert re.search(message, output), output
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_cache_that_cannot_be_written_is_refused(text, tmp_path, monkeypatch):
+def test_demo_refuses_a_cache_that_it_cannot_write(text, tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     result = invoke(*TINY, "--text", str(text))
@@ -133,7 +137,7 @@ def test_a_cache_that_cannot_be_written_is_refused(text, tmp_path, monkeypatch):
     assert "the cache must be a folder that can be written" in re.sub(r"[\s│]+", " ", result.output)
 
 
-def test_a_model_that_cannot_fit_is_refused(text, cache, monkeypatch):
+def test_demo_refuses_a_model_that_does_not_fit(text, cache, monkeypatch):
     import psutil
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"available": 1_000_000}))
@@ -145,10 +149,10 @@ def test_a_model_that_cannot_fit_is_refused(text, cache, monkeypatch):
 @pytest.mark.parametrize(
     "model_type", ["llama", "qwen3", "gemma2", "mistral", "phi3", "qwen2", "gemma", "olmo2", "gpt2"]
 )
-def test_one_mapping_shapes_every_model_type(model_type):
-    """In the shape asked for, head size included, with the embeddings tied, and nothing allocated."""
+def test_every_model_type_gets_the_shape_of_the_preset(model_type):
+    """The head size matches too, the embeddings are tied, and no memory is allocated."""
     preset = PRESETS["cuda"]
-    config = model_config(model_type, preset)
+    config = demo_config(model_type, preset)
     model = build_model(model_type, preset, "meta")
     assert type(model).__name__.lower().startswith(model_type)
     assert (config.hidden_size, config.num_hidden_layers) == (preset.hidden_size, preset.num_hidden_layers)

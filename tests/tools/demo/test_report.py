@@ -1,4 +1,4 @@
-"""Comparison, tolerance, report.json and the pictures."""
+"""The report of the demo: comparison, tolerance, table, report.json and pictures."""
 
 import json
 import math
@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tigon.tools.demo.plots import plot_loss, plot_speed_memory
 from tigon.tools.demo.presets import PRESETS, warmup_steps
-from tigon.tools.demo.report import TOLERANCE, Run, compare, print_table, write_json
+from tigon.tools.demo.report import TOLERANCE, compare, plot_loss, plot_speed_memory, print_table, write_report
+from tigon.tools.demo.runner import DemoRun
 from tigon.tools.training.job import Job
 from tigon.tools.training.text import Corpus, Tokens
 
@@ -18,10 +18,17 @@ NAN = float("nan")
 
 def make_run(
     name: str, losses: list[float], seconds: float = 1.0, peak: int = 100 * 2**20, dtype: str = "float32"
-) -> Run:
+) -> DemoRun:
     preset = replace(PRESETS["cpu"], steps=10, batch=2, seq=50, dtype=dtype)
     job = Job("stock", {}, "tokens.npy", dtype, "cpu", turns=True)
-    return Run(name, name, "llama", preset, job, {"parameters": 5}, losses, [seconds] * len(losses), peak)
+    run = DemoRun(name, name, "llama", preset, job)
+    run.facts = {"parameters": 5, "state_bytes": 1000}
+    if losses:
+        times = [seconds] * len(losses)
+        run.measurement.add({
+            "seconds": times, "host_seconds": times, "losses": losses, "allocated": 1000 + peak, "reserved": None
+        })  # fmt: skip
+    return run
 
 
 def test_equal_curves_agree():
@@ -32,20 +39,20 @@ def test_equal_curves_agree():
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("step", [0, 2])
-def test_tolerance_is_the_boundary(dtype, step):
+def test_curves_differ_beyond_the_tolerance(dtype, step):
     relative = TOLERANCE[dtype].at(step)
     curve = [4.0, 2.0, 1.0]
     shift = lambda factor: [loss * (1 + factor * relative * (i == step)) for i, loss in enumerate(curve)]
     stock = make_run("stock", curve, dtype=dtype)
     assert compare(stock, make_run("tigon", shift(0.9), dtype=dtype)).agree
-    parted = compare(stock, make_run("tigon", shift(-1.1), dtype=dtype))
-    assert not parted.agree
-    assert parted.worst == parted.largest == step
-    assert parted.loss_difference == pytest.approx(1.1 * relative)
+    comparison = compare(stock, make_run("tigon", shift(-1.1), dtype=dtype))
+    assert not comparison.agree
+    assert comparison.worst == comparison.largest == step
+    assert comparison.loss_difference == pytest.approx(1.1 * relative)
 
 
 def test_tolerance_is_tighter_at_the_start():
-    """What is allowed late is a fault early, even beside a larger difference that is allowed."""
+    """A difference that late steps may have is a fault at the first step, even if late differences are larger."""
     stock = make_run("stock", [2.0] * 100)
     late = TOLERANCE["float32"].at(99)
     second = [2.0] * 100
@@ -58,7 +65,7 @@ def test_tolerance_is_tighter_at_the_start():
 
 
 @pytest.mark.parametrize("losses", [[NAN, 2.0], [3.0, math.inf]], ids=["nan", "inf"])
-def test_a_loss_that_is_not_finite_never_agrees(losses):
+def test_curves_with_a_loss_that_is_not_finite_differ(losses):
     finite = [3.0, 2.0]
     assert not compare(make_run("stock", finite), make_run("tigon", losses)).agree
     assert not compare(make_run("stock", losses), make_run("tigon", finite)).agree
@@ -70,23 +77,23 @@ def test_losses_below_one_are_compared_as_if_they_were_one():
     assert not compare(make_run("stock", [0.0]), make_run("tigon", [1e-4])).agree
 
 
-def test_curves_of_different_length_are_compared_as_far_as_both_go():
+def test_curves_of_different_length_are_compared_over_common_steps():
     assert compare(make_run("stock", [3.0, 2.0, 1.0]), make_run("tigon", [3.0])).differences == [0.0]
     assert compare(make_run("stock", [3.0]), make_run("tigon", [])) is None
 
 
-def test_ratios():
+def test_comparison_has_the_ratios_of_time_and_memory():
     comparison = compare(make_run("stock", [3.0], 2.0, 200), make_run("tigon", [3.0], 1.0, 50))
     assert comparison.step_time_ratio == 0.5
     assert comparison.peak_memory_ratio == 0.25
 
 
-def test_median_leaves_the_warm_up_out():
+def test_median_leaves_out_the_warm_up():
     run = make_run("stock", [1.0] * 8)
-    run.seconds = [9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    run.measurement.seconds = [9.0, 9.0, 9.0, 1.0, 2.0, 3.0, 4.0, 5.0]
     assert warmup_steps(8) == 3
-    assert run.step_seconds == 3.0
-    assert run.tokens_per_second == pytest.approx(100 / 3)
+    assert run.measurement.step_seconds == 3.0
+    assert run.measurement.tokens_per_second == pytest.approx(100 / 3)
 
 
 @pytest.mark.parametrize(
@@ -94,21 +101,20 @@ def test_median_leaves_the_warm_up_out():
     [([3.0, 2.0], [3.0, 2.0]), ([3.0, 2.0], []), ([], []), ([NAN], [3.0])],
     ids=["whole", "one run", "nothing", "nan"],
 )
-def test_everything_is_written_whatever_was_measured(tmp_path, stock, tigon):
-    runs = make_run("stock", stock), make_run("tigon", tigon, 0.5, 10 * 2**20 if tigon else 0)
+def test_all_files_are_written_whatever_was_measured(tmp_path, stock, tigon):
+    runs = make_run("stock", stock), make_run("tigon", tigon, 0.5, 10 * 2**20)
     comparison = compare(*runs)
     console = Console(width=100)
     with console.capture() as table:
         print_table(console, *runs, comparison)
     assert "nan" not in table.get()
-    write_json(
+    write_report(
         tmp_path / "report.json",
         runs,
         comparison,
         corpus=Corpus("name", ["text"], truncated=False),
         tokens=Tokens(tmp_path, 10, 300, cached=False),
         interrupted=False,
-        failures={},
     )
     plot_loss(tmp_path / "loss.png", *runs, comparison, "subtitle")
     plot_speed_memory(tmp_path / "speed_memory.png", *runs, "subtitle")

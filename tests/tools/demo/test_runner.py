@@ -1,4 +1,4 @@
-"""Order of the steps, Ctrl-C and failures, with processes that only pretend; then one that is real."""
+"""The order of the steps, Ctrl-C and failures, with simulated processes; then failures of a real process."""
 
 import json
 from collections.abc import Callable
@@ -8,54 +8,55 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tigon.tools.demo import runner
 from tigon.tools.demo.plan import make_job
 from tigon.tools.demo.presets import PRESETS
-from tigon.tools.demo.report import Run
-from tigon.tools.demo.runner import run_jobs
-from tigon.tools.training.child import Child, ChildFailed, worker_command
+from tigon.tools.demo.runner import DemoRun, train_runs
+from tigon.tools.training import child
+from tigon.tools.training.child import Child, ChildFailed, Event, worker_command
 from tigon.tools.training.job import Job, Point
 
 
-def make_runs(take_turns: bool, steps: int = 3) -> list[Run]:
+def make_runs(take_turns: bool, steps: int = 3) -> list[DemoRun]:
     preset = replace(PRESETS["cpu"], take_turns=take_turns, steps=steps)
     job = make_job("llama", preset, "cpu", 0, Path("tokens.npy"))
     return [
-        Run("stock", "stock", "llama", preset, job),
-        Run("tigon", "Tigon", "llama", preset, replace(job, provider="tigon")),
+        DemoRun("stock", "stock", "llama", preset, job),
+        DemoRun("tigon", "Tigon", "llama", preset, replace(job, provider="tigon")),
     ]
 
 
 @pytest.fixture
 def story(monkeypatch):
-    """Replaces the processes; returns what happened, in order, and a table of what to do at (name, step)."""
-    happened: list[str] = []
+    """Replace the processes; return the list of their actions, and a table of functions to call at (name, step)."""
+    actions: list[str] = []
     surprises: dict[tuple[str, int], Callable[[], None]] = {}
 
     class FakeChild:
-        def __init__(self, job: Job, log, command) -> None:
-            self.name, self.steps = log.stem, 0
-            happened.append(f"{self.name} starts")
+        def __init__(self, job: Job, log: Path, command: list[str], settings: dict[str, str]) -> None:
+            self.name, self.steps, self.is_ready = log.stem, 0, False
+            actions.append(f"{self.name} starts")
 
-        def next_event(self):
-            facts = {"parameters": 1, "state_bytes": 16, "attention": "sdpa", "threads": 1, "applied": ""}
-            return {"event": "ready", **facts}
-
-        def ask(self, line):
+        def send(self, line: str) -> None:
             assert Point.from_json(line) == Point(PRESETS["cpu"].batch, PRESETS["cpu"].seq)
+
+        def next_event(self) -> Event:
+            if not self.is_ready:
+                self.is_ready = True
+                facts = {"parameters": 1, "state_bytes": 16, "attention": "sdpa", "threads": 1, "applied": ""}
+                return {"event": "ready", **facts}
             surprises.get((self.name, self.steps), lambda: None)()
             self.steps += 1
-            happened.append(f"{self.name} {self.steps}")
-            return {"event": "step", "loss": 5.0 - self.steps, "seconds": 0.1, "peak_bytes": 1000}
+            actions.append(f"{self.name} {self.steps}")
+            return {
+                "event": "point", "losses": [5.0 - self.steps], "seconds": [0.1], "host_seconds": [0.1],
+                "allocated": 1016, "reserved": None,
+            }  # fmt: skip
 
-        def __enter__(self):
-            return self
+        def close(self) -> None:
+            actions.append(f"{self.name} ends")
 
-        def __exit__(self, *error):
-            happened.append(f"{self.name} ends")
-
-    monkeypatch.setattr(runner, "Child", FakeChild)
-    return happened, surprises
+    monkeypatch.setattr(child, "Child", FakeChild)
+    return actions, surprises
 
 
 def fail(error: BaseException) -> Callable[[], None]:
@@ -66,39 +67,37 @@ def fail(error: BaseException) -> Callable[[], None]:
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_turns_alternate_step_by_step(story, tmp_path, terminal):
-    happened, _ = story
+def test_runs_take_turns_step_by_step(story, tmp_path, terminal):
+    actions, _ = story
     runs = make_runs(take_turns=True, steps=2)
-    outcome = run_jobs(runs, tmp_path, Console(force_terminal=terminal, quiet=True))
-    assert happened == [
+    assert train_runs(runs, tmp_path, Console(force_terminal=terminal, quiet=True))
+    assert actions == [
         "stock starts", "tigon starts", "stock 1", "tigon 1", "stock 2", "tigon 2", "tigon ends", "stock ends",
     ]  # fmt: skip
-    assert not outcome.interrupted
-    assert not outcome.failures
+    assert not any(run.failure for run in runs)
     assert runs[0].losses == runs[1].losses == [4.0, 3.0]
     assert runs[1].peak_bytes == 1000
     assert runs[1].facts["parameters"] == 1
 
 
 def test_without_turns_one_run_follows_the_other(story, tmp_path):
-    happened, _ = story
-    run_jobs(make_runs(take_turns=False, steps=2), tmp_path, Console(quiet=True))
-    assert happened == [
+    actions, _ = story
+    train_runs(make_runs(take_turns=False, steps=2), tmp_path, Console(quiet=True))
+    assert actions == [
         "stock starts", "stock 1", "stock 2", "stock ends", "tigon starts", "tigon 1", "tigon 2", "tigon ends",
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("take_turns", [True, False], ids=["turns", "one after the other"])
-def test_interruption_ends_the_processes_and_keeps_what_there_is(story, tmp_path, take_turns):
-    happened, surprises = story
+def test_ctrl_c_ends_the_processes_and_keeps_the_steps(story, tmp_path, take_turns):
+    actions, surprises = story
     surprises["stock", 2] = fail(KeyboardInterrupt())
     runs = make_runs(take_turns)
-    outcome = run_jobs(runs, tmp_path, Console(quiet=True))
-    assert outcome.interrupted
+    assert not train_runs(runs, tmp_path, Console(quiet=True))
     assert len(runs[0].losses) == 2
     assert len(runs[1].losses) == (2 if take_turns else 0)
-    assert happened.count("stock ends") == happened.count("stock starts") == 1
-    assert happened.count("tigon ends") == happened.count("tigon starts")
+    assert actions.count("stock ends") == actions.count("stock starts") == 1
+    assert actions.count("tigon ends") == actions.count("tigon starts")
 
 
 @pytest.mark.parametrize("take_turns", [True, False], ids=["turns", "one after the other"])
@@ -106,8 +105,8 @@ def test_a_run_out_of_memory_does_not_end_the_other(story, tmp_path, take_turns)
     _, surprises = story
     surprises["stock", 1] = fail(ChildFailed("out of memory: 9 GiB", out_of_memory=True))
     runs = make_runs(take_turns)
-    outcome = run_jobs(runs, tmp_path, Console(quiet=True))
-    assert outcome.failures == {"stock": "out of memory: 9 GiB"}
+    assert train_runs(runs, tmp_path, Console(quiet=True))
+    assert [run.failure for run in runs] == ["out of memory: 9 GiB", ""]
     assert [len(run.losses) for run in runs] == [1, 3]
 
 
@@ -116,21 +115,25 @@ def test_any_other_failure_ends_both(story, tmp_path, take_turns):
     _, surprises = story
     surprises["stock", 1] = fail(ChildFailed("KeyError: 7"))
     runs = make_runs(take_turns)
-    outcome = run_jobs(runs, tmp_path, Console(quiet=True))
-    assert outcome.failures == {"stock": "KeyError: 7"}
+    assert train_runs(runs, tmp_path, Console(quiet=True))
+    assert [run.failure for run in runs] == ["KeyError: 7", ""]
     assert [len(run.losses) for run in runs] == [1, 1 if take_turns else 0]
 
 
-def test_a_real_process_that_fails_says_why_and_leaves_its_log(tmp_path):
+def test_a_process_that_fails_gives_its_reason_and_leaves_its_log(tmp_path):
     job = replace(make_runs(take_turns=True)[0].job, tokens=str(tmp_path / "absent.npy"))
-    with Child(job, tmp_path / "stock.log", worker_command()) as child:
-        child.next_event()
+    process = Child(job, tmp_path / "stock.log", worker_command(), {})
+    try:
+        process.next_event()
+        process.send(Point(2, 32).to_json())
         with pytest.raises(ChildFailed, match=r"FileNotFoundError.*absent"):
-            child.ask(Point(2, 32).to_json())
+            process.next_event()
+    finally:
+        process.close()
     assert "Traceback" in (tmp_path / "stock.log").read_text()
 
 
-def test_job_survives_json():
+def test_a_job_is_the_same_after_a_round_trip_through_json():
     job = make_runs(take_turns=True)[1].job
     assert Job.from_json(job.to_json()) == job
     assert json.loads(job.to_json())["config"]["model_type"] == "llama"

@@ -1,4 +1,4 @@
-"""One training run: what priming leaves behind, and what the memory meter counts."""
+"""The training process of the demo: the state before its first step, and its losses."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ PRESET = replace(
 POINT = Point(batch=2, seq=16).to_json()
 
 
-def test_priming_makes_all_state_and_trains_nothing():
+def test_priming_creates_all_state_and_trains_nothing():
     model = build_model("llama", PRESET, "cpu")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1, fused=True)
@@ -29,18 +29,19 @@ def test_priming_makes_all_state_and_trains_nothing():
         assert all(state.count_nonzero() == 0 for state in optimizer.state[parameter].values())
     assert optimizer.param_groups[0]["lr"] == 1.0
     elements = sum(value.numel() for value in before)
-    assert state_bytes == pytest.approx(4 * 4 * elements, abs=64 * len(before))  # and a step counter each
+    # Each parameter has a step counter too.
+    assert state_bytes == pytest.approx(4 * 4 * elements, abs=64 * len(before))
 
 
-def test_two_runs_of_a_seed_see_the_same_and_reversed_ones_only_round_differently(tmp_path):
+def test_runs_of_one_seed_have_equal_losses_and_reversed_runs_differ_by_rounding(tmp_path):
     np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 512, 4096, dtype=np.uint32))
 
     def losses(**options) -> list[float]:
-        said = []
+        events = []
         job = replace(make_job("llama", PRESET, "cpu", 0, tmp_path / "tokens.npy"), **options)
-        assert serve(job, 0, iter([POINT] * 3), lambda event, **fields: said.append({"event": event, **fields}))
-        assert [line["event"] for line in said] == ["ready", "step", "step", "step"]
-        return [line["loss"] for line in said[1:]]
+        assert serve(job, 0, iter([POINT] * 3), lambda event, **fields: events.append({"event": event, **fields}))
+        assert [event["event"] for event in events] == ["ready", *["step", "point"] * 3]
+        return [event["loss"] for event in events if event["event"] == "step"]
 
     stock = losses()
     assert losses() == pytest.approx(stock, rel=1e-6)
@@ -48,9 +49,9 @@ def test_two_runs_of_a_seed_see_the_same_and_reversed_ones_only_round_differentl
     assert losses(provider="tigon") == pytest.approx(stock, rel=1e-5)
 
 
-def test_a_turn_that_is_not_granted_ends_the_run(tmp_path):
+def test_the_end_of_the_points_ends_the_run(tmp_path):
     np.save(tmp_path / "tokens.npy", np.zeros(64, dtype=np.uint32))
-    said = []
+    events = []
     job = make_job("llama", PRESET, "cpu", 0, tmp_path / "tokens.npy")
-    assert serve(job, 0, iter([POINT, ""]), lambda event, **_: said.append(event))
-    assert said == ["ready", "step"]
+    assert serve(job, 0, iter([POINT, ""]), lambda event, **_: events.append(event))
+    assert events == ["ready", "step", "point"]

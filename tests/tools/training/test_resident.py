@@ -5,9 +5,10 @@ import torch
 from tigon.tools.training.resident import ResidentMemory
 
 
-def test_resident_memory_keeps_the_peak_and_not_what_was_there(one_thread):
-    there = torch.ones(2**23)  # 32 MiB
+def test_resident_memory_is_the_peak_above_the_memory_before(one_thread):
+    before = torch.ones(2**23)  # 32 MiB
     memory = ResidentMemory()
-    torch.ones(2**24)  # 64 MiB, freed at once
+    # 64 MiB, freed at once.
+    torch.ones(2**24)
     assert 60 * 2**20 < memory.peak_bytes() < 80 * 2**20
-    del there
+    del before

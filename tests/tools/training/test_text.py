@@ -2,6 +2,7 @@
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,17 +14,17 @@ from tigon.tools.training import text as module  # noqa: E402
 from tigon.tools.training.text import Corpus, batches, cache_folder, read_text, tokenise  # noqa: E402
 
 
-def test_folder_gives_its_text_files_in_order(text):
+def test_a_folder_is_read_file_by_file_in_order(text):
     corpus = read_text(text)
     assert [document[:9] for document in corpus.documents] == ["def funct", "the quick"]
     assert not corpus.truncated
 
 
-def test_single_file(text):
+def test_a_single_file_is_read(text):
     assert read_text(text / "b.txt").documents == [(text / "b.txt").read_text()]
 
 
-def test_standard_library_is_enough_for_the_bpe_and_the_same_each_time():
+def test_the_standard_library_has_enough_text_and_the_same_each_time():
     corpus = read_text()
     assert corpus.characters > 2_000_000
     assert corpus == read_text()
@@ -43,7 +44,7 @@ def test_bytes_that_are_not_utf8_are_replaced(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["nothing here", "empty"])
-def test_no_text_is_refused(tmp_path, name):
+def test_a_source_without_text_is_refused(tmp_path, name):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"must .* got .*{name}"):
         read_text(tmp_path / name)
@@ -62,7 +63,7 @@ def test_tokens_decode_to_the_text(text, tmp_path):
     )
 
 
-def test_cache_is_used_again_and_keyed_by_text_and_vocabulary(text, tmp_path):
+def test_the_cache_has_an_entry_for_each_text_and_vocabulary(text, tmp_path):
     cache = tmp_path / "cache"
     corpus = read_text(text)
     first, again = tokenise(corpus, 600, cache), tokenise(corpus, 600, cache)
@@ -72,27 +73,29 @@ def test_cache_is_used_again_and_keyed_by_text_and_vocabulary(text, tmp_path):
     assert not tokenise(corpus, 700, cache).cached
     (text / "b.txt").write_text("other text")
     assert not tokenise(read_text(text), 600, cache).cached
-    assert len(list(cache.iterdir())) == 3  # nothing unfinished is left behind
+    # No unfinished entry remains.
+    assert len(list(cache.iterdir())) == 3
 
 
-def test_a_process_that_was_faster_is_left_its_cache(text, tmp_path, monkeypatch):
-    corpus, build, faster = read_text(text), module._build, []
+def test_the_entry_of_a_faster_process_is_used(text, tmp_path, monkeypatch):
+    corpus, build = read_text(text), module._build
+    faster: list[tuple[int, Path]] = []
 
-    def overtaken(*arguments):
-        if not faster:
-            faster.append(None)
-            faster[0] = (path := tokenise(corpus, 600, tmp_path / "cache").path).stat().st_ino, path
+    def build_after_another(*arguments: Any) -> None:
+        monkeypatch.setattr(module, "_build", build)
+        path = tokenise(corpus, 600, tmp_path / "cache").path
+        faster.append((path.stat().st_ino, path))
         build(*arguments)
 
-    monkeypatch.setattr(module, "_build", overtaken)
+    monkeypatch.setattr(module, "_build", build_after_another)
     slower = tokenise(corpus, 600, tmp_path / "cache")
-    assert (slower.path.stat().st_ino, slower.path) == faster[0]
+    assert [(slower.path.stat().st_ino, slower.path)] == faster
     assert len(list((tmp_path / "cache").iterdir())) == 1
 
 
-@pytest.mark.parametrize("damage", [b"", b"not what it was"], ids=["empty", "garbage"])
+@pytest.mark.parametrize("damage", [b"", b"other content"], ids=["empty", "garbage"])
 @pytest.mark.parametrize("file", ["tokens.npy", "tokenizer.json"])
-def test_damaged_cache_is_made_again(text, tmp_path, file, damage):
+def test_a_damaged_entry_is_built_again(text, tmp_path, file, damage):
     corpus = read_text(text)
     first = tokenise(corpus, 600, tmp_path / "cache")
     expected = np.load(first.path)
@@ -110,9 +113,11 @@ def test_cache_folder_follows_xdg(monkeypatch):
 
 
 def test_batches_follow_the_seed_and_use_every_window_once(tmp_path):
-    np.save(tmp_path / "tokens.npy", np.arange(67, dtype=np.uint32))  # 8 windows of 8, and a rest
+    np.save(tmp_path / "tokens.npy", np.arange(67, dtype=np.uint32))
+    # The text has 8 windows of 8 tokens, and 3 more tokens.
     draw = lambda seed, count: torch.stack(list(islice(batches(tmp_path / "tokens.npy", 2, 8, seed), count)))
-    first = draw(0, 8)  # [8 steps, 2, 8]: twice over all windows
+    # [8 steps, 2, 8]: all windows twice.
+    first = draw(0, 8)
     assert first.dtype == torch.int64
     torch.testing.assert_close(first, draw(0, 8))
     assert not torch.equal(first, draw(1, 8))
@@ -120,17 +125,17 @@ def test_batches_follow_the_seed_and_use_every_window_once(tmp_path):
         assert sorted(epoch.flatten().tolist()) == list(range(64))
 
 
-def test_batch_larger_than_the_text(tmp_path):
+def test_a_batch_may_be_larger_than_the_text(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(20, dtype=np.uint32))
     assert next(batches(tmp_path / "tokens.npy", 5, 8, 0)).shape == (5, 8)
 
 
-def test_text_shorter_than_a_sequence_is_refused(tmp_path):
+def test_a_text_shorter_than_a_sequence_is_refused(tmp_path):
     np.save(tmp_path / "tokens.npy", np.arange(20, dtype=np.uint32))
     with pytest.raises(ValueError, match="seq=32, got 20 tokens"):
         next(batches(tmp_path / "tokens.npy", 1, 32, 0))
 
 
-def test_bpe_stops_where_the_text_has_no_more_pairs(tmp_path):
+def test_the_bpe_is_smaller_if_the_text_has_no_more_pairs(tmp_path):
     tokens = tokenise(Corpus("tiny", ["abc abc"], truncated=False), 32_000, tmp_path)
     assert 257 <= tokens.entries < 300

@@ -1,9 +1,10 @@
-"""`tigon bench`: every op beside its peers, checked before it is timed.
+"""`tigon bench` compares every op with other implementations. It checks the results before it times the op.
 
-`cases` (what is measured), `providers` (who computes it), `accuracy` (is it right), `measure` (how long, how much),
-`runner` (one case), `against` (another revision), `report` and `plots` (what is left behind), `session` (one run),
-`command` (the command line).
+`cases` lists what is measured, `eager` has the code that models run, `peers` calls other packages, and `providers`
+lists all implementations of an op. `accuracy` checks results, `measure` measures time and memory, `runner` runs one
+case, and `against` imports another revision of Tigon. `report` and `plots` write files. `session` is one run, and
+`command` is the command line.
 
-An op is a row in `cases.OPS` (inputs, floor), rows in `cases.CASES` (shapes of models) and a row in
-`providers.PROVIDERS`; its exact result is eager code in fp32 unless `accuracy.exact_results` knows better.
+The ops and their shapes come from `tigon.tools.workloads`. An op appears here as soon as its workload has
+`bench_shapes`; entries in `eager` and `providers` add code of models and other packages.
 """

@@ -1,14 +1,13 @@
-"""Is a provider right? Its outputs and gradients against an exact result, judged by what eager code gets wrong.
+"""The check of a provider: its outputs and gradients are compared with an exact result, and eager code sets the limit.
 
 |actual - exact| <= 2 |eager - exact| + 2 units in the last place          (`tigon.testing.assert_accurate`)
 
-The units are those of eager code's dtype: a loss in half precision is not excused by its own coarseness.
+The units are those of the dtype of eager code, so a loss in half precision gets no larger tolerance.
 
-Beside the verdict stand the relative errors of every output and gradient, |x - exact| / |exact| in the 2-norm, and
-their ratio to eager code's.
+The verdict also has the relative error of every output and gradient, |x - exact| / |exact| in the 2-norm, and its ratio
+to the error of eager code.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,12 +17,12 @@ from torch import Tensor
 
 from tigon.testing import assert_accurate
 from tigon.tools.bench.cases import Case
-from tigon.tools.bench.eager import EAGER, SUMMED, head_logits, token_results
-from tigon.tools.bench.inputs import Inputs
-from tigon.tools.bench.providers import Provider
+from tigon.tools.bench.eager import SUMMED, head_logits, token_results
+from tigon.tools.bench.providers import Provider, Run, eager_code
+from tigon.tools.workloads import Inputs
 
 __all__ = [
-    "Bound",
+    "BoundProvider",
     "Errors",
     "Results",
     "Verdict",
@@ -33,33 +32,34 @@ __all__ = [
     "typical_loss_error",
 ]
 
-Results = dict[str, Tensor]  # by name: "output 0", "gradient of x"
+# The key of a tensor is "output 0" or "gradient of x".
+Results = dict[str, Tensor]
 
-# How many logits the exact reference holds at once: each of its half a dozen fp64 temporaries is 1 GiB.
+# The exact reference holds this many logits at once. Each of its half a dozen fp64 temporaries is then 1 GiB.
 REFERENCE_ELEMENTS = 2**27
-# How many elements are judged at once: the oracle holds about ten fp64 copies of them.
+# The oracle judges this many elements at once. It holds about ten fp64 copies of them.
 JUDGED_ELEMENTS = 2**26
 
 
-class Bound:
-    """A provider bound to inputs; a call is forward + backward, or forward alone where no gradient is wanted.
+class BoundProvider:
+    """A provider with its inputs. A call runs forward and backward, or forward alone if no input needs a gradient.
 
-    What it destroys is a copy that `restore` renews.
+    The tensors that the provider overwrites are copies, which `restore` resets.
     """
 
-    def __init__(self, provider: Provider, run: Callable[..., tuple[Tensor, ...]], inputs: Inputs) -> None:
+    def __init__(self, provider: Provider, run: Run, inputs: Inputs) -> None:
         self._provider, self._run, self._pristine = provider, run, inputs
-        self._inputs = inputs.map(lambda name, x: x.clone() if name in provider.destroys else x)
+        self._inputs = inputs.map(lambda name, x: x.clone() if name in provider.overwrites else x)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of the gradients that a call returns."""
+        """Return the size of the gradients that a call returns."""
         return self._inputs.gradient_bytes
 
     def restore(self) -> None:
-        """Give back what a call has overwritten."""
+        """Reset the tensors that a call has overwritten."""
         with torch.no_grad():
-            for name in self._provider.destroys:
+            for name in self._provider.overwrites:
                 if name == "upstream":
                     for copy, source in zip(self._inputs.upstream, self._pristine.upstream, strict=True):
                         copy.copy_(source)
@@ -67,52 +67,50 @@ class Bound:
                     self._inputs.tensors[name].copy_(self._pristine.tensors[name])
 
     def __call__(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """-> outputs, gradients of the inputs that want one."""
+        """Return the outputs, and the gradients of the inputs that need one."""
         inputs = self._inputs
-        wanted = [inputs.tensors[name] for name in inputs.wanted]
-        with torch.set_grad_enabled(bool(wanted)):
+        leaves = [inputs.tensors[name] for name in inputs.grad_names]
+        with torch.set_grad_enabled(bool(leaves)):
             outputs = self._run(*inputs.tensors.values())
         if not self._provider.autograd:
             return (), outputs
-        if not wanted:
+        if not leaves:
             return outputs, ()
-        # Not .backward(): filling .grad may copy a gradient, which in a model no one does to an activation's.
-        differentiated = outputs[: len(inputs.upstream) or 1]
-        return outputs, torch.autograd.grad(differentiated, wanted, inputs.upstream or None)
+        # .backward() may copy a gradient into .grad, which does not happen to the gradient of an activation in a model.
+        differentiable = outputs[: len(inputs.upstream) or 1]
+        return outputs, torch.autograd.grad(differentiable, leaves, inputs.upstream or None)
 
     def results(self) -> Results:
-        """One call, by name."""
+        """Return the outputs and gradients of one call by name."""
         outputs, gradients = self()
         named = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-        return named | {f"gradient of {n}": g for n, g in zip(self._inputs.wanted, gradients, strict=True)}
+        return named | {f"gradient of {n}": g for n, g in zip(self._inputs.grad_names, gradients, strict=True)}
 
 
 # --- references ----------------------------------------------------------------------------------
 
 
 def eager_results(case: Case, inputs: Inputs) -> Results:
-    """What eager code gives in the case's dtype: the measure of the error that is allowed."""
-    eager = _eager(case)
-    return Bound(eager, eager.load(case), inputs).results()
+    """Return the results of eager code in the dtype of the case. Its error sets the limit."""
+    return _run_eager_code(case, inputs)
 
 
 def exact_results(case: Case, inputs: Inputs) -> Results:
-    """The case computed with more digits: in fp32 (fp64 for a case in fp32), and fp64 for the softmax of the losses."""
+    """Compute the case in fp32, or in fp64 if the case is in fp32; the softmax of a loss is always in fp64."""
     if case.op == "linear_cross_entropy":
         return _exact_linear_cross_entropy(case, inputs)
     if case.op in SUMMED:
         return _exact_loss(case, inputs)
-    eager = _eager(case)
-    wide = inputs.map(lambda _, x: x.to(_wide(case)) if x.is_floating_point() else x)
-    return Bound(eager, eager.load(case), wide).results()
+    return _run_eager_code(case, inputs.map(lambda _, x: x.to(_wide(case)) if x.is_floating_point() else x))
 
 
 def _wide(case: Case) -> torch.dtype:
     return torch.float64 if case.dtype == torch.float32 else torch.float32
 
 
-def _eager(case: Case) -> Provider:
-    return Provider("eager", EAGER[case.op])
+def _run_eager_code(case: Case, inputs: Inputs) -> Results:
+    provider = Provider("eager", eager_code(case.op))
+    return BoundProvider(provider, provider.load(case), inputs).results()
 
 
 def _chunks(rows: int, vocabulary: int) -> list[slice]:
@@ -122,12 +120,13 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
 
 def _exact_loss(case: Case, inputs: Inputs) -> Results:
     input, target = inputs.tensors["input"].detach(), inputs.tensors["target"]
-    distributions = target.is_floating_point()
+    is_distribution = target.is_floating_point()
     gradient = torch.empty_like(input, dtype=_wide(case))
-    loss, count = 0.0, len(target) if distributions else (target >= 0).sum()
+    loss = torch.zeros((), dtype=torch.float64, device=input.device)
+    count = len(target) if is_distribution else (target >= 0).sum()
     for rows in _chunks(*input.shape):
         chunk = input[rows].double().requires_grad_()
-        part = SUMMED[case.op](case, chunk, target[rows].double() if distributions else target[rows]) / count
+        part = SUMMED[case.op](case, chunk, target[rows].double() if is_distribution else target[rows]) / count
         gradient[rows] = torch.autograd.grad(part, chunk)[0]
         loss = loss + part.detach()
     return {"output 0": loss, "gradient of input": gradient}
@@ -137,37 +136,40 @@ def _exact_linear_cross_entropy(case: Case, inputs: Inputs) -> Results:
     x, weight, target = inputs.tensors["input"], inputs.tensors["linear_weight"], inputs.tensors["target"]
     wide_weight = weight.detach().to(_wide(case)).requires_grad_(weight.requires_grad)
     gradients = {
-        name: torch.zeros_like(inputs.tensors[name], dtype=_wide(case), requires_grad=False) for name in inputs.wanted
+        name: torch.zeros_like(inputs.tensors[name], dtype=_wide(case), requires_grad=False)
+        for name in inputs.grad_names
     }
-    loss, count, beside = 0.0, (target >= 0).sum(), []
+    loss, count = torch.zeros((), dtype=torch.float64, device=x.device), (target >= 0).sum()
+    token_parts = []
     for rows in _chunks(x.shape[0], weight.shape[0]):
         chunk = x[rows].detach().to(_wide(case)).requires_grad_(x.requires_grad)
         logits = head_logits(chunk, wide_weight, case.options.get("softcap")).double()
         part = F.cross_entropy(logits, target[rows], reduction="sum") / count
-        beside.append(token_results(case.options, logits, target[rows]))
+        token_parts.append(token_results(case.options, logits, target[rows]))
         del logits
         leaves = {"input": chunk, "linear_weight": wide_weight}
-        parts = torch.autograd.grad(part, [leaves[name] for name in inputs.wanted]) if inputs.wanted else ()
-        for name, gradient in zip(inputs.wanted, parts, strict=True):
+        parts = torch.autograd.grad(part, [leaves[name] for name in inputs.grad_names]) if inputs.grad_names else ()
+        for name, gradient in zip(inputs.grad_names, parts, strict=True):
             if name == "input":
                 gradients[name][rows] = gradient
             else:
                 gradients[name] += gradient
         loss = loss + part.detach()
-    outputs = {f"output {i}": torch.cat(parts) for i, parts in enumerate(zip(*beside, strict=True), 1)}
+    outputs = {f"output {i}": torch.cat(parts) for i, parts in enumerate(zip(*token_parts, strict=True), 1)}
     return {"output 0": loss} | outputs | {f"gradient of {name}": gradient for name, gradient in gradients.items()}
 
 
 @torch.no_grad()
 def typical_loss_error(case: Case, inputs: Inputs) -> float:
-    """Standard error of a mean loss whose logits were rounded: of the tokens' errors, added up as independent ones.
+    """Return the standard error of a mean loss whose logits were rounded, with independent errors of the tokens.
 
-    0 for ops that round no logits.
+    It is 0 for ops that round no logits.
     """
     if case.op != "linear_cross_entropy":
         return 0.0
     x, weight, target = (inputs.tensors[name].detach() for name in ("input", "linear_weight", "target"))
-    wide_weight, softcap, total = weight.to(_wide(case)), case.options.get("softcap"), 0.0
+    wide_weight, softcap = weight.to(_wide(case)), case.options.get("softcap")
+    total = torch.zeros((), dtype=_wide(case), device=x.device)
     for rows in _chunks(x.shape[0], weight.shape[0]):
         rounded = head_logits(x[rows], weight, softcap)
         exact = head_logits(x[rows].to(_wide(case)), wide_weight, softcap)
@@ -180,20 +182,24 @@ def typical_loss_error(case: Case, inputs: Inputs) -> float:
 
 
 class Errors(NamedTuple):
-    """Relative errors of one tensor, |x - exact| / |exact|: the provider's and eager code's."""
+    """The relative errors |x - exact| / |exact| of one tensor: that of the provider and that of eager code."""
 
     error: float
     eager_error: float
 
     @property
     def ratio(self) -> float:
-        """NaN where eager code is exact."""
+        """Return the ratio of the two errors, NaN if eager code is exact."""
         return self.error / self.eager_error if self.eager_error else float("nan")
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`wrong` is "" or what is wrong; the errors are those of the worst tensor, and of each by its name."""
+    """The result of the check.
+
+    `wrong` is the reason why the provider is wrong, or "". `error` and `eager_error` belong to the worst tensor, and
+    `errors` has those of each tensor by name.
+    """
 
     wrong: str
     error: float = float("nan")
@@ -202,39 +208,43 @@ class Verdict:
 
 
 def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0) -> Verdict:
-    """Compare every output and gradient; the first that breaks the rule is named.
+    """Compare every output and gradient, and name the first that breaks the rule.
 
-    One number can be right by luck, and then its error is no measure. So eager code's error in a loss counts as at
-    least `typical`, its standard error, in the ratios, and as at least twice that in the rule.
+    Eager code can get a single number right by luck, and then its error sets no useful limit. So its error in a loss
+    counts as at least `typical`, its standard error, in the ratios, and as at least twice that in the rule.
     """
-    wrong, errors, rule = "", {}, {}
-    for name, right in exact.items():
+    wrong = ""
+    errors: dict[str, Errors] = {}
+    limits: dict[str, Errors] = {}
+    for name, exact_value in exact.items():
         if name not in actual:
             return Verdict(f"{name}: missing")
-        found, plain = actual[name], eager[name]
-        if found.shape != right.shape:
-            return Verdict(f"{name}: shape {tuple(found.shape)} for {tuple(right.shape)}")
-        error, eager_error, least = _relative(found, right), _relative(plain, right), 0.0
-        if typical and right.dim() == 0:
-            least = typical / right.abs().item()
-            plain = (right + max(abs(plain.item() - right.item()), 2 * typical)).to(plain.dtype)
-        errors[name] = Errors(error, max(eager_error, least))
-        rule[name] = Errors(error, max(eager_error, 2 * least))
-        common = torch.promote_types(found.dtype, plain.dtype)
-        wrong = wrong or _first_error(name, found.to(common), plain.to(common), right)
-    # A NaN compares as neither larger nor smaller: put it first.
-    worst = max(rule.values(), key=lambda pair: (pair.error != pair.error, pair.error))
+        value, eager_value = actual[name], eager[name]
+        if value.shape != exact_value.shape:
+            return Verdict(f"{name}: shape {tuple(value.shape)} for {tuple(exact_value.shape)}")
+        error, eager_error = _relative_error(value, exact_value), _relative_error(eager_value, exact_value)
+        least_error = 0.0
+        if typical and exact_value.dim() == 0:
+            least_error = typical / exact_value.abs().item()
+            distance = max(abs(eager_value.item() - exact_value.item()), 2 * typical)
+            eager_value = (exact_value + distance).to(eager_value.dtype)
+        errors[name] = Errors(error, max(eager_error, least_error))
+        limits[name] = Errors(error, max(eager_error, 2 * least_error))
+        common = torch.promote_types(value.dtype, eager_value.dtype)
+        wrong = wrong or _first_error(name, value.to(common), eager_value.to(common), exact_value)
+    # A NaN compares as neither larger nor smaller, so the key puts it first.
+    worst = max(limits.values(), key=lambda pair: (pair.error != pair.error, pair.error))
     return Verdict(wrong, *worst, errors)
 
 
-def _first_error(name: str, found: Tensor, plain: Tensor, right: Tensor) -> str:
+def _first_error(name: str, actual: Tensor, eager: Tensor, exact: Tensor) -> str:
     try:
-        if right.dim() == 0:
-            assert_accurate(found, plain, right, smallest=1.0, msg=name)
-        elif right.numel() <= JUDGED_ELEMENTS:
-            assert_accurate(found, plain, right, msg=name)
+        if exact.dim() == 0:
+            assert_accurate(actual, eager, exact, smallest=1.0, msg=name)
+        elif exact.numel() <= JUDGED_ELEMENTS:
+            assert_accurate(actual, eager, exact, msg=name)
         else:
-            parts = [x.reshape(-1).split(JUDGED_ELEMENTS) for x in (found, plain, right)]
+            parts = [x.reshape(-1).split(JUDGED_ELEMENTS) for x in (actual, eager, exact)]
             for i, (a, b, c) in enumerate(zip(*parts, strict=True)):
                 assert_accurate(a, b, c, msg=f"{name}, elements from {i * JUDGED_ELEMENTS}")
     except AssertionError as problem:
@@ -242,6 +252,6 @@ def _first_error(name: str, found: Tensor, plain: Tensor, right: Tensor) -> str:
     return ""
 
 
-def _relative(actual: Tensor, exact: Tensor) -> float:
+def _relative_error(actual: Tensor, exact: Tensor) -> float:
     distance = torch.linalg.vector_norm(actual.to(exact.dtype) - exact)
     return (distance / torch.linalg.vector_norm(exact)).item()

@@ -1,4 +1,4 @@
-"""Another revision of Tigon beside this one, in the same process: the package as a commit has it, imported as a copy.
+"""Import of another revision of Tigon into the same process: a copy of the package as a commit has it.
 
 Both revisions then get the same inputs and are measured in turn, as any two providers are. The repository is only read.
 """
@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from unittest.mock import patch
 
 from torch import library
@@ -29,29 +30,31 @@ PACKAGE = Path(tigon.__file__).resolve().parent
 class Revision:
     """A commit of the checkout that this Tigon is imported from."""
 
-    ref: str  # as it was asked for
-    commit: str  # 40 hex digits
+    # The name of the commit on the command line, and its 40 hex digits.
+    ref: str
+    commit: str
     title: str
-    root: Path  # of the checkout
-    folder: str  # of the package in it, as git writes paths
+    # The folder of the checkout, and that of the package in it as git writes paths.
+    root: Path
+    folder: str
 
     @property
     def name(self) -> str:
-        """Of the provider: `tigon@<ref>`; a commit given in full is shortened."""
+        """Return the name of the provider, `tigon@<ref>`; a full hash is shortened."""
         return f"tigon@{self.ref[:12] if self.ref == self.commit else self.ref}"
 
     @contextmanager
     def package(self) -> Iterator[ModuleType]:
-        """The package as the commit has it, from files that are there as long as the block."""
-        with tempfile.TemporaryDirectory(prefix="tigon_") as place:
+        """Import the package as the commit has it. Its files exist as long as the block runs."""
+        with tempfile.TemporaryDirectory(prefix="tigon_") as folder:
             archive = _git(self.root, "archive", "--format=tar", self.commit, self.folder)
             with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                files.extractall(place, filter="data")
-            yield _import_copy(Path(place, self.folder), f"tigon_{self.commit[:12]}")
+                files.extractall(folder, filter="data")
+            yield _import_copy(Path(folder, self.folder), f"tigon_{self.commit[:12]}")
 
 
 def find_revision(ref: str) -> Revision:
-    """The commit that `ref` names: a branch, a tag, a hash, HEAD~3.
+    """Return the commit that `ref` names: a branch, a tag, a hash or a form such as HEAD~3.
 
     Raises:
         ValueError: this Tigon is not a git checkout, `ref` names no commit, or the commit has no Tigon.
@@ -62,12 +65,12 @@ def find_revision(ref: str) -> Revision:
         folder = PACKAGE.relative_to(root).as_posix()
         _git(root, "ls-files", "--error-unmatch", f"{folder}/__init__.py")
     except (OSError, ValueError, subprocess.CalledProcessError) as problem:
-        raise ValueError(f"{rule}{_said(problem)}") from problem
+        raise ValueError(f"{rule}{_message_of_git(problem)}") from problem
     try:
-        commit = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
+        output = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
     except subprocess.CalledProcessError as problem:
         raise ValueError(f"bench: --against must name a commit of {str(root)!r}, got {ref!r}") from problem
-    commit = commit.decode().strip()
+    commit = output.decode().strip()
     try:
         _git(root, "cat-file", "-e", f"{commit}:{folder}/__init__.py")
     except subprocess.CalledProcessError as problem:
@@ -80,36 +83,39 @@ def _git(folder: Path, *arguments: str) -> bytes:
     return subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, check=True).stdout
 
 
-def _said(problem: Exception) -> str:
-    said = getattr(problem, "stderr", b"") or b""
-    return f" ({said.decode(errors='replace').strip().splitlines()[0]})" if said.strip() else ""
+def _message_of_git(problem: Exception) -> str:
+    """Return the first line that git wrote on standard error, in brackets, or ""."""
+    output = getattr(problem, "stderr", b"") or b""
+    return f" ({output.decode(errors='replace').strip().splitlines()[0]})" if output.strip() else ""
 
 
 def _import_copy(folder: Path, namespace: str) -> ModuleType:
-    """Import the package in `folder` under its own name while this one stands aside, and put this one back.
+    """Import the package in `folder` as "tigon" while the modules of this Tigon are removed, then restore them.
 
-    Each copy holds its own modules, so their functions never meet. Only torch's registry of operators is shared: there
-    the copy's are registered as `namespace::name`.
+    Each copy holds its own modules, so the functions of one never call those of the other. Both share only torch's
+    registry of operators, where those of the copy are registered as `namespace::name`.
     """
-    mine = _taken()
+    modules = _remove_modules()
     custom_op = library.custom_op
 
-    def registered(name: str, *arguments: object, **options: object) -> object:
+    def custom_op_in_namespace(name: str, *arguments: Any, **options: Any) -> object:
         return custom_op(name.replace("tigon::", f"{namespace}::"), *arguments, **options)
 
     try:
-        with patch.object(library, "custom_op", registered):
+        with patch.object(library, "custom_op", custom_op_in_namespace):
             spec = importlib.util.spec_from_file_location(
                 "tigon", folder / "__init__.py", submodule_search_locations=[str(folder)]
             )
+            assert spec is not None
+            assert spec.loader is not None
             package = sys.modules["tigon"] = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(package)
         return package
     finally:
-        _taken()
-        sys.modules.update(mine)
+        _remove_modules()
+        sys.modules.update(modules)
 
 
-def _taken() -> dict[str, ModuleType]:
-    """All modules of a Tigon, out of the table of imported ones."""
+def _remove_modules() -> dict[str, ModuleType]:
+    """Remove all modules of the imported Tigon from Python's table of modules, and return them."""
     return {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "tigon"}

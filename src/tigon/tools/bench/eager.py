@@ -1,4 +1,4 @@
-"""Eager code: the operations that Hugging Face models run, one by one. In fp64 it is the exact result of many ops."""
+"""Eager code: the operations that Hugging Face models run, one by one. In fp64 it is exact for many ops."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Run = Callable[..., tuple[Tensor, ...]]
 
 
 def _wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()  # fp64 for exact results only
+    # Only exact results are computed in fp64.
+    return x if x.dtype == torch.float64 else x.float()
 
 
 # --- norms and rows ------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def _softmax(case: Case) -> Run:
 
 
 def _turn(x: Tensor) -> Tensor:
-    """The second half, negated, before the first."""
+    """Return the negated second half followed by the first half."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
@@ -68,13 +69,13 @@ def _turn_pairs(x: Tensor) -> Tensor:
 
 
 def _deinterleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs of neighbours turned, the first of each then the second of each (DeepSeek)."""
+    """Rotate pairs of neighbours, and return the first of each pair followed by the second of each (DeepSeek)."""
     first, second = x[..., 0::2], x[..., 1::2]
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
 def _sectioned(table: Tensor, sections: tuple[int, ...]) -> Tensor:
-    """[3, B, S, D] -> [B, S, D]: of each half, the sections from the three axes in turn (Qwen2-VL)."""
+    """Take the sections of each half from the three axes in turn: [3, B, S, D] -> [B, S, D] (Qwen2-VL)."""
     return torch.cat([part[i % 3] for i, part in enumerate(table.split(sections * 2, -1))], -1)
 
 
@@ -110,7 +111,7 @@ def _qk_norm_rope(case: Case) -> Run:
 
 
 def _moe_mlp(case: Case) -> Run:
-    """Expert by expert, which waits for the device; the sum over experts in fp32, as grouped products are summed."""
+    """Compute one expert after the other, which waits for the device, and sum over experts as grouped products do."""
 
     def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         rows = x.new_zeros(*index.shape, x.shape[1])
@@ -135,26 +136,26 @@ def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def head_logits(input: Tensor, linear_weight: Tensor, softcap: float | None) -> Tensor:
-    """Logits as a model's head makes them: [T, H], [V, H] -> [T, V] in the dtype of the inputs."""
+    """Compute the logits as the head of a model does: [T, H], [V, H] -> [T, V] in the dtype of the inputs."""
     return softcapped(F.linear(input, linear_weight), softcap)
 
 
 @torch.no_grad()
 def token_results(options: Mapping[str, object], logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-    """What is asked for beside the loss, [T] each: the targets' log-probabilities, entropies; 0 where ignored."""
-    wanted = [name for name in ("return_log_probs", "return_entropy") if options.get(name)]
-    if not wanted:
+    """Return the requested results of each token: log-probability of the target, entropy; [T] each, 0 where ignored."""
+    requests = [name for name in ("return_log_probs", "return_entropy") if options.get(name)]
+    if not requests:
         return ()
     log_p = torch.log_softmax(logits, -1)
     makers = {
         "return_log_probs": lambda: log_p.gather(-1, target.clamp(min=0)[:, None])[:, 0],
         "return_entropy": lambda: -(log_p.exp() * log_p).sum(-1),
     }
-    return tuple(makers[name]().masked_fill(target < 0, 0.0) for name in wanted)
+    return tuple(makers[name]().masked_fill(target < 0, 0.0) for name in requests)
 
 
 def _linear_cross_entropy(case: Case) -> Run:
-    # `acc_dtype` asks for nothing here: one product sums in fp32.
+    # The option `acc_dtype` changes nothing here, because one product sums in fp32.
     softcap = case.options.get("softcap")
 
     def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
@@ -169,7 +170,7 @@ def _summed_kl_div(case: Case, input: Tensor, target: Tensor) -> Tensor:
 
 
 def _summed_jsd(case: Case, input: Tensor, target: Tensor) -> Tensor:
-    """beta KL(target || mixture) + (1 - beta) KL(input || mixture), mixture = beta target + (1 - beta) input."""
+    """Return beta KL(target || mixture) + (1 - beta) KL(input || mixture), mixture = beta target + (1 - beta) input."""
     beta = float(case.options.get("beta", 0.5))
     if case.options.get("from_logits"):
         temperature = float(case.options.get("temperature", 1.0))
@@ -187,7 +188,7 @@ def _summed_cross_entropy(case: Case, input: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(input, target, reduction="sum")
 
 
-# Losses of [T, V] logits or distributions in fp32 or fp64, added up over the rows.
+# These losses take [T, V] logits or distributions in fp32 or fp64, and sum over the rows.
 SUMMED: dict[str, Callable[[Case, Tensor, Tensor], Tensor]] = {
     "cross_entropy": _summed_cross_entropy,
     "cross_entropy_inplace": _summed_cross_entropy,

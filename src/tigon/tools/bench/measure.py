@@ -1,12 +1,12 @@
-"""Time and memory of one forward + backward.
+"""Measurement of time and memory of one forward and backward pass.
 
-- kernel time: durations of the GPU kernels (and copies and fills) that the call launches, summed, from the profiler;
-- host time: until the call returns, with an idle GPU; wall time: until the GPU is done too;
-- peak memory: what is allocated at the highest point above the inputs: activations, temporaries, gradients.
+- Kernel time is the sum of the durations of the GPU kernels, copies and fills of the call, from the profiler.
+- Host time lasts until the call returns, with an idle GPU. Wall time lasts until the GPU is done too.
+- Peak memory is the most that is allocated above the inputs: activations, temporaries and gradients.
 
-On a GPU the L2 cache is emptied before each call; what a call overwrites is renewed before it. Neither is measured.
-Before long calls are measured, as many go unmeasured: at its power limit a GPU lowers its clock within milliseconds,
-by how much depends on what it has just computed, and each provider is to be seen at the clock of its own work.
+On a GPU the L2 cache is emptied before each call, and overwritten inputs are reset. Neither is measured. Before long
+calls are measured, as many calls run unmeasured. At its power limit a GPU lowers its clock within milliseconds, and how
+far depends on the work that it has just done. Each provider is measured at the clock of its own work.
 """
 
 import contextlib
@@ -17,27 +17,33 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tigon.tools.bench.accuracy import Bound
+from tigon.tools.bench.accuracy import BoundProvider
 
 __all__ = ["Meter", "Roofline", "Samples", "make_meter"]
 
-MOST_CALLS = 20  # of a provider in one round
+# The most calls of a provider in one round.
+MOST_CALLS = 20
 
 
 @dataclass
 class Samples:
-    """What was measured of one provider on one case: milliseconds a call, and bytes."""
+    """The measurements of one provider on one case: milliseconds of each call, and bytes.
+
+    `kernel_source` is "profiler" or "events", or "" without kernel times. `gradient_bytes` is the size of the gradients
+    that a call returns.
+    """
 
     wall: list[float] = field(default_factory=list)
     host: list[float] = field(default_factory=list)
     kernel: list[float] = field(default_factory=list)
-    kernel_source: str = ""  # "profiler" or "events"
+    kernel_source: str = ""
     peak_bytes: int | None = None
-    gradient_bytes: int = 0  # of the gradients that a call returns
+    gradient_bytes: int = 0
 
     @staticmethod
     def median(values: list[float]) -> float | None:
@@ -46,49 +52,50 @@ class Samples:
 
 @dataclass(frozen=True)
 class Roofline:
-    """What the machine reaches: bytes a second in a big copy (read + written), operations a second in a big product."""
+    """The speed of the machine: bytes per second (read + written) of a big copy, operations per second of a product."""
 
     bytes_per_second: float
     flops_per_second: float
 
     def floor_ms(self, bytes: int | None, flops: int | None) -> float:
-        """The least time the work takes."""
+        """Return the least time that the work takes."""
         return 1e3 * max((bytes or 0) / self.bytes_per_second, (flops or 0) / self.flops_per_second)
 
 
 class Meter:
-    """Measures on the CPU: wall time, and memory from the allocator. `CudaMeter` adds what a GPU has."""
+    """Measures wall time on the CPU, and memory from the allocator. `CudaMeter` adds the measurements of a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.busy_ms = 100.0  # how long a provider is called in one round, at least one call
-        self.copy_bytes, self.matmul_size = 2**27, 1024  # of the roofline
+        # A provider is called for this long in one round, and at least once.
+        self.busy_ms = 100.0
+        # The sizes of the copy and of the product that measure the roofline.
+        self.copy_bytes, self.matmul_size = 2**27, 1024
 
     def synchronize(self) -> None:
         """Wait for the device."""
 
-    def prepare(self, bound: Bound) -> None:
-        """Before a call, unmeasured."""
+    def prepare(self, bound: BoundProvider) -> None:
+        """Prepare a call, outside the measured part."""
         bound.restore()
         self.synchronize()
 
-    def warm_up(self, bound: Bound) -> float:
-        """Two calls, so that nothing is compiled or allocated for the first time later; -> ms of the second."""
-        for _ in range(2):
-            elapsed, _ = self._wall(bound)
-        return elapsed
+    def warm_up(self, bound: BoundProvider) -> float:
+        """Call twice, so that later calls compile and allocate nothing new, and return the ms of the second call."""
+        self._wall(bound)
+        return self._wall(bound)[0]
 
     def calls(self, milliseconds: float) -> int:
-        """How many calls of that length make one round."""
+        """Return the number of calls of that length in one round."""
         return int(min(MOST_CALLS, max(1, self.busy_ms / max(milliseconds, 1e-3))))
 
-    def round(self, bound: Bound, calls: int, into: Samples) -> None:
-        """One round: `calls` calls, each a sample of wall time."""
+    def round(self, bound: BoundProvider, calls: int, into: Samples) -> None:
+        """Measure one round: each call adds a sample of wall time to `into`."""
         for _ in range(calls):
             wall, _ = self._wall(bound)
             into.wall.append(wall)
 
-    def _wall(self, bound: Bound) -> tuple[float, float]:
+    def _wall(self, bound: BoundProvider) -> tuple[float, float]:
         self.prepare(bound)
         start = time.perf_counter()
         result = bound()
@@ -98,26 +105,29 @@ class Meter:
         del result
         return (done - start) * 1e3, (returned - start) * 1e3
 
-    def peak_bytes(self, bound: Bound) -> int | None:
-        """Highest sum of live allocations during a call, its results included."""
+    def peak_bytes(self, bound: BoundProvider) -> int | None:
+        """Return the largest sum of live allocations during a call, its results included."""
         self.prepare(bound)
         with _quiet_profile([ProfilerActivity.CPU], profile_memory=True) as profiler:
             result = bound()
         del result
         live = peak = 0
-        changes = (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+        # torch's stubs do not know the result of the profiler or the sizes of its events.
+        results: Any = profiler.profiler
+        changes = (event for event in results.kineto_results.events() if event.name() == "[memory]")
         for event in sorted(changes, key=lambda event: event.start_ns()):
-            live += event.nbytes()  # negative when freed
+            # The size is negative if memory is freed.
+            live += event.nbytes()
             peak = max(peak, live)
         return peak
 
     def roofline(self) -> Roofline:
-        """Measure a big copy and a big bf16 product on random data; the median of several."""
+        """Measure a big copy and a big bf16 product of random data, each as the median of several."""
         generator = torch.Generator(self.device).manual_seed(0)
-        options = {"dtype": torch.bfloat16, "device": self.device, "generator": generator}
-        source, n = torch.randn(self.copy_bytes // 2, **options), self.matmul_size
+        normal = lambda *shape: torch.randn(shape, dtype=torch.bfloat16, device=self.device, generator=generator)
+        source, n = normal(self.copy_bytes // 2), self.matmul_size
         target = torch.empty_like(source)
-        a, b = torch.randn(n, n, **options), torch.randn(n, n, **options)
+        a, b = normal(n, n), normal(n, n)
         copy = self._median_seconds(lambda: target.copy_(source))
         product = self._median_seconds(lambda: a @ b)
         return Roofline(2 * source.nbytes / copy, 2 * n**3 / product)
@@ -134,28 +144,28 @@ class Meter:
 
 
 class CudaMeter(Meter):
-    """Adds kernel time, host time and the CUDA allocator's memory; also for ROCm, which torch names cuda."""
+    """Adds kernel time, host time and the memory of the CUDA allocator. It serves ROCm too, which torch calls cuda."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         properties = torch.cuda.get_device_properties(device)
         self.copy_bytes, self.matmul_size = min(2**32, properties.total_memory // 16), 8192
-        # Reading this much leaves nothing else in L2, and nothing that must be written back while a kernel is measured.
+        # Reading this much evicts everything else from L2, so no kernel has to write back older data.
         size = max(4 * getattr(properties, "L2_cache_size", 0), 2**28)
         self._flush = torch.ones(size // 4, dtype=torch.int32, device=device)
-        # A kernel that no provider launches stands before and behind each call in the profile; learn its name here.
+        # A kernel that no provider launches marks the start and the end of each call in the profile. This is its name.
         self._marker = self._marker_name()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)
 
-    def prepare(self, bound: Bound) -> None:
+    def prepare(self, bound: BoundProvider) -> None:
         bound.restore()
         self._flush.max()
         self.synchronize()
 
-    def round(self, bound: Bound, calls: int, into: Samples) -> None:
-        self._settle(bound, calls)
+    def round(self, bound: BoundProvider, calls: int, into: Samples) -> None:
+        self._run_unmeasured(bound, calls)
         for _ in range(calls):
             wall, host = self._wall(bound)
             into.wall.append(wall)
@@ -163,14 +173,15 @@ class CudaMeter(Meter):
         times, source = self._kernel_ms(bound, calls), "profiler"
         if not times:
             times, source = [self._event_ms(bound) for _ in range(calls)], "events"
-        if into.kernel_source != source:  # never a median over both: the profiler wins
+        # A median must not mix both sources, so times of the profiler replace those of events.
+        if into.kernel_source != source:
             if into.kernel_source == "profiler":
                 return
             into.kernel.clear()
         into.kernel_source = source
         into.kernel += times
 
-    def peak_bytes(self, bound: Bound) -> int | None:
+    def peak_bytes(self, bound: BoundProvider) -> int | None:
         self.prepare(bound)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -179,8 +190,8 @@ class CudaMeter(Meter):
         del result
         return torch.cuda.max_memory_allocated(self.device) - before
 
-    def _settle(self, bound: Bound, calls: int) -> None:
-        """Unmeasured calls, so that the clock is that of this load; the many calls of a short one need none."""
+    def _run_unmeasured(self, bound: BoundProvider, calls: int) -> None:
+        """Run unmeasured calls, so that the clock is that of this load. A round of many short calls needs none."""
         for _ in range(calls if calls < MOST_CALLS else 0):
             bound.restore()
             self._flush.max()
@@ -188,13 +199,13 @@ class CudaMeter(Meter):
 
     # --- kernel time ---
 
-    def _kernel_ms(self, bound: Bound, calls: int) -> list[float]:
-        """Kernel time of each call; [] if the profiler did not see them all."""
+    def _kernel_ms(self, bound: BoundProvider, calls: int) -> list[float]:
+        """Return the kernel time of each call that the profiler has recorded completely."""
         if self._marker is None:
             return []
         with _quiet_profile([ProfilerActivity.CUDA]) as profiler:
             self._lead_in()
-            self._settle(bound, calls)
+            self._run_unmeasured(bound, calls)
             for _ in range(calls):
                 bound.restore()
                 self._flush.max()
@@ -205,7 +216,7 @@ class CudaMeter(Meter):
             self._flush.max()
             self.synchronize()
         windows = kernel_windows(_device_events(profiler), self._marker)
-        # Every call launches the same kernels: a window with fewer has lost some.
+        # Every call launches the same kernels, so a window with fewer of them is incomplete.
         most = max((len(window) for window in windows), default=0)
         return [sum(window) / 1e3 for window in windows if window and len(window) == most]
 
@@ -214,7 +225,7 @@ class CudaMeter(Meter):
             torch.cuda._sleep(1)
 
     def _lead_in(self) -> None:
-        # A profile may lose the first kernels of a session: let it lose these.
+        # A profile may lose the first kernels of a session, which must not be those that are measured.
         for _ in range(10):
             self._flush.max()
         self.synchronize()
@@ -228,18 +239,23 @@ class CudaMeter(Meter):
             counts: dict[str, int] = {}
             for name, _, _ in _device_events(profiler):
                 counts[name] = counts.get(name, 0) + 1
-            # The lead-in has a reduction of one or two kernels, ten times (less what was lost); the marker runs thrice.
-            found = [name for name in counts if "spin_kernel" in name]
-            found = found or [name for name, count in counts.items() if count == 3]
-            return found[0] if len(found) == 1 else None
+            # The lead-in runs a reduction of one or two kernels ten times, of which the profile may lose some. The
+            # marker runs three times.
+            names = [name for name in counts if "spin_kernel" in name]
+            names = names or [name for name, count in counts.items() if count == 3]
+            return names[0] if len(names) == 1 else None
         except (AttributeError, RuntimeError):
             return None
 
-    def _event_ms(self, bound: Bound) -> float:
-        """Device time between events, for where the profiler is blind; the GPU waits until the host has queued all."""
+    def _event_ms(self, bound: BoundProvider) -> float:
+        """Return the device time between two events, which replaces the profiler if that records nothing.
+
+        The GPU sleeps until the host has queued the whole call.
+        """
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.prepare(bound)
-        torch.cuda._sleep(4_000_000)  # about 2 ms
+        # This takes about 2 ms.
+        torch.cuda._sleep(4_000_000)
         start.record()
         result = bound()
         stop.record()
@@ -260,29 +276,32 @@ class CudaMeter(Meter):
 
 
 def make_meter(device: torch.device) -> Meter:
-    """The meter of a device."""
+    """Return the meter for a device."""
     return CudaMeter(device) if device.type == "cuda" else Meter(device)
 
 
 # --- reading a profile ---------------------------------------------------------------------------
 
-DeviceEvent = tuple[str, float, float]  # name, start, duration, both in microseconds
+# Name, start and duration; both times are in microseconds.
+DeviceEvent = tuple[str, float, float]
 
-# Not work of the GPU, but listed on its timeline.
+# These entries of the timeline of the GPU are not its work.
 _NOT_WORK = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event", "ProfilerStep", "## Call")
 
 
 @contextlib.contextmanager
-def _quiet_profile(activities: list[ProfilerActivity], **options: object) -> Iterator[profile]:
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # or it writes lines of its own between those of the progress bar
+def _quiet_profile(activities: list[ProfilerActivity], **options: Any) -> Iterator[profile]:
+    # Otherwise Kineto writes lines between those of the progress bar.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a profile without a schedule keeps one cycle only
+        # torch warns that a profile without a schedule has one cycle only.
+        warnings.simplefilter("ignore")
         with profile(activities=activities, **options) as profiler:
             yield profiler
 
 
 def _device_events(profiler: profile) -> list[DeviceEvent]:
-    """Kernels, copies and fills on the GPU in order of start; operators of the host and annotations are left out."""
+    """Return kernels, copies and fills of the GPU in order of their start, without host operators and annotations."""
     events = [
         (event.name, event.time_range.start, event.time_range.elapsed_us())
         for event in profiler.events()
@@ -294,9 +313,10 @@ def _device_events(profiler: profile) -> list[DeviceEvent]:
 
 
 def kernel_windows(events: Iterable[DeviceEvent], marker: str) -> list[list[float]]:
-    """Durations of the kernels between two markers in a row, which open a window, and a single one, which closes it.
+    """Return the durations of the kernels in each window.
 
-    Where the profile has lost one of the three, there is no window.
+    Two markers in a row open a window, and a single marker closes it. There is no window if the profile has lost one of
+    the three.
     """
     runs = [(mark, [event[2] for event in run]) for mark, run in groupby(events, lambda event: event[0] == marker)]
     return [

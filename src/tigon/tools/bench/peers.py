@@ -1,12 +1,13 @@
-"""How each peer is called for a case: Liger, Quack, cut-cross-entropy, TRL, and torch's own fused ops.
+"""Calls of the peers for a case: Liger, Quack, cut-cross-entropy, TRL, and torch's own fused ops.
 
-A loader imports its package, which raises `ImportError` where it is not installed, and returns the call; or it raises
-`Unsupported` for a case that the peer cannot compute.
+A loader imports its package and returns the call. It raises `ImportError` if the package is not installed, and
+`Unsupported` if the peer cannot compute the case.
 """
 
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,17 +15,17 @@ from torch import Tensor
 
 from tigon.tools.bench.cases import Case
 from tigon.tools.bench.eager import softcapped
-from tigon.tools.bench.inputs import Inputs
+from tigon.tools.workloads import Inputs
 
 Run = Callable[..., tuple[Tensor, ...]]
 
 
 class Unsupported(Exception):
-    """The provider cannot compute this case; the message says why."""
+    """The provider cannot compute this case. The message says why."""
 
 
-def _only(case: Case, *options: str) -> None:
-    """The peer has no options but these."""
+def _refuse_other_options(case: Case, *options: str) -> None:
+    """Raise `Unsupported` if the case has an option that is not among `options`."""
     others = [f"{key}={value}" for key, value in case.options.items() if key not in options]
     if others:
         raise Unsupported(f"no {', '.join(others)}")
@@ -38,7 +39,7 @@ def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def torch_rms_norm(case: Case) -> Run:
-    _only(case)
+    _refuse_other_options(case)
     return lambda x, weight: (F.rms_norm(x, weight.shape, weight, 1e-6),)
 
 
@@ -53,7 +54,8 @@ def torch_cross_entropy(case: Case) -> Run:
 def torch_linear_cross_entropy(case: Case) -> Run:
     if not hasattr(F, "linear_cross_entropy"):
         raise Unsupported("torch.nn.functional.linear_cross_entropy is in torch 2.13 and later")
-    _only(case, "acc_dtype")  # one product of all tokens, summed in fp32
+    # It computes one product of all tokens, which is summed in fp32.
+    _refuse_other_options(case, "acc_dtype")
     return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
 
 
@@ -111,18 +113,18 @@ def liger_rope(case: Case) -> Run:
     from liger_kernel.transformers import liger_rotary_pos_emb
     from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 
-    _only(case, "sections")
+    _refuse_other_options(case, "sections")
     if sections := case.options.get("sections"):
         return lambda q, k, cos, sin: tuple(liger_multimodal_rotary_pos_emb(q, k, cos, sin, list(sections)))
     return lambda q, k, cos, sin: tuple(liger_rotary_pos_emb(q, k, cos, sin))
 
 
 def liger_qk_norm_rope(case: Case) -> Run:
-    """Its norm of each head as stored, (B, S, H, D), then its rope, over the norm's output."""
+    """Load its norm, which reads each head as it is stored, (B, S, H, D), and then its rope."""
     from liger_kernel.ops import LigerRMSNormFunction
     from liger_kernel.transformers import liger_rotary_pos_emb
 
-    _only(case, "offset", "rounding")
+    _refuse_other_options(case, "offset", "rounding")
     offset, casting = _casting(case)
 
     def normalised(x: Tensor, weight: Tensor) -> Tensor:
@@ -179,7 +181,7 @@ def liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Cas
     def load(case: Case) -> Run:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        _only(case, "softcap", "acc_dtype")
+        _refuse_other_options(case, "softcap", "acc_dtype")
         dtype = accum_dtype or case.options.get("acc_dtype")
         loss = LigerFusedLinearCrossEntropyLoss(softcap=case.options.get("softcap"), accum_dtype=dtype)
         return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
@@ -190,7 +192,7 @@ def liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Cas
 def liger_kl_div(case: Case) -> Run:
     from liger_kernel.transformers import LigerKLDIVLoss
 
-    _only(case, "log_target")
+    _refuse_other_options(case, "log_target")
     loss = LigerKLDIVLoss(reduction="batchmean", **case.options)
     return lambda input, target: (loss(input, target),)
 
@@ -198,9 +200,9 @@ def liger_kl_div(case: Case) -> Run:
 def liger_jsd(case: Case) -> Run:
     from liger_kernel.transformers import LigerJSD
 
-    _only(case, "beta", "from_logits")
+    _refuse_other_options(case, "beta", "from_logits")
     loss = LigerJSD(beta=case.options.get("beta", 0.5))
-    # It takes log-probabilities only: logits go through torch's log_softmax first, as in its own distillation code.
+    # It accepts log-probabilities only, so torch's log_softmax converts logits, as in its own distillation code.
     convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
     return lambda input, target: (loss(convert(input, -1), convert(target, -1)),)
 
@@ -208,16 +210,17 @@ def liger_jsd(case: Case) -> Run:
 def liger_tvd(case: Case) -> Run:
     from liger_kernel.transformers import LigerTVDLoss
 
-    _only(case)
+    _refuse_other_options(case)
     loss = LigerTVDLoss(reduction="batchmean")
     return lambda input, target: (loss(input, target),)
 
 
 def liger_cute(name: str) -> Callable[[Case], Run]:
-    """Liger's functional API, which takes its CuTe kernels where nvidia-cutlass-dsl is installed."""
+    """Return the loader of Liger's functional API, which uses its CuTe kernels if nvidia-cutlass-dsl is installed."""
 
     def load(case: Case) -> Run:
-        import cutlass  # noqa: F401  without it these are the kernels of the row "liger"
+        # Without cutlass the API would run the kernels of the provider "liger".
+        import cutlass  # noqa: F401
         from liger_kernel import functional
 
         function, (offset, casting) = getattr(functional, name), _casting(case)
@@ -251,34 +254,35 @@ def quack_add_rms_norm(case: Case) -> Run:
     )
 
 
-def _quack_turn(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _quack_rotation(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     from quack.rotary import apply_rotary_emb
 
-    _only(case, "offset", "rounding")
+    _refuse_other_options(case, "offset", "rounding")
 
-    def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # [B, H, S, D]; it wants [B, S, H, D] and [S, D / 2]
+    # x is [B, H, S, D]; Quack expects [B, S, H, D] and tables of shape [S, D / 2].
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos, sin = (table[0, :, : table.shape[-1] // 2] for table in (cos, sin))
         return apply_rotary_emb(x.transpose(1, 2), cos, sin).transpose(1, 2)
 
-    return turn
+    return rotate
 
 
 def quack_rope(case: Case) -> Run:
-    turn = _quack_turn(case)
-    return lambda q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
+    rotate = _quack_rotation(case)
+    return lambda q, k, cos, sin: (rotate(q, cos, sin), rotate(k, cos, sin))
 
 
 def quack_qk_norm_rope(case: Case) -> Run:
     import quack
 
-    turn, offset = _quack_turn(case), case.options.get("offset", 0.0)
+    rotate, offset = _quack_rotation(case), case.options.get("offset", 0.0)
 
     def normalised(x: Tensor, weight: Tensor) -> Tensor:
         return quack.rmsnorm(x.transpose(1, 2), weight, eps=1e-6, weight_offset=offset).transpose(1, 2)
 
     return lambda q, k, q_weight, k_weight, cos, sin: (
-        turn(normalised(q, q_weight), cos, sin),
-        turn(normalised(k, k_weight), cos, sin),
+        rotate(normalised(q, q_weight), cos, sin),
+        rotate(normalised(k, k_weight), cos, sin),
     )
 
 
@@ -300,8 +304,10 @@ def quack_cross_entropy(inplace: bool) -> Callable[[Case], Run]:
 def quack_linear_cross_entropy(case: Case) -> Run:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    _only(case, "acc_dtype")  # it always sums in fp32
-    chunk = 4096 if case.shape[1] != 4096 else 8192  # 0.6.5 raises where the chunk, 4096 by default, equals H
+    # It always sums in fp32.
+    _refuse_other_options(case, "acc_dtype")
+    # Version 0.6.5 raises if the chunk, 4096 by default, equals H.
+    chunk = 4096 if case.shape[1] != 4096 else 8192
     return lambda input, linear_weight, target: (
         chunked_linear_cross_entropy(input, linear_weight, target, chunk_size=chunk),
     )
@@ -314,59 +320,67 @@ def cce(exact: bool) -> Callable[[Case], Run]:
     def load(case: Case) -> Run:
         from cut_cross_entropy import linear_cross_entropy
 
-        _only(case, "softcap")
-        options = {"impl": "cce", "softcap": case.options.get("softcap"), **({"filter_eps": None} if exact else {})}
+        _refuse_other_options(case, "softcap")
+        options: dict[str, Any] = {"impl": "cce", "softcap": case.options.get("softcap")}
+        if exact:
+            options["filter_eps"] = None
         return lambda input, linear_weight, target: (linear_cross_entropy(input, linear_weight, target, **options),)
 
     return load
 
 
 def trl_linear_cross_entropy(case: Case) -> Run:
-    """The chunked log-probabilities of its trainers; as there, only the valid positions are scored.
+    """Load the chunked log-probabilities of its trainers; as there, only the valid positions are scored.
 
-    The module that holds the function is light, but its backward imports this one, which needs accelerate, datasets,
-    huggingface_hub and pandas.
+    The module that defines the function needs little, but its backward pass imports `trl.trainer.utils`, which needs
+    accelerate, datasets, huggingface_hub and pandas.
     """
-    utils = import_module("trl.trainer.utils")  # `from trl.trainer import utils` would hide the name of what is missing
+    # `from trl.trainer import utils` would raise an error that does not name the missing package.
+    utils = import_module("trl.trainer.utils")
     function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    _only(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")  # it always sums in fp32
-    softcap, wants_log_probs, wants_entropy = (
+    # It always sums in fp32.
+    _refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
+    softcap, returns_log_probs, returns_entropy = (
         case.options.get(name) for name in ("softcap", "return_log_probs", "return_entropy")
     )
-    beside = ("entropy",) if wants_entropy else ()
+    outputs = ("entropy",) if returns_entropy else ()
+    temperature = logit_scale = 1.0
 
     def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
         valid = target != -100
-        rest = (1.0, chunk_size, softcap, 1.0, beside)  # temperature; logit scale, outputs beside the log-probabilities
-        log_probs, entropy, *_ = function.apply(input[valid], linear_weight, None, target[valid], *rest)
+        log_probs, entropy, *_ = function.apply(
+            input[valid], linear_weight, None, target[valid], temperature, chunk_size, softcap, logit_scale, outputs
+        )
         loss = -log_probs.sum() / valid.sum().clamp(min=1)
-        asked = [values for values, wanted in ((log_probs, wants_log_probs), (entropy, wants_entropy)) if wanted]
-        return loss, *(values.new_zeros(target.shape).masked_scatter(valid, values) for values in asked)
+        results = [log_probs] * bool(returns_log_probs) + [entropy] * bool(returns_entropy)
+        return loss, *(values.new_zeros(target.shape).masked_scatter(valid, values) for values in results)
 
     return run
 
 
-# How many logits are turned into their gradient at once: each of a few fp32 temporaries is half a GiB.
+# This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
 PREPARED_ELEMENTS = 2**27
 
 
 def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
-    """What `products` multiplies: hidden states of the valid tokens, the weight, and d(logits) if a gradient is wanted.
+    """Return the operands of `products`: hidden states of the valid tokens, the weight, and d(logits) for gradients.
 
-    d(logits) [valid, V] is that of the mean loss, from logits as the head rounds them, and rounded to their dtype.
+    d(logits) [valid, V] is the gradient of the mean loss. It is computed from logits as the head rounds them, and
+    rounded to their dtype.
     """
+    softcap = case.options.get("softcap")
     input, linear_weight, target = inputs.tensors.values()
     valid = (target != -100).nonzero()[:, 0]
     x, target = input.detach()[valid], target[valid]
     tensors = {"input": x.requires_grad_(input.requires_grad), "linear_weight": linear_weight}
-    if not inputs.wanted:
+    if not inputs.grad_names:
         return Inputs(tensors)
     dlogits = x.new_empty(len(x), len(linear_weight))
     wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(linear_weight))
     for start in range(0, len(x), step):
         rows = slice(start, start + step)
         logits = F.linear(x[rows].detach(), linear_weight.detach()).requires_grad_()
-        wide_logits = softcapped(logits.to(wide), case.options.get("softcap"))
+        wide_logits = softcapped(logits.to(wide), softcap)
         loss = F.cross_entropy(wide_logits, target[rows], reduction="sum") / len(x)
         dlogits[rows] = torch.autograd.grad(loss, logits)[0]
         del logits, wide_logits, loss
@@ -374,17 +388,19 @@ def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
 
 
 def products(case: Case) -> Run:
-    """The matrix products of the valid tokens alone, with no softmax: the floor.
+    """Load the matrix products of the valid tokens alone, with no softmax: they are the floor.
 
-        a = x W^T,    dx = da W,    dW += da^T x        (those of the gradients that are wanted)
+        a = x W^T,    dx = da W,    dW += da^T x        (only for the gradients that are needed)
 
-    The operands are those of the loss: x and W of the case, and da its own d(logits), not the logits in their place. A
-    GPU at its power limit multiplies numbers of few different bits faster, so other operands would be another floor.
-    da is made by `with_dlogits` before a round, outside what is measured, and held as long as the round.
+    The operands are those of the loss: x and W of the case, and da = d(logits). A GPU at its power limit multiplies
+    numbers with few different bits faster, so other operands, such as the logits in place of da, would give another
+    floor. `with_dlogits` computes da before a round, outside the measured part, and it lives as long as the round.
 
-    The tokens go 8192 at a time, which leaves cuBLAS large products; the first of them writes dW, the others add to it.
+    The products take 8192 tokens at a time, which is large enough for cuBLAS. The first chunk writes dW, and the others
+    add to it.
     """
-    _only(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")  # none changes the products
+    # None of these options changes the products.
+    _refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
 
     @torch.no_grad()
     def run(
@@ -397,6 +413,8 @@ def products(case: Case) -> Run:
             rows = slice(start, start + chunk)
             x = input[rows]
             torch.mm(x, linear_weight.t(), out=logits[: len(x)])
+            if dlogits is None:
+                continue
             if dinput is not None:
                 torch.mm(dlogits[rows], linear_weight, out=dinput[rows])
             if dweight is not None and start == 0:

@@ -1,7 +1,7 @@
-"""One picture an op family: time and memory of each provider.
+"""One picture for each family of ops: time and memory of each provider.
 
-Three or more cases of an op that differ in one axis only are lines over that axis; every other case is two panels of
-bars. The cases of the tag `linear` get one more picture: time over that of the bare products.
+Three or more cases of an op that differ in one axis only are lines over that axis. Every other case is two panels of
+bars. The cases with the tag `linear` get one more picture, of the time divided by that of the bare products.
 """
 
 from collections.abc import Iterable
@@ -11,29 +11,33 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # draws to files: needs no display
+# This backend draws to files and needs no display.
+matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
-from tigon.tools.bench.cases import OPS, tagged
+from tigon.tools.bench.cases import OPS, has_tag
 from tigon.tools.bench.report import number
-from tigon.tools.bench.runner import Row
+from tigon.tools.bench.runner import BenchRow
 from tigon.tools.training.figures import LEVELS, STOCK
 
 __all__ = ["Sweep", "draw", "find_sweeps"]
 
-# Ours stands out; a provider has one colour in every picture. The hues are those of Okabe and Ito, which colour-blind
-# people tell apart; their yellow, too pale for a line, is left out.
+# A provider has the same colour in every picture, and that of Tigon is the strongest. The hues are those of Okabe and
+# Ito, which colour-blind people can distinguish, without their yellow, which is too pale for a line.
 COLOURS = {
     "tigon": LEVELS["default"], "eager": STOCK, "compile": "#0072b2", "torch": "#56b4e9", "liger": "#009e73",
     "liger-fp32": "#7fceb9", "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7", "cce-exact": "#e5bcd3",
     "trl": "#4d3319", "products": "#c9c9c9",
 }  # fmt: skip
 ANOTHER_REVISION = "#7a3b00"
-BAR, LINES = 0.27, 3.2  # inches
-ENOUGH = 3  # cases make a line
-INACCURATE = " (inaccurate)"  # behind the name of a peer whose results are not those of the others
+# The heights of a bar and of a panel of lines, in inches.
+BAR, LINES = 0.27, 3.2
+# At least so many cases make a line.
+LINE_CASES = 3
+# This follows the name of a peer whose results are wrong.
+INACCURATE = " (inaccurate)"
 
 
 def _colour(provider: str) -> str:
@@ -45,11 +49,11 @@ def _colour(provider: str) -> str:
 
 @dataclass
 class Sweep:
-    """Cases of one op that differ in one axis of their shape, by its size."""
+    """The cases of one op that differ in one axis of their shape, keyed by its size."""
 
     op: str
     axis: int
-    cases: dict[int, list[Row]]
+    cases: dict[int, list[BenchRow]]
 
     @property
     def axis_name(self) -> str:
@@ -57,30 +61,32 @@ class Sweep:
 
     @property
     def title(self) -> str:
-        """What stays: `rms_norm, M = 4096`."""
+        """Return the op and the sizes that the cases share, as in `rms_norm, M = 4096`."""
         row = next(iter(self.cases.values()))[0]
         sizes = zip(OPS[self.op].legend.split(" x "), row.shape, strict=True)
         fixed = [f"{name} = {size}" for i, (name, size) in enumerate(sizes) if i != self.axis]
         return ", ".join([self.op, *fixed, *_extras(row)])
 
 
-def _extras(row: Row) -> list[str]:
-    return row.case.split("/")[3:]  # behind op, model and shape
+def _extras(row: BenchRow) -> list[str]:
+    # The name begins with op, model and shape.
+    return row.case.split("/")[3:]
 
 
-def find_sweeps(cases: dict[str, list[Row]]) -> tuple[list[Sweep], dict[str, list[Row]]]:
-    """Sort the cases of a family, rows by name, into sweeps and what is left; the longest sweeps first."""
-    rest, sweeps = dict(cases), []
+def find_sweeps(cases: dict[str, list[BenchRow]]) -> tuple[list[Sweep], dict[str, list[BenchRow]]]:
+    """Return the sweeps among the cases of a family, the longest first, and the other cases with their rows."""
+    rest = dict(cases)
+    sweeps: list[Sweep] = []
     while True:
         lines: dict[tuple, dict[int, str]] = {}
         for name, rows in rest.items():
             row = rows[0]
             for axis, size in enumerate(row.shape):
                 fixed = (*row.shape[:axis], *row.shape[axis + 1 :])
-                # Of two cases with one shape the last: those made for a sweep stand behind those of models.
+                # Of two cases with one shape the last one counts, because the cases of sweeps follow those of models.
                 lines.setdefault((row.op, tuple(_extras(row)), row.dtype, axis, fixed), {})[size] = name
         longest = max(lines, key=lambda key: len(lines[key]), default=None)
-        if longest is None or len(lines[longest]) < ENOUGH:
+        if longest is None or len(lines[longest]) < LINE_CASES:
             return sweeps, rest
         members = dict(sorted(lines[longest].items()))
         sweeps.append(Sweep(longest[0], longest[3], {size: rest.pop(name) for size, name in members.items()}))
@@ -89,25 +95,25 @@ def find_sweeps(cases: dict[str, list[Row]]) -> tuple[list[Sweep], dict[str, lis
 # --- drawing -------------------------------------------------------------------------------------
 
 
-def draw(rows: Iterable[Row], folder: Path, machine: str) -> list[Path]:
-    """Write `<family>.png` for each family with something measured, `<family>_products.png` for `linear`; -> files."""
+def draw(rows: Iterable[BenchRow], folder: Path, machine: str) -> list[Path]:
+    """Write a picture of each family, and one more of the cases with the tag `linear`; return the files."""
     measured = [row for row in rows if row.status == "ok" and row.time_ms is not None]
     measured.sort(key=lambda row: row.family)
     files = []
-    for family, group in groupby(measured, key=lambda row: row.family):
-        group = list(group)
+    for family, family_rows in groupby(measured, key=lambda row: row.family):
+        group = list(family_rows)
         files.append(folder / f"{family}.png")
         _draw_family(family, group, files[-1], machine)
-        compared = [row for row in group if row.products_ratio and row.provider != "products"]
-        compared = [row for row in compared if tagged(row.case, "linear")]
-        if compared:
+        with_ratio = [row for row in group if row.products_ratio and row.provider != "products"]
+        linear = [row for row in with_ratio if has_tag(row.case, "linear")]
+        if linear:
             files.append(folder / f"{family}_products.png")
-            _draw_products(compared, files[-1], machine)
+            _draw_products(linear, files[-1], machine)
     return files
 
 
-def _draw_family(family: str, rows: list[Row], file: Path, machine: str) -> None:
-    cases: dict[str, list[Row]] = {}
+def _draw_family(family: str, rows: list[BenchRow], file: Path, machine: str) -> None:
+    cases: dict[str, list[BenchRow]] = {}
     for row in rows:
         cases.setdefault(row.case, []).append(row)
     sweeps, single = find_sweeps(cases)
@@ -132,7 +138,7 @@ def _draw_family(family: str, rows: list[Row], file: Path, machine: str) -> None
 
 
 def _draw_sweep(left: Axes, right: Axes, sweep: Sweep) -> None:
-    """Lines over the axis that varies: speed as a share of the roofline, and memory."""
+    """Draw lines over the axis that varies: speed as a share of the roofline, and memory."""
     providers = list(dict.fromkeys(row.provider for rows in sweep.cases.values() for row in rows))
     for axes, value in ((left, lambda row: row.percent_of_roofline), (right, lambda row: row.peak_mib)):
         for provider in providers:
@@ -140,11 +146,11 @@ def _draw_sweep(left: Axes, right: Axes, sweep: Sweep) -> None:
                 (size, value(row)) for size, rows in sweep.cases.items() for row in rows if row.provider == provider
             ]
             points = [(size, y) for size, y in points if y is not None]
-            ours = provider.startswith("tigon")
+            is_tigon = provider.startswith("tigon")
             axes.plot(
                 [size for size, _ in points], [y for _, y in points],
                 label=_label(provider, sweep), color=_colour(provider), marker="o", markersize=4,
-                linewidth=2.2 if ours else 1.3, zorder=3 if ours else 2,
+                linewidth=2.2 if is_tigon else 1.3, zorder=3 if is_tigon else 2,
                 linestyle="--" if provider == "products" else "-",
             )  # fmt: skip
         axes.set_xscale("log", base=2)
@@ -163,14 +169,14 @@ def _draw_sweep(left: Axes, right: Axes, sweep: Sweep) -> None:
 
 
 def _label(provider: str, sweep: Sweep) -> str:
-    wrong = any(row.accurate is False for rows in sweep.cases.values() for row in rows if row.provider == provider)
-    return provider + INACCURATE * wrong
+    rows = [row for rows in sweep.cases.values() for row in rows if row.provider == provider]
+    return provider + INACCURATE * any(row.accurate is False for row in rows)
 
 
 def _memory_axis(axes: Axes, values: list[float | None]) -> None:
-    """Logarithmic where providers lie far apart."""
-    values = [value for value in values if value]
-    if values and max(values) > 30 * min(values):
+    """Label the axis, and make it logarithmic if the values are far apart."""
+    known = [value for value in values if value]
+    if known and max(known) > 30 * min(known):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -179,7 +185,7 @@ def _memory_axis(axes: Axes, values: list[float | None]) -> None:
     axes.set_ylabel("MiB", fontsize=8)
 
 
-def _draw_case(left: Axes, right: Axes, case: str, rows: list[Row]) -> None:
+def _draw_case(left: Axes, right: Axes, case: str, rows: list[BenchRow]) -> None:
     _bars(left, rows, [row.time_ms for row in rows], "ms")
     _bars(right, rows, [row.peak_mib for row in rows], "MiB")
     if rows[0].floor_ms and rows[0].floor_ms < left.get_xlim()[1]:
@@ -187,12 +193,13 @@ def _draw_case(left: Axes, right: Axes, case: str, rows: list[Row]) -> None:
     left.set_title(case, fontsize=9, loc="left")
 
 
-def _bars(axis: Axes, rows: list[Row], values: list[float | None], unit: str) -> None:
+def _bars(axis: Axes, rows: list[BenchRow], values: list[float | None], unit: str) -> None:
     names = [row.provider + INACCURATE * (row.accurate is False) for row in rows]
     lengths = [value or 0.0 for value in values]
     bars = axis.barh(names, lengths, color=[_colour(row.provider) for row in rows], height=0.72)
     axis.bar_label(bars, ["" if value is None else f" {number(value)} {unit}" for value in values], fontsize=8)
-    axis.invert_yaxis()  # the first provider on top
+    # The first provider is at the top.
+    axis.invert_yaxis()
     axis.set_xlim(0, max([*lengths, 1e-9]) * 1.25)
     axis.tick_params(axis="y", labelsize=8, length=0)
     axis.tick_params(axis="x", labelsize=7, colors="#777777")
@@ -202,22 +209,25 @@ def _bars(axis: Axes, rows: list[Row], values: list[float | None], unit: str) ->
 # --- over the bare products ----------------------------------------------------------------------
 
 TICKS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
-GAP = 1.5  # bars between two cases: room for the title
+# The space between two cases, in bars. The title of a case is written there.
+GAP = 1.5
 
 
-def _draw_products(rows: list[Row], file: Path, machine: str) -> None:
-    """Bars of each provider on each case, ours first: time over the products, and memory above the gradients."""
-    places, titles, at = [], [], 0.0
+def _draw_products(rows: list[BenchRow], file: Path, machine: str) -> None:
+    """Draw bars of each provider on each case: time over that of the products, and memory above the gradients."""
+    places: list[float] = []
+    titles: list[tuple[float, str]] = []
+    end = 0.0
     for case, group in groupby(rows, key=lambda row: row.case):
-        titles.append((at, case.partition("/")[2]))
-        places += [at + i for i, _ in enumerate(group, 1)]
-        at = places[-1] + GAP
+        titles.append((end, case.partition("/")[2]))
+        places += [end + i for i, _ in enumerate(group, 1)]
+        end = places[-1] + GAP
     figure, (left, right) = pyplot.subplots(
-        1, 2, sharey=True, layout="constrained", figsize=(11, 1.2 + 0.17 * at), gridspec_kw={"width_ratios": (3, 2)}
+        1, 2, sharey=True, layout="constrained", figsize=(11, 1.2 + 0.17 * end), gridspec_kw={"width_ratios": (3, 2)}
     )
     figure.suptitle(
         f"{rows[0].op}, forward + backward on {machine}\n"
-        "left: time over that of the bare matrix products (1: nothing but products), "
+        "left: time over that of the bare matrix products (1: as fast as the products alone), "
         "right: peak memory above the gradients; both logarithmic",
         fontsize=10,
     )
@@ -226,9 +236,10 @@ def _draw_products(rows: list[Row], file: Path, machine: str) -> None:
     left.set_yticks(places, [row.provider + INACCURATE * (row.accurate is False) for row in rows])
     for label, row in zip(left.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.provider == "tigon" else "normal")
-    for at, title in titles:
-        left.text(0, at, title, fontsize=8, fontweight="bold", va="center", transform=left.get_yaxis_transform())
-    left.set_ylim(max(places) + 0.8, -0.7)  # the first case on top
+    for place, title in titles:
+        left.text(0, place, title, fontsize=8, fontweight="bold", va="center", transform=left.get_yaxis_transform())
+    # The first case is at the top.
+    left.set_ylim(max(places) + 0.8, -0.7)
     for axes in (left, right):
         axes.tick_params(axis="y", labelsize=7, length=0)
         axes.tick_params(axis="x", labelsize=7, colors="#555555", labeltop=True)
@@ -239,14 +250,15 @@ def _draw_products(rows: list[Row], file: Path, machine: str) -> None:
     pyplot.close(figure)
 
 
-def _products_bars(axes: Axes, places: list[float], rows: list[Row]) -> None:
-    """From the line of the products to each ratio."""
-    ratios = [row.products_ratio for row in rows]
+def _products_bars(axes: Axes, places: list[float], rows: list[BenchRow]) -> None:
+    """Draw a bar from the line of the products to each ratio."""
+    ratios = [row.products_ratio or 0.0 for row in rows]
     colours = [_colour(row.provider) for row in rows]
     axes.barh(places, [ratio - 1 for ratio in ratios], left=1.0, color=colours, height=0.8)
     for place, ratio in zip(places, ratios, strict=True):
-        beside = (max(ratio, 1.0), place)  # a bar to the left has its number on the right of the line
-        axes.annotate(f"{ratio:.2f}", beside, (3, 0), textcoords="offset points", fontsize=7, va="center")
+        # A bar to the left of the line has its number to the right of it.
+        position = (max(ratio, 1.0), place)
+        axes.annotate(f"{ratio:.2f}", position, (3, 0), textcoords="offset points", fontsize=7, va="center")
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xscale("log")
     low, high = min(*ratios, 1.0) / 1.03, max(*ratios, 1.1) * 1.2
@@ -256,8 +268,8 @@ def _products_bars(axes: Axes, places: list[float], rows: list[Row]) -> None:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _memory_bars(axes: Axes, places: list[float], rows: list[Row]) -> None:
-    """From the left edge; what lies below it, or was not measured, is its number alone."""
+def _memory_bars(axes: Axes, places: list[float], rows: list[BenchRow]) -> None:
+    """Draw a bar from the left edge to each value. A value below the edge has a number and no bar."""
     values = [row.peak_above_gradients_mib for row in rows]
     known = [value for value in values if value is not None and value > 0]
     edge = max(1.0, min(known, default=1.0) / 2)

@@ -1,88 +1,88 @@
-"""Who computes an op: Tigon, eager Hugging Face code, torch.compile of it, torch's fused op, and peers where installed.
+"""The providers of each op: Tigon, eager Hugging Face code, torch.compile of it, torch's fused op, and other packages.
 
 A provider is loaded for a case and then called with the case's tensors in order; it returns a tuple of outputs. Loading
-may raise `ImportError` (not installed) or `Unsupported` (cannot do this case): a line in the report, never a crash.
+raises `ImportError` if a package is not installed and `Unsupported` if the provider cannot compute the case. Both
+become a line in the report and never end the run.
+
+An op that `eager` does not have is compared with its reference in torch, and an op without peers with eager code alone.
 """
 
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
-from torch import Tensor
 
 import tigon
 from tigon.tools.bench import peers
-from tigon.tools.bench.cases import OPS, Case, listed
+from tigon.tools.bench.cases import OPS, Case, split_words
 from tigon.tools.bench.eager import EAGER
-from tigon.tools.bench.inputs import Inputs
-from tigon.tools.bench.peers import Unsupported
+from tigon.tools.bench.peers import Run, Unsupported
+from tigon.tools.workloads import Inputs
+from tigon.tools.workloads.workload import tensors_of
 
-__all__ = ["PROVIDERS", "Provider", "Run", "Unsupported", "select", "tigon_provider"]
-
-Run = Callable[..., tuple[Tensor, ...]]
+__all__ = ["PROVIDERS", "Provider", "Run", "Unsupported", "eager_code", "select", "tigon_provider"]
 
 
 @dataclass(frozen=True)
 class Provider:
     """One implementation of an op.
 
-    `destroys` names tensors that a call overwrites: each call gets a copy, made outside the measured part.
-    With `autograd` False the call does its backward itself and returns gradients; its values are not checked.
-    `prepare` makes what a call is given out of the case's inputs, outside the measured part, anew for each round.
+    `overwrites` names the tensors that a call overwrites. Each call gets copies of them, which are written outside the
+    measured part. With `autograd` False the call computes its gradients itself and returns them, and the benchmark does
+    not check their values. `prepare` computes the arguments of a call from the case's inputs; it runs once for each
+    round, outside the measured part. A provider that is `on_request` is measured only if the user names it.
     """
 
     name: str
     load: Callable[[Case], Run]
-    destroys: tuple[str, ...] = ()
+    overwrites: tuple[str, ...] = ()
     note: str = ""
     autograd: bool = True
     needs_gpu: bool = False
-    on_request: bool = False  # measured only when named
+    on_request: bool = False
     prepare: Callable[[Case, Inputs], Inputs] = lambda case, inputs: inputs
 
 
 # --- Tigon, eager, torch.compile -----------------------------------------------------------------
 
 
-# Where an op is not the function of its name with the options of the case: function, fixed options, what it destroys.
-_CALLS: dict[str, tuple[str, dict[str, object], tuple[str, ...]]] = {
-    "cross_entropy_inplace": ("cross_entropy", {"inplace": True}, ("input",)),
-    "kl_div": ("kl_div", {"reduction": "batchmean"}, ()),
-}
-
-
 def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") -> Provider:
-    """The op as `package` has it: this revision of Tigon, or another one."""
-    function_name, fixed, destroys = _CALLS.get(op, (op, {}, ()))
+    """Return the provider of the op in `package`, which is this revision of Tigon or another one."""
+    workload = OPS[op]
 
     def load(case: Case) -> Run:
-        function = getattr(package, function_name, None)
+        function = workload.function_in(package)
         if function is None:
-            raise Unsupported(f"no {function_name} in this revision")
+            raise Unsupported(f"no {workload.function or op} in this revision")
         if package is not tigon:
-            lacking = [option for option in case.options if option not in inspect.signature(function).parameters]
-            if lacking:
-                raise Unsupported(f"no {', '.join(lacking)} in this revision")
+            unknown = [option for option in case.options if option not in inspect.signature(function).parameters]
+            if unknown:
+                raise Unsupported(f"no {', '.join(unknown)} in this revision")
+        return _with_options(function, case)
 
-        def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-            result = function(*tensors, **case.options, **fixed)
-            if not isinstance(result, tuple):
-                return (result,)
-            return tuple(output for output in result if output is not None)  # a LossOutput has what was asked for
+    return Provider(name, load, workload.overwrites)
 
-        return run
 
-    return Provider(name, load, destroys)
+def _with_options(function: Callable[..., Any], case: Case) -> Run:
+    options = {**case.options, **case.workload.bench_options}
+    return lambda *tensors: tensors_of(function(*tensors, **options))
+
+
+def eager_code(op: str) -> Callable[[Case], Run]:
+    """Return the loader of the code that models run for the op, or of its reference if `eager` does not have it."""
+    return EAGER.get(op) or (lambda case: _with_options(case.workload.reference, case))
 
 
 def _compiled(op: str) -> Callable[[Case], Run]:
-    load = peers.transformers_experts if op == "moe_mlp" else EAGER[op]  # a loop over experts is no graph
+    # Eager code loops over the experts, and a loop over experts is not one graph.
+    load = peers.transformers_experts if op == "moe_mlp" else eager_code(op)
     return lambda case: torch.compile(load(case), dynamic=False)
 
 
-# What eager code is where one would not guess it.
+# These notes say what eager code is where a reader would not guess it.
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
     "moe_mlp": "expert by expert, waiting for each",
@@ -92,10 +92,10 @@ _EAGER_NOTES = {
 
 
 def _common(op: str) -> tuple[Provider, ...]:
-    note = _EAGER_NOTES.get(op, "")
+    note = _EAGER_NOTES.get(op, "" if op in EAGER else "the reference of the op")
     return (
         tigon_provider(op),
-        Provider("eager", EAGER[op], note=note),
+        Provider("eager", eager_code(op), note=note),
         Provider("compile", _compiled(op), note=note),
     )
 
@@ -107,16 +107,16 @@ def _torch(load: Callable[[Case], Run], note: str) -> Provider:
     return Provider("torch", load, note=note)
 
 
-def _liger(load: Callable[[Case], Run], *destroys: str, name: str = "liger", **options: object) -> Provider:
-    return Provider(name, load, destroys, needs_gpu=True, **options)
+def _liger(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
+    return Provider("liger", load, overwrites, note, needs_gpu=True)
 
 
-def _cute(function: str, *destroys: str) -> Provider:
-    return Provider("liger-cute", peers.liger_cute(function), destroys, needs_gpu=True)
+def _cute(function: str, *overwrites: str) -> Provider:
+    return Provider("liger-cute", peers.liger_cute(function), overwrites, needs_gpu=True)
 
 
-def _quack(load: Callable[[Case], Run], *destroys: str, note: str = "") -> Provider:
-    return Provider("quack", load, destroys, note, needs_gpu=True)
+def _quack(load: Callable[[Case], Run], *overwrites: str, note: str = "") -> Provider:
+    return Provider("quack", load, overwrites, note, needs_gpu=True)
 
 
 _PEERS: dict[str, tuple[Provider, ...]] = {
@@ -132,7 +132,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         _quack(peers.quack_add_rms_norm),
     ),
     "layer_norm": (_liger(peers.liger_layer_norm), _cute("layer_norm")),
-    # Its rope writes over q, k and the incoming gradients.
+    # Liger's rope overwrites q, k and the upstream gradients.
     "rope": (_liger(peers.liger_rope, "q", "k", "upstream"), _quack(peers.quack_rope)),
     "qk_norm_rope": (
         _liger(peers.liger_qk_norm_rope, "upstream", note="its norm of each head, then its rope"),
@@ -163,7 +163,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "linear_cross_entropy": (
         _torch(peers.torch_linear_cross_entropy, "F.linear_cross_entropy"),
         _liger(peers.liger_linear_cross_entropy(None)),
-        _liger(peers.liger_linear_cross_entropy(torch.float32), name="liger-fp32", on_request=True),
+        Provider("liger-fp32", peers.liger_linear_cross_entropy(torch.float32), needs_gpu=True, on_request=True),
         Provider("cce", peers.cce(exact=False), needs_gpu=True, note="skips small gradients"),
         Provider("cce-exact", peers.cce(exact=True), needs_gpu=True, on_request=True),
         _quack(peers.quack_linear_cross_entropy, note="chunks of 4096 tokens, of 8192 where H is 4096"),
@@ -185,28 +185,29 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
     "tvd": (_liger(peers.liger_tvd),),
 }
 
-PROVIDERS: dict[str, tuple[Provider, ...]] = {op: (*_common(op), *_PEERS[op]) for op in OPS}
+PROVIDERS: dict[str, tuple[Provider, ...]] = {op: (*_common(op), *_PEERS.get(op, ())) for op in OPS}
 
 
 def select(op: str, words: str | None) -> list[Provider]:
-    """The providers of `op` that `words` names: None the usual ones, "a,b" just those, "-a" the usual ones less a.
+    """Return the providers of `op` that `words` names, in the form of the option `--providers`.
+
+    None stands for all that are not on request, "a,b" for a and b alone, and "-a" for all but a.
 
     Raises:
-        ValueError: a name that no op has.
+        ValueError: no op has a provider of this name.
 
     Example:
         >>> [provider.name for provider in select("rope", "-compile")]
         ['tigon', 'eager', 'liger', 'quack']
     """
-    wanted = listed(words)
     names = {provider.name for row in PROVIDERS.values() for provider in row}
-    for word in wanted:
+    for word in split_words(words):
         if word.removeprefix("-") not in names:
             raise ValueError(f"bench: providers must be among {', '.join(sorted(names))} (-name drops), got {word!r}")
-    dropped = {word[1:] for word in wanted if word.startswith("-")}
-    kept = {word for word in wanted if not word.startswith("-")}
+    excluded = {word[1:] for word in split_words(words) if word.startswith("-")}
+    included = {word for word in split_words(words) if not word.startswith("-")}
     return [
         provider
         for provider in PROVIDERS[op]
-        if provider.name not in dropped and (provider.name in kept if kept else not provider.on_request)
+        if provider.name not in excluded and (provider.name in included if included else not provider.on_request)
     ]

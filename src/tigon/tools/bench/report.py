@@ -1,23 +1,29 @@
-"""What a run leaves behind: JSON with everything, Markdown tables, and tables for the terminal.
+"""The report of a run: JSON with all results, Markdown tables, and tables for the terminal.
 
 `bench.json` is one object:
 
     schema      1
-    versions    {package: version}, Python's among them
-    machine     type "cpu" or "cuda", name, and what numbers depend on: threads or multiprocessors, memory, L2 cache
+    versions    {package: version}, with that of Python
+    machine     type "cpu" or "cuda", name, and the properties that matter: threads or multiprocessors, memory, L2 cache
     roofline    bytes_per_second, flops_per_second: as measured before the cases
-    settings    rounds, quick, interrupted, cases (names), seconds; with --against: ref, commit, title, provider of it
-    rows        a list of `runner.Row`, one for each provider of each case, in the order in which they ran
+    settings    rounds, quick, interrupted, cases (names), seconds; with --against its ref, commit, title and provider
+    rows        a list of `runner.BenchRow`, one for each provider of each case, in the order in which they ran
 
-A row has case, op, family, model, shape, dtype, provider; status ("ok", "missing", "unsupported", "wrong", "error" or
-"out of memory") and note; kernel_ms, wall_ms and host_ms, medians of the lists samples.kernel, .wall and .host
-(kernel_source says whether the profiler or events timed them; a CPU has wall time only); peak_mib above the inputs;
-bytes or flops that a perfect kernel moves or does, floor_ms in which the machine could, percent_of_roofline; and of the
-check accurate, error and eager_error of the worst tensor, and errors: {"output 0" | "gradient of input" | ...: {error,
-eager_error, ratio}}, where eager_error is at least the standard error of a mean over rounded logits. What was not
-measured is null.
+A row has these fields. A field that was not measured is null.
 
-Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wall time) over that of the provider
+    case, op, family, model, shape, dtype, provider
+    status      "ok", "missing", "unsupported", "wrong", "error" or "out of memory"; note says more
+    kernel_ms, wall_ms, host_ms     medians of the lists samples.kernel, .wall and .host; a CPU has wall time only
+    kernel_source                   "profiler" or "events", which timed the kernels
+    peak_mib                        above the inputs
+    bytes or flops                  the least that a kernel must move or compute
+    floor_ms, percent_of_roofline   the time in which the machine could do it, and its share of the measured time
+    accurate                        the result of the check
+    error, eager_error              the errors of the worst tensor of the check
+    errors      {"output 0" | "gradient of input" | ...: {error, eager_error, ratio}}; eager_error is at least the
+                standard error of a mean over rounded logits
+
+Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wall time) divided by that of the provider
 "products" in the same run, and peak_above_gradients_mib is peak_mib less the gradients that the call returns.
 """
 
@@ -38,7 +44,7 @@ from rich.text import Text
 from tigon.tools import environment
 from tigon.tools.bench.cases import OPS
 from tigon.tools.bench.measure import Roofline
-from tigon.tools.bench.runner import Row
+from tigon.tools.bench.runner import BenchRow
 
 __all__ = [
     "describe_machine",
@@ -52,37 +58,39 @@ __all__ = [
     "write_json",
 ]
 
-PEERS = ("cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")  # the last changes what Liger runs
+# The last package decides which kernels Liger runs.
+PEERS = ("cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
 
 _LEGEND = (
-    "Forward + backward, medians. Kernel ms: GPU kernels summed; host ms: until the call returns; wall ms: until the "
-    "device is done; peak MiB: above the inputs; % roofline: floor / time (more than 100 where more is read than "
-    "written: a copy does both alike); error: |x - exact| / |exact| of the worst output or gradient, in brackets "
-    "eager's of the same."
+    "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
+    "until the device is done; peak MiB: above the inputs; % roofline: floor / time (it exceeds 100 where an op reads "
+    "more than it writes, because a copy, the roofline, reads and writes as much); error: |x - exact| / |exact| of "
+    "the worst output or gradient, in brackets that of eager code."
 )
 _PRODUCTS_LEGEND = (
-    " x products: time over that of the bare products of the valid rows in the same run; peak MiB above gradients: "
-    "less the gradients themselves; error x eager: the same error over eager's, of the loss, dX and dW each; no_grad: "
-    "forward alone."
+    " x products: time over that of the bare products of the valid rows in the same run; peak MiB above gradients: the "
+    "peak less the gradients themselves; error x eager: the error over that of eager code, for the loss, dX and dW; "
+    "no_grad: forward alone."
 )
 
 
 def legend(products: bool) -> str:
-    """What the columns mean; `products`: also where matrix products are the bound."""
+    """Return the meaning of the columns; with `products` also of those for ops whose bound is matrix products."""
     return _LEGEND + _PRODUCTS_LEGEND * products
 
 
 def versions() -> dict[str, str]:
-    """Versions of what can bear on a number."""
-    found = environment.versions() | {"torch": torch.__version__}  # torch's own has the build, as in 2.11.0+cu130
+    """Return the versions of the packages that can change a result."""
+    # torch's own version has the build, as in 2.11.0+cu130.
+    installed = environment.versions() | {"torch": torch.__version__}
     for package in PEERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
-    """The device that was measured, by name and by the properties that numbers depend on."""
+    """Return the name of the device and the properties on which the results depend."""
     if device.type != "cuda":
         return {
             "type": "cpu",
@@ -101,8 +109,8 @@ def describe_machine(device: torch.device) -> dict[str, object]:
     }
 
 
-def write_json(path: Path, rows: Iterable[Row], roofline: Roofline, machine: dict, settings: dict) -> None:
-    """Everything, every sample included."""
+def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> None:
+    """Write all results as JSON, with every sample."""
     document = {
         "schema": 1,
         "versions": versions(),
@@ -121,7 +129,7 @@ def write_json(path: Path, rows: Iterable[Row], roofline: Roofline, machine: dic
 
 
 def number(value: float | None) -> str:
-    """Three or more significant digits, without an exponent where one can read it."""
+    """Format a number with three or more significant digits and without an exponent."""
     if value is None:
         return "-"
     for limit, digits in ((1, 4), (10, 3), (100, 2), (1000, 1)):
@@ -130,37 +138,37 @@ def number(value: float | None) -> str:
     return f"{value:,.0f}"
 
 
-def _percent(row: Row) -> str:
+def _percent(row: BenchRow) -> str:
     return "-" if row.percent_of_roofline is None else f"{row.percent_of_roofline:.0f}"
 
 
-def _error(row: Row) -> str:
+def _error(row: BenchRow) -> str:
     return "-" if row.error is None or row.eager_error is None else f"{row.error:.1e} ({row.eager_error:.1e})"
 
 
-def _times_products(row: Row) -> str:
+def _times_products(row: BenchRow) -> str:
     return "" if row.products_ratio is None else f"{row.products_ratio:.3f}"
 
 
-def _above_gradients(row: Row) -> str:
+def _above_gradients(row: BenchRow) -> str:
     return "" if row.peak_above_gradients_mib is None else number(row.peak_above_gradients_mib)
 
 
-def _error_ratios(row: Row) -> str:
+def _error_ratios(row: BenchRow) -> str:
     names = ("output 0", "gradient of input", "gradient of linear_weight")
     ratios = [row.errors.get(name, {}).get("ratio") for name in names]
     return ", ".join("-" if ratio is None else f"{ratio:.3f}" for ratio in ratios) if row.errors else ""
 
 
-def _note(row: Row) -> str:
+def _note(row: BenchRow) -> str:
     parts = [] if row.status == "ok" else [row.status]
     parts += [row.note] if row.note else []
     parts += ["kernel time from events"] if row.kernel_source == "events" else []
     return ": ".join(parts[:2]) + "".join(f"; {part}" for part in parts[2:])
 
 
-# Title, and the text of a cell.
-Column = tuple[str, Callable[[Row], str]]
+# A column is its title and the function that returns the text of a cell.
+Column = tuple[str, Callable[[BenchRow], str]]
 _TIMES: tuple[Column, ...] = (
     ("kernel ms", lambda row: number(row.kernel_ms)),
     ("wall ms", lambda row: number(row.wall_ms)),
@@ -170,73 +178,76 @@ _MEMORY: Column = ("peak MiB", lambda row: number(row.peak_mib))
 _ROOFLINE: Column = ("% roofline", _percent)
 _ERROR: Column = ("error (eager's)", _error)
 _NOTE: Column = ("note", _note)
-# Where matrix products are the bound.
+# These columns appear where matrix products are the bound.
 _TIMES_PRODUCTS: Column = ("x products", _times_products)
 _ABOVE_GRADIENTS: Column = ("peak MiB above gradients", _above_gradients)
 _ERROR_RATIOS: Column = ("error x eager: loss, dX, dW", _error_ratios)
 
 
-def _columns(rows: list[Row]) -> tuple[Column, ...]:
-    """Of a table of one case."""
+def _columns(rows: list[BenchRow]) -> tuple[Column, ...]:
+    """Return the columns of the table of one case."""
     times = _TIMES if any(row.kernel_ms is not None for row in rows) else _TIMES[1:2]
     if not rows[0].flops:
         return (*times, _MEMORY, _ROOFLINE, _ERROR, _NOTE)
     return (*times, _TIMES_PRODUCTS, _MEMORY, _ABOVE_GRADIENTS, _ROOFLINE, _ERROR, _ERROR_RATIOS, _NOTE)
 
 
-def _title(row: Row) -> str:
+def _title(row: BenchRow) -> str:
     bound = "memory" if row.bytes else "products"
-    work = f"{row.bytes / 1e9:.3g} GB" if row.bytes else f"{row.flops / 1e12:.3g} TFLOP"
+    work = f"{row.bytes / 1e9:.3g} GB" if row.bytes else f"{(row.flops or 0) / 1e12:.3g} TFLOP"
     return f"{row.case} ({OPS[row.op].legend}, {row.dtype}): floor {number(row.floor_ms)} ms by {bound}, {work}"
 
 
-def _by_case(rows: Iterable[Row]) -> Iterable[tuple[str, list[Row]]]:
+def _by_case(rows: Iterable[BenchRow]) -> Iterable[tuple[str, list[BenchRow]]]:
     return ((case, list(group)) for case, group in groupby(rows, key=lambda row: row.case))
 
 
 # --- summary -------------------------------------------------------------------------------------
 
 
-def _faster(than: Row | None, ours: Row) -> str:
-    return f"{than.time_ms / ours.time_ms:.2f}x" if than and than.time_ms and ours.time_ms else "-"
+def _speed_up(other: BenchRow | None, tigon: BenchRow) -> str:
+    return f"{other.time_ms / tigon.time_ms:.2f}x" if other and other.time_ms and tigon.time_ms else "-"
 
 
-def _best(group: list[Row]) -> Row | None:
+def _time(row: BenchRow | None) -> str:
+    return number(row.time_ms if row else None)
+
+
+def _fastest_peer(group: list[BenchRow]) -> BenchRow | None:
     peers = [row for row in group if row.is_peer and row.status == "ok" and row.time_ms]
-    return min(peers, key=lambda row: row.time_ms, default=None)
+    return min(peers, key=lambda row: row.time_ms or 0.0, default=None)
 
 
-def _named(group: list[Row], name: str) -> Row | None:
+def _row_of(name: str, group: list[BenchRow]) -> BenchRow | None:
     return next((row for row in group if row.provider == name and row.status == "ok"), None)
 
 
-def _summary(rows: list[Row]) -> tuple[list[str], list[list[str]]]:
-    """Titles and cells: Tigon in a line a case; columns with nothing in them are left out."""
-    other = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
+def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
+    """Return titles and cells: each case is a line about Tigon, and empty columns are left out."""
+    revision = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
     titles = ["case", "tigon ms", "% roofline", "best peer", "its ms", "speed-up", "liger ms", "speed-up over liger"]
-    titles += ["host ms (liger's)", f"{other} ms", f"speed-up over {other}"]
+    titles += ["host ms (liger's)", f"{revision} ms", f"speed-up over {revision}"]
     titles += [title for title, _ in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)]
     lines = []
     for case, group in _by_case(rows):
-        ours = next((row for row in group if row.provider == "tigon"), None)
-        if ours is None:
+        tigon = next((row for row in group if row.provider == "tigon"), None)
+        if tigon is None:
             continue
-        best, liger, before = _best(group), _named(group, "liger"), _named(group, other)
-        time = lambda row: number(row.time_ms if row else None)
+        best, liger, other = _fastest_peer(group), _row_of("liger", group), _row_of(revision, group)
         lines.append([
-            case, time(ours) if ours.status == "ok" else ours.status, _percent(ours),
+            case, _time(tigon) if tigon.status == "ok" else tigon.status, _percent(tigon),
             "-" if best is None else best.provider + (" (inaccurate)" if best.accurate is False else ""),
-            time(best), _faster(best, ours), time(liger), _faster(liger, ours),
-            "-" if ours.host_ms is None else f"{number(ours.host_ms)} ({number(liger.host_ms if liger else None)})",
-            time(before), _faster(before, ours),
-            *(cell(ours) or "-" for _, cell in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
+            _time(best), _speed_up(best, tigon), _time(liger), _speed_up(liger, tigon),
+            "-" if tigon.host_ms is None else f"{number(tigon.host_ms)} ({number(liger.host_ms if liger else None)})",
+            _time(other), _speed_up(other, tigon),
+            *(cell(tigon) or "-" for _, cell in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
         ])  # fmt: skip
-    used = [i for i in range(len(titles)) if any(line[i] != "-" for line in lines)]
-    return [titles[i] for i in used], [[line[i] for i in used] for line in lines]
+    columns = [i for i in range(len(titles)) if any(line[i] != "-" for line in lines)]
+    return [titles[i] for i in columns], [[line[i] for i in columns] for line in lines]
 
 
-def summary_table(rows: list[Row]) -> Table:
-    """The summary for the terminal, which is not as wide as a page."""
+def summary_table(rows: list[BenchRow]) -> Table:
+    """Return the summary for the terminal, which is not as wide as a page."""
     titles, lines = _summary(rows)
     if _ERROR_RATIOS[0] in titles:
         titles, lines = titles[:-1], [line[:-1] for line in lines]
@@ -249,7 +260,7 @@ def summary_table(rows: list[Row]) -> Table:
 
 
 def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str]) -> list[str]:
-    """Lines of a Markdown table; the columns titled `left` are aligned so, the others to the right."""
+    """Return the lines of a Markdown table. The columns in `left` are aligned to the left, the others to the right."""
     rule = "|".join("---" if title in left else "---:" for title in titles)
     rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
     return [f"| {' | '.join(titles)} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
@@ -258,8 +269,8 @@ def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: 
 # --- the report ----------------------------------------------------------------------------------
 
 
-def markdown(rows: list[Row], roofline: Roofline, machine: dict, settings: dict) -> str:
-    """The report as Markdown: the machine, a summary, then one table a case."""
+def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: dict) -> str:
+    """Return the report as Markdown: the machine, a summary, and one table for each case."""
     against = settings.get("against")
     lines = [
         "# tigon bench",
@@ -284,9 +295,10 @@ def markdown(rows: list[Row], roofline: Roofline, machine: dict, settings: dict)
     return "\n".join(lines) + "\n"
 
 
-def terminal_table(rows: list[Row]) -> Group:
-    """One case's rows for the terminal, and under them what is to be said of each."""
-    columns = _columns(rows)[:-1]  # notes are long: they stand below
+def terminal_table(rows: list[BenchRow]) -> Group:
+    """Return a table of the rows of one case for the terminal, with the notes below it."""
+    # Notes are long, so they follow the table.
+    columns = _columns(rows)[:-1]
     measured = [row for row in rows if row.status == "ok"]
     best = min((row.time_ms for row in measured if row.time_ms and row.provider != "products"), default=None)
     table = Table("provider", box=box.SIMPLE, show_edge=False, pad_edge=False)

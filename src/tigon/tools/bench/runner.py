@@ -1,4 +1,4 @@
-"""The run: for each case, check every provider, then measure those that may be measured, round by round, in turn."""
+"""One case of the benchmark: check every provider, then measure the providers in turn, round by round."""
 
 import contextlib
 import gc
@@ -7,31 +7,44 @@ import random
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 
-from tigon.tools.bench.accuracy import Bound, Errors, Verdict, eager_results, exact_results, judge, typical_loss_error
+from tigon.tools.bench.accuracy import (
+    BoundProvider,
+    Errors,
+    Results,
+    Verdict,
+    eager_results,
+    exact_results,
+    judge,
+    typical_loss_error,
+)
 from tigon.tools.bench.cases import Case
-from tigon.tools.bench.inputs import Inputs
 from tigon.tools.bench.measure import Meter, Roofline, Samples
 from tigon.tools.bench.providers import Provider, Run, Unsupported
+from tigon.tools.workloads import Inputs
 
-__all__ = ["Row", "run_case"]
+__all__ = ["BenchRow", "run_case"]
 
-Tell = Callable[[str], None]  # receives what is being done now
+# It receives a description of the current step.
+ShowStep = Callable[[str], None]
+Result = TypeVar("Result")
 
 
 @dataclass
-class Row:
-    """One provider on one case, as it stands in the report.
+class BenchRow:
+    """One provider on one case, as the report shows it.
 
-    `status` is "ok" (measured), "missing" (not installed or no GPU), "unsupported", "wrong" (ours, refused), "error" or
-    "out of memory"; `note` says more. Times are medians in milliseconds; `accurate` is the verdict of the check, whose
-    worst tensor has the relative errors `error` and, of eager code, `eager_error`; `errors` has those of each output
-    and gradient, and their ratio. None is "not measured".
+    `status` is "ok" (measured), "missing" (not installed, or no GPU), "unsupported", "wrong" (Tigon, which is then not
+    measured), "error" or "out of memory"; `note` says more. Times are medians in milliseconds. `accurate` is the result
+    of the check. `error` is the relative error of its worst tensor and `eager_error` that of eager code; `errors` has
+    those of each output and gradient, and their ratio. None means "not measured".
 
-    Where matrix products are the bound, `products_ratio` is the time over that of the provider "products" in the same
-    run, and `peak_above_gradients_mib` the peak less the gradients that are returned.
+    Where matrix products are the bound, `products_ratio` is the time divided by that of the provider "products" in the
+    same run, and `peak_above_gradients_mib` is the peak less the gradients that the call returns.
     """
 
     case: str
@@ -62,45 +75,46 @@ class Row:
 
     @property
     def time_ms(self) -> float | None:
-        """What providers are ranked by: kernel time on a GPU, wall time on a CPU."""
+        """Return the time that ranks the providers: kernel time on a GPU, wall time on a CPU."""
         return self.kernel_ms if self.kernel_ms is not None else self.wall_ms
 
     @property
     def is_peer(self) -> bool:
-        """Whether it is what Tigon is compared with: no other revision, and not the floor."""
+        """Return True if Tigon is compared with the provider, which is neither another revision nor the floor."""
         return self.provider.partition("@")[0] not in ("tigon", "products")
 
     @property
     def failed(self) -> bool:
-        """Whether the run must end with exit code 1: our own kernel is wrong, raised or could not be imported."""
+        """Return True if the run must end with exit code 1: Tigon is wrong, raises or cannot be imported."""
         return self.provider == "tigon" and self.status in ("wrong", "error", "missing")
 
     def add_note(self, text: str) -> None:
         self.note = f"{self.note}; {text}" if self.note else text
 
     def as_dict(self) -> dict[str, object]:
-        """For JSON."""
+        """Return the fields for JSON."""
         return asdict(self)
 
 
 @dataclass
 class _Entry:
-    """A provider under way."""
+    """A provider during the run of a case."""
 
     provider: Provider
-    row: Row
+    row: BenchRow
     case: Case
     run: Run | None = None
     samples: Samples = field(default_factory=Samples)
     calls: int = 1
 
     @property
-    def alive(self) -> bool:
+    def is_active(self) -> bool:
         return self.row.status == "ok"
 
-    def bound(self, inputs: Inputs) -> Bound:
-        """A new one: what was prepared or copied for it lives as long as it does."""
-        return Bound(self.provider, self.run, self.provider.prepare(self.case, inputs))
+    def bind(self, inputs: Inputs) -> BoundProvider:
+        """Bind the provider to inputs. Copies and prepared operands live as long as the result."""
+        assert self.run is not None
+        return BoundProvider(self.provider, self.run, self.provider.prepare(self.case, inputs))
 
 
 def run_case(
@@ -109,22 +123,24 @@ def run_case(
     meter: Meter,
     roofline: Roofline,
     rounds: int,
-    tell: Tell = lambda _: None,
-) -> list[Row]:
-    """Check and measure `providers` on `case`; one row each, whatever happens to it.
+    show_step: ShowStep = lambda _: None,
+) -> list[BenchRow]:
+    """Check and measure `providers` on `case`, and return one row for each, even if it fails.
 
-    A provider named "tigon" that is wrong is not measured. A peer that is wrong is, and its row says so.
+    If the provider "tigon" is wrong, it is not measured. A wrong peer is measured, and its row says that it is wrong.
     """
     entries = [_Entry(provider, _row(case, provider), case) for provider in providers]
-    # Graphs compiled for an earlier case hold memory, and count toward the limit of recompilations.
+    # Graphs that were compiled for an earlier case hold memory, and count toward the limit of recompilations.
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     for entry in entries:
-        _attempt(entry, meter, lambda entry=entry: _load(entry, case, meter))
-    for step in (lambda: _check(case, entries, meter, tell), lambda: _measure(case, entries, meter, rounds, tell)):
+        _attempt(entry, meter, partial(_load, entry, case, meter))
+    check = partial(_check, case, entries, meter, show_step)
+    measure = partial(_measure, case, entries, meter, rounds, show_step)
+    for step in (check, measure):
         problem = _attempt_all(step)
         for entry in entries:
-            if problem and entry.alive:
+            if problem and entry.is_active:
                 entry.row.status, entry.row.note = "error", problem
     for entry in entries:
         entry.run = None
@@ -134,8 +150,8 @@ def run_case(
     return [entry.row for entry in entries]
 
 
-def _row(case: Case, provider: Provider) -> Row:
-    return Row(
+def _row(case: Case, provider: Provider) -> BenchRow:
+    return BenchRow(
         case=case.name, op=case.op, family=case.family, model=case.model, shape=case.shape,
         dtype=str(case.dtype).removeprefix("torch."), provider=provider.name, note=provider.note,
         bytes=case.bytes, flops=case.flops,
@@ -152,54 +168,74 @@ def _load(entry: _Entry, case: Case, meter: Meter) -> None:
 # --- check ---------------------------------------------------------------------------------------
 
 
-def _check(case: Case, entries: list[_Entry], meter: Meter, tell: Tell) -> None:
-    """Judge every provider; at fewer rows if eager code or the exact result does not fit."""
-    tried = case
+@dataclass
+class _Baseline:
+    """The inputs of the check, and the results with which those of the providers are compared."""
+
+    case: Case
+    inputs: Inputs
+    eager: Results
+    exact: Results
+    typical_error: float
+
+
+def _prepare_check(case: Case, meter: Meter, show_step: ShowStep) -> _Baseline | None:
+    """Compute the exact result and that of eager code, at fewer rows if they do not fit; None if nothing fits."""
     for _ in range(6):
-        try:
-            tell("exact result")
-            inputs = tried.make(meter.device, seed=1)
-            exact = exact_results(tried, inputs)
-            eager = eager_results(tried, inputs)
-            typical = typical_loss_error(tried, inputs)
-            break
-        except torch.OutOfMemoryError:
-            exact = eager = inputs = None
-            _free(meter)
-            tried = tried.smaller()
-    else:
+        with contextlib.suppress(torch.OutOfMemoryError):
+            show_step("exact result")
+            return _expected_results(case, meter)
+        # Here, after the handler, the frames of the failed attempt no longer hold tensors.
+        _free(meter)
+        case = case.smaller()
+    return None
+
+
+def _expected_results(case: Case, meter: Meter) -> _Baseline:
+    inputs = case.make(meter.device, seed=1)
+    exact = exact_results(case, inputs)
+    return _Baseline(case, inputs, eager_results(case, inputs), exact, typical_loss_error(case, inputs))
+
+
+def _check(case: Case, entries: list[_Entry], meter: Meter, show_step: ShowStep) -> None:
+    """Check the results of every provider."""
+    baseline = _prepare_check(case, meter, show_step)
+    if baseline is None:
         for entry in entries:
-            if entry.alive and entry.provider.name == "tigon":
+            if entry.is_active and entry.provider.name == "tigon":
                 entry.row.status, entry.row.note = "out of memory", "the accuracy check does not fit: not timed"
-            elif entry.alive:
+            elif entry.is_active:
                 entry.row.add_note("accuracy not checked: out of memory")
         return
-    untouched, right = inputs.fingerprints(), (eager, exact, typical)
+    checked_at = "" if baseline.case is case else "x".join(map(str, baseline.case.shape))
+    fingerprints = baseline.inputs.fingerprints()
     for entry in entries:
-        if entry.alive and entry.provider.autograd:
-            tell(f"checking {entry.provider.name}")
-            check = lambda entry=entry, inputs=inputs: _verdict(entry, inputs, meter, *right)
-            verdict = _attempt(entry, meter, check)
-            if verdict is not None:
-                _judge_row(entry.row, verdict, "" if tried is case else "x".join(map(str, tried.shape)))
-            after = inputs.fingerprints()
-            written = [name for name, fingerprint in untouched.items() if after[name] != fingerprint]
-            if written:
-                # All providers share the inputs: one that is not known to destroy them must not be called again.
-                if entry.alive:
-                    entry.row.status = "wrong" if entry.provider.name == "tigon" else "error"
-                    entry.row.note = f"not timed: writes over its inputs: {', '.join(written)}"
-                check = inputs = None
-                inputs = tried.make(meter.device, seed=1)
+        if not entry.is_active or not entry.provider.autograd:
+            continue
+        show_step(f"checking {entry.provider.name}")
+        verdict = _attempt(entry, meter, partial(_verdict, entry, baseline, meter))
+        if verdict is not None:
+            _judge_row(entry.row, verdict, checked_at)
+        changed = baseline.inputs.fingerprints()
+        written = [name for name, fingerprint in fingerprints.items() if changed[name] != fingerprint]
+        if written:
+            # All providers share the inputs, so a provider that overwrites them must not be called again.
+            if entry.is_active:
+                entry.row.status = "wrong" if entry.provider.name == "tigon" else "error"
+                entry.row.note = f"not timed: writes over its inputs: {', '.join(written)}"
+            # The old inputs are released before the new ones are made.
+            baseline.inputs = Inputs({})
+            baseline.inputs = baseline.case.make(meter.device, seed=1)
 
 
-def _verdict(entry: _Entry, inputs: Inputs, meter: Meter, *right: object) -> Verdict:
-    results = entry.bound(inputs).results()
-    meter.synchronize()  # so that a failing kernel fails here
-    return judge(results, *right)
+def _verdict(entry: _Entry, baseline: _Baseline, meter: Meter) -> Verdict:
+    results = entry.bind(baseline.inputs).results()
+    # A kernel that fails then raises here.
+    meter.synchronize()
+    return judge(results, baseline.eager, baseline.exact, baseline.typical_error)
 
 
-def _judge_row(row: Row, verdict: Verdict, checked_at: str) -> None:
+def _judge_row(row: BenchRow, verdict: Verdict, checked_at: str) -> None:
     row.error, row.eager_error = _finite(verdict.error), _finite(verdict.eager_error)
     row.errors = {name: _as_dict(errors) for name, errors in verdict.errors.items()}
     row.accurate = not verdict.wrong
@@ -217,42 +253,43 @@ def _as_dict(errors: Errors) -> dict[str, float | None]:
 
 
 def _finite(x: float) -> float | None:
-    return x if math.isfinite(x) else None  # JSON has no NaN
+    # JSON has no NaN.
+    return x if math.isfinite(x) else None
 
 
 # --- measure -------------------------------------------------------------------------------------
 
 
-def _measure(case: Case, entries: list[_Entry], meter: Meter, rounds: int, tell: Tell) -> None:
+def _measure(case: Case, entries: list[_Entry], meter: Meter, rounds: int, show_step: ShowStep) -> None:
     inputs = case.make(meter.device)
     for entry in entries:
-        if entry.alive:
-            tell(f"warming up {entry.provider.name}")
-            _attempt(entry, meter, lambda entry=entry: _warm_up(entry, inputs, meter))
+        if entry.is_active:
+            show_step(f"warming up {entry.provider.name}")
+            _attempt(entry, meter, partial(_warm_up, entry, inputs, meter))
     for index in range(rounds):
-        # Each round in an order of its own: a hot chip is slow, and no one always follows the same one.
+        # Each round has another order, because a hot chip is slow and no provider should always follow the same one.
         for entry in random.Random(index).sample(entries, len(entries)):
-            if entry.alive:
-                tell(f"round {index + 1}/{rounds}: {entry.provider.name}")
-                _attempt(entry, meter, lambda entry=entry: _round(entry, inputs, meter))
+            if entry.is_active:
+                show_step(f"round {index + 1}/{rounds}: {entry.provider.name}")
+                _attempt(entry, meter, partial(_round, entry, inputs, meter))
 
 
 def _warm_up(entry: _Entry, inputs: Inputs, meter: Meter) -> None:
-    bound = entry.bound(inputs)
+    bound = entry.bind(inputs)
     entry.calls = meter.calls(meter.warm_up(bound))
     entry.samples.peak_bytes = meter.peak_bytes(bound)
     entry.samples.gradient_bytes = bound.gradient_bytes
 
 
 def _round(entry: _Entry, inputs: Inputs, meter: Meter) -> None:
-    # What is copied or prepared for it lives for this round only: one provider's temporaries at a time.
-    meter.round(entry.bound(inputs), entry.calls, entry.samples)
+    # Copies and prepared operands live for this round only, so memory holds those of one provider at a time.
+    meter.round(entry.bind(inputs), entry.calls, entry.samples)
 
 
 def _finish(entry: _Entry, roofline: Roofline) -> None:
     row, samples = entry.row, entry.samples
     row.floor_ms = roofline.floor_ms(row.bytes, row.flops)
-    if not entry.alive:
+    if not entry.is_active:
         return
     row.kernel_ms, row.kernel_source = Samples.median(samples.kernel), samples.kernel_source
     row.wall_ms, row.host_ms = Samples.median(samples.wall), Samples.median(samples.host)
@@ -261,21 +298,24 @@ def _finish(entry: _Entry, roofline: Roofline) -> None:
         row.peak_above_gradients_mib = (samples.peak_bytes - samples.gradient_bytes) / 2**20
     row.samples = {"kernel": samples.kernel, "wall": samples.wall, "host": samples.host}
     if row.time_ms:
+        assert row.floor_ms is not None
         row.percent_of_roofline = 100 * row.floor_ms / row.time_ms
 
 
-def _compare_with_products(rows: list[Row]) -> None:
+def _compare_with_products(rows: list[BenchRow]) -> None:
     products = next((row for row in rows if row.provider == "products" and row.time_ms), None)
+    if products is None or not products.time_ms:
+        return
     for row in rows:
-        if products and row.time_ms and (row.kernel_ms is None) == (products.kernel_ms is None):
+        if row.time_ms and (row.kernel_ms is None) == (products.kernel_ms is None):
             row.products_ratio = row.time_ms / products.time_ms
 
 
-# --- what can go wrong ---------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
-def _attempt(entry: _Entry, meter: Meter, action: Callable[[], object]) -> object | None:
-    """Run `action`; what it raises becomes the status of the row."""
+def _attempt(entry: _Entry, meter: Meter, action: Callable[[], Result]) -> Result | None:
+    """Run `action`. An error becomes the status of the row, and the result is then None."""
     try:
         return action()
     except Unsupported as reason:
@@ -286,7 +326,7 @@ def _attempt(entry: _Entry, meter: Meter, action: Callable[[], object]) -> objec
         status, note = "out of memory", ""
     except Exception as problem:
         status, note = "error", _describe(problem)
-    # Outside the handlers: the exception's frames, which hold tensors, are gone.
+    # Here, outside the handlers, the frames of the exception no longer hold tensors.
     entry.row.status, entry.row.note = status, note
     entry.run = None
     _free(meter)
@@ -294,7 +334,7 @@ def _attempt(entry: _Entry, meter: Meter, action: Callable[[], object]) -> objec
 
 
 def _attempt_all(step: Callable[[], None]) -> str:
-    """Run what all providers of a case need; -> "" or what stopped it."""
+    """Run a step of all providers, and return the description of its error, or ""."""
     try:
         step()
     except Exception as problem:
@@ -310,6 +350,6 @@ def _describe(problem: Exception) -> str:
 def _free(meter: Meter) -> None:
     gc.collect()
     if meter.device.type == "cuda":
-        # After an illegal access every call fails, this one too: the rows that follow say so.
+        # After an illegal access every call fails, this one too. The rows that follow report it.
         with contextlib.suppress(RuntimeError):
             torch.cuda.empty_cache()

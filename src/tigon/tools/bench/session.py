@@ -1,8 +1,9 @@
-"""One run of `tigon bench`: options to cases, cases to rows, rows to the files that are left behind."""
+"""One run of `tigon bench`: options select cases, cases give rows, and rows are written to the report."""
 
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import typer
@@ -14,7 +15,7 @@ from tigon.tools.bench import plots, providers, report
 from tigon.tools.bench.against import Revision, find_revision
 from tigon.tools.bench.cases import Case
 from tigon.tools.bench.measure import make_meter
-from tigon.tools.bench.runner import Row, run_case
+from tigon.tools.bench.runner import BenchRow, run_case
 from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
 
 __all__ = ["session"]
@@ -24,40 +25,41 @@ def session(
     ops: str | None, cases: str | None, provider_names: str | None, against: str | None, rounds: int | None,
     device: str, quick: bool, out: Path | None, list_cases: bool,
 ) -> int:  # fmt: skip
-    """Run with the options of the command line; -> the exit code.
+    """Run with the options of the command line, and return the exit code.
 
     Raises:
-        typer.BadParameter: before anything runs, naming the rule and the value.
+        typer.BadParameter: an option is wrong. The message names the rule and the value, and nothing has run.
     """
     console = make_console()
-    target = _device(pick_device(device))
+    target = _select_device(pick_device(device))
     try:
         revision = None if against is None else find_revision(against)
-        chosen = case_table.select(ops, cases or ("first-light,roofline" if target.type == "cuda" else "small"))
-        # Two revisions are compared with each other, and with others where these are named.
+        selected_cases = case_table.select(ops, cases or ("first-light,roofline" if target.type == "cuda" else "small"))
+        # With --against, other providers run only if --providers names them.
         names = provider_names or ("tigon" if revision else None)
-        selected = {case.op: providers.select(case.op, names) for case in chosen}
-        chosen = [case for case in chosen if selected[case.op]]
-        if not chosen:
+        providers_of = {case.op: providers.select(case.op, names) for case in selected_cases}
+        selected_cases = [case for case in selected_cases if providers_of[case.op]]
+        if not selected_cases:
             raise ValueError(f"bench: none of the ops chosen has a provider among {provider_names!r}")
     except ValueError as problem:
         raise typer.BadParameter(str(problem)) from problem
     if list_cases:
-        for case in chosen:
+        for case in selected_cases:
             console.print(f"{case.name}  [dim]{', '.join(case.tags)}[/dim]", soft_wrap=True)
         return 0
-    settings = {
-        "rounds": rounds or (1 if quick else 3),
+    rounds = rounds or (1 if quick else 3)
+    settings: dict[str, Any] = {
+        "rounds": rounds,
         "quick": quick,
         "interrupted": False,
-        "cases": [case.name for case in chosen],
+        "cases": [case.name for case in selected_cases],
     }
     folder = pick_folder(out, "bench_")
     with contextlib.ExitStack() as stack:
         if revision:
-            settings["against"] = _add_revision(revision, selected, stack)
+            settings["against"] = _add_revision(revision, providers_of, stack)
         make_folder(folder)
-        rows = _run(chosen, selected, target, settings, folder, console)
+        rows = _run(selected_cases, providers_of, target, settings, folder, console)
     failed = [row for row in rows if row.failed]
     for row in failed:
         console.print(f"{row.case}: tigon: {row.status}: {row.note}", style="bold red", markup=False, soft_wrap=True)
@@ -65,20 +67,20 @@ def session(
 
 
 def _add_revision(
-    revision: Revision, selected: dict[str, list[providers.Provider]], stack: contextlib.ExitStack
+    revision: Revision, providers_of: dict[str, list[providers.Provider]], stack: contextlib.ExitStack
 ) -> dict[str, str]:
-    """Load the revision for as long as `stack` and put it first or behind Tigon; -> what the report says of it."""
+    """Import the revision until `stack` closes, add it after Tigon or first, and return its entry of the report."""
     try:
         package = stack.enter_context(revision.package())
     except Exception as problem:
         raise typer.BadParameter(f"bench: --against {revision.ref} cannot be imported: {problem!r}") from problem
-    for op, row in selected.items():
+    for op, row in providers_of.items():
         row.insert(1 if row[0].name == "tigon" else 0, providers.tigon_provider(op, package, revision.name))
     return {"ref": revision.ref, "commit": revision.commit, "title": revision.title, "provider": revision.name}
 
 
-def _device(name: str) -> torch.device:
-    """The device of that name; a GPU becomes the current one, which profiler, markers and peers all use."""
+def _select_device(name: str) -> torch.device:
+    """Return the device of that name, and make a GPU current, because profiler, markers and peers use that one."""
     if name == "cpu":
         return torch.device(name)
     device = torch.device("cuda", torch.device(name).index or 0)
@@ -87,42 +89,47 @@ def _device(name: str) -> torch.device:
 
 
 def _run(
-    chosen: list[Case],
-    selected: dict[str, list[providers.Provider]],
+    cases: list[Case],
+    providers_of: dict[str, list[providers.Provider]],
     device: torch.device,
-    settings: dict[str, object],
+    settings: dict[str, Any],
     folder: Path,
     console: Console,
-) -> list[Row]:
-    """Measure, print each case as it is done, and write the report: also after Ctrl-C, with what there is."""
-    started = time.perf_counter()
-    meter, machine, rows = make_meter(device), report.describe_machine(device), []
+) -> list[BenchRow]:
+    """Measure and print case by case, and write the report. After Ctrl-C the report has the cases that are done."""
+    start = time.perf_counter()
+    meter, machine = make_meter(device), report.describe_machine(device)
+    rows: list[BenchRow] = []
     if settings["quick"]:
         meter.busy_ms /= 10
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, auto_refresh=False,  # a thread that draws would disturb host times
+        console=console, transient=True, auto_refresh=False,
     ) as progress:  # fmt: skip
-        task = progress.add_task("roofline", total=len(chosen))
+        # There is no automatic refresh, because a thread that draws would disturb host times.
+        task = progress.add_task("roofline", total=len(cases))
         roofline = meter.roofline()
         progress.console.print(
             f"{machine['name']}: {roofline.bytes_per_second / 1e9:,.0f} GB/s copied, "
             f"{roofline.flops_per_second / 1e12:.3g} TFLOP/s in bf16 products\n"
-            f"{report.legend(any(case.flops for case in chosen))}\n"
+            f"{report.legend(any(case.flops for case in cases))}\n"
         )
         try:
-            for case in chosen:
-                tell = lambda text, case=case: progress.update(task, description=f"{case.name}: {text}", refresh=True)
-                done = run_case(case, selected[case.op], meter, roofline, settings["rounds"], tell)
-                rows += done
+            for case in cases:
+
+                def show_step(text: str, name: str = case.name) -> None:
+                    progress.update(task, description=f"{name}: {text}", refresh=True)
+
+                case_rows = run_case(case, providers_of[case.op], meter, roofline, settings["rounds"], show_step)
+                rows += case_rows
                 progress.advance(task)
-                if done:
-                    progress.console.print(report.terminal_table(done))
+                if case_rows:
+                    progress.console.print(report.terminal_table(case_rows))
                 report.write_json(folder / "bench.json", rows, roofline, machine, settings)
         except KeyboardInterrupt:
             settings["interrupted"] = True
-            progress.console.print("[bold yellow]Interrupted[/]: the report holds the cases that were done.")
-    settings["seconds"] = round(time.perf_counter() - started, 1)
+            progress.console.print("[bold yellow]Interrupted[/]: the report has the cases that were completed.")
+    settings["seconds"] = round(time.perf_counter() - start, 1)
     report.write_json(folder / "bench.json", rows, roofline, machine, settings)
     (folder / "bench.md").write_text(report.markdown(rows, roofline, machine, settings))
     pictures = plots.draw(rows, folder, str(machine["name"]))

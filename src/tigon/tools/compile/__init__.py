@@ -1,1 +1,1 @@
-"""Kernels compiled for chips that are not here, and the resources that each takes."""
+"""Compilation of the kernels for chips that this machine does not have, and the resources that each kernel needs."""

@@ -1,6 +1,6 @@
-"""`tigon resources`: what every kernel takes of every chip, compiled here without the chip.
+"""`tigon resources` compiles every kernel for every chip and prints the resources that it needs. It needs no GPU.
 
-The workloads are those of the tests. A kernel that spills registers to memory, or that does not fit, fails the command.
+The steps are those of the tests. The command fails if a kernel spills registers to memory or does not fit.
 """
 
 import atexit
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich import box
@@ -20,56 +20,68 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tigon.tools import environment
-from tigon.tools.bench.cases import listed
+from tigon.tools.bench.cases import split_words
 from tigon.tools.bench.report import markdown_table
 from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, write_file
 
-__all__ = ["Usage", "compiled", "resources"]
+if TYPE_CHECKING:
+    from tigon.tools.compile.targets import KernelResources
 
-MAX_THREADS = 1024  # of a workgroup, on either vendor
+__all__ = ["Usage", "compile_case", "resources"]
+
+# The limit of a workgroup, for both vendors.
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True)
 class Usage:
-    """One kernel of one case on one chip. `problem` is "" or why it must not ship."""
+    """The resources that one kernel of one case needs on one chip.
+
+    `threads` and `shared` bytes are those of a workgroup, and `registers` those of a thread. `spilled` counts bytes of
+    stack per thread on NVIDIA and registers on AMD. `problem` is the reason why the kernel must not ship, or "".
+    """
 
     kernel: str
     case: str
     chip: str
-    threads: int = 0  # a workgroup
-    registers: int = 0  # a thread
-    spilled: int = 0  # NVIDIA: bytes of stack a thread; AMD: registers
-    shared: int = 0  # bytes a workgroup
+    threads: int = 0
+    registers: int = 0
+    spilled: int = 0
+    shared: int = 0
     problem: str = ""
 
 
-def compiled(case: str, chip_name: str) -> list[Usage]:
-    """Compile the kernels of a workload for a chip, each once."""
+def compile_case(case: str, chip_name: str) -> list[Usage]:
+    """Compile each kernel of a case for a chip once."""
+    from tigon.tools.compile.steps import STEPS
     from tigon.tools.compile.targets import CHIPS, recorded
     from tigon.tools.compile.targets import resources as resources_of
-    from tigon.tools.compile.workloads import WORKLOADS
 
     chip = next(chip for chip in CHIPS if chip.name == chip_name)
-    found: dict[Usage, None] = {}
+    # A dict keeps the order of the kernels and has each once.
+    usages: dict[Usage, None] = {}
     with recorded(chip) as launches:
         try:
-            WORKLOADS[case]()
-        except Exception as problem:
-            found[Usage("-", case, chip.name, problem=f"does not run: {type(problem).__name__}: {problem}")] = None
+            STEPS[case]()
+        except Exception as error:
+            usages[Usage("-", case, chip.name, problem=f"does not run: {type(error).__name__}: {error}")] = None
     for launch in launches:
         kernel = f"{launch.kernel.fn.__module__.rpartition('.')[2]}.{launch.kernel.__name__}"
         try:
-            numbers = resources_of(launch, chip) | {"kernel": kernel}
-        except Exception as problem:
-            usage = Usage(kernel, case, chip.name, problem=f"does not compile: {type(problem).__name__}: {problem}")
+            numbers = resources_of(launch, chip)
+        except Exception as error:
+            usage = Usage(kernel, case, chip.name, problem=f"does not compile: {type(error).__name__}: {error}")
         else:
-            problem = _problem(numbers, chip.device.shared_memory)
-            usage = Usage(case=case, chip=chip.name, problem=problem, **numbers)
-        found[usage] = None
-    return list(found)
+            usage = Usage(
+                kernel, case, chip.name, numbers["threads"], numbers["registers"], numbers["spilled"],
+                numbers["shared"], _problem(numbers, chip.device.shared_memory),
+            )  # fmt: skip
+        usages[usage] = None
+    return list(usages)
 
 
-def _problem(numbers: dict, shared_limit: int) -> str:
+def _problem(numbers: "KernelResources", shared_limit: int) -> str:
+    """Return the reasons why a kernel must not ship, or ""."""
     problems = []
     if numbers["spilled"]:
         problems.append("spills")
@@ -87,18 +99,19 @@ def resources(
     ops: Annotated[str | None, typer.Option(help="Ops to compile, separated by commas; all by default.")] = None,
     chip: Annotated[str | None, typer.Option(help="Chips, separated by commas; all by default.")] = None,
     out: Annotated[Path | None, typer.Option(help="Also write the table to this file, .md or .json.")] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at a time.", show_default="one a core")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="Number of compilers.", show_default="one per core")] = None,
 ) -> None:
-    """Compile every kernel for every chip, here, and print the registers, spills and shared memory that it takes.
+    """Compile every kernel for every chip, and print the registers, spills and shared memory that it needs.
 
-    Needs no GPU. Exit code: 0; 1 if a kernel spills, does not fit or does not compile; 2 for bad input; 130 after
-    Ctrl-C.
+    The command needs no GPU. Exit code: 0; 1 if a kernel spills, does not fit or does not compile; 2 for bad input; 130
+    after Ctrl-C.
     """
     cases, chips = _choose(ops, chip, out)
     console = make_console()
     usages, interrupted = _compile_all([(case, name) for name in chips for case in cases], jobs, console)
-    launched = list(dict.fromkeys(usage.kernel for usage in usages))  # forward before backward
-    usages.sort(key=lambda usage: (cases.index(usage.case), launched.index(usage.kernel), chips.index(usage.chip)))
+    # The kernels of a case are in the order of their launches: forward before backward.
+    kernels = list(dict.fromkeys(usage.kernel for usage in usages))
+    usages.sort(key=lambda usage: (cases.index(usage.case), kernels.index(usage.kernel), chips.index(usage.chip)))
     console.print(_table(usages))
     for usage in usages:
         if usage.problem:
@@ -114,55 +127,59 @@ def resources(
 
 
 def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[str], list[str]]:
-    """The workloads and chips that the options name.
+    """Return the cases and chips that the options name.
 
     Raises:
-        typer.BadParameter: naming the rule and the value.
+        typer.BadParameter: an option is wrong. The message names the rule and the value.
     """
     if os.environ.get("TRITON_INTERPRET", "0") == "1":
-        raise typer.BadParameter("resources: TRITON_INTERPRET must not be set, for the interpreter compiles nothing")
+        raise typer.BadParameter(
+            "resources: TRITON_INTERPRET must not be set, because the interpreter compiles nothing"
+        )
+    from tigon.tools.compile.steps import STEPS
     from tigon.tools.compile.targets import CHIPS
-    from tigon.tools.compile.workloads import WORKLOADS
 
     op_of = lambda case: case.split()[0]
-    known_ops, known_chips = list(dict.fromkeys(map(op_of, WORKLOADS))), [chip.name for chip in CHIPS]
-    wanted_ops, wanted_chips = _known(ops, known_ops, "--ops"), _known(chip, known_chips, "--chip")
+    ops_to_compile = _select(ops, list(dict.fromkeys(map(op_of, STEPS))), "--ops")
+    chips = _select(chip, [chip.name for chip in CHIPS], "--chip")
     if out is not None and (out.suffix not in (".md", ".json") or not out.absolute().parent.is_dir()):
         raise typer.BadParameter(
-            f"must be a .md or .json file in a folder that is there, got {str(out)!r}", param_hint="--out"
+            f"must be a .md or .json file in a folder that exists, got {str(out)!r}", param_hint="--out"
         )
     if out is not None:
         check_file(out, "--out")
-    return [case for case in WORKLOADS if op_of(case) in wanted_ops], wanted_chips
+    return [case for case in STEPS if op_of(case) in ops_to_compile], chips
 
 
-def _known(text: str | None, known: list[str], option: str) -> list[str]:
-    words = listed(text)
+def _select(text: str | None, names: list[str], option: str) -> list[str]:
+    """Return the names that an option lists, or all if it lists none."""
+    words = split_words(text)
     for word in words:
-        if word not in known:
-            raise typer.BadParameter(f"must be among {', '.join(known)}, got {word!r}", param_hint=option)
-    return [word for word in known if word in words] if words else known
+        if word not in names:
+            raise typer.BadParameter(f"must be among {', '.join(names)}, got {word!r}", param_hint=option)
+    return [name for name in names if name in words] if words else names
 
 
-def _leave_quietly() -> None:
-    """Of a process that compiles: Triton's bindings list what they leak when it ends, on standard error."""
+def _discard_errors_at_exit() -> None:
+    """Discard what a compiling process writes at its end, when Triton's bindings list leaked objects on stderr."""
     atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 
 def _compile_all(work: list[tuple[str, str]], jobs: int | None, console: Console) -> tuple[list[Usage], bool]:
-    """All of `work`, in processes of their own; -> what was found, and whether Ctrl-C cut it short."""
+    """Compile the pairs of case and chip in other processes; return their usages and whether Ctrl-C interrupted it."""
     usages: list[Usage] = []
     workers = min(jobs or environment.cpu_count(), len(work))
-    # A fresh interpreter each: a fork of a process with torch's threads may hang.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_leave_quietly)
+    # Each process is a fresh interpreter, because a fork of a process with torch's threads may hang.
+    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_discard_errors_at_exit)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
         console=console, transient=True,
     ) as progress:  # fmt: skip
         task = progress.add_task("compiling", total=len(work))
         try:
-            for (case, chip), found in zip(work, pool.map(compiled, *zip(*work, strict=True)), strict=True):
-                usages += found
+            results = pool.map(compile_case, *zip(*work, strict=True))
+            for (case, chip), case_usages in zip(work, results, strict=True):
+                usages += case_usages
                 progress.update(task, advance=1, description=f"{chip}: {case}")
         except KeyboardInterrupt:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -194,7 +211,7 @@ def _markdown(usages: Iterable[Usage]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in environment.versions().items())
     cells = [[*_cells(usage), " ".join(usage.problem.split())] for usage in usages]
     table = markdown_table((*_TITLES, "problem"), cells, left=(*_TITLES[:3], "problem"))
-    about = f"Compiled with {versions}. Spilled: bytes a thread on NVIDIA, registers on AMD."
+    about = f"Compiled with {versions}. Spilled: bytes per thread on NVIDIA, registers on AMD."
     return "\n".join(["# tigon resources", "", about, "", *table]) + "\n"
 
 

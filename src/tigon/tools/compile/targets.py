@@ -1,7 +1,7 @@
-"""Compile the kernels of an op for a chip that is not here, and read what each needs of it.
+"""Compile the kernels of an op for a chip that this machine does not have, and read the resources of each.
 
-The op runs as it always does, on small CPU tensors, but its launches are recorded and not carried out: so what is
-compiled has the very signature, constants and launch parameters of the op.
+The op runs on small CPU tensors, and its launches are recorded instead of executed. So the compiler gets exactly the
+signature, constants and launch parameters of the op.
 
     with recorded(SM_90) as launches:
         tigon.rms_norm(torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16))
@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypedDict
 from unittest.mock import patch
 
 import torch
@@ -28,7 +29,7 @@ from tigon.runtime import device
 from tigon.runtime.device import Device
 from tigon.runtime.triton_private import gluon
 
-__all__ = ["CHIPS", "Chip", "Launch", "recorded", "resources"]
+__all__ = ["CHIPS", "Chip", "KernelResources", "Launch", "recorded", "resources"]
 
 
 @dataclass(frozen=True)
@@ -49,13 +50,14 @@ def _chip(name: str, backend: str, arch: int | str, multiprocessors: int, shared
     )
 
 
+# These are A100, H100 and H200, B200, one of the two dies of MI250X, MI300X, and MI355X.
 CHIPS = (
-    _chip("sm_80", "cuda", 80, 108, 163),  # A100
-    _chip("sm_90", "cuda", 90, 132, 227),  # H100, H200
-    _chip("sm_100", "cuda", 100, 148, 227),  # B200
-    _chip("gfx90a", "hip", "gfx90a", 104, 64),  # MI250X, one of its two dies
-    _chip("gfx942", "hip", "gfx942", 304, 64),  # MI300X
-    _chip("gfx950", "hip", "gfx950", 256, 160),  # MI355X
+    _chip("sm_80", "cuda", 80, 108, 163),
+    _chip("sm_90", "cuda", 90, 132, 227),
+    _chip("sm_100", "cuda", 100, 148, 227),
+    _chip("gfx90a", "hip", "gfx90a", 104, 64),
+    _chip("gfx942", "hip", "gfx942", 304, 64),
+    _chip("gfx950", "hip", "gfx950", 256, 160),
 )
 
 TYPES = {
@@ -69,22 +71,36 @@ TYPES = {
 
 @dataclass
 class Launch:
-    """One launch of a kernel: what Triton would have been given."""
+    """One launch of a kernel: its arguments, and options of the compiler such as `num_warps`."""
 
     kernel: JITFunction
     arguments: dict[str, object]
-    options: dict[str, int]  # num_warps and the like
+    options: dict[str, object]
+
+
+class KernelResources(TypedDict):
+    """The resources of a compiled kernel.
+
+    `threads` and `shared` bytes are those of a workgroup, and `registers` those of a thread. `spilled` counts bytes of
+    stack per thread on NVIDIA and registers on AMD.
+    """
+
+    kernel: str
+    threads: int
+    registers: int
+    spilled: int
+    shared: int
 
 
 @contextmanager
 def recorded(chip: Chip) -> Iterator[list[Launch]]:
-    """Launches on CPU tensors are noted, with the launch parameters for `chip`, and not carried out."""
+    """Record launches on CPU tensors, with the launch parameters for `chip`, instead of executing them."""
     launches: list[Launch] = []
 
     def record(kernel: JITFunction, *values: object, grid: object, warmup: bool, **keywords: object) -> None:
         arguments = dict(zip(kernel.arg_names, values, strict=False))
         arguments |= {name: value for name, value in keywords.items() if name in kernel.arg_names}
-        # A Gluon kernel takes num_warps both ways: its layouts are made of it.
+        # For a Gluon kernel num_warps is an argument too, because its layouts depend on it.
         options = {name: value for name, value in keywords.items() if name not in arguments or name == "num_warps"}
         launches.append(Launch(kernel, arguments, options))
 
@@ -97,7 +113,10 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
 
 
 def _source(launch: Launch) -> ASTSource:
-    signature, constants, attributes = {}, {}, {}
+    """Return what Triton compiles for the launch, specialised as for tensors whose addresses are aligned."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], object] = {}
+    attributes: dict[tuple[int], list] = {}
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
         specialised = not parameter.do_not_specialize
@@ -112,21 +131,25 @@ def _source(launch: Launch) -> ASTSource:
             signature[name], aligned = "fp32", False
         if aligned and specialised:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource
+    source_type = ASTSource
     if gluon is not None and launch.kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource as source
-    return source(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        source_type = GluonASTSource
+    return source_type(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
-def resources(launch: Launch, chip: Chip) -> dict[str, object]:
-    """Compile the launch for `chip`.
+def _number(pattern: str, text: str) -> int:
+    match = re.search(pattern, text)
+    assert match, f"the output of the compiler has no {pattern}"
+    return int(match.group(1))
 
-    Returns:
-        `kernel`, `threads` a workgroup, `registers` a thread, `spilled` (NVIDIA: bytes of stack a thread; AMD:
-        registers), `shared` bytes a workgroup.
+
+def resources(launch: Launch, chip: Chip) -> KernelResources:
+    """Compile the launch for `chip`, and return its resources.
 
     Raises:
-        Whatever Triton raises where the kernel does not compile.
+        Exception: the kernel does not compile. The error is that of Triton.
     """
     built = triton.compile(_source(launch), target=chip.target, options=launch.options)
     if chip.target.backend == "cuda":
@@ -134,12 +157,10 @@ def resources(launch: Launch, chip: Chip) -> dict[str, object]:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(built.asm["cubin"])
             text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-        registers, spilled = (int(re.search(rf"{word}:(\d+)", text).group(1)) for word in ("REG", "STACK"))
+        registers, spilled = (_number(rf"{word}:(\d+)", text) for word in ("REG", "STACK"))
     else:
         text = built.asm["amdgcn"]
-        registers, spilled = (
-            int(re.search(rf"\.{word}:\s*(\d+)", text).group(1)) for word in ("vgpr_count", "vgpr_spill_count")
-        )
+        registers, spilled = (_number(rf"\.{word}:\s*(\d+)", text) for word in ("vgpr_count", "vgpr_spill_count"))
     return {
         "kernel": launch.kernel.__name__,
         "threads": built.metadata.num_warps * chip.target.warp_size,

@@ -1,11 +1,10 @@
-"""The main job, `tigon demo`: train a Hugging Face decoder twice from one seed, stock and patched, and compare.
+"""`tigon demo`: train a Hugging Face decoder twice from one seed, stock and patched, and compare.
 
-It is the training program (`tigon.tools.training`) with a small preset, both curves and a tolerance.
+The demo is the training program (`tigon.tools.training`) with a small preset, two loss curves and a tolerance.
 
-command   the options and what may be given to them
-presets   what is trained on which device; model configs
-plan      options to two runs: all that can be refused
-runner    two processes and their progress
-report    comparison, tolerance, table, report.json
-plots     loss.png, speed_memory.png
+command   the options, the order of the work, and the printed output
+presets   the model and the settings of each kind of device
+plan      turns options into two runs, and refuses bad options
+runner    the two runs and their progress
+report    comparison, tolerance, table, report.json, loss.png, speed_memory.png
 """

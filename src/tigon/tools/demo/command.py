@@ -1,4 +1,4 @@
-"""`tigon demo`: its options, the order of the work, and what is said."""
+"""`tigon demo`: its options, the order of the work, and its printed output."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -11,16 +11,17 @@ from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_device,
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tigon.tools.demo.plan import Plan
-    from tigon.tools.demo.report import Comparison
-    from tigon.tools.demo.runner import Outcome
+    from tigon.tools.demo.plan import DemoPlan
+    from tigon.tools.demo.report import DemoComparison
 
 __all__ = ["demo"]
 
-_CURVES_PART, _FAILED = 1, 3  # exit codes; 2 is bad input
+# Exit codes. Bad input is 2.
+CURVES_DIFFER, RUN_FAILED = 1, 3
 
 
-def _introduce(console: "Console", plan: "Plan") -> None:
+def _introduce(console: "Console", plan: "DemoPlan") -> None:
+    """Print the model, the text and the settings."""
     from tigon.tools.environment import device_name
 
     job, corpus, tokens = plan.first.job, plan.corpus, plan.tokens
@@ -38,20 +39,19 @@ def _introduce(console: "Console", plan: "Plan") -> None:
     if tokens.entries < preset.vocab_size:
         console.print(
             f"The model's vocabulary has {preset.vocab_size:,} entries: those beyond the BPE's never occur in the "
-            "text, and cost as much."
+            "text, and cost as much as the others."
         )
     console.print(f"{preset.steps} steps of {preset.batch} x {preset.seq} tokens with AdamW, from the same seed\n")
 
 
 def _conclude(
-    console: "Console", plan: "Plan", comparison: "Comparison | None", outcome: "Outcome", folder: Path
+    console: "Console", plan: "DemoPlan", comparison: "DemoComparison | None", interrupted: bool, folder: Path
 ) -> int:
     """Print the results; return the exit code."""
     from tigon.tools.demo.report import TOLERANCE, memory_sentence, print_table
 
     runs = (plan.first, plan.second)
-    job = plan.first.job
-    code = 0
+    job, code = plan.first.job, 0
     console.print()
     print_table(console, *runs, comparison)
     console.print(memory_sentence(job), style="dim")
@@ -69,17 +69,16 @@ def _conclude(
                 f"[bold red]The curves part[/]: {comparison.differences[worst]:.1e} of the loss at step {worst + 1}, "
                 f"where {comparison.tolerances[worst]:.0e} is allowed."
             )
-            code = _CURVES_PART
+            code = CURVES_DIFFER
         console.print(tolerance.reason, style="dim")
     for run in runs:
-        if run.name in outcome.failures:
-            reason = escape(outcome.failures[run.name])
-            console.print(f"[bold red]{run.title} failed[/] after {len(run.losses)} steps: {reason}")
-            code = _FAILED
-    if outcome.interrupted:
+        if run.failure:
+            console.print(f"[bold red]{run.title} failed[/] after {len(run.losses)} steps: {escape(run.failure)}")
+            code = RUN_FAILED
+    if interrupted:
         done = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
         console.print(
-            f"[bold yellow]Interrupted[/]: of {plan.first.steps} steps were done: {done}. What was measured is kept."
+            f"[bold yellow]Interrupted[/]: of {plan.first.preset.steps} steps were done: {done}. The report has them."
         )
         code = INTERRUPTED
     console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")
@@ -94,25 +93,27 @@ def demo(
     batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="by device")] = None,
     seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None,
     vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None,
-    memory: Annotated[
-        str, typer.Option(help="Which activations Tigon keeps, as in tigon.patch(model, memory=...).")
-    ] = "default",
+    memory: Annotated[str, typer.Option(help="Level of memory, as in tigon.patch(model, memory=...).")] = "default",
     text: Annotated[
         Path | None,
         typer.Option(help="File or folder to train on.", show_default="the Python standard library's sources"),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="by device")] = None,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/<time>")] = None,
     noise: Annotated[
-        bool, typer.Option("--noise", help="Compare stock with itself, sums reordered: what any tolerance must allow.")
+        bool,
+        typer.Option(
+            "--noise",
+            help="Compare stock with itself, with sums in another order: the least that a tolerance must allow.",
+        ),
     ] = False,
 ) -> None:
     """Train a Hugging Face decoder on real text twice from one seed, stock and with Tigon, and compare.
 
-    Exit code: 0; 1 if the loss curves part by more than the tolerance printed; 2 for bad input; 3 if a run failed;
-    130 after Ctrl-C (what was measured is kept).
+    Exit code: 0; 1 if the loss curves differ by more than the tolerance printed; 2 for bad input; 3 if a run failed;
+    130 after Ctrl-C (the report has the steps that were done).
     """
     console = make_console()
     try:
@@ -131,25 +132,18 @@ def demo(
     raise typer.Exit(code)
 
 
-def _run(console: "Console", plan: "Plan", folder: Path) -> int:
-    """Train, compare, write. Returns the exit code."""
-    from tigon.tools.demo.plots import plot_loss, plot_speed_memory
-    from tigon.tools.demo.report import compare, write_json
-    from tigon.tools.demo.runner import run_jobs
+def _run(console: "Console", plan: "DemoPlan", folder: Path) -> int:
+    """Train both runs, compare them, and write the report; return the exit code."""
+    from tigon.tools.demo.report import compare, plot_loss, plot_speed_memory, write_report
+    from tigon.tools.demo.runner import train_runs
     from tigon.tools.environment import device_name
 
-    first, second = plan.first, plan.second
+    runs = first, second = plan.first, plan.second
     _introduce(console, plan)
-    outcome = run_jobs((first, second), folder, console)
+    interrupted = not train_runs(runs, folder, console)
     comparison = compare(first, second)
-    write_json(
-        folder / "report.json",
-        (first, second),
-        comparison,
-        corpus=plan.corpus,
-        tokens=plan.tokens,
-        interrupted=outcome.interrupted,
-        failures=outcome.failures,
+    write_report(
+        folder / "report.json", runs, comparison, corpus=plan.corpus, tokens=plan.tokens, interrupted=interrupted
     )
     preset = first.preset
     subtitle = (
@@ -158,4 +152,4 @@ def _run(console: "Console", plan: "Plan", folder: Path) -> int:
     )
     plot_loss(folder / "loss.png", first, second, comparison, subtitle)
     plot_speed_memory(folder / "speed_memory.png", first, second, subtitle)
-    return _conclude(console, plan, comparison, outcome, folder)
+    return _conclude(console, plan, comparison, interrupted, folder)

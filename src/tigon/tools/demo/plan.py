@@ -1,4 +1,4 @@
-"""From options to a plan: whatever can be refused is refused here, before anything runs."""
+"""Turn the options into two runs. All bad options are refused here, before anything runs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -7,52 +7,56 @@ from typing import Any
 import torch
 import typer
 
-from tigon.tools.demo.presets import PRESETS, Preset, build_model, model_config
-from tigon.tools.demo.report import TOLERANCE, Run
+from tigon.tools.demo.presets import PRESETS, Preset, build_model, demo_config
+from tigon.tools.demo.report import TOLERANCE
+from tigon.tools.demo.runner import DemoRun
 from tigon.tools.training.job import Job
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
 
-__all__ = ["Plan", "make_job", "make_plan", "pick_preset"]
+__all__ = ["DemoPlan", "make_job", "make_plan", "pick_preset"]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Two runs, and what they train on. `model_class` and `parameters` describe their model."""
+class DemoPlan:
+    """Two runs and their text. `model_class` and `parameters` describe their model."""
 
-    first: Run
-    second: Run
+    first: DemoRun
+    second: DemoRun
     corpus: Corpus
     tokens: Tokens
     model_class: str
     parameters: int
 
 
-def _at_least(least: int, value: int, option: str) -> None:
+def _check_at_least(least: int, value: int, option: str) -> None:
     if value < least:
         raise typer.BadParameter(f"must be at least {least}, got {value}", param_hint=option)
 
 
-def pick_preset(device: str, **given: Any) -> Preset:
-    """The device's preset with the options that were given (not None) in place of its own."""
-    given = {name: value for name, value in given.items() if value is not None}
-    if given.get("dtype", "float32") not in TOLERANCE:
-        raise typer.BadParameter(f"must be one of {', '.join(TOLERANCE)}, got {given['dtype']!r}", param_hint="--dtype")
-    preset = replace(PRESETS[torch.device(device).type], **given)
-    _at_least(1, preset.steps, "--steps")
-    _at_least(1, preset.batch, "--batch")
-    _at_least(2, preset.seq, "--seq")  # the first token of a sequence is nobody's target
-    _at_least(MIN_VOCAB, preset.vocab_size, "--vocab")
+def pick_preset(device: str, **options: Any) -> Preset:
+    """Return the preset of the device with the fields in `options` replaced, except those that are None."""
+    options = {name: value for name, value in options.items() if value is not None}
+    if options.get("dtype", "float32") not in TOLERANCE:
+        message = f"must be one of {', '.join(TOLERANCE)}, got {options['dtype']!r}"
+        raise typer.BadParameter(message, param_hint="--dtype")
+    preset = replace(PRESETS[torch.device(device).type], **options)
+    _check_at_least(1, preset.steps, "--steps")
+    _check_at_least(1, preset.batch, "--batch")
+    # The first token of a sequence is never a target, so a sequence of one token would have no loss.
+    _check_at_least(2, preset.seq, "--seq")
+    _check_at_least(MIN_VOCAB, preset.vocab_size, "--vocab")
     return preset
 
 
-def _rehearse(model_type: str, preset: Preset, memory: str) -> tuple[str, int]:
-    """Build and patch the model on the meta device; return its class and number of parameters."""
+def _build_on_meta(model_type: str, preset: Preset, memory: str) -> tuple[str, int]:
+    """Build and patch the model on the meta device; return the name of its class and its number of parameters."""
     import tigon
 
     try:
         model = build_model(model_type, preset, "meta")
-    except Exception as error:  # transformers refuses in many ways
+    except Exception as error:
+        # Configs and models of transformers raise errors of many types.
         raise typer.BadParameter(str(error), param_hint="--model-type") from error
     try:
         tigon.patch(model, memory=memory)
@@ -61,8 +65,8 @@ def _rehearse(model_type: str, preset: Preset, memory: str) -> tuple[str, int]:
     return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _check_room(parameters: int, preset: Preset, device: str) -> None:
-    """Parameters, gradients and two moments must fit, whatever a step needs besides."""
+def _check_memory(parameters: int, preset: Preset, device: str) -> None:
+    """Refuse a model whose parameters, gradients and two moments of AdamW alone need more memory than is free."""
     import psutil
 
     needed = parameters * 4 * getattr(torch, preset.dtype).itemsize * (2 if preset.take_turns else 1)
@@ -78,17 +82,17 @@ def _check_room(parameters: int, preset: Preset, device: str) -> None:
 
 def make_job(model_type: str, preset: Preset, device: str, seed: int, tokens: Path) -> Job:
     """Return the job of the stock run."""
-    config = config_fields(model_config(model_type, preset))
+    config = config_fields(demo_config(model_type, preset))
     return Job("stock", config, str(tokens), preset.dtype, device, seed=seed, lr=preset.lr, turns=True)
 
 
 def make_plan(
     model_type: str, preset: Preset, *, device: str, seed: int, memory: str, text: Path | None, noise: bool
-) -> Plan:
-    """Check the options against each other and the machine, and tokenise the text.
+) -> DemoPlan:
+    """Check the options, build the model without memory, and tokenise the text.
 
     Raises:
-        typer.BadParameter: naming the option, the rule and the value.
+        typer.BadParameter: the message names the option, the rule and the value.
     """
     if not 0 <= seed < 2**64:
         raise typer.BadParameter(f"must be at least 0 and below 2**64, got {seed}", param_hint="--seed")
@@ -96,14 +100,14 @@ def make_plan(
         corpus = read_text(text)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error
-    model_class, parameters = _rehearse(model_type, preset, memory)
-    _check_room(parameters, preset, device)
+    model_class, parameters = _build_on_meta(model_type, preset, memory)
+    _check_memory(parameters, preset, device)
     try:
         tokens = tokenise(corpus, preset.vocab_size)
     except OSError as error:
         raise typer.BadParameter(
-            f"the cache must be a folder that can be written, got {str(cache_folder())!r} ({error.strerror}): name "
-            "another in the environment variable XDG_CACHE_HOME"
+            f"the cache must be a folder that can be written, got {str(cache_folder())!r} ({error.strerror}): set the "
+            "environment variable XDG_CACHE_HOME to another folder"
         ) from error
     if tokens.count < preset.seq:
         raise typer.BadParameter(
@@ -111,10 +115,10 @@ def make_plan(
             param_hint="--text",
         )
     stock = make_job(model_type, preset, device, seed, tokens.path)
-    first = Run("stock", "stock", model_type, preset, stock)
+    first = DemoRun("stock", "stock", model_type, preset, stock)
     if noise:
-        second = Run("reordered", "reordered", model_type, preset, replace(stock, reverse=True))
+        second = DemoRun("reordered", "reordered", model_type, preset, replace(stock, reverse=True))
     else:
         provider = "tigon" if memory == "default" else f"tigon-{memory}"
-        second = Run("tigon", "Tigon", model_type, preset, replace(stock, provider=provider))
-    return Plan(first, second, corpus, tokens, model_class, parameters)
+        second = DemoRun("tigon", "Tigon", model_type, preset, replace(stock, provider=provider))
+    return DemoPlan(first, second, corpus, tokens, model_class, parameters)

@@ -1,6 +1,6 @@
-"""What the demo trains: one preset a device, one mapping from a preset to any model type's config."""
+"""The preset of each kind of device, and the config of any model type in the shape of a preset."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from tigon.tools.training.models import random_model
@@ -8,12 +8,12 @@ from tigon.tools.training.models import random_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["PRESETS", "Preset", "build_model", "model_config", "warmup_steps"]
+__all__ = ["PRESETS", "Preset", "build_model", "demo_config", "warmup_steps"]
 
 
 @dataclass(frozen=True)
-class Preset:
-    """A model shape and how it is trained. Field names of the shape are those that Hugging Face configs share."""
+class Shape:
+    """The shape of a model, by the field names that Hugging Face configs share."""
 
     vocab_size: int
     hidden_size: int
@@ -24,76 +24,48 @@ class Preset:
     head_dim: int
     rope_theta: float
     tie_word_embeddings: bool
+
+
+@dataclass(frozen=True)
+class Preset(Shape):
+    """The shape of a model, and the settings of its training.
+
+    `take_turns`: the two runs train one step each in turn, so that other work of the machine slows both down alike. Two
+    models that would share the memory of one GPU are trained one after the other.
+    """
+
     dtype: str
     batch: int
     seq: int
     steps: int
     lr: float
-    # The two runs take turns, one step each, so that whatever else the machine does meets both alike. Not where both
-    # models would have to share one accelerator's memory: there the second starts when the first is done.
     take_turns: bool
 
     @property
     def tokens(self) -> int:
-        """Tokens a step."""
+        """Tokens of a step."""
         return self.batch * self.seq
 
 
 PRESETS = {
-    # A vocabulary as big as Llama-2's on a small trunk: the loss is most of the memory, as it is in large models with
-    # large vocabularies.
+    # The vocabulary is as large as Llama-2's and the other layers are small, so that the loss needs most of the memory,
+    # as in large models with large vocabularies.
     "cpu": Preset(
-        vocab_size=32_000,
-        hidden_size=256,
-        intermediate_size=688,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        rope_theta=10_000.0,
-        tie_word_embeddings=True,
-        dtype="float32",
-        batch=4,
-        seq=512,
-        steps=24,
-        lr=1e-3,
-        take_turns=True,
+        vocab_size=32_000, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=64, rope_theta=10_000.0, tie_word_embeddings=True, dtype="float32", batch=4,
+        seq=512, steps=24, lr=1e-3, take_turns=True,
     ),
-    # The shape of Llama 3.2 1B.
+    # This is the shape of Llama 3.2 1B.
     "cuda": Preset(
-        vocab_size=128_256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        rope_theta=500_000.0,
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-        batch=4,
-        seq=2048,
-        steps=30,
-        lr=3e-4,
-        take_turns=False,
+        vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=64, rope_theta=500_000.0, tie_word_embeddings=True, dtype="bfloat16", batch=4,
+        seq=2048, steps=30, lr=3e-4, take_turns=False,
     ),
-}
-
-_CONFIG_FIELDS = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "rope_theta",
-    "tie_word_embeddings",
-)
+}  # fmt: skip
 
 
 def warmup_steps(steps: int) -> int:
-    """Steps at the start that are left out of the median: caches fill, kernels compile.
+    """Return the number of first steps that the median leaves out, because caches fill and kernels compile in them.
 
     >>> warmup_steps(30), warmup_steps(4), warmup_steps(1)
     (3, 2, 0)
@@ -101,13 +73,13 @@ def warmup_steps(steps: int) -> int:
     return min(3, steps // 2)
 
 
-def model_config(model_type: str, preset: Preset) -> "PretrainedConfig":
-    """The config of `model_type` in the preset's shape, by the field names that all Hugging Face configs share.
+def demo_config(model_type: str, preset: Preset) -> "PretrainedConfig":
+    """Return the config of `model_type` in the shape of the preset.
 
     Raises:
-        ValueError: `model_type` is none that transformers can build a causal language model of, or refuses the shape.
+        ValueError: transformers has no causal language model of `model_type`, or the type refuses the shape.
 
-    >>> model_config("qwen3", PRESETS["cpu"]).hidden_size
+    >>> demo_config("qwen3", PRESETS["cpu"]).hidden_size
     256
     """
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -118,16 +90,16 @@ def model_config(model_type: str, preset: Preset) -> "PretrainedConfig":
             "must be a model type that transformers has a causal language model of, as llama, qwen3, gemma2, mistral, "
             f"phi3, qwen2 or gemma, got {model_type!r}"
         )
-    cls = CONFIG_MAPPING[model_type]
-    fields: dict[str, Any] = {name: value for name, value in asdict(preset).items() if name in _CONFIG_FIELDS}
-    fields["max_position_embeddings"] = max(2048, preset.seq)
-    # Special tokens of the original vocabularies lie outside smaller ones.
-    fields.update(bos_token_id=0, eos_token_id=0, pad_token_id=None)
-    # Some configs derive a field and have no setter for it.
-    fields = {name: value for name, value in fields.items() if not isinstance(getattr(cls, name, None), property)}
-    return cls(**fields)
+    config_class = CONFIG_MAPPING[model_type]
+    values: dict[str, Any] = {field.name: getattr(preset, field.name) for field in fields(Shape)}
+    values["max_position_embeddings"] = max(2048, preset.seq)
+    # The ids of the original special tokens would lie outside of a smaller vocabulary.
+    values.update(bos_token_id=0, eos_token_id=0, pad_token_id=None)
+    # Some configs compute a field and have no setter for it.
+    has_setter = lambda name: not isinstance(getattr(config_class, name, None), property)
+    return config_class(**{name: value for name, value in values.items() if has_setter(name)})
 
 
 def build_model(model_type: str, preset: Preset, device: str) -> "PreTrainedModel":
-    """A randomly initialised model in training mode on `device`; set the seed before."""
-    return random_model(model_config(model_type, preset), preset.dtype, device)
+    """Return a model of random weights in training mode on `device`. Set the seed before the call."""
+    return random_model(demo_config(model_type, preset), preset.dtype, device)

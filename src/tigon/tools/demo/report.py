@@ -1,46 +1,52 @@
-"""What the two runs measured: comparison, tolerance, table, report.json."""
+"""The report of the demo: the comparison of its two runs, the tolerance, a table, report.json and two pictures."""
 
-import json
 import math
-import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tigon.tools.demo.presets import Preset, warmup_steps
+from tigon.tools.demo.presets import warmup_steps
+from tigon.tools.demo.runner import DemoRun
 from tigon.tools.environment import device_name, environment
+from tigon.tools.training.figures import INK, Bar, Curve, clean, draw_bars, draw_losses, headline, new_figure
 from tigon.tools.training.job import Job
-from tigon.tools.training.records import without_nan
+from tigon.tools.training.measurement import loss_differences
+from tigon.tools.training.records import write_json
 from tigon.tools.training.text import Corpus, Tokens
 
 __all__ = [
     "TOLERANCE",
-    "Comparison",
-    "Run",
+    "DemoComparison",
     "Tolerance",
     "compare",
     "memory_sentence",
+    "plot_loss",
+    "plot_speed_memory",
     "print_table",
-    "write_json",
+    "write_report",
 ]
+
+# Stock is grey and Tigon orange.
+COLOURS = ("#8a8f98", "#e8731c")
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far the losses of one step may be apart, relative to the loss: `first` at the first step, and from there
-    tenfold every 30 steps, because training amplifies rounding; at most 3 %.
+    """The largest difference that the losses of a step may have, relative to the loss.
+
+    It is `first` at the first step and grows tenfold every 30 steps, because training amplifies rounding; at most 3 %.
     """
 
     first: float
     reason: str
 
     def at(self, step: int) -> float:
-        """For the step of that index.
+        """Return the tolerance of the step with that index.
 
         >>> [round(Tolerance(1e-5, "").at(step), 6) for step in (0, 30, 60, 600)]
         [1e-05, 0.0001, 0.001, 0.03]
@@ -48,71 +54,38 @@ class Tolerance:
         return min(0.03, self.first * 10 ** (step / 30))
 
 
-# Measured with the CPU preset, `--noise` being stock against stock with the sequences of each batch in reverse order.
-# Faults for comparison, in fp32: the gradient of 1 token of 2048 lost shows as 5e-5 at step 4, the gradients of the
-# norms' weights lost as 8e-5 at step 5 and 2e-3 at step 14.
+# Measured with the CPU preset. `--noise` is stock against stock with the sequences of each batch in reverse order.
+# Faults show as larger differences in fp32: if the gradient of 1 token of 2048 is lost, 5e-5 at step 4; if the
+# gradients of the norms' weights are lost, 8e-5 at step 5 and 2e-3 at step 14.
 TOLERANCE = {
     "float32": Tolerance(
         1e-5,
-        "Sums are taken in another order, and training amplifies what that rounds differently: stock against itself "
-        "(--noise) came apart by 2e-07 in 30 steps, by 1e-03 in 150.",
+        "Tigon adds in another order than stock, and training amplifies the difference of the rounding: stock against "
+        "itself (--noise) differed by 2e-07 within 30 steps, by 1e-03 within 150.",
     ),
     # Measured on an H200 with the CUDA preset: stock against itself 9e-4 (llama, 30 steps) and 7e-4 (phi3, 12 steps);
     # patched against stock, which rounds in more places, up to 1.7e-3 (seven model types, 12 to 30 steps) in bf16, and
     # 1.7e-6 in fp32 (phi3, 8 steps). Training in bf16 and in fp32, both stock, are 1e-2 apart from step 6 on (phi3).
     "bfloat16": Tolerance(
         2e-3,
-        "bf16 rounds to three digits, stock in more places than Tigon: stock in bf16 is itself up to 1e-02 away from "
-        "stock in fp32 within 8 steps. For a sharper comparison: --dtype float32.",
+        "bf16 rounds to three digits, stock in more places than Tigon: stock in bf16 differs from stock in fp32 by up "
+        "to 1e-02 within 8 steps. For a sharper comparison: --dtype float32.",
     ),
 }
 
 
-@dataclass
-class Run:
-    """One training run: its job, and what came out of it step by step."""
-
-    name: str  # in files
-    title: str  # for people
-    model_type: str
-    preset: Preset
-    job: Job
-    facts: dict[str, Any] = field(default_factory=dict)  # what the process said of its model
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak_bytes: int = 0
-
-    @property
-    def steps(self) -> int:
-        return self.preset.steps
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.preset.tokens
-
-    @property
-    def step_seconds(self) -> float:
-        """Median of the steps after the warm-up; NaN before the first."""
-        measured = self.seconds[warmup_steps(len(self.seconds)) :]
-        return statistics.median(measured) if measured else math.nan
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.tokens_per_step / self.step_seconds
-
-
 @dataclass(frozen=True)
-class Comparison:
-    """Two runs against each other, over the steps that both have done.
+class DemoComparison:
+    """The second run against the first, over the steps that both have done.
 
-    `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where one of them is not finite;
-    `largest` and `worst` are the indices of the largest one and of the one that is largest for its tolerance.
+    `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where a loss is not finite. `largest`
+    is the index of the largest difference, `worst` of the one that is largest relative to its tolerance.
     """
 
     differences: list[float]
     tolerances: list[float]
-    step_time_ratio: float
-    peak_memory_ratio: float
+    step_time_ratio: float | None
+    peak_memory_ratio: float | None
 
     @property
     def largest(self) -> int:
@@ -131,34 +104,29 @@ class Comparison:
         return self.differences[self.worst] <= self.tolerances[self.worst]
 
 
-def _difference(a: float, b: float) -> float:
-    # A loss is a difference of logits and rounds as they do: one near zero has few right digits, or none.
-    return abs(a - b) / max(abs(a), 1.0) if math.isfinite(a) and math.isfinite(b) else math.inf
+def _ratio(first: float | None, second: float | None) -> float | None:
+    return second / first if first and second is not None else None
 
 
-def compare(first: Run, second: Run) -> Comparison | None:
-    """`second` against `first`; None if there is no step that both have done."""
-    pairs = list(zip(first.losses, second.losses, strict=False))
-    if not pairs:
+def compare(first: DemoRun, second: DemoRun) -> DemoComparison | None:
+    """Compare `second` with `first`; return None if there is no step that both have done."""
+    differences = loss_differences(second.losses, first.losses, relative=True)
+    if not differences:
         return None
     tolerance = TOLERANCE[first.preset.dtype]
-    return Comparison(
-        differences=[_difference(a, b) for a, b in pairs],
-        tolerances=[tolerance.at(step) for step in range(len(pairs))],
-        step_time_ratio=second.step_seconds / first.step_seconds,
-        peak_memory_ratio=second.peak_bytes / first.peak_bytes if first.peak_bytes else math.nan,
+    return DemoComparison(
+        differences=differences,
+        tolerances=[tolerance.at(step) for step in range(len(differences))],
+        step_time_ratio=_ratio(first.measurement.step_seconds, second.measurement.step_seconds),
+        peak_memory_ratio=_ratio(first.peak_bytes, second.peak_bytes),
     )
 
 
-# --- for people ----------------------------------------------------------------------------------
-
-
-def _mib(count: int) -> str:
-    return f"{count / 2**20:,.0f} MiB"
+# --- the table -----------------------------------------------------------------------------------
 
 
 def memory_sentence(job: Job) -> str:
-    """What the memory row counts."""
+    """Return a sentence that says what the memory row counts."""
     if job.device == "cpu":
         peak = "Peak memory is the peak of the process's resident memory"
     else:
@@ -166,24 +134,22 @@ def memory_sentence(job: Job) -> str:
     return f"{peak} in training, above parameters, gradients and optimizer states."
 
 
-def print_table(console: Console, first: Run, second: Run, comparison: Comparison | None) -> None:
-    """The two runs side by side, with the ratio `second` / `first`; dashes where nothing was measured."""
+def print_table(console: Console, first: DemoRun, second: DemoRun, comparison: DemoComparison | None) -> None:
+    """Print the two runs side by side, with the ratio `second` / `first`; dashes where nothing was measured."""
     table = Table(title=f"{first.model_type}, {device_name(first.job.device)}", title_style="bold")
-    for heading, justify in (("", "left"), (first.title, "right"), (second.title, "right"), ("ratio", "right")):
-        table.add_column(heading, justify=justify)
+    table.add_column("", justify="left")
+    for heading in (first.title, second.title, "ratio"):
+        table.add_column(heading, justify="right")
+    cell = lambda value, form: "-" if value is None or math.isnan(value) else form(value)
 
-    def row(name: str, values: Sequence[tuple[float, str]]) -> None:
-        (a, a_text), (b, b_text) = values
-        ratio = b / a if a else math.nan
-        cells = ((a, a_text), (b, b_text), (ratio, f"{ratio:.2f}x"))
-        table.add_row(name, *(text if value == value else "-" for value, text in cells))
+    def add_row(name: str, value: Callable[[DemoRun], float | None], form: Callable[[float], str]) -> None:
+        values = [value(run) for run in (first, second)]
+        table.add_row(name, *(cell(v, form) for v in values), cell(_ratio(*values), "{:.2f}x".format))
 
-    runs = (first, second)
-    nan = math.nan
-    row("step time (median)", [(run.step_seconds, f"{run.step_seconds * 1e3:,.0f} ms") for run in runs])
-    row("tokens/s", [(run.tokens_per_second, f"{run.tokens_per_second:,.0f}") for run in runs])
-    row("peak memory above model", [(run.peak_bytes or nan, _mib(run.peak_bytes)) for run in runs])
-    row("last loss", [(run.losses[-1], f"{run.losses[-1]:.4f}") if run.losses else (nan, "") for run in runs])
+    add_row("step time (median)", lambda run: run.measurement.step_seconds, lambda value: f"{value * 1e3:,.0f} ms")
+    add_row("tokens/s", lambda run: run.measurement.tokens_per_second, "{:,.0f}".format)
+    add_row("peak memory above model", lambda run: run.peak_bytes or None, lambda value: f"{value / 2**20:,.0f} MiB")
+    add_row("last loss", lambda run: run.losses[-1] if run.losses else None, "{:.4f}".format)
     if comparison is not None:
         table.add_section()
         table.add_row("largest loss difference", "", "", f"{comparison.loss_difference:.1e}")
@@ -191,44 +157,43 @@ def print_table(console: Console, first: Run, second: Run, comparison: Compariso
     console.print(table)
 
 
-# --- for programs --------------------------------------------------------------------------------
+# --- files ---------------------------------------------------------------------------------------
 
 
-def _run_facts(run: Run) -> dict[str, Any]:
+def _run_facts(run: DemoRun) -> dict[str, Any]:
     return {
         "title": run.title,
         "losses": run.losses,
-        "step_seconds": run.seconds,
-        "median_step_seconds": run.step_seconds,
-        "tokens_per_second": run.tokens_per_second,
+        "step_seconds": run.measurement.seconds,
+        "median_step_seconds": run.measurement.step_seconds,
+        "tokens_per_second": run.measurement.tokens_per_second,
         "peak_bytes_above_state": run.peak_bytes,
         **run.facts,
     }
 
 
-def write_json(
+def write_report(
     path: Path,
-    runs: Sequence[Run],
-    comparison: Comparison | None,
+    runs: Sequence[DemoRun],
+    comparison: DemoComparison | None,
     *,
     corpus: Corpus,
     tokens: Tokens,
     interrupted: bool,
-    failures: dict[str, str],
 ) -> None:
-    """All numbers, and what they were measured on and with. Losses and seconds are listed step by step."""
-    job = runs[0].job
-    facts = {
+    """Write all numbers, with the machine, versions and settings. Losses and seconds have an entry for each step."""
+    first = runs[0]
+    report = {
         "format": 1,
         "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "interrupted": interrupted,
-        "failures": failures,
+        "failures": {run.name: run.failure for run in runs if run.failure},
         "environment": environment(),
-        "device": {"torch": job.device, "name": device_name(job.device)},
-        "model_type": runs[0].model_type,
-        "seed": job.seed,
-        "preset": asdict(runs[0].preset),
-        "warmup_steps": warmup_steps(max(len(run.seconds) for run in runs)),
+        "device": {"torch": first.job.device, "name": device_name(first.job.device)},
+        "model_type": first.model_type,
+        "seed": first.job.seed,
+        "preset": asdict(first.preset),
+        "warmup_steps": warmup_steps(max(len(run.measurement.seconds) for run in runs)),
         "text": {
             "source": corpus.name,
             "documents": len(corpus.documents),
@@ -245,6 +210,50 @@ def write_json(
             "largest_at_step": comparison.largest,
             "agree": comparison.agree,
         },
-        "tolerance_reason": TOLERANCE[job.dtype].reason,
+        "tolerance_reason": TOLERANCE[first.job.dtype].reason,
     }
-    path.write_text(json.dumps(without_nan(facts), indent=2) + "\n", encoding="utf-8")
+    write_json(path, report, indent=2)
+
+
+def plot_loss(path: Path, first: DemoRun, second: DemoRun, comparison: DemoComparison | None, subtitle: str) -> None:
+    """Draw both curves over each other, and below them their relative difference with the tolerance."""
+    curves = [
+        Curve(run.title, colour, run.losses, broad=run is first)
+        for run, colour in zip((first, second), COLOURS, strict=True)
+    ]
+    title = f"Training loss: {first.title} and {second.title}"
+    if comparison is None:
+        draw_losses(path, title, subtitle, curves)
+        return
+    differences = [Curve("", INK, comparison.differences)]
+    label = "relative\ndifference"
+    draw_losses(path, title, subtitle, curves, differences, label, comparison.tolerances, resolution=1e-8)
+
+
+def plot_speed_memory(path: Path, first: DemoRun, second: DemoRun, subtitle: str) -> None:
+    """Draw bars of tokens/s and of peak memory above the model, with the second run's ratio to the first."""
+    figure = new_figure(7.2, 3.8)
+    headline(figure, "Speed and memory", subtitle)
+    in_gib = max(first.peak_bytes, second.peak_bytes) >= 10_000 * 2**20
+    memory: Callable[[float], str] = lambda value: (
+        f"{value / 2**30:,.1f} GiB" if in_gib else f"{value / 2**20:,.0f} MiB"
+    )
+    panels: list[tuple[str, list[float | None], Callable[[float], str]]] = [
+        ("Tokens per second", [run.measurement.tokens_per_second for run in (first, second)], "{:,.0f}".format),
+        ("Peak memory above the model", [run.peak_bytes or None for run in (first, second)], memory),
+    ]
+    for axes, (title, values, form) in zip(figure.subplots(1, 2), panels, strict=True):
+        draw_bars(axes, [
+            Bar(run.title, colour, value, "not measured" if value is None else form(value))
+            for run, colour, value in zip((first, second), COLOURS, values, strict=True)
+        ])  # fmt: skip
+        ratio = _ratio(*values)
+        if values[1] is not None and ratio is not None:
+            # Inside the bar, where it cannot overlap the text above.
+            axes.text(
+                1, values[1] / 2, f"{ratio:.2f}x", ha="center", va="center", fontsize=15, weight="bold", color="white"
+            )  # fmt: skip
+        axes.set_yticks([])
+        clean(axes, title)
+        axes.spines["left"].set_visible(False)
+    figure.savefig(path)

@@ -1,163 +1,150 @@
-"""Two training runs, each in its own process, and what a person sees while they go on."""
+"""The two runs of the demo, and the progress that a person sees."""
 
+import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tigon.tools.demo.report import Run
-from tigon.tools.training.child import Child, ChildFailed, worker_command
-from tigon.tools.training.job import Point
+from tigon.tools.demo.presets import Preset, warmup_steps
+from tigon.tools.training.child import Event
+from tigon.tools.training.job import Job, Point
+from tigon.tools.training.measurement import Measurement
+from tigon.tools.training.runner import TrainingRun, train_in_turns
 
-__all__ = ["run_jobs"]
+__all__ = ["DemoRun", "train_runs"]
 
-_LINES_WITHOUT_TERMINAL = 6  # progress lines a run, where no bar can be drawn
+# The number of progress lines of a run where there is no terminal.
+PROGRESS_LINES = 6
+
+
+class DemoMeasurement(Measurement):
+    """A measurement that times all steps and leaves the first ones out of the median."""
+
+    @property
+    def step_seconds(self) -> float | None:
+        seconds = self.seconds[warmup_steps(len(self.seconds)) :]
+        return statistics.median(seconds) if seconds else None
+
+
+class OtherRunsEnd(Exception):
+    """A run failed for another reason than memory, so the other run does not go on."""
+
+
+class DemoRun(TrainingRun):
+    """One training run of the demo, step by step. `name` is for files, `title` for people.
+
+    `facts` are what the process reports of its model; `failure` is the reason why the run is not complete.
+    """
+
+    job: Job
+    display: "ProgressDisplay"
+
+    def __init__(self, name: str, title: str, model_type: str, preset: Preset, job: Job) -> None:
+        super().__init__(name, job)
+        self.title, self.model_type, self.preset = title, model_type, preset
+        self.measurement: Measurement = DemoMeasurement(name, preset.batch, preset.seq)
+        self.facts: dict[str, Any] = {}
+        self.failure = ""
+
+    @property
+    def losses(self) -> list[float]:
+        return self.measurement.losses
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak memory above parameters, gradients and optimizer states; 0 before the first step."""
+        allocated = self.measurement.allocated
+        return 0 if allocated is None else allocated - self.facts["state_bytes"]
+
+    def next_point(self) -> str | None:
+        if len(self.losses) == self.preset.steps:
+            return None
+        return Point(self.preset.batch, self.preset.seq).to_json()
+
+    def listen(self, event: Event) -> None:
+        if event["event"] == "ready":
+            names = ("event", "parameters", "state_bytes", "attention", "threads")
+            self.facts = {**{name: event[name] for name in names}, "patch": event["applied"] or None}
+        if event["event"] in ("starts", "ready"):
+            self.display.show_state(self, event["event"])
+
+    def record(self, event: Event) -> bool:
+        if event["event"] == "point":
+            self.measurement.add(event)
+            self.display.show_step(self)
+            return True
+        refused = event["event"] == "refused"
+        self.failure = event["note"] if refused else "\n".join(filter(None, (event["reason"], event.get("log"))))
+        self.display.show_state(self, self.failure.splitlines()[0])
+        if event["event"] != "out of memory":
+            raise OtherRunsEnd
+        return False
 
 
 # --- progress ------------------------------------------------------------------------------------
 
 
-class _Display(Protocol):
-    def __enter__(self) -> "_Display": ...
-    def __exit__(self, *error: Any) -> None: ...
-    def note(self, run: Run, text: str) -> None: ...
-    def step(self, run: Run) -> None: ...
+class ProgressDisplay:
+    """A progress bar for each run, or a few lines of each where there is no terminal."""
 
+    def __init__(self, console: Console, runs: Sequence[DemoRun]) -> None:
+        self._console, self._steps = console, runs[0].preset.steps
+        self._bars: Progress | None = None
+        if console.is_terminal:
+            columns = (TextColumn("[bold]{task.description:<8}"), BarColumn(bar_width=24), MofNCompleteColumn())
+            self._bars = Progress(*columns, TextColumn("{task.fields[state]}"), TimeElapsedColumn(), console=console)
+            self._tasks = {
+                run.name: self._bars.add_task(run.title, total=self._steps, state="waits", start=False) for run in runs
+            }
 
-def _state(run: Run) -> tuple[str, str, str]:
-    """Loss, speed and memory of a run so far, for people."""
-    speed = f"{run.tokens_per_step / run.seconds[-1]:,.0f} tokens/s"
-    return f"loss {run.losses[-1]:.3f}", speed, f"{run.peak_bytes / 2**20:,.0f} MiB"
-
-
-class _Bars:
-    """A progress bar for each run."""
-
-    def __init__(self, console: Console, runs: Sequence[Run]) -> None:
-        self._progress = Progress(
-            TextColumn("[bold]{task.description:<8}"),
-            BarColumn(bar_width=24),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[state]}"),
-            TimeElapsedColumn(),
-            console=console,
-        )
-        self._tasks: dict[str, TaskID] = {
-            run.name: self._progress.add_task(run.title, total=run.steps, state="waits", start=False) for run in runs
-        }
-
-    def __enter__(self) -> "_Bars":
-        self._progress.start()
+    def __enter__(self) -> "ProgressDisplay":
+        if self._bars:
+            self._bars.start()
         return self
 
-    def __exit__(self, *error: Any) -> None:
-        self._progress.stop()
+    def __exit__(self, *error: object) -> None:
+        if self._bars:
+            self._bars.stop()
 
-    def note(self, run: Run, text: str) -> None:
-        self._progress.start_task(self._tasks[run.name])
-        self._progress.update(self._tasks[run.name], state=text)
+    def show_state(self, run: DemoRun, state: str) -> None:
+        if self._bars:
+            self._bars.start_task(self._tasks[run.name])
+            self._bars.update(self._tasks[run.name], state=state)
+        else:
+            self._console.print(f"{run.title}: {state}")
 
-    def step(self, run: Run) -> None:
-        self._progress.update(self._tasks[run.name], completed=len(run.losses), state="  ".join(_state(run)))
-
-
-class _Lines:
-    """A line now and then for each run, where there is no terminal."""
-
-    def __init__(self, console: Console, runs: Sequence[Run]) -> None:
-        self._console = console
-        self._every = max(1, max(run.steps for run in runs) // _LINES_WITHOUT_TERMINAL)
-
-    def __enter__(self) -> "_Lines":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-    def note(self, run: Run, text: str) -> None:
-        self._console.print(f"{run.title}: {text}")
-
-    def step(self, run: Run) -> None:
-        done = len(run.losses)
-        if done == 1 or done == run.steps or done % self._every == 0:
-            self._console.print(f"{run.title:<8} step {done}/{run.steps}  {'  '.join(_state(run))}")
+    def show_step(self, run: DemoRun) -> None:
+        """Show the loss, speed and memory of the last step."""
+        step, speed = len(run.losses), run.preset.tokens / run.measurement.seconds[-1]
+        state = f"loss {run.losses[-1]:.3f}  {speed:,.0f} tokens/s  {run.peak_bytes / 2**20:,.0f} MiB"
+        if self._bars:
+            self._bars.update(self._tasks[run.name], completed=step, state=state)
+        elif step in (1, self._steps) or step % max(1, self._steps // PROGRESS_LINES) == 0:
+            self._console.print(f"{run.title:<8} step {step}/{self._steps}  {state}")
 
 
 # --- running -------------------------------------------------------------------------------------
 
 
-@dataclass
-class Outcome:
-    """How it ended. `failures`: a message for each run that did not finish, by the run's name."""
+def train_runs(runs: Sequence[DemoRun], folder: Path, console: Console) -> bool:
+    """Train all runs, in turns step by step or one after the other; return False after Ctrl-C.
 
-    interrupted: bool = False
-    failures: dict[str, str] = field(default_factory=dict)
-
-
-def _facts(event: dict[str, Any]) -> dict[str, Any]:
-    """Return what report.json says of the model."""
-    if event["event"] == "refused":
-        raise ChildFailed(event["note"])
-    names = ("event", "parameters", "state_bytes", "attention", "threads")
-    return {**{name: event[name] for name in names}, "patch": event["applied"] or None}
-
-
-def _record(run: Run, event: dict[str, Any]) -> None:
-    run.losses.append(event["loss"])
-    run.seconds.append(event["seconds"])
-    run.peak_bytes = event["peak_bytes"]
-
-
-def _run_together(runs: Sequence[Run], folder: Path, display: _Display, outcome: Outcome) -> None:
-    """Run `runs` at once, taking turns step by step."""
-    with ExitStack() as stack:
-        going: dict[str, Child] = {}
-        for run in runs:
-            display.note(run, "starts")
-            going[run.name] = stack.enter_context(Child(run.job, folder / f"{run.name}.log", worker_command()))
-
-        def attempt(run: Run, action: str) -> None:
-            child = going[run.name]
-            try:
-                if action == "start":
-                    run.facts = _facts(child.next_event())
-                    display.note(run, "ready")
-                else:
-                    _record(run, child.ask(Point(run.preset.batch, run.preset.seq).to_json()))
-                    display.step(run)
-            except ChildFailed as error:
-                outcome.failures[run.name] = str(error)
-                display.note(run, str(error).splitlines()[0])
-                del going[run.name]
-                if not error.out_of_memory:
-                    raise
-
-        for turn in range(1 + max(run.steps for run in runs)):
-            for run in runs:
-                if run.name in going:
-                    attempt(run, "step" if turn else "start")
-
-
-def run_jobs(runs: Sequence[Run], folder: Path, console: Console) -> Outcome:
-    """Train all `runs` and fill in what they measure: in turns, step by step, or one after the other.
-
-    Ctrl-C and a failure end the processes and keep what was measured. A run that is out of memory does not end the
-    others.
+    Ctrl-C and a failure end the processes; the runs keep their measurements. A run that is out of memory does not end
+    the others.
     """
-    outcome = Outcome()
-    together = runs[0].preset.take_turns
-    groups = [runs] if together else [[run] for run in runs]
-    display: _Display = (_Bars if console.is_terminal else _Lines)(console, runs)
-    try:
-        with display:
+    groups = [runs] if runs[0].preset.take_turns else [[run] for run in runs]
+    with ProgressDisplay(console, runs) as display:
+        for run in runs:
+            run.display, run.log = display, folder / f"{run.name}.log"
+        try:
             for group in groups:
-                _run_together(group, folder, display, outcome)
-    except KeyboardInterrupt:
-        outcome.interrupted = True
-    except ChildFailed:
-        pass  # in outcome.failures
-    return outcome
+                train_in_turns(group)
+        except KeyboardInterrupt:
+            return False
+        except OtherRunsEnd:
+            # The run has its reason in `failure`.
+            pass
+    return True

@@ -1,6 +1,6 @@
-"""The side of a training process that answers its parent: events as lines of JSON, what ranks share, and how it ends.
+"""The child's side of a training process: read points, answer with events, exchange values between ranks, end.
 
-`tigon.tools.training.child` is the parent's side.
+An event is a line of JSON. `tigon.tools.training.child` is the parent's side.
 """
 
 import gc
@@ -16,19 +16,20 @@ import torch.distributed as dist
 
 __all__ = ["Rank", "Say", "answer", "answer_points", "describe_error", "is_out_of_memory"]
 
-LEFT_OVER = 1.02  # times the memory before: what a failed point may leave without a new process
+# A process that failed at a point trains another point only if it holds at most this times the memory of before.
+LEFT_OVER = 1.02
 
 MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
 class Say(Protocol):
-    """Writes an event with its fields to the parent."""
+    """A function that writes an event with its fields to the parent."""
 
     def __call__(self, event: str, **fields: Any) -> None: ...
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory ran out, be it torch's, a library's or the host's."""
+    """Return whether `error` of torch, a library or the host says that memory ran out."""
     kinds = (torch.OutOfMemoryError, MemoryError)
     return isinstance(error, kinds) or any(message in str(error) for message in MEMORY_MESSAGES)
 
@@ -47,15 +48,15 @@ def describe_error(error: BaseException) -> str:
 
 
 class Rank:
-    """A process that trains, alone or as a rank of a group: its device and what it exchanges with the other ranks.
+    """A process that trains, alone or as a rank of a group: its device, and the exchange of values with other ranks.
 
-    A subclass has an optimizer, counts its `steps`, and trains a point.
+    A subclass has an optimizer, counts its `steps`, and trains points. `ends_without_memory`: a point that does not fit
+    ends the process. `keeps_gradients`: gradients are zeroed in place and not freed.
     """
 
     optimizer: torch.optim.Optimizer
-    event = "point"  # the name of the event that answers a point
-    ends_without_memory = False  # whether a point that does not fit ends the process
-    keeps_gradients = False  # whether gradients are zeroed in place and not freed
+    ends_without_memory = False
+    keeps_gradients = False
     steps = 0
 
     def __init__(self, device: str, rank: int, ranks: int) -> None:
@@ -65,21 +66,23 @@ class Rank:
             torch.cuda.set_device(self.device)
 
     def train(self, line: str) -> dict[str, Any]:
-        """Train the point that `line` holds and return the fields of its event."""
+        """Train the point that `line` holds and return the fields of the event "point"."""
         raise NotImplementedError
 
     def synchronise(self) -> None:
+        """Wait until the device has done its work."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def allocated(self) -> int:
+        """Return the bytes of all tensors on the GPU; 0 on a CPU."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
 
     def zero_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
 
     def free(self) -> None:
-        """Free all but parameters, the optimizer's states, and gradients that are kept."""
+        """Free all memory except parameters, optimizer states and, with `keeps_gradients`, gradients."""
         self.zero_gradients()
         gc.collect()
         self.synchronise()
@@ -87,7 +90,7 @@ class Rank:
             torch.cuda.empty_cache()
 
     def agree(self, value: Any) -> Any:
-        """Return rank 0's value."""
+        """Return the value of rank 0."""
         if self.ranks == 1:
             return value
         box = [value]
@@ -102,30 +105,45 @@ class Rank:
         dist.all_gather_object(values, value)
         return values
 
+    def merge_ranks(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """Return the mean of "losses" and the maximum of each other field over all ranks; of lists for each item."""
+        ranks = self.gather(fields)
+        merged: dict[str, Any] = {}
+        for name, field in fields.items():
+            values = [rank[name] for rank in ranks]
+            if name == "losses":
+                merged[name] = [sum(losses) / len(losses) for losses in zip(*values, strict=True)]
+            elif isinstance(field, list):
+                merged[name] = [max(items) for items in zip(*values, strict=True)]
+            else:
+                merged[name] = None if field is None else max(values)
+        return merged
+
     def next_line(self, lines: Iterator[str]) -> str:
-        """Return the next of rank 0's lines, "" at their end."""
+        """Return the next line of rank 0, or "" at the end."""
         return self.agree(next(lines, "").strip() if self.rank == 0 else "")
 
 
 def answer_points(start: Callable[[Say], Rank], rank: int, lines: Iterator[str], say: Say) -> bool:
-    """Build the trainer by `start` and train a point for each line; return whether that went well.
+    """Build the trainer with `start` and train a point for each line; return whether the process ends in order.
 
-    A point that does not fit leaves the process as it was. A group, whose other ranks wait, ends.
+    A single process that runs out of memory frees what the point allocated and takes the next point. A group ends,
+    because its other ranks wait inside a step.
     """
-    # Rank 0 speaks for a group. A failure is said by the rank that has it.
+    # Rank 0 speaks for a group, but the rank that fails reports its failure itself.
     speak: Say = say if rank == 0 else lambda *_, **__: None
     reason = ""
     trainer = start(speak)
     while line := trainer.next_line(lines):
         before = trainer.allocated() if trainer.steps else None
         try:
-            speak(trainer.event, **trainer.train(line))
+            speak("point", **trainer.train(line))
             continue
         except Exception as error:
             if trainer.ranks > 1 or not is_out_of_memory(error):
                 raise
             reason = describe_error(error)
-        # Outside the handler: the frames, which hold tensors, are gone.
+        # Free memory outside the handler: inside it, the frames of the error still hold tensors.
         trainer.free()
         if trainer.ends_without_memory or before is None or trainer.allocated() > LEFT_OVER * before:
             say("failed", out_of_memory=True, reason=reason)
@@ -138,7 +156,7 @@ def answer_points(start: Callable[[Say], Rank], rank: int, lines: Iterator[str],
 
 
 def _end(code: int) -> NoReturn:
-    """End the process at once, without what libraries do at exit."""
+    """End the process at once, without the exit handlers of libraries."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -147,19 +165,21 @@ def _end(code: int) -> NoReturn:
 def answer(serve: Callable[[int, Say], bool], ranks: int) -> int:
     """Call `serve(rank, say)` and return the exit code: 0 if it returns True. `ranks` is the size of the group.
 
-    An error is said to the parent as an event "failed". A rank of a group ends at once, because its libraries could
+    An error goes to the parent as an event "failed". A rank of a group then ends at once, because its libraries could
     wait for the other ranks at exit.
     """
-    answers = os.dup(1)
-    os.dup2(2, 1)  # whatever a library prints goes to standard error
+    # Events go to a copy of standard output. Everything that libraries print goes to standard error.
+    events = os.dup(1)
+    os.dup2(2, 1)
 
     def say(event: str, **fields: Any) -> None:
-        # Each line is one write, because ranks share the pipe.
-        os.write(answers, (json.dumps({"event": event, **fields}) + "\n").encode())
+        # Each line is a single write, because ranks share the pipe.
+        os.write(events, (json.dumps({"event": event, **fields}) + "\n").encode())
 
     try:
         code = 0 if serve(int(os.environ["RANK"]) if ranks > 1 else 0, say) else 1
-    except BrokenPipeError:  # the parent is gone
+    except BrokenPipeError:
+        # The parent has ended.
         return 1
     except Exception as error:
         say("failed", out_of_memory=is_out_of_memory(error), reason=describe_error(error))
@@ -169,5 +189,6 @@ def answer(serve: Callable[[int, Say], bool], ranks: int) -> int:
         _end(1)
     if dist.is_initialized():
         dist.destroy_process_group()
-        _end(code)  # a thread of gloo can abort a process while Python ends (pytorch's issue 190489)
+        # A thread of gloo can abort a process while Python ends (pytorch's issue 190489).
+        _end(code)
     return code

@@ -1,7 +1,7 @@
-"""A process that trains: started with a job, spoken to by lines, ended in time.
+"""The parent's side of a training process: start it with a job, send it points, read its events, end it.
 
-It is given the file of its job as last argument. Its standard output is one line of JSON an event, of which one may say
-that it failed:
+The process gets the path of its job as last argument. It writes its events to standard output, as lines of JSON. Every
+process can report a failure:
 
     {"event": "failed", "out_of_memory": .., "reason": ..}
 """
@@ -19,9 +19,24 @@ from typing import Any, Protocol
 
 from tigon.tools.environment import cpu_count
 
-__all__ = ["Child", "ChildFailed", "Worker", "worker_command", "worker_environment"]
+__all__ = ["Child", "ChildFailed", "Event", "RankJob", "Worker", "worker_command"]
 
+Event = dict[str, Any]
 WORKER = ("-m", "tigon.tools.training.worker")
+# These events do not answer a point.
+PROGRESS = ("ready", "step")
+
+
+class RankJob(Protocol):
+    """A job for one process, or for a group of `ranks` processes."""
+
+    @property
+    def ranks(self) -> int: ...
+
+    @property
+    def device(self) -> str: ...
+
+    def to_json(self) -> str: ...
 
 
 def worker_command(ranks: int = 1, program: Sequence[str] = WORKER) -> list[str]:
@@ -32,50 +47,39 @@ def worker_command(ranks: int = 1, program: Sequence[str] = WORKER) -> list[str]
     return [*launcher, "--nproc-per-node", str(ranks), *program]
 
 
-def worker_environment(ranks: int, device: str) -> dict[str, str]:
-    """Return the environment variables that the ranks of a group need besides."""
+def _group_settings(ranks: int, device: str) -> dict[str, str]:
+    """Return the environment variables that the ranks of a group need."""
     if ranks == 1:
         return {}
     threads = {"OMP_NUM_THREADS": str(max(1, cpu_count() // ranks))}
-    # Gloo looks up the host's own name, which need not lead anywhere.
+    # By default gloo looks up the host's own name, which not every network resolves.
     return threads if device != "cpu" else {**threads, "GLOO_SOCKET_IFNAME": "lo", "CUDA_VISIBLE_DEVICES": ""}
 
 
-class _Job(Protocol):
-    def to_json(self) -> str: ...
-
-
 class ChildFailed(Exception):
-    """A training process ended before its time. `out_of_memory`: the other run may still succeed.
+    """A training process failed. `out_of_memory`: memory ran out, so that another run may still succeed.
 
-    `log`: the last lines that the process wrote to standard error, if it ended without giving a reason.
+    `log` holds the last lines of its standard error if the process ended without a reason.
     """
 
     def __init__(self, reason: str, out_of_memory: bool = False, log: str = "") -> None:
-        super().__init__(f"{reason}\n{log}" if log else reason)
+        super().__init__(reason)
         self.reason, self.out_of_memory, self.log = reason, out_of_memory, log
 
 
 class Child:
-    """The process of `command`, with `extra` in its environment.
+    """A process of `command`, with `settings` added to its environment.
 
-    `log` takes what it writes to standard error; it is removed if empty. Without a log the process shares this one's
-    standard error.
+    It writes its standard error to the file `log`, which is removed if it stays empty. Without `log` it shares the
+    standard error of this process.
     """
 
-    def __init__(
-        self,
-        job: _Job,
-        log: Path | None,
-        command: Sequence[str],
-        extra: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, job: RankJob, log: Path | None, command: Sequence[str], settings: Mapping[str, str]) -> None:
         self._log = log
         with tempfile.NamedTemporaryFile("w", suffix=".json", delete=False, encoding="utf-8") as file:
             file.write(job.to_json())
         self._job_file = Path(file.name)
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment |= extra or {}
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **settings}
         with log.open("w", encoding="utf-8") if log else nullcontext() as stderr:
             self._process = subprocess.Popen(
                 [*command, str(self._job_file)],
@@ -85,41 +89,43 @@ class Child:
                 text=True,
                 encoding="utf-8",
                 env=environment,
-                start_new_session=True,  # Ctrl-C is the parent's to handle
+                # Ctrl-C reaches the parent alone, which ends the process in order.
+                start_new_session=True,
             )
 
-    def next_event(self) -> dict[str, Any]:
-        """Wait for the process's next line. Raises ChildFailed if it reports a failure or ends without one."""
+    def next_event(self) -> Event:
+        """Wait for the next event of the process.
+
+        Raises:
+            ChildFailed: the process reports a failure, or ends.
+        """
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             code = self._process.wait()
             log = self._log.read_text(encoding="utf-8", errors="replace") if self._log else ""
             lines = log.strip().splitlines()
-            # Signal 9 is how the kernel ends a process when memory runs out.
+            # Linux ends a process with signal 9 when memory runs out.
             hint = " (killed: out of memory?)" if code == -9 else ""
             raise ChildFailed(f"the process ended with code {code}{hint}", code == -9, "\n".join(lines[-8:]))
         event = json.loads(line)
         if event["event"] == "failed":
-            with suppress(subprocess.TimeoutExpired):  # its log is to be whole
+            # Wait, so that the log is complete.
+            with suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=10)
             raise ChildFailed(event["reason"], event["out_of_memory"])
         return event
 
     def send(self, line: str) -> None:
-        """Write a line to the process's standard input."""
+        """Write a line to the standard input of the process."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # next_event says why
+        # If the process has ended, `next_event` raises and gives the reason.
+        with suppress(BrokenPipeError):
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
 
-    def ask(self, line: str) -> dict[str, Any]:
-        """Write a line to the process's standard input and wait for its answer."""
-        self.send(line)
-        return self.next_event()
-
     def finish(self, seconds: float = 60.0) -> None:
-        """Close the process's standard input and wait for it to end by itself; end it if it does not."""
+        """Close the standard input of the process and wait until it ends; end it after `seconds`."""
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):
             self._process.stdin.close()
@@ -128,7 +134,7 @@ class Child:
         self.close()
 
     def close(self) -> None:
-        """End the process, at once if it is inside a step."""
+        """End the process at once, even inside a step."""
         self._process.terminate()
         try:
             self._process.wait(timeout=10)
@@ -136,45 +142,80 @@ class Child:
             self._process.kill()
             self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
             with suppress(BrokenPipeError):
-                pipe.close()  # type: ignore[union-attr]
+                pipe.close()
         self._job_file.unlink(missing_ok=True)
         if self._log and self._log.exists() and not self._log.stat().st_size:
             self._log.unlink()
 
-    def __enter__(self) -> "Child":
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 class Worker:
-    """The child that `start` makes: started when it is first needed, and again if it ended."""
+    """The training process of a job, or the group of its ranks.
 
-    def __init__(self, start: Callable[[], Child]) -> None:
-        self._start = start
+    It starts at the first point, and again after a failure. `listen` gets the events of its progress: "starts", "ready"
+    and "step". As a context manager the worker ends its process.
+    """
+
+    def __init__(
+        self,
+        job: RankJob,
+        log: Path | None,
+        listen: Callable[[Event], None],
+        program: Sequence[str] = WORKER,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._job, self._log, self._listen = job, log, listen
+        self._command = worker_command(job.ranks, program)
+        self._settings = {**(settings or {}), **_group_settings(job.ranks, job.device)}
         self._child: Child | None = None
 
-    def train(self, point: str, listen: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-        """Send a point and return the event that answers it; `listen` gets the events "ready" and "step" before it.
+    def start(self) -> None:
+        """Start the process if none runs."""
+        if self._child is None:
+            self._listen({"event": "starts"})
+            self._child = Child(self._job, self._log, self._command, self._settings)
 
-        A child that fails is closed, and the answer is {"event": "out of memory" | "failed", "reason": .., "log": ..}.
+    def wait_until_ready(self) -> Event:
+        """Return the event "ready", or the event that says why the process cannot train."""
+        return self._next_event(("step",))
+
+    def train(self, point: str) -> Event:
+        """Send a point and return the event that answers it.
+
+        If the process fails, close it and return {"event": "out of memory" | "failed", "reason": .., "log": ..}.
         """
+        return self._next_event(PROGRESS, point)
+
+    def _next_event(self, progress: Sequence[str], point: str | None = None) -> Event:
+        """Return the next event that is not in `progress`; `listen` gets all events of the process's progress."""
         try:
-            if self._child is None:
-                self._child = self._start()
-            self._child.send(point)
-            while (event := self._child.next_event())["event"] in ("ready", "step"):
-                listen(event)
-            return event
+            self.start()
+            assert self._child is not None
+            if point is not None:
+                self._child.send(point)
+            while True:
+                event = self._child.next_event()
+                if event["event"] in PROGRESS:
+                    self._listen(event)
+                if event["event"] not in progress:
+                    return event
         except ChildFailed as failure:
-            self.close()
+            self._close()
             kind = "out of memory" if failure.out_of_memory else "failed"
             return {"event": kind, "reason": failure.reason, "log": failure.log}
 
-    def close(self, at_rest: bool = False) -> None:
-        """End the child. One that is `at_rest` ends by itself, which leaves no complaints of a group in its log."""
+    def _close(self) -> None:
         if self._child is not None:
-            (self._child.finish if at_rest else self._child.close)()
+            self._child.close()
             self._child = None
+
+    def __enter__(self) -> "Worker":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        # A group ends by itself where it can: a launcher that is terminated writes errors into the log.
+        if self._child is not None and kind is None and self._job.ranks > 1:
+            self._child.finish()
+            self._child = None
+        self._close()

@@ -1,13 +1,15 @@
-"""The look of a picture: a white figure, a headline, axes without a box, and the lines of a sweep."""
+"""The look of all pictures, and the kinds that several commands draw: curves of losses, bars, and lines of a sweep."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import cycle
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 __all__ = [
     "FAINT",
@@ -17,8 +19,13 @@ __all__ = [
     "MUTED",
     "STOCK",
     "WARNING",
+    "Bar",
+    "Curve",
     "SweepLine",
+    "add_side_legend",
     "clean",
+    "draw_bars",
+    "draw_losses",
     "draw_sweep",
     "headline",
     "mark_limit",
@@ -37,23 +44,27 @@ LEVELS = {
     "offload": "#f5b98a",
 }
 MARKERS = "osD^vP*X"
+DASHES = (0, (4, 3))
+
+
+# --- the look ------------------------------------------------------------------------------------
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A white figure of that size in inches, which needs no display."""
+    """Return a white figure of a size in inches, which needs no display."""
     figure = Figure(figsize=(width, height), dpi=160, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     return figure
 
 
 def headline(figure: Figure, title: str, subtitle: str) -> None:
-    """A title and, smaller, what was measured; the constrained layout leaves room for both."""
+    """Add a title and a smaller subtitle; the constrained layout leaves room for both."""
     figure.suptitle(f"{title}\n", x=0.012, ha="left", fontsize=12, fontweight="bold", color=INK)
     figure.text(0.012, 0.985, f"\n{subtitle}", ha="left", va="top", fontsize=8.5, linespacing=1.9, color=MUTED)
 
 
 def clean(axes: Axes, title: str = "") -> None:
-    """Axes without a box and ticks, with an optional title at the left."""
+    """Remove the box and the ticks of axes, and add an optional title at the left."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(FAINT)
     axes.tick_params(colors=INK, labelsize=9, length=0)
@@ -62,11 +73,101 @@ def clean(axes: Axes, title: str = "") -> None:
         axes.set_title(title, loc="left", fontsize=10, color=INK)
 
 
-def mark_limit(axes: Axes, height: float, what: str) -> None:
-    """A line that no value passes, and over its left end what it is."""
-    axes.axhline(height, color=WARNING, linewidth=1, linestyle=(0, (4, 3)))
-    place = {"xycoords": ("axes fraction", "data"), "xytext": (4, 3), "textcoords": "offset points", "va": "bottom"}
-    axes.annotate(what, (0, height), fontsize=8, color=WARNING, **place)
+def mark_limit(axes: Axes, height: float, label: str) -> None:
+    """Draw a dashed line at a limit of the values, with a label above its left end."""
+    axes.axhline(height, color=WARNING, linewidth=1, linestyle=DASHES)
+    place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
+    axes.annotate(label, (0, height), xytext=(4, 3), va="bottom", fontsize=8, color=WARNING, **place)
+
+
+def add_side_legend(axes: Axes) -> None:
+    """Add a legend at the right of the axes."""
+    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """A value for each step. A broad curve is pale, and can be seen below a curve that coincides with it."""
+
+    label: str
+    colour: str
+    values: Sequence[float]
+    broad: bool = False
+
+
+def _draw_curves(axes: Axes, curves: Iterable[Curve], ylabel: str) -> None:
+    for label, colour, values, broad in curves:
+        style: dict[str, Any] = {"linewidth": 5.5, "alpha": 0.55} if broad else {"linewidth": 1.5}
+        if not broad and len(values) <= 50:
+            style |= {"marker": "o", "markersize": 3}
+        axes.plot(range(1, len(values) + 1), values, color=colour, label=label or None, **style)
+    axes.set_ylabel(ylabel, color=INK)
+    axes.grid(axis="y", color=FAINT, linewidth=0.7)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9)
+    clean(axes)
+
+
+def draw_losses(
+    path: Path,
+    title: str,
+    subtitle: str,
+    losses: Sequence[Curve],
+    differences: Sequence[Curve] = (),
+    differences_label: str = "",
+    tolerances: Sequence[float] = (),
+    resolution: float = 1e-6,
+) -> None:
+    """Draw the losses of all runs over each other, and below them their differences, with the tolerance if any.
+
+    Differences have a logarithmic scale above `resolution` and a linear one below it, which has a place for zero.
+    """
+    figure = new_figure(7.2, 4.9 if differences else 3.8)
+    headline(figure, title, subtitle)
+    if differences:
+        above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1.3))
+        _draw_curves(below, differences, differences_label)
+        below.set_yscale("symlog", linthresh=resolution)
+        finite = [value for curve in differences for value in curve.values if value < float("inf")]
+        if tolerances:
+            below.plot(range(1, len(tolerances) + 1), tolerances, color=WARNING, linewidth=1, linestyle=DASHES)
+            place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+            below.annotate("tolerance", (1, tolerances[-1]), fontsize=8, color=WARNING, **place)
+        top = 20 * max([*finite, *tolerances, resolution])
+        below.set_ylim(-0.2 * resolution, top)
+        below.set_yticks([0, *(tick for power in range(6) if (tick := resolution * 100**power) <= top)])
+        below.minorticks_off()
+    else:
+        above = below = figure.subplots()
+    _draw_curves(above, losses, "loss")
+    below.set_xlabel("step", color=INK)
+    below.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(path)
+
+
+# --- bars ----------------------------------------------------------------------------------------
+
+
+class Bar(NamedTuple):
+    """A bar of height `value`, with `text` above it; a value of None has no height."""
+
+    label: str
+    colour: str
+    value: float | None
+    text: str
+
+
+def draw_bars(axes: Axes, bars: Sequence[Bar], limit: float | None = None) -> None:
+    """Draw bars below a common height, which is above all values and the limit."""
+    heights = [bar.value or 0.0 for bar in bars]
+    container = axes.bar([bar.label for bar in bars], heights, color=[bar.colour for bar in bars], width=0.6)
+    axes.bar_label(container, [bar.text for bar in bars], padding=3, fontsize=9.5, color=INK)
+    axes.set_ylim(0, 1.14 * max([*heights, limit or 0.0]) or 1.0)
+
+
+# --- sweeps --------------------------------------------------------------------------------------
 
 
 class SweepLine(NamedTuple):
@@ -74,27 +175,46 @@ class SweepLine(NamedTuple):
 
     label: str
     colour: str
-    points: list[tuple[float, float]]
+    points: Sequence[tuple[float, float]]
     failed: int | None
 
 
-def draw_sweep(axes: Axes, lines: Iterable[SweepLine], limit: float | None) -> None:
+def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlabel: str) -> None:
     """Draw each run over the size, on a logarithmic axis, with a cross at the size that did not fit.
 
     The cross is at the height of the last value, or at the limit that was passed.
     """
     crosses: Counter[tuple[float, float]] = Counter()
     for (label, colour, points, failed), marker in zip(lines, cycle(MARKERS), strict=False):
-        axes.plot(
-            *zip(*points, strict=True) if points else ([], []), color=colour, marker=marker, markersize=5, label=label
-        )
+        sizes, values = [size for size, _ in points], [value for _, value in points]
+        axes.plot(sizes, values, color=colour, marker=marker, markersize=5, label=label)
         if failed is None:
             continue
-        end = failed, limit or (points[-1][1] if points else 0.0)
-        axes.plot(*zip(*points[-1:], end, strict=True), color=colour, linestyle=":", linewidth=1)
+        end = failed, limit or (values[-1] if values else 0.0)
+        axes.plot([*sizes[-1:], end[0]], [*values[-1:], end[1]], color=colour, linestyle=":", linewidth=1)
         # Where several lines end at one place, each cross is larger than the one before, and below it.
-        style = {"markersize": 9 + 5 * crosses[end], "markeredgewidth": 2, "zorder": 5 - 0.1 * crosses[end]}
-        axes.plot(*end, color=colour, marker="x", linestyle="", **style)
+        size, order = 9 + 5 * crosses[end], 5 - 0.1 * crosses[end]
+        axes.plot(
+            *end, color=colour, marker="x", linestyle="", markersize=size, markeredgewidth=2, zorder=order
+        )  # fmt: skip
         crosses[end] += 1
     axes.set_xscale("log", base=2)
+    ticks = {size for line in lines for size, _ in line.points} | {line.failed for line in lines if line.failed}
+    axes.set_xticks(_spaced(sorted(ticks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(
+        FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 and x % 256 == 0 else f"{x:g}")
+    )
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
+    axes.set_xlabel(f"{xlabel}   (x: out of memory)", color=MUTED)
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
+
+
+def _spaced(sizes: Iterable[float]) -> list[float]:
+    """Select sizes, in ascending order, so that their labels do not overlap on a logarithmic axis."""
+    ticks: list[float] = []
+    for size in sizes:
+        if not ticks or size >= 1.4 * ticks[-1]:
+            ticks.append(size)
+    return ticks

@@ -10,13 +10,12 @@ __all__ = ["Job", "Point"]
 
 @dataclass(frozen=True)
 class Job(Record):
-    """A model, its data and how it is trained: everything but the size of a step.
+    """A model, its data and the settings of its training, without the size of a step.
 
-    `config` holds the fields of a transformers config, `tokens` names a file. Each of `ranks` processes holds a shard
-    of the model; a single process holds all of it.
-
-    `turns`: each point is one step, and the process waits for the next point after it. Gradients and optimizer states
-    exist before the first step, and memory is counted above them.
+    `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
+    a shard of the model; a single process holds all of it. `reverse`: the sequences of a batch come in reverse order,
+    so that the loss is the same and its sums are taken in another order. `turns`: a point goes on where the one before
+    it ended, and gradients and optimizer states exist before the first step.
     """
 
     provider: str
@@ -28,16 +27,16 @@ class Job(Record):
     seed: int = 0
     lr: float = 1e-4
     checkpointing: bool = False
-    # The sequences of a batch come in reverse order: the loss is the same, its sums are taken in another order.
     reverse: bool = False
     turns: bool = False
 
 
 @dataclass(frozen=True)
 class Point(Record):
-    """Steps of `batch` sequences on each rank, of `seq` tokens each: `warmup`, then `steps` that are timed.
+    """The size of a step, `batch` sequences of `seq` tokens on each rank, and the number of steps.
 
-    Where `seconds` would be exceeded, fewer steps are timed, but at least three.
+    `warmup` steps come first, then `steps` that are timed. If these would take more than `seconds`, fewer steps are
+    timed, but at least three.
     """
 
     batch: int

@@ -1,4 +1,4 @@
-"""A model of random weights."""
+"""A model of random weights, and its config as JSON."""
 
 import json
 from typing import TYPE_CHECKING, Any
@@ -12,33 +12,33 @@ __all__ = ["config_fields", "random_model", "read_config"]
 
 
 def config_fields(config: "PretrainedConfig") -> dict[str, Any]:
-    """Return the fields of a config as values that JSON has."""
+    """Return the fields of a config as JSON values."""
     return json.loads(json.dumps(config.to_dict()))
 
 
 def read_config(fields: dict[str, Any]) -> "PretrainedConfig":
-    """Return the config of `config_fields`."""
+    """Return the config that has the fields."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 
 
 def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.device) -> "PreTrainedModel":
-    """A randomly initialised model of `config` in training mode on `device`; set the seed before.
+    """Return a model of random weights in training mode on `device`. Set the seed before the call.
 
-    Attention is `sdpa`, or `eager` for a type that has no such path; the model is not compiled.
+    Attention is `sdpa`, or `eager` for a model type without `sdpa`.
     """
     from transformers import AutoModelForCausalLM
 
-    # Made where it will live: drawing 1.2 billion random numbers takes a CPU half a minute.
-    make = lambda attention: AutoModelForCausalLM.from_config(
+    build = lambda attention: AutoModelForCausalLM.from_config(
         config, dtype=getattr(torch, dtype), attn_implementation=attention
     )
+    # Build on the device: a CPU needs half a minute to draw 1.2 billion random numbers.
     with torch.device(device):
         try:
-            model = make("sdpa")
+            model = build("sdpa")
         except ValueError as error:
             if "scaled_dot_product_attention" not in str(error):
                 raise
-            model = make("eager")
+            model = build("eager")
     return model.to(device).train()

@@ -1,27 +1,29 @@
-"""What each provider does to a stock model before it is trained."""
+"""The providers: each changes a stock model before the training."""
 
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
 __all__ = ["Missing", "Provider", "Unsupported", "levels", "select"]
 
 PEERS = ("stock", "liger", "compile")
-CHECKPOINT = "-checkpoint"  # after a peer's name: its layers are checkpointed, whatever the others do
+# This suffix of a peer's name means that all its layers are checkpointed.
+CHECKPOINT = "-checkpoint"
 
 
 class Missing(Exception):
-    """A provider is not installed, or cannot run on this device."""
+    """The provider is not installed, or cannot run on this device."""
 
 
 class Unsupported(Exception):
-    """A provider has nothing for this model, or refuses it."""
+    """The provider does not know this model, or refuses it."""
 
 
 def levels() -> tuple[str, ...]:
-    """The levels of memory that `tigon.patch` knows."""
+    """Return the levels of memory of `tigon.patch`."""
     from tigon.hf.levels import LEVELS
 
     return tuple(LEVELS)
@@ -29,32 +31,33 @@ def levels() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Provider:
-    """`level` is that of `tigon.patch`; None: not Tigon."""
+    """A way to train a model. `level` is the level of memory of `tigon.patch`; None means a peer of Tigon."""
 
     name: str
     level: str | None = None
 
     @property
     def base(self) -> str:
+        """The name without the suffix of checkpointing."""
         return self.name.removesuffix(CHECKPOINT)
 
     @property
     def compiles(self) -> bool:
         return self.base == "compile"
 
-    def apply(self, model: nn.Module, checkpointing: bool, device: str) -> str:
-        """Change `model` in place, before it is sharded; -> what was done, for the report.
+    def apply(self, model: Any, checkpointing: bool, device: str) -> str:
+        """Change a model of transformers in place, before it is sharded; return a description for the report.
 
         Raises:
-            Missing: the provider is not there.
-            Unsupported: it cannot do this model.
+            Missing: the provider is not installed.
+            Unsupported: the provider refuses this model.
         """
         if self.level is not None:
             return _apply_tigon(model, self.level)
-        done = _apply_liger(model, device) if self.base == "liger" else ""
+        description = _apply_liger(model, device) if self.base == "liger" else ""
         if checkpointing or self.base != self.name:
             model.gradient_checkpointing_enable({"use_reentrant": False})
-        return done
+        return description
 
 
 def _apply_tigon(model: nn.Module, level: str) -> str:
@@ -66,8 +69,8 @@ def _apply_tigon(model: nn.Module, level: str) -> str:
         raise Unsupported(str(reason)) from reason
 
 
-def _apply_liger(model: nn.Module, device: str) -> str:
-    """Liger Kernel with its defaults, by the function that Hugging Face's Trainer calls."""
+def _apply_liger(model: Any, device: str) -> str:
+    """Apply Liger Kernel with its defaults, with the function that Hugging Face's Trainer calls."""
     if not device.startswith("cuda"):
         raise Missing("needs a GPU")
     try:
@@ -81,18 +84,24 @@ def _apply_liger(model: nn.Module, device: str) -> str:
     return "its defaults"
 
 
+def _are_equal(a: Provider, b: Provider, checkpointing: bool) -> bool:
+    """Return whether two providers train in the same way. With `checkpointing` the suffix of a peer has no effect."""
+    if a.level is not None or b.level is not None:
+        return a.level == b.level
+    return a.base == b.base if checkpointing else a.name == b.name
+
+
 # --- names ---------------------------------------------------------------------------------------
 
 
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Provider]:
-    """Providers by name, in that order: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
+    """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
 
-    stock-checkpoint, liger-checkpoint and compile-checkpoint are those with gradient checkpointing of every layer.
-
-    With `checkpointing` every side checkpoints its layers: Tigon by its level of that name, which "tigon" then means.
+    stock-checkpoint, liger-checkpoint and compile-checkpoint use gradient checkpointing in every layer. With
+    `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
     Raises:
-        ValueError: a name is unknown, comes twice, or names a level where `checkpointing` asks for another.
+        ValueError: a name is unknown, comes twice, or means another level than `checkpointing` requires.
 
     >>> [provider.level for provider in select("stock,tigon,tigon-lean")]
     [None, 'default', 'lean']
@@ -114,8 +123,7 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
                 f"bench train: with --checkpointing every provider checkpoints its layers, and {name} does not: name "
                 "tigon or tigon-checkpoint"
             )
-        same = (lambda p: p.base) if checkpointing else (lambda p: p.name)
-        if any((same(provider) if p.level is None else provider.level) in (same(p), p.level) for p in chosen):
+        if any(_are_equal(provider, other, checkpointing) for other in chosen):
             raise ValueError(f"bench train: each provider must be named once, got {name!r} again")
         chosen.append(provider)
     if not chosen:

@@ -12,6 +12,7 @@ __all__ = ["ResidentMemory"]
 
 
 def _status_bytes(field: str) -> int | None:
+    """Return a size that Linux reports for this process, or None on other systems."""
     try:
         match = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     except OSError:
@@ -20,16 +21,17 @@ def _status_bytes(field: str) -> int | None:
 
 
 class ResidentMemory:
-    """Peak resident memory of this process above what it held when the meter was made.
+    """Peak resident memory of this process above the memory that it had when this object was created.
 
-    Linux keeps the peak (VmHWM) and resets it on request. Elsewhere it is the process's peak since its start, which is
-    the same unless making the model took more than training it.
+    Linux records the peak (VmHWM) and resets it on request. Other systems report the peak since the process started,
+    which is the same unless building the model took more memory than training it.
     """
 
     def __init__(self) -> None:
         gc.collect()
+        # Return freed memory from the C library to the system, so that it does not count as memory of the model.
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # what the C library kept of freed memory is not held by the model
+            ctypes.CDLL(None).malloc_trim(0)
         self._baseline = _status_bytes("VmRSS") or self._lifetime_peak()
         try:
             Path("/proc/self/clear_refs").write_text("5")
@@ -42,5 +44,6 @@ class ResidentMemory:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
     def peak_bytes(self) -> int:
+        """Return the peak above the memory at the start."""
         peak = _status_bytes("VmHWM") if self._resettable else self._lifetime_peak()
         return max(0, (peak or 0) - self._baseline)

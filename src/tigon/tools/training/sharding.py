@@ -1,4 +1,4 @@
-"""FSDP2 by accelerate: a share of parameters, gradients and optimizer states on each rank."""
+"""FSDP2 by accelerate: each rank holds a shard of parameters, gradients and optimizer states."""
 
 import torch
 from torch import nn
@@ -7,10 +7,10 @@ __all__ = ["shard"]
 
 
 def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """Shard `model` and `optimizer` over the ranks of the group that launched this process.
+    """Shard `model` and `optimizer` over the ranks of this process's group.
 
-    Each layer is a unit that lets go of its parameters after its forward pass; parameters, their gradients and what is
-    sent keep the model's own dtype.
+    Each layer is a unit that frees its gathered parameters after its forward pass. Parameters, gradients and messages
+    between ranks have the dtype of the model.
     """
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
 
@@ -22,10 +22,10 @@ def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module
         state_dict_type="SHARDED_STATE_DICT",
     )
     on_cpu = next(model.parameters()).device.type == "cpu"
-    # Mixed precision would keep the weights in fp32.
+    # Mixed precision would hold the weights in fp32.
     accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, mixed_precision="no")
     if on_cpu:
-        # Accelerate takes the plugin for accelerators alone; FSDP2 itself works over gloo all the same.
+        # Accelerate accepts the plugin on accelerators alone, but FSDP2 works over gloo too.
         from accelerate.utils import DistributedType
 
         accelerator.state.fsdp_plugin = plugin

@@ -1,7 +1,7 @@
-"""Text to train on: found on every machine, tokenised by a BPE trained on it, kept in a cache.
+"""Text to train on, which every machine has. It is tokenised by a BPE that is trained on it, and cached.
 
 A cache entry is a folder, `bpe-<hash of the text>-<vocabulary>`, with `tokenizer.json` and `tokens.npy` (uint32). It is
-written beside its place and renamed into it, so a reader never sees half of one.
+written under a temporary name and renamed, so that a reader never sees an incomplete entry.
 """
 
 import hashlib
@@ -19,18 +19,20 @@ from torch import Tensor
 
 __all__ = ["MIN_VOCAB", "Corpus", "Tokens", "batches", "cache_folder", "read_text", "tokenise"]
 
-# Text beyond this is not read. 12 MB of Python with 128256 entries asked for took 2 busy cores 11 s, and time grows
-# with the text, so this stays under 20 s; the longest preset sees 250 thousand tokens, about 1 MB.
+# Text beyond this limit is not read. Tokenising 12 MB of Python with 128256 entries took 11 s on 2 busy cores, and time
+# grows with the text, so the limit means less than 20 s. The longest preset reads 250 thousand tokens, about 1 MB.
 MAX_CHARACTERS = 20_000_000
-SEPARATOR = "<|endoftext|>"  # between documents; entry 0
-MIN_VOCAB = 512  # 256 bytes, the separator, and some merges
-_FORMAT = "1"  # of the cache
+# This token is between documents. Its id is 0.
+SEPARATOR = "<|endoftext|>"
+# The smallest vocabulary has 256 bytes, the separator, and some merges.
+MIN_VOCAB = 512
+_CACHE_FORMAT = "1"
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order. `truncated`: there was more than MAX_CHARACTERS."""
+    """Documents in a fixed order. `truncated`: the text has more than MAX_CHARACTERS, of which the first are here."""
 
     name: str
     documents: list[str]
@@ -43,7 +45,7 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A tokenised corpus: where its tokens are, how many, and how many entries the BPE came to have."""
+    """A tokenised corpus: the file of its tokens, their number, and the number of entries of the BPE."""
 
     path: Path
     count: int
@@ -52,11 +54,12 @@ class Tokens:
 
 
 def cache_folder() -> Path:
-    """`$XDG_CACHE_HOME/tigon`, or `~/.cache/tigon`."""
+    """Return `$XDG_CACHE_HOME/tigon`, or `~/.cache/tigon`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tigon"
 
 
-def _files(source: Path | None) -> tuple[str, list[Path]]:
+def _find_files(source: Path | None) -> tuple[str, list[Path]]:
+    """Return the name of a source, and its files in order."""
     if source is None:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = [
@@ -76,19 +79,20 @@ def _files(source: Path | None) -> tuple[str, list[Path]]:
 
 
 def read_text(source: Path | None = None) -> Corpus:
-    """The text of a file, of all text files under a folder, or (None) of the Python standard library's own sources.
+    """Return the text of a file, of all text files in a folder, or (None) of the Python standard library's sources.
 
-    Hidden files and files with a zero byte are left out; what is not UTF-8 is read with replacement characters.
+    Hidden files and files with a zero byte are left out. Bytes that are not UTF-8 become replacement characters.
 
     Raises:
-        ValueError: `source` does not exist, or there is no text in it.
+        ValueError: `source` does not exist, or has no text.
     """
-    name, files = _files(source)
+    name, files = _find_files(source)
     documents: list[str] = []
     room = MAX_CHARACTERS
     for path in files:
         with path.open("rb") as file:
-            data = file.read(4 * room)  # a character has at most four bytes
+            # A character has at most four bytes.
+            data = file.read(4 * room)
         if not data.strip() or b"\0" in data:
             continue
         document = data.decode("utf-8", errors="replace")[:room]
@@ -102,7 +106,7 @@ def read_text(source: Path | None = None) -> Corpus:
 
 
 def _key(corpus: Corpus, vocab: int) -> str:
-    digest = hashlib.sha256(_FORMAT.encode())
+    digest = hashlib.sha256(_CACHE_FORMAT.encode())
     for document in corpus.documents:
         data = document.encode("utf-8", errors="replace")
         digest.update(len(data).to_bytes(8, "little"))
@@ -119,9 +123,11 @@ def _load(folder: Path, cached: bool) -> Tokens:
 
 
 def _find(folder: Path) -> Tokens | None:
+    """Return the tokens of a cache entry, or None if it is absent or damaged."""
     try:
         return _load(folder, cached=True)
-    except Exception:  # absent, or damaged: `tokenizers` raises plain Exception for both
+    except Exception:
+        # `tokenizers` raises plain Exception if the file is absent or damaged.
         return None
 
 
@@ -147,21 +153,22 @@ def _build(corpus: Corpus, vocab: int, folder: Path) -> None:
 
 
 def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
-    """The corpus as tokens of a byte-level BPE of at most `vocab` entries trained on it, from the cache or made now.
+    """Return the corpus as tokens of a byte-level BPE of at most `vocab` entries, which is trained on it and cached.
 
-    The BPE has fewer entries than asked for where the text has no more pairs to merge.
+    The BPE has fewer entries than `vocab` if the text has no more pairs to merge.
     """
     cache = cache_folder() if cache is None else cache
     folder = cache / _key(corpus, vocab)
-    found = _find(folder)
-    if found is not None:
-        return found
+    tokens = _find(folder)
+    if tokens is not None:
+        return tokens
     cache.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=cache))
     try:
         _build(corpus, vocab, unfinished)
-        if _find(folder) is None:  # or another process was faster, and may be reading it
-            shutil.rmtree(folder, ignore_errors=True)  # damaged, if it is there
+        # If another process was faster, use its entry, which may have readers. Remove a damaged entry.
+        if _find(folder) is None:
+            shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -169,9 +176,9 @@ def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
 
 
 def batches(path: Path, batch: int, seq: int, seed: int) -> Iterator[Tensor]:
-    """Endless batches of token ids, [batch, seq] int64, in an order that depends on the seed alone.
+    """Yield batches of token ids without end, [batch, seq] int64, in an order that depends on the seed alone.
 
-    The text is cut into windows of `seq` tokens, which are drawn without replacement, over and over.
+    The text is cut into windows of `seq` tokens. All windows are drawn once before any is drawn again.
     """
     tokens = np.load(path, mmap_mode="r")
     windows = tokens[: len(tokens) // seq * seq].reshape(-1, seq)
@@ -182,5 +189,5 @@ def batches(path: Path, batch: int, seq: int, seed: int) -> Iterator[Tensor]:
     while True:
         while len(order) < batch:
             order += torch.randperm(len(windows), generator=generator).tolist()
-        chosen, order = order[:batch], order[batch:]
-        yield torch.from_numpy(windows[chosen].astype(np.int64))
+        batch_order, order = order[:batch], order[batch:]
+        yield torch.from_numpy(windows[batch_order].astype(np.int64))

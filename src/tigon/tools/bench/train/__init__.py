@@ -1,11 +1,9 @@
 """`tigon bench train`: whole training steps of one model, stock and with each of its peers.
 
-It is the training program (`tigon.tools.training`) over providers, sizes and rounds.
+This is the training program (`tigon.tools.training`) for several providers, sizes and rounds.
 
-command    the options
-plan       options to a plan: all that can be refused
-search     which sizes are tried, until out of memory and around it
-runner     processes, rounds, progress
-report     rows, comparison of curves, tables, train.json, train.md
-plots      throughput.png, memory.png, loss.png
+command   the options, the order of the work, and the printed output
+plan      turns options into runs, and refuses bad options
+runner    the runs of all rounds, and their progress
+report    tables, train.json, train.md, throughput.png, memory.png, loss.png
 """

@@ -1,4 +1,4 @@
-"""`tigon bench train`: its options, the order of the work, and what is said."""
+"""`tigon bench train`: its options, the order of the work, and its printed output."""
 
 import time
 from dataclasses import asdict
@@ -13,7 +13,7 @@ from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_device,
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tigon.tools.bench.train.plan import Options, Plan
+    from tigon.tools.bench.train.plan import TrainOptions, TrainPlan
 
 __all__ = ["train"]
 
@@ -21,38 +21,50 @@ __all__ = ["train"]
 def train(
     model: Annotated[
         str,
-        typer.Option(help="A preset as Llama-3-8B, tiny, a model type, a config.json or its folder, or a hub's name."),
+        typer.Option(
+            help="A preset such as Llama-3-8B, tiny, a model type, a config.json or its folder, or a name on the hub."
+        ),
     ] = "Llama-3.2-1B",
     providers: Annotated[
         str,
-        typer.Option(help="stock, liger, compile, those with -checkpoint, tigon, tigon-LEVEL; separated by commas."),
+        typer.Option(help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; separated by commas."),
     ] = "stock,liger,tigon",
-    batch: Annotated[int, typer.Option(help="Sequences a GPU in each step; where a sweep over it starts.")] = 1,
-    seq: Annotated[int, typer.Option(help="Tokens a sequence; where a sweep over it starts.")] = 2048,
+    batch: Annotated[
+        int, typer.Option(help="Sequences of a GPU in each step; the first size of a sweep over the batch.")
+    ] = 1,
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence; the first size of a sweep over the length.")] = 2048,
     steps: Annotated[
         int | None, typer.Option(help="Timed steps.", show_default="10; 4 in a sweep; 50 with --curves")
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option(help="Steps before them, trained but not timed.", show_default="3; 2 in a sweep")
+        int | None,
+        typer.Option(
+            help="Steps before the timed ones, which are trained but not timed.", show_default="3; 2 in a sweep"
+        ),
     ] = None,
-    rounds: Annotated[int, typer.Option(help="Rounds over all providers, every other in reverse order.")] = 1,
+    rounds: Annotated[int, typer.Option(help="Rounds over all providers, every second one in reverse order.")] = 1,
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, on every side.")
     ] = False,
-    gpus: Annotated[int, typer.Option(help="GPUs; several share the model by FSDP2. Ranks of a CPU with it.")] = 1,
-    sweep: Annotated[
-        str | None, typer.Option(help="seq or batch: twice as much each time, until memory runs out.")
-    ] = None,
+    gpus: Annotated[int, typer.Option(help="GPUs; several share the model by FSDP2. On a CPU, ranks.")] = 1,
+    sweep: Annotated[str | None, typer.Option(help="seq or batch: doubles the size until memory runs out.")] = None,
     sizes: Annotated[
-        str | None, typer.Option(help="The sizes of the sweep instead, separated by commas.", show_default="doublings")
+        str | None, typer.Option(help="Sizes of the sweep, separated by commas.", show_default="doublings")
     ] = None,
     resolution: Annotated[
         int | None,
-        typer.Option(help="Then search between the last that fitted and the first that did not, to this accuracy."),
+        typer.Option(
+            help="Then search between the last size that fitted and the first that did not, to this accuracy."
+        ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(help="Only the model's first layers.", show_default="all")] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Number of the model's first layers to train.", show_default="all")
+    ] = None,
     curves: Annotated[
-        bool, typer.Option("--curves", help="Compare the losses with stock's, beside stock with its batches reversed.")
+        bool,
+        typer.Option(
+            "--curves", help="Compare the losses with stock's, and with the noise of stock with reversed batches."
+        ),
     ] = False,
     text: Annotated[
         Path | None,
@@ -64,9 +76,9 @@ def train(
         typer.Option(help="bfloat16 or float32, of everything.", show_default="bfloat16; float32 on a CPU"),
     ] = None,
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4,
-    seed: Annotated[int, typer.Option(help="Of the weights and of the order of the text.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0,
     budget: Annotated[
-        float | None, typer.Option(help="Seconds: no size is begun after them, and fewer steps are timed before.")
+        float | None, typer.Option(help="Seconds. After them no size begins; before, fewer steps may be timed.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None,
 ) -> None:
@@ -76,16 +88,16 @@ def train(
     train.json, train.md, throughput.png, memory.png and, without a sweep, loss.png. A provider that is not installed,
     refuses the model or runs out of memory is a line in the report.
 
-    Exit code: 0; 1 if Tigon raised, or with --curves its losses leave the noise; 2 for bad input; 130 after Ctrl-C
-    (what was measured is kept).
+    Exit code: 0; 1 if Tigon raised an error, or with --curves its losses differ by more than the noise; 2 for bad
+    input; 130 after Ctrl-C (the report has the sizes that were done).
     """
     console = make_console()
     try:
-        from tigon.tools.bench.train.plan import Options, make_plan
+        from tigon.tools.bench.train.plan import TrainOptions, make_plan
 
         device = pick_device(device)
         folder = pick_folder(out, "train_")
-        options = Options(
+        options = TrainOptions(
             model, providers, batch, seq, steps, warmup, rounds, checkpointing, gpus, sweep, sizes, resolution, layers,
             curves, device, dtype, lr, seed, text, budget,
         )  # fmt: skip
@@ -103,8 +115,8 @@ def train(
         raise typer.Exit(code)
 
 
-def _title(options: "Options", plan: "Plan") -> str:
-    """The model and how it is trained, in a line."""
+def _title(options: "TrainOptions", plan: "TrainPlan") -> str:
+    """Return a line about the model and its training."""
     cut = f", {options.layers} layers" if options.layers else ""
     where = f"{options.gpus} ranks, FSDP2" if options.gpus > 1 else "one process"
     sizes = {None: f"{options.batch} x {options.seq:,} tokens", "seq": f"batch {options.batch}"}
@@ -113,7 +125,8 @@ def _title(options: "Options", plan: "Plan") -> str:
     return f"{options.model}{cut}, {plan.dtype}, {where}, {size}{checkpointing}"
 
 
-def _settings(plan: "Plan", title: str) -> dict[str, Any]:
+def _settings(plan: "TrainPlan", title: str) -> dict[str, Any]:
+    """Return the settings for the report."""
     return {
         **asdict(plan.options), "title": title, "dtype": plan.dtype, "steps": plan.steps, "warmup": plan.warmup,
         "runs": [run.name for run in plan.runs], "text": plan.text, "text_tokens": plan.tokens.count,
@@ -121,50 +134,51 @@ def _settings(plan: "Plan", title: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _run(console: "Console", plan: "Plan", folder: Path) -> int:
-    """Measure, print each row as it comes, and leave the report behind after each. Returns the exit code."""
+def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
+    """Train, print each row when it is complete, and write the report after each row; return the exit code."""
     import torch
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     from tigon.tools.bench.report import describe_machine
-    from tigon.tools.bench.train import plots, report
-    from tigon.tools.bench.train.runner import Runner
+    from tigon.tools.bench.train import report
+    from tigon.tools.bench.train.runner import BenchSession, train_rounds
+    from tigon.tools.training.measurement import Measurement, compare_with_stock
 
     started, options = time.perf_counter(), plan.options
     plan.config.to_json_file(folder / "config.json", use_diff=False)
     machine, title = describe_machine(torch.device(options.device)), _title(options, plan)
     settings = _settings(plan, title)
-    console.print(f"[bold]{escape(title)}[/], {escape(machine['name'])}")
+    console.print(f"[bold]{escape(title)}[/], {escape(str(machine['name']))}")
     console.print(f"Text: {escape(plan.text)}, {plan.tokens.count:,} tokens. AdamW, fused. {report.legend(machine)}\n")
     with Progress(
         SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn(), console=console, transient=True
     ) as progress:
         task = progress.add_task("starts", total=None)
 
-        def done(row: report.Row) -> None:
+        def show_row(row: Measurement) -> None:
             progress.console.print(escape(report.sentence(row)))
-            report.write_json(folder / "train.json", runner.outcome.rows, machine, settings)
+            report.write_report(folder / "train.json", session.rows, machine, settings)
 
-        runner = Runner(plan, folder, lambda text: progress.update(task, description=escape(text)), done)
-        outcome = runner.run()
+        session = BenchSession(plan, folder, lambda state: progress.update(task, description=escape(state)), show_row)
+        train_rounds(session)
     settings |= {
-        **outcome.facts,
-        "applied": outcome.applied,
-        "interrupted": outcome.interrupted,
+        **session.facts,
+        "applied": session.applied,
+        "interrupted": session.interrupted,
         "seconds": round(time.perf_counter() - started, 1),
     }
-    report.write_json(folder / "train.json", outcome.rows, machine, settings)
-    (folder / "train.md").write_text(report.markdown(outcome.rows, machine, settings), encoding="utf-8")
-    pictures = plots.draw(outcome.rows, folder, options.sweep, f"{title}, {machine['name']}", machine)
+    report.write_report(folder / "train.json", session.rows, machine, settings)
+    (folder / "train.md").write_text(report.markdown(session.rows, machine, settings), encoding="utf-8")
+    pictures = report.plot(session.rows, folder, options.sweep, f"{title}, {machine['name']}", machine)
     console.print()
-    console.print(report.table(outcome.rows))
-    code = int(any(row.failed for row in outcome.rows))
+    console.print(report.table(session.rows))
+    code = int(any(row.failed for row in session.rows))
     if options.curves:
-        curves = report.compare_curves(outcome.rows)
+        curves = compare_with_stock(session.rows)
         console.print(report.curve_table(curves))
         code = max(code, int(any(c.agrees is False for name, c in curves.items() if name.startswith("tigon"))))
-    if outcome.interrupted:
-        console.print("[bold yellow]Interrupted[/]: the report holds the sizes that were done.")
+    if session.interrupted:
+        console.print("[bold yellow]Interrupted[/]: the report has the sizes that were done.")
         code = INTERRUPTED
     names = ", ".join(["train.json", "train.md", *(picture.name for picture in pictures)])
     console.print(f"{settings['seconds']:.0f} s. Report in {escape(str(folder))}: {names}", soft_wrap=True)

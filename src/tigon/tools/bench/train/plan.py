@@ -1,4 +1,4 @@
-"""From options to a plan: whatever can be refused is refused here, before anything runs."""
+"""Turn the options into runs. All bad options are refused here, before anything runs."""
 
 import math
 from collections.abc import Sequence
@@ -9,21 +9,23 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tigon.runtime.requirements import unmet
-from tigon.tools.bench.train.search import Search
 from tigon.tools.training.job import Job
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.providers import Provider, select
+from tigon.tools.training.search import Search
 from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["SWEEPS", "Options", "Plan", "Run", "make_plan", "model_config"]
+__all__ = ["SWEEPS", "ProviderRun", "TrainOptions", "TrainPlan", "make_plan", "model_config"]
 
 SWEEPS = ("seq", "batch")
 DTYPES = ("bfloat16", "float32")
-VOCABULARY = 32_000  # entries of the BPE at most: more would take long to train, and cost a model nothing else
-MAX_TOKENS = 2**21  # a sequence: where a sweep ends if memory does not end it
+# The largest number of entries of the BPE. More would take long to train, and a model's speed does not depend on them.
+MAX_ENTRIES = 32_000
+# The longest sequence of a sweep that memory does not end before.
+MAX_TOKENS = 2**21
 
 TINY = {
     "model_type": "llama", "vocab_size": 1024, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2,
@@ -32,8 +34,8 @@ TINY = {
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the command line takes; None is "by default". See `tigon.tools.bench.train.command`."""
+class TrainOptions:
+    """The options of the command line; None stands for a default. `tigon.tools.bench.train.command` explains them."""
 
     model: str
     providers: str = "stock,liger,tigon"
@@ -58,8 +60,8 @@ class Options:
 
 
 @dataclass(frozen=True)
-class Run:
-    """A line of the report: a provider, and the sizes that it is tried at."""
+class ProviderRun:
+    """The training of one provider; `reverse`: with the sequences of each batch in reverse order."""
 
     name: str
     provider: Provider
@@ -67,21 +69,21 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainPlan:
     """Runs that differ in their provider alone."""
 
-    options: Options
+    options: TrainOptions
     config: "PretrainedConfig"
     tokens: Tokens
     text: str
     dtype: str
     steps: int
     warmup: int
-    runs: Sequence[Run]
+    runs: Sequence[ProviderRun]
     sizes: Sequence[int] = field(default=())
 
     def search(self) -> Search:
-        """The sizes of one run, in the first round."""
+        """Return the sizes of one run in the first round."""
         options = self.options
         if options.sweep is None:
             return Search([options.seq])
@@ -91,10 +93,10 @@ class Plan:
         return Search(self.sizes or [start], not self.sizes, options.resolution, limit)
 
     def shape(self, size: int) -> tuple[int, int]:
-        """Batch and length of a size."""
+        """Return the batch and the length of a size."""
         return (size, self.options.seq) if self.options.sweep == "batch" else (self.options.batch, size)
 
-    def job(self, run: Run) -> Job:
+    def job(self, run: ProviderRun) -> Job:
         options = self.options
         return Job(
             run.provider.name, config_fields(self.config), str(self.tokens.path), self.dtype, options.device,
@@ -106,7 +108,7 @@ class Plan:
 
 
 def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
-    """The config of a preset, of `tiny`, or of what `tigon inspect` takes, in the first `layers` layers.
+    """Return the config of a preset, of `tiny`, or of a model that `tigon inspect` accepts, with its first `layers`.
 
     Raises:
         ValueError: there is no such model, transformers has no causal language model for it, or it has fewer layers.
@@ -134,7 +136,7 @@ def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
 
 
 def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
-    """The same model with its first `layers` layers: lists with an entry a layer are cut as well."""
+    """Return the config of the first `layers` layers. Lists with an entry for each layer are cut too."""
     from transformers import AutoConfig
 
     all_layers = getattr(config, "num_hidden_layers", None)
@@ -150,8 +152,8 @@ def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
 # --- the options ---------------------------------------------------------------------------------
 
 
-def _sizes(options: Options) -> list[int]:
-    """The sizes that were given, in ascending order."""
+def _parse_sizes(options: TrainOptions) -> list[int]:
+    """Return the sizes in the option, in ascending order."""
     if options.sizes is None:
         return []
     words = [word.strip() for word in options.sizes.split(",") if word.strip()]
@@ -160,8 +162,8 @@ def _sizes(options: Options) -> list[int]:
     return sorted({int(word) for word in words})
 
 
-def _check(options: Options, sizes: list[int]) -> None:
-    """Refuse numbers that cannot be, and options that contradict each other."""
+def _check(options: TrainOptions, sizes: list[int]) -> None:
+    """Refuse numbers out of range, and options that contradict each other."""
     at_least = {"batch": 1, "seq": 2, "steps": 1, "warmup": 0, "rounds": 1, "gpus": 1, "layers": 1, "resolution": 1}
     for name, least in at_least.items():
         value = getattr(options, name)
@@ -196,16 +198,16 @@ def _check(options: Options, sizes: list[int]) -> None:
         raise ValueError(f"bench train: curves need a batch of at least 2 to reverse, got {options.batch}")
 
 
-def make_plan(options: Options) -> Plan:
+def make_plan(options: TrainOptions) -> TrainPlan:
     """Check the options, read the config and tokenise the text.
 
     Raises:
-        ValueError: naming the option, the rule and the value.
+        ValueError: the message names the option, the rule and the value.
     """
-    sizes = _sizes(options)
+    sizes = _parse_sizes(options)
     _check(options, sizes)
     providers = select(options.providers, options.checkpointing)
-    runs = [Run(provider.name, provider) for provider in providers]
+    runs = [ProviderRun(provider.name, provider) for provider in providers]
     if options.curves:
         stock = next((run for run in runs if run.name == "stock"), None)
         if stock is None:
@@ -216,7 +218,7 @@ def make_plan(options: Options) -> Plan:
         corpus = read_text(options.text)
     except (ValueError, OSError) as reason:
         raise ValueError(f"bench train: text {reason}") from reason
-    tokens = tokenise(corpus, max(MIN_VOCAB, min(VOCABULARY, config.vocab_size)))
+    tokens = tokenise(corpus, max(MIN_VOCAB, min(MAX_ENTRIES, config.vocab_size)))
     if tokens.entries > config.vocab_size:
         raise ValueError(
             f"bench train: the model's vocabulary must have {tokens.entries} entries, got {config.vocab_size}"
@@ -224,11 +226,11 @@ def make_plan(options: Options) -> Plan:
     longest = max([options.seq, *(sizes if options.sweep == "seq" else [])])
     if tokens.count < longest:
         raise ValueError(f"bench train: text must hold a sequence of {longest} tokens, got {tokens.count} tokens")
-    few = options.sweep is not None
-    return Plan(
+    in_sweep = options.sweep is not None
+    return TrainPlan(
         options, config, tokens, corpus.name,
         dtype=options.dtype or ("float32" if options.device == "cpu" else "bfloat16"),
-        steps=options.steps or (4 if few else 50 if options.curves else 10),
-        warmup=options.warmup if options.warmup is not None else (2 if few else 3),
+        steps=options.steps or (4 if in_sweep else 50 if options.curves else 10),
+        warmup=options.warmup if options.warmup is not None else (2 if in_sweep else 3),
         runs=runs, sizes=sizes,
     )  # fmt: skip

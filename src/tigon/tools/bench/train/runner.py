@@ -1,127 +1,134 @@
-"""Processes one after the other: each provider at each of its sizes, in rounds, and what a person sees meanwhile."""
+"""The runs of `tigon bench train`: each provider at each of its sizes, in rounds."""
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tigon.tools.bench.train.plan import Plan, Run
-from tigon.tools.bench.train.report import Row
-from tigon.tools.bench.train.search import Search
-from tigon.tools.training.child import Child, Worker, worker_command, worker_environment
-from tigon.tools.training.job import Point
+from tigon.tools.bench.train.plan import ProviderRun, TrainPlan
+from tigon.tools.training.child import Event
+from tigon.tools.training.job import Job, Point
+from tigon.tools.training.measurement import Measurement
+from tigon.tools.training.runner import TrainingRun, train_in_turns
+from tigon.tools.training.search import Search
 
-__all__ = ["Outcome", "Runner"]
-
-Tell = Callable[[str], None]  # receives what is being done now
+__all__ = ["BenchSession", "train_rounds"]
 
 
-class Outcome:
-    """Rows in the order in which they began, and what the processes said of their models."""
+@dataclass
+class BenchSession:
+    """All measurements in the order in which they began, and the facts that the processes report of their models.
 
-    def __init__(self) -> None:
-        self.rows: list[Row] = []
-        self.facts: dict[str, Any] = {}
-        self.applied: dict[str, str] = {}
-        self.interrupted = False
+    `show_state` gets a line about the current work; `show_row` gets each measurement as soon as it is complete.
+    """
 
-    def row(self, run: Run, batch: int, seq: int, gpus: int) -> Row:
-        """The row of a run at a size: a new one, or that of an earlier round."""
+    plan: TrainPlan
+    folder: Path
+    show_state: Callable[[str], None]
+    show_row: Callable[[Measurement], None]
+    rows: list[Measurement] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    applied: dict[str, str] = field(default_factory=dict)
+    interrupted: bool = False
+    started: float = field(default_factory=time.monotonic)
+
+    def row(self, name: str, batch: int, seq: int) -> Measurement:
+        """Return the measurement of a run at a size: a new one, or that of an earlier round."""
         for row in self.rows:
-            if (row.provider, row.batch, row.seq) == (run.name, batch, seq):
+            if (row.provider, row.batch, row.seq) == (name, batch, seq):
                 return row
-        self.rows.append(Row(run.name, batch, seq, gpus))
+        self.rows.append(Measurement(name, batch, seq, self.plan.options.gpus))
         return self.rows[-1]
 
+    def seconds_left(self) -> float | None:
+        budget = self.plan.options.budget
+        return None if budget is None else self.started + budget - time.monotonic()
 
-class Runner:
-    """Runs a plan. `tell` is told what goes on, and `done` gets each row as soon as it is measured."""
 
-    def __init__(self, plan: Plan, folder: Path, tell: Tell, done: Callable[[Row], None]) -> None:
-        self._plan, self._folder, self._tell, self._done = plan, folder, tell, done
-        self.outcome = Outcome()
-        budget = plan.options.budget
-        self._deadline = None if budget is None else time.monotonic() + budget
+class _BenchRun(TrainingRun):
+    """One provider in one round."""
 
-    def run(self) -> Outcome:
-        """All rounds; the second and every other after it in reverse order: a chip that warms up is slower later.
+    job: Job
 
-        Ctrl-C ends the process and keeps what was measured.
-        """
-        searches: dict[str, Search] = {}
-        try:
-            for index in range(self._plan.options.rounds):
-                for run in self._plan.runs if index % 2 == 0 else reversed(self._plan.runs):
-                    if index == 0:
-                        searches[run.name] = self._plan.search()
-                        self._run(run, searches[run.name], "")
-                    else:
-                        again = Search(sorted(searches[run.name].fitted))
-                        self._run(run, again, f"round {index + 1}: ")
-        except KeyboardInterrupt:
-            self.outcome.interrupted = True
-            self.outcome.rows = [row for row in self.outcome.rows if row.seconds or row.status != "ok"]
-        return self.outcome
+    def __init__(self, session: BenchSession, run: ProviderRun, search: Search, prefix: str) -> None:
+        super().__init__(run.name, session.plan.job(run), session.folder / f"{run.name}.log")
+        self._session, self._search, self._prefix = session, search, prefix
 
-    def _left(self) -> float | None:
-        return None if self._deadline is None else self._deadline - time.monotonic()
+    def _show_state(self, state: str) -> None:
+        self._session.show_state(f"{self._prefix}{self.name}: {state}")
 
-    def _start(self, run: Run, tell: Tell) -> Child:
-        tell("starts")
-        ranks, device = self._plan.options.gpus, self._plan.options.device
-        log = self._folder / f"{run.name}.log"
-        return Child(self._plan.job(run), log, worker_command(ranks), worker_environment(ranks, device))
+    def next_point(self) -> str | None:
+        size = self._search.next()
+        if size is None:
+            return None
+        plan, session = self._session.plan, self._session
+        batch, seq = plan.shape(size)
+        self._size, self._row = size, session.row(self.name, batch, seq)
+        self._show_state(f"{batch} x {seq:,}")
+        seconds_left = session.seconds_left()
+        if seconds_left is not None and seconds_left <= 0:
+            if not self._row.seconds:
+                self._row.status, self._row.note = "skipped", "no time left"
+            session.show_row(self._row)
+            return None
+        self._point = Point(batch, seq, plan.warmup, plan.steps, seconds_left)
+        return self._point.to_json()
 
-    def _run(self, run: Run, search: Search, prefix: str) -> None:
-        tell = lambda text: self._tell(f"{prefix}{run.name}: {text}")
-        worker = Worker(lambda: self._start(run, tell))
-        try:
-            while (size := search.next()) is not None:
-                self._size(run, worker, search, size, tell)
-            worker.close(at_rest=self._plan.options.gpus > 1)
-        finally:
-            worker.close()
+    def listen(self, event: Event) -> None:
+        match event["event"]:
+            case "starts":
+                self._show_state("starts")
+            case "step":
+                steps = self._point.warmup + self._point.steps
+                self._show_state(f"step {event['step'] + 1}/{steps}  loss {event['loss']:.3f}")
+            case "ready":
+                self._show_state("first step")
+                names = ("parameters", "parameters_of_a_rank", "attention")
+                self._session.facts = {name: event[name] for name in names}
+                if event["applied"]:
+                    self._session.applied[self.name] = event["applied"]
 
-    def _size(self, run: Run, worker: Worker, search: Search, size: int, tell: Tell) -> None:
-        plan, (batch, seq) = self._plan, self._plan.shape(size)
-        row = self.outcome.row(run, batch, seq, plan.options.gpus)
-        tell(f"{batch} x {seq:,}")
-        left = self._left()
-        if left is not None and left <= 0:
-            if not row.seconds:
-                row.status, row.note = "skipped", "no time left"
-            search.stop()
-        else:
-            point = Point(batch, seq, plan.warmup, plan.steps, left)
-            event = worker.train(point.to_json(), lambda event: self._listen(run, point, event, tell))
-            self._record(row, search, size, event)
-        self._done(row)
-
-    def _listen(self, run: Run, point: Point, event: dict[str, Any], tell: Tell) -> None:
-        if event["event"] == "step":
-            tell(f"step {event['step'] + 1}/{point.warmup + point.steps}  loss {event['loss']:.3f}")
-            return
-        tell("first step")
-        names = ("parameters", "parameters_of_a_rank", "attention")
-        self.outcome.facts = {name: event[name] for name in names}
-        if event["applied"]:
-            self.outcome.applied[run.name] = event["applied"]
-
-    @staticmethod
-    def _record(row: Row, search: Search, size: int, event: dict[str, Any]) -> None:
-        kind = event["event"]
+    def record(self, event: Event) -> bool:
+        row, kind = self._row, event["event"]
         if kind == "point":
-            row.add(event)
-            search.record(size, fits=True)
+            # A later round trains the same steps again, so its losses add nothing.
+            row.add({**event, "losses": []} if row.losses else event)
+            self._search.record(self._size, fits=True)
         elif kind == "out of memory":
-            # What a first round measured stays.
+            # The measurements of an earlier round remain valid.
             if row.seconds:
                 row.note = "out of memory in a later round"
             else:
                 row.status = kind
-            search.record(size, fits=False)
+            self._search.record(self._size, fits=False)
         else:
-            search.stop()
-            refused = kind == "refused"
-            note = event["note"] if refused else f"{event['reason'].splitlines()[0][:300]} {event['log']}"
-            row.status, row.note = event["status"] if refused else "error", " ".join(note.split())[:400]
+            self._search.stop()
+            if kind == "refused":
+                row.status, note = event["status"], event["note"]
+            else:
+                row.status, note = "error", f"{event['reason'].splitlines()[0][:300]} {event['log']}"
+            row.note = " ".join(note.split())[:400]
+        self._session.show_row(row)
+        return True
+
+
+def train_rounds(session: BenchSession) -> None:
+    """Train all providers in each round, in reverse order in every second one, because a warm chip is slower.
+
+    Ctrl-C ends the process and keeps the measurements that are complete.
+    """
+    searches: dict[str, Search] = {}
+    plan = session.plan
+    try:
+        for index in range(plan.options.rounds):
+            for run in plan.runs if index % 2 == 0 else reversed(plan.runs):
+                if index == 0:
+                    search, prefix = searches.setdefault(run.name, plan.search()), ""
+                else:
+                    # A later round repeats the sizes that fitted.
+                    search, prefix = Search(sorted(searches[run.name].fitted)), f"round {index + 1}: "
+                train_in_turns([_BenchRun(session, run, search, prefix)])
+    except KeyboardInterrupt:
+        session.interrupted = True
+        session.rows = [row for row in session.rows if row.seconds or row.status != "ok"]

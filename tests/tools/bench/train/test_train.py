@@ -1,4 +1,4 @@
-"""`tigon bench train` without a process: which sizes are tried, what is refused, what the report says."""
+"""`tigon bench train` without a process: providers, options, plans and reports."""
 
 import json
 import math
@@ -9,47 +9,15 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from tigon.tools.bench.train import plots, report
-from tigon.tools.bench.train.plan import Options, make_plan, model_config
-from tigon.tools.bench.train.report import Row, compare_curves
-from tigon.tools.bench.train.search import Search
+from tigon.tools.bench.train import report
+from tigon.tools.bench.train.plan import TrainOptions, make_plan, model_config
 from tigon.tools.presets import PRESETS
 from tigon.tools.training import providers
 from tigon.tools.training.child import worker_command
 from tigon.tools.training.job import Job
+from tigon.tools.training.measurement import Measurement, compare_with_stock
 from tigon.tools.training.models import config_fields, read_config
-
-# --- sizes ---------------------------------------------------------------------------------------
-
-
-def tried(search: Search, room: int) -> list[int]:
-    """The sizes that a search asks for where those above `room` do not fit."""
-    sizes = []
-    while (size := search.next()) is not None and len(sizes) < 30:
-        sizes.append(size)
-        search.record(size, fits=size <= room)
-    return sizes
-
-
-@pytest.mark.parametrize(
-    ("search", "room", "sizes"),
-    [
-        (Search([512]), 100, [512]),
-        (Search([512], doubling=True), 3000, [512, 1024, 2048, 4096]),
-        (Search([512], doubling=True, limit=2048), 9999, [512, 1024, 2048]),
-        (Search([1, 3, 5, 9], limit=4), 4, [1, 3, 5]),
-        (Search([1024], doubling=True, resolution=256), 3000, [1024, 2048, 4096, 3072, 2560, 2816]),
-        (Search([8], doubling=True, resolution=1), 3, [8, 4, 2, 3]),
-        (Search([100], doubling=True, resolution=64), 150, [100, 200, 128, 192]),
-        (Search([8], doubling=True, resolution=4), 0, [8, 4]),
-        (Search([]), 100, []),
-    ],
-    ids=["one", "doubling", "limit", "given", "resolution", "first too large", "odd start", "nothing fits", "none"],
-)
-def test_a_search_tries(search, room, sizes):
-    assert tried(search, room) == sizes
-    assert search.largest == max((size for size in sizes if size <= room), default=None)
-
+from tigon.tools.training.search import Search
 
 # --- providers -----------------------------------------------------------------------------------
 
@@ -74,14 +42,14 @@ def test_every_level_is_a_provider():
         (",", False, "must name at least one"),
     ],
 )
-def test_providers_refused(names, checkpointing, message):
+def test_wrong_providers_are_refused(names, checkpointing, message):
     with pytest.raises(ValueError, match=message):
         providers.select(names, checkpointing)
 
 
 @pytest.fixture
 def liger(monkeypatch):
-    """A Liger Kernel that knows llama alone, and notes what it was applied to."""
+    """Install a Liger Kernel that knows llama alone; return the list of models that it was applied to."""
     applied = []
     package = types.ModuleType("liger_kernel.transformers")
     package._apply_liger_kernel_to_instance = lambda model: applied.append(model)
@@ -92,23 +60,21 @@ def liger(monkeypatch):
     return applied
 
 
-def model_of(model_type: str) -> types.SimpleNamespace:
-    switched = []
-    return types.SimpleNamespace(
-        config=types.SimpleNamespace(model_type=model_type),
-        gradient_checkpointing_enable=switched.append, switched=switched,
-    )  # fmt: skip
+def make_model(model_type: str) -> types.SimpleNamespace:
+    calls = []
+    config = types.SimpleNamespace(model_type=model_type)
+    return types.SimpleNamespace(config=config, gradient_checkpointing_enable=calls.append, checkpointing_calls=calls)
 
 
-def test_liger_has_its_defaults_and_the_checkpoints_of_others(liger, monkeypatch):
+def test_liger_is_applied_with_its_defaults_and_with_checkpointing(liger, monkeypatch):
     (provider,) = providers.select("liger")
-    model = model_of("llama")
+    model = make_model("llama")
     provider.apply(model, False, "cuda")
-    assert (liger, model.switched) == ([model], [])
+    assert (liger, model.checkpointing_calls) == ([model], [])
     provider.apply(model, True, "cuda")
-    assert model.switched == [{"use_reentrant": False}]
+    assert model.checkpointing_calls == [{"use_reentrant": False}]
     with pytest.raises(providers.Unsupported, match="does not know gpt2"):
-        provider.apply(model_of("gpt2"), False, "cuda")
+        provider.apply(make_model("gpt2"), False, "cuda")
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     with pytest.raises(providers.Missing, match="not installed"):
         provider.apply(model, False, "cuda")
@@ -118,33 +84,42 @@ def test_liger_has_its_defaults_and_the_checkpoints_of_others(liger, monkeypatch
 
 
 @pytest.fixture
-def options(tmp_path, monkeypatch) -> Options:
+def options(tmp_path, monkeypatch) -> TrainOptions:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     text = tmp_path / "text.py"
     text.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
-    return Options("tiny", "stock,tigon", batch=2, seq=32, device="cpu", text=text)
+    return TrainOptions("tiny", "stock,tigon", batch=2, seq=32, device="cpu", text=text)
 
 
-def test_a_plan_says_what_runs(options):
+def test_a_plan_has_a_run_for_each_provider_and_the_reversed_one(options):
     plan = make_plan(replace(options, curves=True))
     assert [(run.name, run.provider.name, run.reverse) for run in plan.runs] == [
         ("stock", "stock", False), ("stock-reversed", "stock", True), ("tigon", "tigon", False),
     ]  # fmt: skip
     assert (plan.dtype, plan.steps, plan.warmup) == ("float32", 50, 3)
-    assert tried(plan.search(), 10**9) == [32]
+    assert sizes_of(plan.search()) == [32]
     jobs = [plan.job(run) for run in plan.runs]
     assert jobs[1] == replace(jobs[0], reverse=True)
     assert jobs[2] == replace(jobs[0], provider="tigon")
 
 
-def test_a_sweep_ends_with_the_text(options):
+def sizes_of(search: Search) -> list[int]:
+    """Return the sizes of a search if all of them fit."""
+    sizes = []
+    while (size := search.next()) is not None:
+        sizes.append(size)
+        search.record(size, fits=True)
+    return sizes
+
+
+def test_a_sweep_ends_where_the_text_ends(options):
     over_length = make_plan(replace(options, sweep="seq"))
-    sizes = tried(over_length.search(), 10**9)
+    sizes = sizes_of(over_length.search())
     assert sizes[:3] == [32, 64, 128]
     assert sizes[-1] <= over_length.tokens.count < 2 * sizes[-1]
     assert over_length.shape(64) == (2, 64)
     over_batch = make_plan(replace(options, sweep="batch", sizes="8,1"))
-    assert tried(over_batch.search(), 10**9) == [1, 8]
+    assert sizes_of(over_batch.search()) == [1, 8]
     assert over_batch.shape(8) == (8, 32)
 
 
@@ -177,13 +152,14 @@ def test_bad_options_are_refused(options, change, message):
         make_plan(replace(options, **change))
 
 
-def test_fewer_layers_are_the_same_model():
+def test_a_model_with_fewer_layers_keeps_its_other_settings():
     config = model_config("gemma-2-2b", layers=3)
     assert (config.num_hidden_layers, len(config.layer_types), config.hidden_size) == (3, 3, 2304)
     assert config.to_dict()["attn_logit_softcapping"] == 50.0
 
 
-EXTRA = ("transformers_version", "_name_or_path")  # what a file adds
+# A file of a config has these fields too.
+FILE_FIELDS = ("transformers_version", "_name_or_path")
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -191,7 +167,7 @@ def test_a_process_and_a_reader_of_the_report_get_the_same_config(name, tmp_path
     config = model_config(name, layers=2)
     config.to_json_file(tmp_path / "config.json", use_diff=False)
     job = Job.from_json(Job("stock", config_fields(config), "tokens.npy").to_json())
-    fields = {name: value for name, value in config.to_dict().items() if name not in EXTRA}
+    fields = {name: value for name, value in config.to_dict().items() if name not in FILE_FIELDS}
     for read in (transformers.AutoConfig.from_pretrained(str(tmp_path / "config.json")), read_config(job.config)):
         assert type(read) is type(config)
         assert {name: read.to_dict()[name] for name in fields} == fields
@@ -207,46 +183,60 @@ def test_a_group_is_started_by_torchrun():
 # --- the report ----------------------------------------------------------------------------------
 
 
-def row(provider: str, seconds: list[float], losses: list[float], status: str = "ok", seq: int = 512) -> Row:
-    made = Row(provider, 2, seq, gpus=4, status=status)
+def make_row(
+    provider: str, seconds: list[float], losses: list[float], status: str = "ok", seq: int = 512
+) -> Measurement:
+    row = Measurement(provider, 2, seq, gpus=4, status=status)
     if seconds:
-        made.add({
+        row.add({
             "seconds": seconds, "host_seconds": [0.01] * len(seconds), "losses": losses, "allocated": 3 * 2**30,
             "reserved": 4 * 2**30,
         })  # fmt: skip
-    return made
+    return row
 
 
 def test_a_row_is_the_median_of_all_rounds():
-    ours = row("tigon", [0.1, 0.2, 0.4], [3.0, 2.0])
-    ours.add({"seconds": [0.3, 0.5], "host_seconds": [0.1], "losses": [9.0], "allocated": 5 * 2**30, "reserved": None})
-    assert ours.step_seconds == 0.3
-    assert ours.tokens_per_second == pytest.approx(2 * 512 * 4 / 0.3)
-    assert ours.spread == pytest.approx((0.2, 0.4))
-    assert (ours.losses, ours.allocated, ours.reserved) == ([3.0, 2.0], 5 * 2**30, 4 * 2**30)
+    row = make_row("tigon", [0.1, 0.2, 0.4], [3.0, 2.0])
+    row.add({"seconds": [0.3, 0.5], "host_seconds": [0.1], "losses": [], "allocated": 5 * 2**30, "reserved": None})
+    assert row.step_seconds == 0.3
+    assert row.tokens_per_second == pytest.approx(2 * 512 * 4 / 0.3)
+    assert row.spread == pytest.approx((0.2, 0.4))
+    assert (row.losses, row.allocated, row.reserved) == ([3.0, 2.0], 5 * 2**30, 4 * 2**30)
 
 
-def test_curves_are_held_against_the_noise():
-    stock, mirror = row("stock", [1.0], [3.0, 2.0, 1.0]), row("stock-reversed", [1.0], [3.0, 2.01, 1.0])
-    near, far = row("tigon", [1.0], [3.0, 2.0, 1.02]), row("tigon-lean", [1.0], [3.0, 2.0, 1.06])
-    curves = compare_curves([mirror, stock, near, far])
+def test_losses_agree_if_their_differences_are_those_of_the_noise():
+    stock, reversed_stock = (
+        make_row("stock", [1.0], [3.0, 2.0, 1.0]),
+        make_row("stock-reversed", [1.0], [3.0, 2.01, 1.0]),
+    )
+    near, far = make_row("tigon", [1.0], [3.0, 2.0, 1.02]), make_row("tigon-lean", [1.0], [3.0, 2.0, 1.06])
+    curves = compare_with_stock([reversed_stock, stock, near, far])
     assert {name: curve.agrees for name, curve in curves.items()} == {
         "stock-reversed": True, "tigon": True, "tigon-lean": False,
     }  # fmt: skip
     assert curves["tigon"].largest == pytest.approx(0.02)
     assert curves["tigon"].noise == pytest.approx(0.01)
-    assert compare_curves([stock, near])["tigon"].agrees is None  # no noise, no verdict
-    assert compare_curves([near]) == {}
-    broken = row("tigon", [1.0], [3.0, math.nan, 1.0])
-    assert compare_curves([stock, mirror, broken])["tigon"].agrees is False
+    # Without the noise there is no verdict.
+    assert compare_with_stock([stock, near])["tigon"].agrees is None
+    assert compare_with_stock([near]) == {}
+    broken = make_row("tigon", [1.0], [3.0, math.nan, 1.0])
+    assert compare_with_stock([stock, reversed_stock, broken])["tigon"].agrees is False
     assert report.sentence(broken).endswith("  losses that are not finite")
     assert "finite" not in report.sentence(near)
 
 
-def test_the_report_of_a_sweep(tmp_path):
+def test_losses_that_are_not_finite_are_drawn(tmp_path):
+    rows = [make_row("stock", [1.0], [3.0]), make_row("tigon", [1.0], [math.nan])]
+    pictures = report.plot(rows, tmp_path, None, "a model", {"type": "cpu", "name": "a CPU"})
+    assert [picture.name for picture in pictures] == ["throughput.png", "memory.png", "loss.png"]
+    assert report.plot([make_row("stock-reversed", [1.0], [3.0])], tmp_path, None, "a model", {})
+
+
+def test_the_report_of_a_sweep_has_all_rows_and_the_largest_sizes(tmp_path):
     rows = [
-        row("stock", [0.4, 0.4], [3.0]), row("stock", [], [], "out of memory", 1024),
-        row("tigon", [0.2, 0.2], [3.0]), row("tigon", [0.5], [3.0], seq=1024), row("liger", [], [], "missing"),
+        make_row("stock", [0.4, 0.4], [3.0]), make_row("stock", [], [], "out of memory", 1024),
+        make_row("tigon", [0.2, 0.2], [3.0]), make_row("tigon", [0.5], [3.0], seq=1024),
+        make_row("liger", [], [], "missing"),
     ]  # fmt: skip
     machine = {"type": "cuda", "name": "a GPU", "memory_gib": 4.5}
     settings = {"title": "a model", "sweep": "seq", "interrupted": False}
@@ -258,10 +248,10 @@ def test_the_report_of_a_sweep(tmp_path):
     assert lines[5][:3] + lines[5][-1:] == ["stock", "2", "1,024", "out of memory"]
     assert ["stock", "512", "1,024"] in lines
     assert ["tigon", "1,024", "-"] in lines
-    report.write_json(tmp_path / "train.json", rows, machine, settings)
+    report.write_report(tmp_path / "train.json", rows, machine, settings)
     document = json.loads((tmp_path / "train.json").read_text())
     assert document["rows"][1]["status"] == "out of memory"
     assert document["rows"][2]["samples"]["seconds"] == [0.2, 0.2]
-    pictures = plots.draw(rows, tmp_path, "seq", "a model", machine)
+    pictures = report.plot(rows, tmp_path, "seq", "a model", machine)
     assert [picture.name for picture in pictures] == ["throughput.png", "memory.png"]
-    assert plots.draw([rows[1]], tmp_path, "seq", "a model", machine) == []
+    assert report.plot([rows[1]], tmp_path, "seq", "a model", machine) == []

@@ -1,4 +1,4 @@
-"""`tigon bench train` from the command line, on a CPU: with workers in threads of this process, and as processes."""
+"""`tigon bench train` from the command line on a CPU, with workers that are threads, and with processes."""
 
 import functools
 import json
@@ -8,21 +8,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from typer import testing
 
 from tigon.tools import cli
-from tigon.tools.bench.train import runner
-from tigon.tools.training import worker
+from tigon.tools.training import child, worker
 from tigon.tools.training.answers import is_out_of_memory
 from tigon.tools.training.child import ChildFailed
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """What is trained on; the tokens of it are cached beside it."""
+    """Return the file to train on; its tokens are cached beside it."""
     file = tmp_path_factory.mktemp("text") / "text.py"
     file.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
     return file
@@ -30,7 +31,7 @@ def text(tmp_path_factory):
 
 @pytest.fixture
 def run(text, tmp_path, monkeypatch):
-    """Call the command; -> exit code, what it printed, the report (None if none was written)."""
+    """Return a function that calls the command and returns its exit code, its output, and its report or None."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(text.parent))
     monkeypatch.setenv("COLUMNS", "200")
     fixed = ("--model", "tiny", "--device", "cpu", "--text", text, "--out", tmp_path / "out", "--warmup", "1")
@@ -43,26 +44,26 @@ def run(text, tmp_path, monkeypatch):
     return call
 
 
-def one_thread(function):
-    """`function`, by a thread that computes alone; a number of threads belongs to the thread that sets it."""
+def with_one_thread(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `function` with torch's number of threads set to 1, which holds for the calling thread alone."""
 
     @functools.wraps(function)
-    def alone(*args):
+    def wrapper(*args: Any) -> Any:
         torch.set_num_threads(1)
         return function(*args)
 
-    return alone
+    return wrapper
 
 
 @pytest.fixture
 def threads(monkeypatch):
-    """Workers that are threads; returns the events of all of them."""
+    """Replace processes by threads; return the list of all events."""
     events = []
-    # Several threads for sizes as small as these would wait for each other.
-    monkeypatch.setattr(worker.Trainer, "__init__", one_thread(worker.Trainer.__init__))
+    # At sizes as small as these, several threads would wait for each other.
+    monkeypatch.setattr(worker.Trainer, "__init__", with_one_thread(worker.Trainer.__init__))
 
     class Thread:
-        def __init__(self, job, log, command, extra):
+        def __init__(self, job, log, command, settings):
             self.lines, self.answers = queue.SimpleQueue(), queue.SimpleQueue()
             self.thread = threading.Thread(target=self.work, args=(job,), daemon=True)
             self.thread.start()
@@ -88,12 +89,12 @@ def threads(monkeypatch):
             self.lines.put("")
             self.thread.join(60)
 
-    monkeypatch.setattr(runner, "Child", Thread)
+    monkeypatch.setattr(child, "Child", Thread)
     return events
 
 
-def surprise(monkeypatch, act):
-    """Before each step of a worker, call `act(job, ids)`."""
+def call_before_each_step(monkeypatch, act):
+    """Let workers call `act(job, ids)` before each step."""
     step = worker.Trainer._step
 
     def _step(self, ids):
@@ -107,7 +108,7 @@ def rows_of(report, provider):
     return [row for row in report["rows"] if row["provider"] == provider]
 
 
-def test_curves_agree_and_a_report_is_left(run, threads, tmp_path):
+def test_losses_agree_and_all_files_are_written(run, threads, tmp_path):
     names = "stock,tigon,tigon-lean,liger"
     code, output, report = run(
         "--providers", names, "--batch", "2", "--seq", "48", "--steps", "12", "--curves", "--lr=3e-3"
@@ -122,7 +123,8 @@ def test_curves_agree_and_a_report_is_left(run, threads, tmp_path):
     for name in ("stock", "stock-reversed", "tigon", "tigon-lean"):
         (row,) = rows_of(report, name)
         assert (row["status"], len(row["losses"]), len(row["samples"]["seconds"])) == ("ok", 13, 12)
-        assert row["losses"][-1] < row["losses"][0] - 0.3  # it learns
+        # The model learns.
+        assert row["losses"][-1] < row["losses"][0] - 0.3
         assert row["tokens_per_second"] == pytest.approx(96 / row["step_seconds"])
         assert row["allocated"] > 2**20
     assert rows_of(report, "tigon")[0]["losses"] == rows_of(report, "tigon-lean")[0]["losses"]
@@ -135,12 +137,12 @@ def test_curves_agree_and_a_report_is_left(run, threads, tmp_path):
     assert "| liger | 2 | 48 | - |" in markdown
 
 
-def test_losses_that_leave_the_noise_fail(run, threads, monkeypatch):
+def test_losses_outside_of_the_noise_fail_the_command(run, threads, monkeypatch):
     def forget(job, ids):
         if job.provider == "tigon":
             ids[:, 24:] = 0
 
-    surprise(monkeypatch, forget)
+    call_before_each_step(monkeypatch, forget)
     code, _, report = run("--providers", "stock,tigon", "--batch", "2", "--seq", "48", "--steps", "2", "--curves")
     assert code == 1
     assert report["curves"]["tigon"]["agrees"] is False
@@ -148,32 +150,32 @@ def test_losses_that_leave_the_noise_fail(run, threads, monkeypatch):
 
 
 @pytest.mark.thorough
-def test_out_of_memory_is_a_point_and_the_sweep_goes_on(run, threads, monkeypatch):
-    def full(job, ids):
+def test_a_sweep_goes_on_after_a_size_that_does_not_fit(run, threads, monkeypatch):
+    def run_out_of_memory(job, ids):
         if job.provider == "stock" and ids.shape[1] > 40:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
 
-    surprise(monkeypatch, full)
+    call_before_each_step(monkeypatch, run_out_of_memory)
     sweep = ("--sweep", "seq", "--sizes", "16,64", "--resolution", "32", "--steps", "2", "--rounds", "2")
     code, output, report = run("--providers", "stock,tigon", *sweep)
     assert code == 0, output
     sizes = {name: [(row["seq"], row["status"]) for row in rows_of(report, name)] for name in ("stock", "tigon")}
     assert sizes["stock"] == [(16, "ok"), (64, "out of memory"), (32, "ok")]
     assert sizes["tigon"] == [(16, "ok"), (64, "ok")]
-    # The process goes on after a size that did not fit: one for each provider and round.
+    # A process goes on after a size that does not fit, so there is one process for each provider and round.
     assert [event["event"] for event in threads].count("ready") == 4
     assert all(len(row["samples"]["seconds"]) == 4 for row in report["rows"] if row["status"] == "ok")
     assert "stock" in output.split("out of memory")[0]
 
 
-def test_a_provider_that_raises_is_a_line_and_ours_fails_the_command(run, threads, monkeypatch):
-    def refuse(job, ids):
+def test_a_provider_that_raises_is_a_row_and_fails_the_command_if_it_is_tigon(run, threads, monkeypatch):
+    def fail(job, ids):
         raise RuntimeError(f"not with {job.provider}")
 
-    surprise(monkeypatch, refuse)
+    call_before_each_step(monkeypatch, fail)
     for provider, code in (("stock", 0), ("tigon", 1)):
-        found, _, report = run("--providers", provider, "--seq", "16", "--sweep", "seq")
-        assert found == code
+        exit_code, _, report = run("--providers", provider, "--seq", "16", "--sweep", "seq")
+        assert exit_code == code
         assert [row["status"] for row in report["rows"]] == ["error"]
         assert f"not with {provider}" in report["rows"][0]["note"]
 
@@ -184,28 +186,30 @@ def press_ctrl_c():
 
 def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(10)  # cut short by the signal
+    # The signal interrupts the sleep.
+    time.sleep(10)
 
 
 @pytest.mark.parametrize("end", [press_ctrl_c, terminate])
-def test_an_end_keeps_what_was_measured(run, threads, monkeypatch, tmp_path, end):
-    class Impatient(runner.Child):
+def test_an_interrupted_command_keeps_its_measurements(run, threads, monkeypatch, tmp_path, end):
+    class Impatient(child.Child):
         def next_event(self):
             event = super().next_event()
             if event["event"] == "step" and any(e["event"] == "point" for e in threads):
                 end()
             return event
 
-    monkeypatch.setattr(runner, "Child", Impatient)
+    monkeypatch.setattr(child, "Child", Impatient)
     code, _, report = run("--providers", "stock,tigon", "--seq", "16", "--steps", "2")
     assert code == cli.INTERRUPTED
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL  # as before
+    # The command restores the handler of the signal.
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert report["settings"]["interrupted"] is True
     assert [row["provider"] for row in report["rows"]] == ["stock"]
     assert (tmp_path / "out" / "throughput.png").exists()
 
 
-def test_no_size_is_begun_when_time_is_over(run, threads):
+def test_no_size_begins_after_the_budget(run, threads):
     code, _, report = run("--providers", "stock,tigon", "--seq", "16", "--steps", "2", "--budget", "1e-9")
     assert code == 0
     assert [row["status"] for row in report["rows"]] == ["skipped", "skipped"]
@@ -219,20 +223,21 @@ def test_a_refused_option_writes_nothing(run):
     assert report is None
 
 
-def test_what_is_missing_is_named(run, monkeypatch):
+def test_a_missing_package_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     _, output, _ = run()
     assert "tigon bench train needs tokenizers: pip install 'tigon[demo]'" in output
 
 
-def test_ranks_share_the_model(run, request, tmp_path):
-    """Two processes under torchrun and FSDP2: half of the parameters each, and losses as of one stock process."""
+def test_two_ranks_shard_the_model_and_have_the_losses_of_one_process(run, request, tmp_path):
+    """Under torchrun and FSDP2 each process has half of the parameters."""
     pytest.importorskip("accelerate")
     fixed = ("--seq", "32", "--steps", "2")
     code, output, report = run("--providers", "tigon-lean", "--batch", "1", "--gpus=2", *fixed)
     logs = [file.read_text() for file in (tmp_path / "out").glob("*.log")]
     assert code == 0, (output, logs)
-    assert not any("SignalException" in log for log in logs)  # the group ended by itself
+    # The group ended by itself.
+    assert not any("SignalException" in log for log in logs)
     (lean,) = report["rows"]
     assert lean["status"] == "ok", (output, logs)
     assert report["settings"]["parameters_of_a_rank"] == pytest.approx(report["settings"]["parameters"] / 2, rel=0.01)

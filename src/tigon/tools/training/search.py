@@ -1,4 +1,4 @@
-"""Which sizes a sweep tries: given ones or doublings until one does not fit, then between the last two."""
+"""The sizes that a sweep tries: given sizes, or doublings until one does not fit, then sizes between the last two."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,11 +8,11 @@ __all__ = ["Search"]
 
 @dataclass
 class Search:
-    """The sizes of one provider. Ask `next`, try it, `record` whether it fitted; None is the end.
+    """The sizes of one run. Call `next`, try the size, and `record` whether it fitted; None is the end.
 
-    `sizes` are tried in order; where `doubling`, twice the last follows until one does not fit or `limit` is passed.
-    With a `resolution` the gap between the largest that fitted and the smallest that did not is then halved, in
-    multiples of it, until it is no wider.
+    `sizes` are tried in order. With `doubling`, twice the last size follows until one does not fit or passes `limit`.
+    Then the gap between the largest size that fitted and the smallest that did not is halved: with a `resolution` in
+    multiples of it, until the gap is no wider; with `bisections` that many times.
 
     >>> search, tried = Search([4], doubling=True, resolution=2), []
     >>> while (size := search.next()) is not None:
@@ -26,6 +26,7 @@ class Search:
     doubling: bool = False
     resolution: int | None = None
     limit: int | None = None
+    bisections: int = 0
     fitted: list[int] = field(default_factory=list)
     too_large: list[int] = field(default_factory=list)
     stopped: bool = False
@@ -39,24 +40,29 @@ class Search:
         (self.fitted if fits else self.too_large).append(size)
 
     def stop(self) -> None:
-        """No more sizes, whatever would be next."""
+        """Let `next` return None from now on."""
         self.stopped = True
 
     def next(self) -> int | None:
+        """Return the next size, or None at the end."""
         if self.stopped:
             return None
         if self.too_large:
             return self._between()
-        done = len(self.fitted)
-        if done < len(self.sizes):
-            return self.sizes[done]
-        if not self.doubling:  # and there may be none at all: a second round of what never fitted
+        tried = len(self.fitted)
+        if tried < len(self.sizes):
+            return self.sizes[tried]
+        # There may be no sizes at all: a second round tries those that fitted in the first.
+        if not self.doubling:
             return None
         twice = 2 * max(self.fitted)
         return twice if self.limit is None or twice <= self.limit else None
 
     def _between(self) -> int | None:
         below, above = self.largest or 0, min(self.too_large)
+        if self.bisections:
+            self.bisections -= 1
+            return (below + above) // 2 if below and above - below > 1 else None
         if self.resolution is None or above - below <= self.resolution:
             return None
         middle = (below + above) // 2 // self.resolution * self.resolution

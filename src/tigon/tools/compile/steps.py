@@ -1,0 +1,81 @@
+"""The steps whose kernels are compiled: forward and backward of every op, at the sizes of current models.
+
+The number of rows does not matter to a compiler, so a step has few. The name of a step begins with that of its op.
+`tigon resources` and the tests compile the kernels of every step for every chip.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+
+import tigon
+from tigon.ops.logits.token import kernels as token_loss
+from tigon.tools.workloads import WORKLOADS, Variant, Workload
+from tigon.tools.workloads.logits import EVERY_TERM
+from tigon.tools.workloads.workload import tensors_of
+
+__all__ = ["STEPS"]
+
+CPU = torch.device("cpu")
+
+
+def _step(workload: Workload, variant: Variant) -> None:
+    """Run forward and backward of a variant on zeros."""
+    options = variant.options
+    inputs = workload.make_inputs(
+        variant.sizes, variant.dtype, CPU, seed=None, options=options, form=variant.form
+    ).tensors
+    function = workload.function_in()
+    assert function is not None, workload.name
+    outputs = [y for y in tensors_of(function(**inputs, **options)) if y.requires_grad]
+    torch.autograd.backward(outputs, [y.detach() for y in outputs])
+
+
+# --- steps that no workload can express ----------------------------------------------------------
+
+
+def _cross_entropy_of_a_shard(v: int, vocabulary: int, **options: Any) -> None:
+    """Run the kernels of a rank that holds `v` columns of the vocabulary; with options, also every output.
+
+    Only `linear_cross_entropy` with a process group launches them, and its step would need several processes.
+    """
+    logits, target = torch.zeros(2, v, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int64)
+    shard = token_loss.Shard(v, vocabulary)
+    weight, wants = torch.ones(vocabulary) if options else None, token_loss.Wants(*[bool(options)] * 4)
+    loss_options = token_loss.Options(**options)
+    token_loss.partial_statistics(logits, target, weight, loss_options, shard, wants)
+    statistics = token_loss.empty_statistics(logits, loss_options, wants)
+    upstream = token_loss.Upstream(None, statistics.log_probs, statistics.entropy) if options else token_loss.Upstream()
+    divisors = statistics.loss.new_ones(3)
+    token_loss.gradient(logits, target, weight, divisors, statistics, upstream, loss_options, logits, shard)
+
+
+def _valid_rows() -> None:
+    """Count the rows of `linear_cross_entropy` that have a label; it is not differentiable."""
+    tigon.ValidRows(torch.zeros(8, dtype=torch.int64))
+
+
+def _adamw(n: int, dtype: torch.dtype, **options: Any) -> None:
+    """Run a step of the optimiser, which is no function of tensors."""
+    parameter = torch.zeros(n, dtype=dtype, requires_grad=True)
+    parameter.grad = parameter.detach()
+    tigon.AdamW([parameter], **options).step()
+
+
+_OTHER_STEPS: dict[str, Callable[[], None]] = {
+    "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
+    "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
+        128000, 256000, token_scaling=True, **EVERY_TERM
+    ),
+    "linear_cross_entropy rows that count": _valid_rows,
+    "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
+    "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
+}
+
+STEPS: dict[str, Callable[[], None]] = {
+    f"{workload.name} {variant.name}": partial(_step, workload, variant)
+    for workload in WORKLOADS.values()
+    for variant in workload.compile_variants
+} | _OTHER_STEPS

@@ -1,0 +1,154 @@
+"""The measurements of a run at one size of a step, and the comparison of its losses with another run's."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tigon.tools.training.child import Event
+
+__all__ = ["SLACK", "TIMES_NOISE", "LossComparison", "Measurement", "compare_with_stock", "loss_differences"]
+
+# The noise of a single run varies by chance. A patched model also rounds in every layer in another way, where reversed
+# sequences leave each forward pass as it is. Hence three times the noise. The slack is for losses that agree to their
+# last digits.
+TIMES_NOISE, SLACK = 3.0, 1e-4
+
+
+@dataclass
+class Measurement:
+    """The steps of one provider at one size.
+
+    `status` is "ok", "out of memory", "missing" (not installed, no GPU), "unsupported" (the provider refuses the
+    model), "error" or "skipped" (no time left); `note` gives details. `seconds` and `host_seconds` have an entry for
+    each timed step, `losses` for each step. `allocated` and `reserved` are peaks in bytes, of the rank that has the
+    highest.
+    """
+
+    provider: str
+    batch: int
+    seq: int
+    gpus: int = 1
+    status: str = "ok"
+    note: str = ""
+    seconds: list[float] = field(default_factory=list)
+    host_seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    allocated: int | None = None
+    reserved: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok" and bool(self.seconds)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a step on all ranks."""
+        return self.batch * self.seq * self.gpus
+
+    @property
+    def step_seconds(self) -> float | None:
+        """Median of the timed steps."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def host(self) -> float | None:
+        """Median of the seconds until the calls of a step return."""
+        return statistics.median(self.host_seconds) if self.host_seconds else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.tokens / self.step_seconds if self.step_seconds else None
+
+    @property
+    def spread(self) -> tuple[float, float] | None:
+        """First and third quartile of the timed steps."""
+        if len(self.seconds) < 2:
+            return None
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    @property
+    def failed(self) -> bool:
+        """True if the command must end with exit code 1."""
+        return self.status == "error" and self.provider.startswith("tigon")
+
+    def add(self, event: Event) -> None:
+        """Add the steps of a worker's event "point". Peaks are the highest of all points."""
+        self.seconds += event["seconds"]
+        self.host_seconds += event["host_seconds"]
+        self.losses += event["losses"]
+        for name in ("allocated", "reserved"):
+            values = [value for value in (getattr(self, name), event[name]) if value is not None]
+            setattr(self, name, max(values, default=None))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all fields and medians for JSON."""
+        fields = asdict(self)
+        samples = {name: fields.pop(name) for name in ("seconds", "host_seconds")}
+        medians = {
+            "tokens_per_step": self.tokens, "step_seconds": self.step_seconds, "quartiles": self.spread,
+            "median_host_seconds": self.host, "tokens_per_second": self.tokens_per_second,
+        }  # fmt: skip
+        return {**fields, **medians, "samples": samples}
+
+
+# --- losses --------------------------------------------------------------------------------------
+
+
+def loss_differences(losses: Sequence[float], reference: Sequence[float], relative: bool = False) -> list[float]:
+    """Return |loss - reference| for each step that both have; infinite where one of the two is not finite.
+
+    `relative`: divide by the reference, or by 1 where the reference is smaller. A loss is a difference of logits and
+    rounds as they do, so a loss near zero has few correct digits, or none.
+    """
+    return [
+        abs(a - b) / (max(abs(b), 1.0) if relative else 1.0) if math.isfinite(a) and math.isfinite(b) else math.inf
+        for a, b in zip(losses, reference, strict=False)
+    ]
+
+
+@dataclass(frozen=True)
+class LossComparison:
+    """The largest and the root-mean-square difference of a run's losses from stock's.
+
+    `noise` and `noise_rms` are the same differences of stock with the sequences of each batch reversed; None if that
+    run is missing, and then there is no verdict.
+    """
+
+    steps: int
+    largest: float
+    rms: float
+    first_loss: float
+    last_loss: float
+    noise: float | None = None
+    noise_rms: float | None = None
+
+    @property
+    def agrees(self) -> bool | None:
+        return None if self.noise_rms is None else self.rms <= TIMES_NOISE * self.noise_rms + SLACK
+
+
+def _largest_and_rms(differences: Sequence[float]) -> tuple[float, float]:
+    return max(differences), math.sqrt(sum(value * value for value in differences) / len(differences))
+
+
+def compare_with_stock(measurements: Iterable[Measurement]) -> dict[str, LossComparison]:
+    """Compare every run that has losses with stock at the first size of both; {} without stock."""
+    first: dict[str, Measurement] = {}
+    for measurement in measurements:
+        if measurement.losses:
+            first.setdefault(measurement.provider, measurement)
+    stock = first.pop("stock", None)
+    if stock is None:
+        return {}
+    runs = {name: run for name, run in first.items() if (run.batch, run.seq) == (stock.batch, stock.seq)}
+    differences = {name: loss_differences(run.losses, stock.losses) for name, run in runs.items()}
+    noise = _largest_and_rms(differences["stock-reversed"]) if "stock-reversed" in runs else (None, None)
+    return {
+        name: LossComparison(
+            len(differences[name]), *_largest_and_rms(differences[name]), run.losses[0], run.losses[-1], *noise
+        )
+        for name, run in runs.items()
+    }

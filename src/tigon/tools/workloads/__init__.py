@@ -1,0 +1,20 @@
+"""One table of workloads: each op with its reference, its inputs, and the sizes for tests, compiler and benchmark.
+
+Three users share the table. The contract tests (`tests/op_cases.py`) run every op at small, odd sizes. The compiler
+(`tigon resources`) compiles the kernels of every op at the sizes of current models. The benchmark (`tigon bench`) times
+every op at the shapes of named models. All three make the inputs by `Workload.make_inputs`.
+
+`workload` has the types and `inputs` draws the tensors. The other files hold one entry per op, one file for each family
+of `tigon.ops`. A new op is one entry in the file of its family.
+"""
+
+from tigon.tools.workloads import divergences, experts, head, logits, mlps, norms, rotary
+from tigon.tools.workloads.inputs import InputMaker, Inputs
+from tigon.tools.workloads.workload import BenchShape, Variant, Workload
+
+__all__ = ["WORKLOADS", "BenchShape", "InputMaker", "Inputs", "Variant", "Workload"]
+
+# The order is that of the cases in a report of the benchmark.
+_FAMILIES = (norms, rotary, mlps, experts, logits, head, divergences)
+
+WORKLOADS: dict[str, Workload] = {workload.name: workload for family in _FAMILIES for workload in family.WORKLOADS}

@@ -1,0 +1,88 @@
+"""Workload of the mixture of experts. Sizes: T tokens, H hidden, E experts, I intermediate, K experts of a token."""
+
+import torch
+from torch import Tensor
+
+from tigon.ops.experts.moe_mlp import moe_mlp_reference
+from tigon.tools.workloads.inputs import InputMaker, Inputs
+from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
+
+__all__ = ["WORKLOADS"]
+
+LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
+# Routers compute their weights in fp32.
+FP32_ROUTER = {"router_dtype": torch.float32}
+
+
+def _moe_mlp(make: InputMaker) -> Inputs:
+    """Make the inputs of the experts.
+
+    Form: the weights of the router have the dtype `router_dtype` (that of x by default); with `biases` both projections
+    have one.
+    """
+    t, h, experts, i, k = make.sizes
+    x, upstream = make.normal(t, h), make.normal(t, h)
+    width = i if make.options.get("activation") == "relu2" else 2 * i
+    up, down = (make.normal(experts, m, n).mul_(n**-0.5) for m, n in ((width, h), (h, i)))
+    if make.options.get("transposed"):
+        up, down = up.mT, down.mT
+    weights, index = make.normal(t, experts, dtype=torch.float32).softmax(-1).topk(k)
+    weights = (weights / weights.sum(-1, keepdim=True)).to(make.form.get("router_dtype", x.dtype))
+    tensors = {"x": x, "up_proj": up, "down_proj": down, "top_k_index": index, "top_k_weights": weights}
+    if make.form.get("biases"):
+        tensors |= {"up_bias": make.normal(experts, width), "down_bias": make.normal(experts, h)}
+    return Inputs({n: y.requires_grad_() if y.is_floating_point() else y for n, y in tensors.items()}, (upstream,))
+
+
+def _flops(case: Problem) -> int:
+    t, h, _, i, k = case.shape
+    # There are two products in the forward pass and four in the backward pass.
+    return 3 * 2 * t * k * h * (2 * i + i)
+
+
+def _sigmoid_gate(h: Tensor) -> Tensor:
+    """Compute an activation that Tigon has no name for: gate and up alternate, as in gpt-oss."""
+    return h[:, ::2] * h[:, 1::2].sigmoid()
+
+
+def _variant(name: str, h: int, i: int, k: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> Variant:
+    return Variant(name, (2, h, k, i, k), options, FP32_ROUTER, dtype)
+
+
+WORKLOADS = (
+    Workload(
+        name="moe_mlp",
+        reference=moe_mlp_reference,
+        inputs=_moe_mlp,
+        legend="T x H x E x I x K",
+        has_cpu_code=True,
+        test_variants=(
+            Variant("", (5, 16, 16, 24, 3)),
+            Variant(
+                "transposed with biases",
+                (5, 16, 16, 24, 3),
+                {"transposed": True, "activation": "gelu_tanh"},
+                {"biases": True},
+            ),
+            Variant("without gate", (5, 16, 16, 24, 3), {"activation": "relu2"}),
+        ),
+        compile_variants=(
+            _variant("2048, 8 of the experts", 2048, 768, 8),
+            _variant("4096, 2 of the experts", 4096, 64, 2),
+            _variant("7168, 8 of the experts", 7168, 64, 8),
+            _variant("1024, gelu, 2 of the experts", 1024, 14336, 2, activation="gelu"),
+            _variant("1024, gelu_tanh, 2 of the experts", 1024, 704, 2, activation="gelu_tanh"),
+            _variant("1024 without gate, 6 of the experts", 1024, 1856, 6, activation="relu2"),
+            _variant("4096, a gate of one's own, 2 of the experts", 4096, 64, 2, activation=_sigmoid_gate),
+            _variant("2880, a gate of one's own, 4 of the experts", 2880, 64, 4, activation=_sigmoid_gate),
+            _variant("10240 in fp32, 22 of the experts", 10240, 16, 22, torch.float32),
+        ),
+        flops=_flops,
+        bench_shapes=(
+            BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE),
+            BenchShape("mixtral-8x7b", (8192, 4096, 8, 14336, 2), MORE),
+            small(256, 128, 8, 64, 2),
+            *sweep((t, 2048, 128, 768, 8) for t in LENGTHS),
+        ),
+    ),
+)
