@@ -16,6 +16,7 @@ from tigon.runtime.requirements import require
 require("tigon", "torch", "triton")
 
 from tigon.memory.lean import lean
+from tigon.ops.adapters.lora import lora_linear
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from tigon.ops.logits.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy
@@ -62,6 +63,7 @@ __all__ = [
     "layer_norm",
     "lean",
     "linear_cross_entropy",
+    "lora_linear",
     "moe_mlp",
     "patch",
     "patched",

@@ -30,7 +30,15 @@ from tigon.runtime.autograd import first_order, keep_none_gradients, without_aut
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
 
-__all__ = ["Adapter", "Projection", "lora_linear", "lora_linear_reference", "lora_linears", "takes_adapters"]
+__all__ = [
+    "Adapter",
+    "Projection",
+    "eager_output",
+    "lora_linear",
+    "lora_linear_reference",
+    "lora_linears",
+    "takes_adapters",
+]
 
 
 class Adapter(NamedTuple):
@@ -66,10 +74,11 @@ def lora_linear_reference(
     dropout: float = 0.0,
 ) -> Tensor:
     """Return what `lora_linear` does, in eager operations: those of PEFT."""
-    return _reference(x, Projection(weight, bias, (Adapter(a, b, scaling, lora_bias, dropout),)))
+    return eager_output(x, Projection(weight, bias, (Adapter(a, b, scaling, lora_bias, dropout),)))
 
 
-def _reference(x: Tensor, projection: Projection) -> Tensor:
+def eager_output(x: Tensor, projection: Projection) -> Tensor:
+    """Return y of one layer with its adapters, in the operations of PEFT."""
     y = F.linear(x, projection.weight, projection.bias)
     total = y
     for adapter in projection.adapters:
@@ -363,7 +372,7 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
         [..., O_i] each, in the dtype of x.
     """
     if not takes_adapters(x, projections):
-        return tuple(_reference(x, projection) for projection in projections)
+        return tuple(eager_output(x, projection) for projection in projections)
     tensors, numbers = flatten(projections)
     return _LoRALinears.apply(x, numbers, *tensors)
 

@@ -46,7 +46,7 @@ from tigon.ops.mlps.glu_mlp import GATES, multiply_gates, save_early, unpack_ear
 from tigon.runtime.autograd import first_order, frees_saved, without_autocast
 from tigon.runtime.products import multiply
 
-__all__ = ["lora_glu_mlp"]
+__all__ = ["lora_glu_mlp", "runs_as_one_node"]
 
 # The largest rank whose kernels keep everything in registers.
 LARGEST_RANK = 32
@@ -151,7 +151,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
 # --- public --------------------------------------------------------------------------------------
 
 
-def _runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
+def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
     """Return whether the node above computes the MLP."""
     adapters = [adapter for layer in layers for adapter in layer.adapters]
     return (
@@ -176,7 +176,7 @@ def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, 
     Returns:
         [..., O] in the dtype of x.
     """
-    if _runs_as_one_node(x, (gate, up, down)):
+    if runs_as_one_node(x, (gate, up, down)):
         tensors, numbers = flatten((gate, up, down))
         is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
         return _LoRAGLUMLP.apply(x, numbers, activation, not recomputes_mlp(), is_checkpointed, *tensors)

@@ -1,0 +1,222 @@
+"""Linear layers with low-rank adapters: as accurate as the eager code of PEFT, with gradients only where needed."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+import tigon
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from tigon.ops.adapters.lora import (
+    Adapter,
+    Projection,
+    draw_seeds,
+    eager_output,
+    flatten,
+    lora_linears,
+    rebuild,
+    takes_adapters,
+)
+from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, project, split_terms
+
+pytestmark = pytest.mark.kernels
+
+# The dtypes of the model and of its adapters. PEFT keeps adapters in fp32 unless it is told otherwise.
+DTYPE_PAIRS = {
+    "bf16-fp32": (torch.bfloat16, torch.float32),
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16-fp32": (torch.float16, torch.float32),
+}
+# Sizes that fill no tile, and one that takes several programs and parts. Shapes are [tokens, inputs, outputs, rank].
+SHAPES = {"one": (1, 8, 8, 1), "odd": (37, 75, 59, 5), "large": (300, 520, 264, 16), "rank": (40, 96, 64, 150)}
+
+
+def _leaf(*shape: int, dtype: torch.dtype, seed: int, scale: float = 1.0, trains: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype).requires_grad_(trains)
+
+
+def _adapter(inputs: int, outputs: int, rank: int, dtype: torch.dtype, seed: int = 0, **fields: object) -> Adapter:
+    a = _leaf(rank, inputs, dtype=dtype, seed=seed, scale=inputs**-0.5)
+    b = _leaf(outputs, rank, dtype=dtype, seed=seed + 1, scale=rank**-0.5)
+    return Adapter(a, b, 0.7, **fields)
+
+
+def _check(x: Tensor, projections: list[Projection]) -> None:
+    """Compare outputs and gradients with eager code and with exact values."""
+    assert takes_adapters(x, projections)
+    tensors, numbers = flatten(projections)
+    present = [tensor is not None for tensor in tensors]
+
+    def unpack(values: tuple[Tensor, ...]) -> list[Projection]:
+        rest = iter(values)
+        return rebuild([next(rest) if flag else None for flag in present], numbers)
+
+    assert_as_accurate_as_eager(
+        lambda x, *values: lora_linears(x, unpack(values)),
+        lambda x, *values: tuple(eager_output(x, projection) for projection in unpack(values)),
+        [x, *(tensor for tensor in tensors if tensor is not None)],
+    )
+
+
+@one_in(2, shape=SHAPES, dtypes=DTYPE_PAIRS, bias=[False, True])
+def test_lora_linear_is_as_accurate_as_eager(shape, dtypes, bias):
+    (tokens, inputs, outputs, rank), (dtype, adapter_dtype) = shape, dtypes
+    x = _leaf(1, tokens, inputs, dtype=dtype, seed=1)
+    weight = _leaf(outputs, inputs, dtype=dtype, seed=2, scale=inputs**-0.5, trains=False)
+    biases = [_leaf(outputs, dtype=d, seed=3 + i) if bias else None for i, d in enumerate(dtypes)]
+    adapter = _adapter(inputs, outputs, rank, adapter_dtype, 5, bias=biases[1])
+    _check(x, [Projection(weight, biases[0], (adapter,))])
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["frozen", "base trains"])
+def test_projections_of_one_input_share_a_node(trains):
+    """One layer has no adapter and one has two."""
+    x = _leaf(2, 19, 40, dtype=torch.bfloat16, seed=1)
+    adapters = [(3,), (), (4, 2)]
+    projections = [
+        Projection(
+            _leaf(outputs, 40, dtype=torch.bfloat16, seed=i, scale=0.2, trains=trains),
+            None,
+            tuple(_adapter(40, outputs, rank, torch.float32, 10 * i + j) for j, rank in enumerate(ranks)),
+        )
+        for i, (outputs, ranks) in enumerate(zip((48, 24, 16), adapters, strict=True))
+    ]
+    _check(x, projections)
+    nodes = {y.grad_fn for y in lora_linears(x, projections)}
+    assert len(nodes) == 1
+
+
+def test_an_output_that_is_not_used_gets_no_gradient():
+    x = _leaf(5, 24, dtype=torch.bfloat16, seed=1)
+    weight = _leaf(8, 24, dtype=torch.bfloat16, seed=2, trains=False)
+    used, unused = (_adapter(24, 8, 2, torch.float32, seed) for seed in (3, 5))
+    y, _ = lora_linears(x, [Projection(weight, None, (used,)), Projection(weight, None, (unused,))])
+    y.sum().backward()
+    assert used.a.grad is not None
+    assert used.b.grad is not None
+    assert unused.a.grad is None
+    assert unused.b.grad is None
+
+
+def test_lora_linear_accepts_strided_inputs_and_expanded_gradients():
+    x = _leaf(24, 6, dtype=torch.bfloat16, seed=1).detach()
+    weight = _leaf(16, 24, dtype=torch.bfloat16, seed=2, trains=False)
+    adapter = _adapter(24, 16, 4, torch.float32, 3)
+    results = []
+    for rows in (x.t(), x.t().contiguous()):
+        rows = rows.requires_grad_()
+        y = tigon.lora_linear(rows, weight, adapter.a, adapter.b, 0.5)
+        results.append((y, *torch.autograd.grad(y.sum(), (rows, adapter.a, adapter.b))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_frozen_weights_cost_no_product():
+    """A linear layer with an adapter costs two large products when only the input and the adapter need gradients."""
+    x = _leaf(32, 64, dtype=torch.bfloat16, seed=1)
+    weight = _leaf(48, 64, dtype=torch.bfloat16, seed=2, trains=False)
+    adapter = _adapter(64, 48, 4, torch.float32, 3)
+    with FlopCounterMode(display=False) as counter:
+        tigon.lora_linear(x, weight, adapter.a, adapter.b).sum().backward()
+    # Triton kernels compute the low-rank products, and the counter sees torch's products only.
+    assert counter.get_total_flops() == 2 * 2 * 32 * 64 * 48
+
+
+@pytest.mark.parametrize("name", ["a", "b", "x"])
+def test_only_the_needed_gradients_are_computed(name):
+    x = _leaf(7, 24, dtype=torch.bfloat16, seed=1)
+    weight = _leaf(16, 24, dtype=torch.bfloat16, seed=2, trains=False)
+    adapter = _adapter(24, 16, 4, torch.float32, 3)
+    leaves = {"x": x, "a": adapter.a, "b": adapter.b}
+    expected = torch.autograd.grad(tigon.lora_linear(x, weight, adapter.a, adapter.b).sum(), list(leaves.values()))
+    for other, leaf in leaves.items():
+        leaf.requires_grad_(other == name)
+    y = tigon.lora_linear(x, weight, adapter.a, adapter.b)
+    (actual,) = torch.autograd.grad(y.sum(), leaves[name])
+    assert torch.equal(actual, expected[list(leaves).index(name)])
+
+
+# --- dropout -------------------------------------------------------------------------------------
+
+
+def test_dropout_is_that_of_its_mask():
+    """The node draws a seed. With the mask of this seed, eager code gives the same values and gradients."""
+    p, tokens, inputs = 0.3, 33, 52
+    x = _leaf(tokens, inputs, dtype=torch.bfloat16, seed=1)
+    weight = _leaf(20, inputs, dtype=torch.bfloat16, seed=2, trains=False)
+    adapter = _adapter(inputs, 20, 4, torch.float32, 3)._replace(dropout=p)
+    projection = Projection(weight, None, (adapter,))
+    torch.manual_seed(5)
+    seeds = draw_seeds([projection], x)
+    assert seeds is not None
+    keep = dropout_bits(seeds, 0, tokens, inputs, p)
+    mask = ((keep[:, :, None] >> torch.arange(8, device=DEVICE)) & 1).reshape(tokens, -1)[:, :inputs]
+
+    def run(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        return lora_linears(x, [Projection(weight, None, (adapter._replace(a=a, b=b),))])[0]
+
+    def reference(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        y = x @ weight.to(x.dtype).t()
+        hidden = (x.to(a.dtype) * mask / (1 - p)) @ a.t()
+        return (y + hidden @ b.t() * adapter.scaling).to(y.dtype)
+
+    assert_as_accurate_as_eager(run, reference, [x, adapter.a, adapter.b])
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5])
+def test_dropout_keeps_the_right_share_and_differs_between_adapters(p):
+    seeds = torch.tensor([1, 2], device=DEVICE)
+    masks = [dropout_bits(seeds, i, 64, 1024, p) for i in (0, 1, 0)]
+    assert torch.equal(masks[0], masks[2])
+    assert not torch.equal(masks[0], masks[1])
+    for mask in masks[:2]:
+        bits = (mask[:, :, None] >> torch.arange(8, device=DEVICE)) & 1
+        # The standard deviation of the mean of 65536 bits is at most 0.002.
+        assert abs(bits.float().mean().item() - (1 - p)) < 0.008
+        # Neighbours in a row and rows below each other are independent.
+        flat = bits.reshape(64, 1024).float() - (1 - p)
+        for a, b in ((flat[:, 1:], flat[:, :-1]), (flat[1:], flat[:-1])):
+            assert abs((a * b).mean().item()) < 0.008
+
+
+# --- parts ---------------------------------------------------------------------------------------
+
+
+def test_terms_add_up_to_the_fp32_value():
+    a = torch.randn(3, 70, device=DEVICE) * torch.logspace(-20, 20, 70, device=DEVICE)
+    terms = split_terms(a, a * 3)
+    assert terms.shape == (3, 6, 70)
+    assert torch.equal(terms.double().sum(0).float(), torch.cat([a, a * 3]))
+
+
+def test_hidden_values_are_as_accurate_as_fp32_products():
+    x = torch.randn(50, 600, device=DEVICE).bfloat16()
+    a = torch.randn(9, 600, device=DEVICE)
+    h = project(x, split_terms(a), empty_hidden(x, 50, 9), 0.5).double().sum(0)
+    exact = 0.5 * x.double() @ a.double().t()
+    eager = 0.5 * x.float() @ a.t()
+    assert (h - exact).norm() <= 2 * (eager - exact).norm() + 2**-23 * exact.norm()
+
+
+# --- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"weight": torch.zeros(4, 3)}, ValueError, r"lora_linear: weight must have shape \[O, I\]"),
+        ({"a": torch.zeros(2, 5)}, ValueError, r"lora_linear: a must have shape \[r, 8\], got \(2, 5\)"),
+        ({"b": torch.zeros(4, 3)}, ValueError, r"lora_linear: b must have shape \(4, 2\), got \(4, 3\)"),
+        ({"b": torch.zeros(4, 2).double()}, ValueError, "lora_linear: a and b must have the same dtype"),
+        ({"lora_bias": torch.zeros(3)}, ValueError, r"lora_linear: lora_bias must have shape \(4,\), got \(3,\)"),
+        ({"scaling": "2"}, TypeError, "lora_linear: scaling must be a number, got str"),
+        ({"dropout": 1.0}, ValueError, "lora_linear: dropout must be below 1, got 1.0"),
+        ({"dropout": -0.1}, ValueError, r"lora_linear: dropout must be in \[0, 1\], got -0.1"),
+        ({"x": 3}, TypeError, "lora_linear: x must be a Tensor, got int"),
+    ],
+)
+def test_bad_input_is_refused(change, error, message):
+    arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(4, 8), "a": torch.zeros(2, 8), "b": torch.zeros(4, 2)}
+    with pytest.raises(error, match=message):
+        tigon.lora_linear(**arguments | change)

@@ -1,0 +1,122 @@
+"""The gated MLP with adapters: as accurate as eager code, and the same bits at every level of memory."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import tigon
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from tigon.ops.adapters.lora import Adapter, Projection, eager_output, flatten, rebuild
+from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
+
+pytestmark = pytest.mark.kernels
+
+ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
+LEVELS = "default", "lean", "lean+mlp", "checkpoint"
+# Which of gate, up and down have an adapter.
+PLACES = {"all": (5, 4, 7), "up": (0, 3, 0), "down": (0, 0, 6), "gate and down": (2, 0, 3)}
+
+
+def _inputs(ranks: tuple[int, ...], dtype: torch.dtype, adapter_dtype: torch.dtype) -> tuple[Tensor, list[Projection]]:
+    generator = torch.Generator().manual_seed(0)
+
+    def leaf(*shape: int, dtype: torch.dtype, trains: bool = True) -> Tensor:
+        values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        return values.to(DEVICE, dtype).requires_grad_(trains)
+
+    hidden, inner = 40, 104
+    layers = []
+    for rank, (outputs, inputs) in zip(ranks, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+        weight = leaf(outputs, inputs, dtype=dtype, trains=False)
+        pair = (rank, inputs), (outputs, rank)
+        adapters = (Adapter(*(leaf(*shape, dtype=adapter_dtype) for shape in pair), 0.7),) if rank else ()
+        layers.append(Projection(weight, None, adapters))
+    x = torch.randn(2, 37, hidden, generator=generator).to(DEVICE, dtype).requires_grad_()
+    return x, layers
+
+
+def _run(level: str, x: Tensor, layers: list[Projection], activation: str) -> Tensor:
+    if level == "checkpoint":
+        return checkpoint(lora_glu_mlp, x, *layers, activation, use_reentrant=False)
+    with contextlib.nullcontext() if level == "default" else tigon.lean(mlp=level == "lean+mlp"):
+        return lora_glu_mlp(x, *layers, activation)
+
+
+@one_in(
+    3,
+    ranks=PLACES,
+    activation=list(ACTIVATIONS),
+    dtypes={
+        "bf16-fp32": (torch.bfloat16, torch.float32),
+        "bf16": (torch.bfloat16, torch.bfloat16),
+        "fp16-fp32": (torch.float16, torch.float32),
+    },
+)
+def test_lora_glu_mlp_is_as_accurate_as_eager(ranks, activation, dtypes):
+    x, layers = _inputs(ranks, *dtypes)
+    assert runs_as_one_node(x, layers)
+    tensors, numbers = flatten(layers)
+    present = [tensor is not None for tensor in tensors]
+
+    def unpack(values: tuple[Tensor, ...]) -> list[Projection]:
+        rest = iter(values)
+        return rebuild([next(rest) if flag else None for flag in present], numbers)
+
+    def reference(x: Tensor, *values: Tensor) -> Tensor:
+        gate, up, down = unpack(values)
+        return eager_output(ACTIVATIONS[activation](eager_output(x, gate)) * eager_output(x, up), down)
+
+    assert_as_accurate_as_eager(
+        lambda x, *values: lora_glu_mlp(x, *unpack(values), activation),
+        reference,
+        [x, *(tensor for tensor in tensors if tensor is not None)],
+    )
+
+
+@pytest.mark.parametrize("level", LEVELS[1:])
+@pytest.mark.parametrize("ranks", [PLACES["all"], PLACES["down"]], ids=["all", "down"])
+def test_every_level_of_memory_gives_the_bits_of_the_default(level, ranks):
+    results = []
+    for name in ("default", level):
+        x, layers = _inputs(ranks, torch.bfloat16, torch.float32)
+        leaves = [x, *(tensor for tensor in flatten(layers)[0] if tensor is not None and tensor.requires_grad)]
+        y = _run(name, x, layers, "silu")
+        results.append((y, *torch.autograd.grad(y.square().sum(), leaves)))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_the_activation_is_not_saved():
+    x, layers = _inputs(PLACES["all"], torch.bfloat16, torch.float32)
+    shapes = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
+        lora_glu_mlp(x, *layers)
+    # The tensors of [tokens, inner] are gate and up.
+    assert shapes.count((74, 104)) == 2
+
+
+def test_a_second_backward_gives_the_same_gradients():
+    x, layers = _inputs(PLACES["all"], torch.bfloat16, torch.float32)
+    leaves = [x, *(tensor for tensor in flatten(layers)[0] if tensor is not None and tensor.requires_grad)]
+    y = lora_glu_mlp(x, *layers).square().sum()
+    first = torch.autograd.grad(y, leaves, retain_graph=True)
+    second = torch.autograd.grad(y, leaves)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("case", ["base trains", "bias", "two adapters", "large rank"])
+def test_other_cases_are_composed_and_agree(case):
+    ranks = (40, 40, 40) if case == "large rank" else PLACES["all"]
+    x, layers = _inputs(ranks, torch.bfloat16, torch.float32)
+    if case == "base trains":
+        layers[0].weight.requires_grad_()
+    if case == "bias":
+        layers[2] = layers[2]._replace(bias=torch.ones(40, device=DEVICE, dtype=torch.bfloat16))
+    if case == "two adapters":
+        layers[1] = layers[1]._replace(adapters=layers[1].adapters * 2)
+    assert not runs_as_one_node(x, layers)
+    expected = eager_output(F.silu(eager_output(x, layers[0])) * eager_output(x, layers[1]), layers[2])
+    torch.testing.assert_close(lora_glu_mlp(x, *layers), expected, rtol=0.05, atol=0.05)
