@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.mlps import ReLU2Recipe, recognise_glu, recognise_relu2
-from tigon.recognition.norms import LayerNormRecipe, RMSNormRecipe, recognise_norm
+from tigon.recognition.glu import recognise_glu
+from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
+from tigon.recognition.norms import recognise_norm
+from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 from tigon.recognition.rope import recognise_rope
 
 

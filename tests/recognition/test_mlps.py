@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.recognition.mlps import GLURecipe, ReLU2Recipe, recognise_glu, recognise_relu2
+from tigon.recognition.glu import recognise_glu
+from tigon.recognition.glu_recipe import GLURecipe
+from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 
 
 class Split(nn.Module):

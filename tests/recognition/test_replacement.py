@@ -128,7 +128,7 @@ def test_a_forward_whose_module_is_gone_says_so():
     forward = module.forward
     del module
     gc.collect()
-    with pytest.raises(ReferenceError, match="the module of this forward is gone"):
+    with pytest.raises(ReferenceError, match="the module of this forward was deleted"):
         forward(X)
 
 

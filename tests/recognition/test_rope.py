@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.recognition.rope import FORMS, recognise_function, recognise_rope
+from tigon.recognition.rope import recognise_rope
+from tigon.recognition.rope_forms import FORMS
+from tigon.recognition.rope_function import recognise_function
 
 
 def split_half(q, k, cos, sin, unsqueeze_dim=1):

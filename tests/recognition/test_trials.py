@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.hf.patch import PARTS
-from tigon.recognition.mlps import recognise_relu2
+from tigon.recognition.relu2 import recognise_relu2
 from tigon.recognition.trials import recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")
