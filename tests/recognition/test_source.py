@@ -233,7 +233,7 @@ def test_a_decorator_without_functools_wraps_is_reported():
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.a, self.kept = Norm(), nn.Linear(16, 16), None
+        self.norm, self.a, self.last = Norm(), nn.Linear(16, 16), None
 
     def double(self, x):
         x.register_hook(lambda g: 2 * g)
@@ -272,7 +272,7 @@ class Layer(nn.Module):
         residual = x
         y = self.norm(x)
         residual.retain_grad()
-        self.kept = residual
+        self.last = residual
         return y + residual
 
     def in_place(self, x):
