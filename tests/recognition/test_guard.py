@@ -355,7 +355,7 @@ def test_a_forward_that_reads_a_mode_stays_stock(read_mode):
         (entry,) = tigon.patch(
             nn.ModuleList([variant("Asks", act=lambda self, x: F.silu(x) * (1.0 + 0.0 * read_mode(x)))()])
         ).left_alone
-    assert "its forward asks " in entry.detail
+    assert "its forward reads " in entry.detail
 
 
 @pytest.mark.parametrize("function", [id, hash])

@@ -297,7 +297,7 @@ TYPES = {
 
 @pytest.mark.parametrize("finish", TYPES.values(), ids=TYPES)
 def test_a_forward_that_reads_the_type_of_a_child_with_weights_stays_stock(finish):
-    assert "asks for the type of self." in reason(variant(finish=finish))
+    assert "reads the type of self." in reason(variant(finish=finish))
 
 
 # --- effects of code that Python does not show --------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 transformers marks such modules with their layout (`has_gate`, `has_bias`, `is_transposed`), and the config names the
 implementation that computes them. If that is "grouped_mm" (the default) or "eager", and `moe_mlp` computes the same,
-`moe_mlp` replaces it. Another choice, made later or for the length of a generation, is respected at every call.
+`moe_mlp` replaces it. Another choice, for good or for the duration of a generation, has its effect at every call.
 """
 
 import logging

@@ -31,7 +31,7 @@ __all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_norms", "rec
 
 
 def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
-    """Return weight, epsilon and options of a patched norm whose call does nothing else, if its op takes x; else None.
+    """Return weight, epsilon and options of a patched norm whose call does nothing else; None if its op refuses x.
 
     `norm` may also be a method or a function, because the forward may call any attribute.
     """

@@ -22,7 +22,7 @@ __all__ = ["Guard", "install_guarded"]
 
 
 class Guard:
-    """Checks that everything that a module's forward reads is as it was when the guard was made.
+    """Checks that everything that a module's forward reads is as it was when the guard was constructed.
 
     `live` names the attributes that the recipe itself reads in every call, and `choices` the keys by which the forward
     selects from a table of functions. A copied or unpickled guard compares by value at its first call.

@@ -304,7 +304,8 @@ def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozense
             continue
         if isinstance(parent, ast.Call) and node in parent.args and _is_function_of_torch(parent.func):
             continue
-        return f"`{ast.unparse(parent)[:60]}` (line {node.lineno}) may tell `{name}` from a tensor of the same values"
+        use = f"`{ast.unparse(parent)[:60]}` (line {node.lineno})"
+        return f"{use} may distinguish `{name}` from another tensor with the same values"
     return None
 
 

@@ -29,7 +29,7 @@ __all__ = ["RopeRecipe", "recognise_rope"]
 
 
 class _FusedRope:
-    """Stands for the stock function: it runs the op for the arguments that the op takes, else the stock function."""
+    """Stands for the stock function: it runs the op for arguments that the op accepts, else the stock function."""
 
     def __init__(self, stock: types.FunctionType, form: Form, guard: FunctionGuard) -> None:
         call = Call.of(stock)
@@ -63,7 +63,7 @@ class _FusedRope:
         return self.guard.holds(self.stock)
 
     def _fits(self, inputs: list[Tensor], cos: Tensor, sin: Tensor, heads: int) -> bool:
-        """Return True if the op takes these shapes. The stock function takes all shapes that broadcast."""
+        """Return True if the op accepts these shapes. The stock function accepts all shapes that broadcast."""
         if cos.dim() != 3 or any(x.dim() != 4 for x in inputs) or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
             return False
         q, width = inputs[0], rotary_size(cos, self.form.table)
@@ -183,7 +183,7 @@ def _form_of(value: object, file: str) -> Form | str | None:
     origin = inspect.unwrap(value).__module__ or ""
     if origin.split(".")[0] not in (file.split(".")[0], "transformers"):
         return f"was already replaced (by {origin})"
-    return recognise_function(value) or "takes other arguments than queries, keys, cos and sin"
+    return recognise_function(value) or "has other arguments than queries, keys, cos and sin"
 
 
 def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:

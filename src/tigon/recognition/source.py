@@ -166,7 +166,7 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
     inner = innermost(function)
     code = inner.__code__
     if inner is function and any(isinstance(_contents(cell), FunctionType) for cell in inner.__closure__ or ()):
-        raise NotReadable("is behind a decorator that does not tell what it wraps")
+        raise NotReadable("is behind a decorator that does not name what it wraps")
     linecache.checkcache(code.co_filename)
     text = "".join(linecache.getlines(code.co_filename, inner.__globals__))
     if not text:

@@ -20,7 +20,8 @@ why they would not be enough: an assignment to an attribute, a random number gen
 | `places`       | describes one place, and builds the expression that compares all places |
 | `objects`      | answers questions about one object or class, such as which names it defines |
 | `record`       | holds the results of one search |
-| `functions`, `classes`, `modules`, `containers` | search what a function, an object, a module or a container reaches |
+| `functions`, `classes`, `modules` | search what a function, an object with attributes, or a torch module reaches |
+| `containers`   | searches what a container, a tensor, a Python module or an object of torch reaches |
 | `reach`        | contains `explore`, which starts the search and repeats it until no new name appears |
 
 Each file imports only files above it.

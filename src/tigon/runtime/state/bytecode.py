@@ -63,7 +63,7 @@ class CodeUse:
     # Writes that matter only if they reach a tensor that outlives the call: a method or option, a line, and the names
     # in the expression that the method is called on.
     tensor_writes: tuple[tuple[str, int, frozenset[str]], ...]
-    # Attributes whose type the code asks for, as `isinstance(self.down, Quantised)` does.
+    # Attributes whose type the code reads, as `isinstance(self.down, Quantised)` does.
     typed: frozenset[str]
     # Attributes that the code reads of an argument if they exist, with a line. None is an attribute of any name.
     reads_of_arguments: tuple[tuple[str | None, int], ...]
@@ -252,7 +252,7 @@ def _all_names(part: list[dis.Instruction]) -> set[str]:
 
 
 def _typed_names(steps: list[dis.Instruction]) -> set[str]:
-    """Return the names of the attributes whose type the code asks for, directly or by a variable that holds one."""
+    """Return the names of the attributes whose type the code reads, directly or by a variable that holds one."""
     arguments_of_tests: list[dis.Instruction] = []
     for i, step in enumerate(steps):
         if is_load(step, "isinstance", "type", "issubclass"):

@@ -104,7 +104,7 @@ class FunctionSearch(Record):
         if name in IMPURE_TORCH:
             self.reach.writes.append(f"calls {path}, which does more than compute")
         if name in MODES:
-            self.reach.unwatchable.append(f"asks {path}, on which its result may depend")
+            self.reach.unwatchable.append(f"reads {path}, on which its result may depend")
 
     # --- functions of the user -----------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ class FunctionSearch(Record):
     def add_decisions(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
         """Record how a function depends on its inputs besides their values."""
         facts = sorted(use.attributes & FACTS_OF_TENSORS)
-        self.reach.unwatchable += [f"asks .{name}, on which its result may depend" for name in facts]
+        self.reach.unwatchable += [f"reads .{name}, on which its result may depend" for name in facts]
         lines, checks = decisions(function.__code__, self.inputs_of(function))
         self.reach.decisions += [f"decides by its input {where(line)}" for line in lines]
         self.checks += [f"decides by its input {where(line)}" for line in checks]

@@ -17,9 +17,12 @@ __all__ = ["ModuleSearch"]
 
 # Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
 STATE = {*vars(nn.Module()), "forward", *WRAPPER_ATTRIBUTES, "_replicate_for_data_parallel"}
+# The tables of a module that hold hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def _without_deepspeed(hooks: dict[int, Callable]) -> list[Callable]:
+    """Return the hooks that DeepSpeed does not define."""
     return [hook for hook in hooks.values() if not is_hook_of_deepspeed(hook)]
 
 
@@ -40,11 +43,22 @@ class ModuleSearch(ClassSearch):
         if isinstance(module, torch.jit.ScriptModule):
             self.reach.unwatchable.append(f"uses {path}, a scripted module, whose code is not read")
             return
-        attributes, kind = vars(module), type(module)
-        holder = None if owner is None else attributes
+        attributes = vars(module)
         skipped = frozenset((*STATE, *(self.live if owner is None else ())))
+        self.watch_settings(module, path, owner, skipped)
+        self.watch_class(module, path, owner, skipped)
+        if owner is not None:
+            self.watch_call(module, path)
+        self.watch_registered(attributes, path, owner)
+        self.watch_optional_names(module, path, owner, skipped)
+        self.visit_children(attributes, path, owner)
+
+    def watch_settings(self, module: nn.Module, path: str, owner: nn.Module | None, skipped: frozenset[str]) -> None:
+        """Watch the attributes that the code may read, except tensors."""
+        attributes = vars(module)
+        holder = None if owner is None else attributes
         # The code of torch's modules is not read, so all of their settings count.
-        by_torch = owner is not None and package_of(kind.__module__) in TRUSTED
+        by_torch = owner is not None and package_of(type(module).__module__) in TRUSTED
         for name in sorted(attributes.keys() - skipped) if by_torch else self.attribute_names(attributes, skipped):
             # Engines exchange the tensors of parameters, so tensors are not watched, except those that the code itself
             # assigns.
@@ -52,34 +66,49 @@ class ModuleSearch(ClassSearch):
                 self.watch(holder, "item", name, attributes[name], f"{path}.{name}")
             elif name in self.stored:
                 self.reach.places.append(Place(holder, "item", name, attributes[name], f"{path}.{name}"))
-        names = self.names.difference(attributes, *(attributes[t] for t in ("_parameters", "_buffers", "_modules")))
+
+    def watch_class(self, module: nn.Module, path: str, owner: nn.Module | None, skipped: frozenset[str]) -> None:
+        """Watch the names that the class defines, and that these names do not appear on the instance."""
+        attributes, kind = vars(module), type(module)
+        names = self.names.difference(attributes, *(attributes[table] for table in REGISTERED))
         special = {"forward", "__call__", "__getattr__", "__getattribute__", "_call_impl"}
         self.visit_class_attributes(kind, sorted(names | special), path, owner)
         # Names that the code assigns, but that are not set yet, are watched as absent too.
         inherited = [n for n in sorted(names - skipped) if n in self.stored or defines(kind, n, nn.Module.__mro__)]
         self.watch_absence(attributes, inherited, path, owner=None if owner is None else "dict")
-        if owner is not None:
-            for name in ("forward", *INSTANCE_CALLS):
-                if name in attributes:
-                    self.watch(attributes, "item", name, attributes[name], f"{path}.{name}")
-                else:
-                    self.watch_absence(attributes, [name], path)
-            # An op makes no such call, so torch's own calls must be those that the probes made.
-            for name in ("__call__", "_call_impl"):
-                self.watch(module, "class", name, getattr(kind, name), f"{path}.{name}")
-            hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-            self.reach.places += [
-                Place(attributes[hook], "length", None, len(attributes[hook]), f"{path}.{hook}") for hook in hooks
-            ]
-            # Engines put hooks that move tensors on every module. They are ignored, because this module has no tensor.
-            self.entries += [(path, hook, len(_without_deepspeed(attributes[hook]))) for hook in hooks]
-            self.entries.append((path, "class", f"{kind.__module__}.{kind.__qualname__}"))
-        self.watch_registered(attributes, path, owner)
+
+    def watch_call(self, module: nn.Module, path: str) -> None:
+        """Watch that a call of a child is the call that the probes made, because an op makes no such call."""
+        attributes, kind = vars(module), type(module)
+        for name in ("forward", *INSTANCE_CALLS):
+            if name in attributes:
+                self.watch(attributes, "item", name, attributes[name], f"{path}.{name}")
+            else:
+                self.watch_absence(attributes, [name], path)
+        for name in ("__call__", "_call_impl"):
+            self.watch(module, "class", name, getattr(kind, name), f"{path}.{name}")
+        for table in HOOKS:
+            self.reach.places.append(
+                Place(attributes[table], "length", None, len(attributes[table]), f"{path}.{table}")
+            )
+        # DeepSpeed puts hooks that move tensors on every module. They are ignored, because this module has no tensor.
+        self.entries += [(path, table, len(_without_deepspeed(attributes[table]))) for table in HOOKS]
+        self.entries.append((path, "class", f"{kind.__module__}.{kind.__qualname__}"))
+
+    def watch_optional_names(
+        self, module: nn.Module, path: str, owner: nn.Module | None, skipped: frozenset[str]
+    ) -> None:
+        """Watch that attributes which may be missing, and are missing now, do not appear."""
+        attributes = vars(module)
+        holder = None if owner is None else attributes
         for name in sorted(self.uses.optional - attributes.keys() - skipped):
             if name.isidentifier() and not has_attribute(module, name):
                 self.reach.places += _places_of_absence(holder, owner, name, path)
             elif any(name in attributes[table] for table in REGISTERED):
                 self.entries.append((f"{path}.{name}", "registered"))
+
+    def visit_children(self, attributes: dict[str, Any], path: str, owner: nn.Module | None) -> None:
+        """Visit the children without tensors, and watch that they stay the same objects."""
         for name, child in attributes["_modules"].items():
             child_path = f"{path}.{name}"
             if owner is None and child is not None and holds_tensors(child):
@@ -92,7 +121,7 @@ class ModuleSearch(ClassSearch):
                 self.describe(child, child_path)
 
     def watch_registered(self, attributes: dict[str, Any], path: str, owner: nn.Module | None) -> None:
-        """Watch that parameters and buffers that are None stay None; of a module in a list, also watch the others."""
+        """Watch that parameters and buffers that are None stay None. For a child, watch the other tensors too."""
         for table in REGISTERED[:2]:
             for name, tensor in attributes[table].items():
                 if tensor is None and name not in self.live:
@@ -107,13 +136,13 @@ class ModuleSearch(ClassSearch):
                     self.describe(value, f"{path}.{name}")
 
     def visit_child_with_tensors(self, child: nn.Module, name: str, path: str) -> None:
-        """Note what the code reads of a child in whose place the probes put a plain linear layer."""
+        """Record what the code reads of a child that the probes replace by a plain linear layer."""
         attributes, known = vars(child), {*STATE, "in_features", "out_features"}
         if name in self.known.typed:
-            self.reach.unprobed.append(f"asks for the type of {path}, or of a value computed by it")
-        values = {n for n in attributes.keys() - known if self.all_names or n in self.names}
+            self.reach.unprobed.append(f"reads the type of {path}, or of a value computed by it")
+        settings = {n for n in attributes.keys() - known if self.all_names or n in self.names}
         defined = {n for n in self.names - known if defines(type(child), n, bases_of_torch(type(child)))}
-        for each in sorted(values | defined):
+        for each in sorted(settings | defined):
             if not isinstance(attributes.get(each), Tensor):
                 self.reach.unprobed.append(f"may read {path}.{each}, an attribute of a child with weights")
         # A name that no child has yet may appear on one, or another child may take this one's place.

@@ -3,7 +3,7 @@
 A place is, for example, the entry "scale" in the attributes of a module, with the value 2.0 that it had when the search
 found it. For a forward that reads this attribute and a global `act`, the expression is
 
-    lambda own, cls: own['scale'] is v0 and o1['act'] is v1
+    lambda attributes, cls: attributes['scale'] is v0 and o1['act'] is v1
 """
 
 import contextlib
@@ -215,10 +215,10 @@ def compile_expression(source: str) -> Callable:
 def _condition_source(place: Place, number: int) -> str:
     """Return the source of a condition that is True as long as a place holds its recorded value.
 
-    `own` and `cls` are the module's attributes and class, o<n> is the owner, v<n> the recorded value, n<n> the name.
+    `attributes` and `cls` are those of the module, o<n> is the owner, v<n> the recorded value, n<n> the name.
     The value of an "unset" place is the table that holds the name.
     """
-    holder = "own" if place.owner is None else f"o{number}"
+    holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"
     if place.how in ("item", "entry"):
         key = repr(place.name) if is_simple(place.name) else f"n{number}"
@@ -226,7 +226,7 @@ def _condition_source(place: Place, number: int) -> str:
     if place.how == "element":
         return f"{holder}[{place.name}] is {value}"
     if place.how == "child":
-        return f"{'own[' + repr('_modules') + ']' if place.owner is None else holder}[{place.name!r}] is {value}"
+        return f"{'attributes[' + repr('_modules') + ']' if place.owner is None else holder}[{place.name!r}] is {value}"
     return {
         "class": f"{'cls' if place.owner is None else f'type({holder})'}.{place.name} is {value}",
         "attribute": f"{holder}.{place.name} is {value}",
@@ -252,4 +252,4 @@ def _build_check(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
             names.append(f"{letter}{number}")
             values.append(value)
     condition = " and ".join(conditions) or "True"
-    return compile_expression(f"lambda {', '.join(names)}: lambda own, cls: {condition}")(*values)
+    return compile_expression(f"lambda {', '.join(names)}: lambda attributes, cls: {condition}")(*values)

@@ -24,7 +24,7 @@ class Uses:
     strings: set[str] = field(default_factory=set)
     # What the code may do with any object, as in `CodeUse.operations`.
     operations: set[str] = field(default_factory=set)
-    # Attributes whose type the code asks for.
+    # Attributes whose type the code reads.
     typed: set[str] = field(default_factory=set)
     # Names of attributes that may be missing.
     optional: set[str] = field(default_factory=set)
