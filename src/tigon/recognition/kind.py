@@ -4,18 +4,14 @@ from torch import nn
 
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import own_tensors
-from tigon.runtime.engines import WRAPPER_ATTRIBUTES
+from tigon.runtime.state.modules import MODULE_STATE
 
 __all__ = ["kind_of"]
-
-# Attributes that every module has, and those that accelerate's hooks and Tigon add. They do not show what a module
-# computes.
-STATE = {*vars(nn.Module()), "training", "forward", *WRAPPER_ATTRIBUTES, "_replicate_for_data_parallel"}
 
 
 def kind_of(module: nn.Module) -> tuple:
     """Return everything that recognition depends on. A model with many layers has few kinds."""
-    settings = [(name, value) for name, value in vars(module).items() if name not in STATE]
+    settings = [(name, value) for name, value in vars(module).items() if name not in MODULE_STATE]
     # The type is included, because 1 and True are equal.
     attributes = tuple(
         (k, type(v), v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in settings

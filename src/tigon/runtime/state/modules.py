@@ -13,10 +13,10 @@ from tigon.runtime.state.objects import bases_of_torch, defines, has_attribute, 
 from tigon.runtime.state.places import REGISTERED, Place
 from tigon.runtime.torch_private import INSTANCE_CALLS
 
-__all__ = ["ModuleSearch"]
+__all__ = ["MODULE_STATE", "ModuleSearch"]
 
 # Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
-STATE = {*vars(nn.Module()), "forward", *WRAPPER_ATTRIBUTES, "_replicate_for_data_parallel"}
+MODULE_STATE = {*vars(nn.Module()), "forward", *WRAPPER_ATTRIBUTES, "_replicate_for_data_parallel"}
 # The tables of a module that hold hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -44,7 +44,7 @@ class ModuleSearch(ClassSearch):
             self.reach.unwatchable.append(f"uses {path}, a scripted module, whose code is not read")
             return
         attributes = vars(module)
-        skipped = frozenset((*STATE, *(self.live if owner is None else ())))
+        skipped = frozenset((*MODULE_STATE, *(self.live if owner is None else ())))
         self.watch_settings(module, path, owner, skipped)
         self.watch_class(module, path, owner, skipped)
         if owner is not None:
@@ -137,7 +137,7 @@ class ModuleSearch(ClassSearch):
 
     def visit_child_with_tensors(self, child: nn.Module, name: str, path: str) -> None:
         """Record what the code reads of a child that the probes replace by a plain linear layer."""
-        attributes, known = vars(child), {*STATE, "in_features", "out_features"}
+        attributes, known = vars(child), {*MODULE_STATE, "in_features", "out_features"}
         if name in self.known.typed:
             self.reach.unprobed.append(f"reads the type of {path}, or of a value computed by it")
         settings = {n for n in attributes.keys() - known if self.all_names or n in self.names}
