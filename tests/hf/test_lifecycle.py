@@ -140,7 +140,7 @@ def test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart(patched, make_m
     torch._dynamo.reset()
     models = {"stock": make_model(), "patched": patched(loss=False)}
     marked = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
-    monkeypatch.setattr("tigon.recognition.rope.rope", marked)
+    monkeypatch.setattr("tigon.recognition.rope_forms.rope", marked)
     seen = []
 
     def backend(graph, inputs):
@@ -304,7 +304,7 @@ def test_a_wrapper_put_around_a_forward_later_gets_stock_after_restore(make_mode
     report = tigon.patch(model)
     for attention in (layer.self_attn for layer in model.model.layers):
         attention.forward = functools.wraps(attention.forward)(lambda *a, inner=attention.forward, **k: inner(*a, **k))
-    monkeypatch.setattr("tigon.recognition.rope.rope", None)
+    monkeypatch.setattr("tigon.recognition.rope_forms.rope", None)
     with pytest.raises(TypeError):
         model(**batch)
     report.restore()

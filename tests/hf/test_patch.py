@@ -279,7 +279,7 @@ def test_the_random_state_is_not_touched(make_model):
 
 def test_a_deep_model_is_probed_once_for_each_kind(make_model, monkeypatch):
     runs = []
-    for name in ("norms", "mlps", "rope"):
+    for name in ("norm_probes", "glu_probes", "rope_function"):
         module = importlib.import_module(f"tigon.recognition.{name}")
         monkeypatch.setattr(module, "normal", lambda *a, _n=module.normal, **k: runs.append(a) or _n(*a, **k))
     with torch.device("meta"):

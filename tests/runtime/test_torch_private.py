@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tigon
 from tigon.memory.lean import in_checkpoint, is_checkpoint_recomputation, is_saved_only_by_this_op
 from tigon.runtime import torch_private
+from tigon.runtime.state.reach import explore
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
@@ -153,6 +155,137 @@ def test_many_tensors_are_incremented():
         assert [x.tolist() for x in tensors] == [[1.0, 1.0], [2.0, 2.0, 2.0]]
 
 
+# --- recognition -----------------------------------------------------------------------------------
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_a_call_runs_call_impl_or_an_attribute_of_the_instance():
+    assert nn.Module._call_impl is torch_private.call_impl
+    layer, x = _Layer(), torch.ones(2)
+    for name in torch_private.INSTANCE_CALLS:
+        setattr(layer, name, lambda x: "replaced")
+        assert layer(x) == "replaced"
+        delattr(layer, name)
+    assert torch.equal(layer(x), 2 * x)
+
+
+def test_the_native_linear_is_that_of_functional():
+    assert torch.nn.functional.linear is torch_private.native_linear
+
+
+def test_operators_and_namespaces_have_the_known_types():
+    assert isinstance(torch.ops.aten.mul, torch_private.OPERATOR_TYPES)
+    assert isinstance(torch.ops.aten.mul.Tensor, torch_private.OPERATOR_TYPES)
+    assert isinstance(torch.ops.prims, torch_private.NAMESPACE_TYPES)
+    assert not isinstance(torch.nn, torch_private.NAMESPACE_TYPES)
+    assert torch_private.operator_namespaces() >= {"aten", "prims"}
+
+
+def test_a_mode_sees_operators_on_symbolic_sizes():
+    tools, operators = torch_private.symbolic_tools(), []
+
+    class Watch(torch_private.DispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operators.append(func._schema.name)
+            return func(*args, **(kwargs or {}))
+
+    environment = tools.ShapeEnv(duck_shape=False)
+    mode = tools.FakeTensorMode(shape_env=environment)
+    context = tools.StatelessSymbolicContext(dynamic_sizes=[tools.DimDynamic.DYNAMIC, tools.DimDynamic.STATIC])
+    x = mode.from_tensor(torch.empty(37, 4), symbolic_context=context)
+    with tools.enable_python_dispatcher(), mode, Watch():
+        y = x * 2
+    assert operators == ["aten::mul"]
+    assert isinstance(y.shape[0], torch.SymInt)
+    before = len(environment.guards)
+    assert x.shape[0] > 4
+    assert len(environment.guards) == before + 1
+
+
+class _Asker:
+    """Asks Dynamo, while it traces `holds`, for the variables of that method."""
+
+    def holds(self, module):
+        _ask()
+        return True
+
+
+_answers = []
+_comptime = torch_private.load_comptime()
+
+
+def _answer(context):
+    frame, (guard, module) = torch_private.locals_of_caller(context, "self", "module")
+    ids, writes_global = torch_private.changed_objects(frame)
+    _answers.append((guard.value, module.value, id(module.value) in ids, writes_global, torch_private.is_tracing()))
+
+
+def _ask():
+    _comptime(_answer)
+
+
+@pytest.mark.parametrize("changes", [False, True])
+def test_dynamo_shows_the_locals_of_the_caller_and_changed_objects(changes):
+    torch._dynamo.reset()
+    _answers.clear()
+    layer, asker = _Layer(), _Asker()
+
+    @torch.compile(backend="eager")
+    def run(x):
+        if changes:
+            layer.scale = 3.0
+        asker.holds(layer)
+        return layer(x)
+
+    run(torch.ones(2))
+    assert _answers[0] == (asker, layer, changes, False, True)
+    assert not torch_private.is_tracing()
+
+
+_installers = []
+
+
+def _install(context):
+    _installers[-1]()
+
+
+def test_a_guard_of_a_graph_is_called_before_each_run_and_recompiles_the_graph():
+    torch._dynamo.reset()
+    owner, calls, graphs, versions = _Layer(), [], [], [0]
+
+    def install():
+        expected = versions[0]
+        is_unchanged = lambda reference: calls.append(reference()) or versions[0] == expected
+        create = lambda builder, guard: torch_private.add_lambda_guard(builder, guard, is_unchanged, "test")
+        torch_private.install_guard(torch_private.global_source("__test_guard", weakref.ref(owner)), create)
+
+    _installers.append(install)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    @torch.compile(backend=backend)
+    def run(x):
+        _comptime(_install)
+        return x * 2
+
+    for version, count in ((0, 1), (0, 1), (1, 2), (1, 2)):
+        versions[0] = version
+        calls.clear()
+        run(torch.ones(2))
+        assert calls[-1] is owner
+        assert len(graphs) == count
+
+
 # --- a torch without the names ---------------------------------------------------------------------
 
 
@@ -228,13 +361,49 @@ assert torch.equal(*weights)
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
+def test_a_call_never_counts_as_stock_without_call_impl(monkeypatch):
+    monkeypatch.delattr(nn.Module, "_call_impl")
+    assert _imported_again().call_impl is None
+
+
+def test_torch_ops_keep_a_forward_stock_if_their_namespaces_are_unknown(monkeypatch):
+    monkeypatch.delattr(torch._C, "_dispatch_get_all_op_names")
+    assert torch_private.operator_namespaces() is None
+    reach = explore(_uses_operators)
+    assert "whose namespaces this torch does not list" in reach.reason
+
+
+def _uses_operators(x):
+    return torch.ops.aten.mul(x, 2)
+
+
+def test_symbolic_runs_are_refused_by_name_if_a_name_is_missing(monkeypatch):
+    from torch.fx.experimental import symbolic_shapes
+
+    monkeypatch.delattr(symbolic_shapes, "StatelessSymbolicContext")
+    with pytest.raises(RuntimeError, match="cannot run symbolic sizes .*StatelessSymbolicContext"):
+        torch_private.symbolic_tools()
+
+
+def test_a_graph_has_no_guard_if_dynamo_has_no_comptime(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch._dynamo.comptime", None)
+    calls = []
+    torch_private.load_comptime()(calls.append)
+    assert calls == []
+
+
+def test_tracing_is_recognised_publicly_without_the_private_class(monkeypatch):
+    monkeypatch.setattr(torch_private, "_TracingContext", None)
+    assert torch_private.is_tracing() is False
+
+
 # --- one file --------------------------------------------------------------------------------------
 
 
 def test_no_other_file_uses_these_names():
     """Elsewhere, a missing name would fail without its reason and its replacement."""
     names = (
-        r"torch\._C\._(?!nn\b|dispatch_get_all_op_names)",
+        r"torch\._C\._",
         r"torch\._foreach",
         r"torch\._disable_dynamo",
         r"aten\._unsafe_view",
@@ -243,6 +412,10 @@ def test_no_other_file_uses_these_names():
         "_resolve_process_group",
         "_global_forward_hooks",
         "ToCopyBackward0",
+        r"torch\._(dynamo|guards|ops|subclasses|dispatch)\b",
+        r"\._python_dispatch\b",
+        "symbolic_shapes",
+        r"nn\.Module\._call_impl",
         r"triton\.runtime",
         r"triton\.knobs",
     )

@@ -46,7 +46,7 @@ from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
-from tigon.runtime.places import compile_expression
+from tigon.runtime.state.places import compile_expression
 from tigon.runtime.stock import calls_are_stock, linears_are_stock
 from tigon.runtime.torch_private import any_global_hook
 

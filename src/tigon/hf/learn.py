@@ -52,10 +52,10 @@ from tigon.recognition.standin import (
     stand_in,
     without_parameters,
 )
-from tigon.runtime.bytecode import code_use
 from tigon.runtime.device import PLAIN
-from tigon.runtime.places import Place
-from tigon.runtime.reach import explore
+from tigon.runtime.state.bytecode import code_use
+from tigon.runtime.state.places import Place
+from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, written_in
 
 __all__ = ["attach", "learn_loss"]

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tigon.recognition.replacement import is_of_an_engine
+from tigon.runtime.engines import keeps_values
 
 __all__ = [
     "PLACEHOLDER_SHAPE",
@@ -123,7 +123,7 @@ class Placeholder(Tensor):
         if attribute == "shape" or name == "size":
             return _size(*args, **kwargs)
         # A hook of an engine only observes when the gradient arrives. Any other hook may change the gradient of logits.
-        if name == "register_hook" and is_of_an_engine(args[1]):
+        if name == "register_hook" and keeps_values(args[1]):
             return super().__torch_function__(function, types, args, kwargs)
         if name not in ALLOWED or attribute in REFUSED:
             refuse(f"`logits.{attribute}`" if attribute else f"torch's `{name or function}`")

@@ -18,10 +18,11 @@ from tigon.hf.levels import LEVELS, apply_level, refusal
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.experts import recognise_experts
 from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_norms, recognise_fused_statements
+from tigon.recognition.glu import recognise_glu
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.kind import kind_of
-from tigon.recognition.mlps import recognise_glu, recognise_relu2
 from tigon.recognition.norms import recognise_norm
+from tigon.recognition.relu2 import recognise_relu2
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.rope import RopeRecipe, recognise_rope
 from tigon.recognition.standin import describe
