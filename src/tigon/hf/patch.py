@@ -296,12 +296,25 @@ def patch(
         ValueError: `memory` is none of its choices or is not possible here, or `model` is a string but no model type.
 
     Example:
-        >>> report = tigon.patch(model, rope=False)
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = LlamaForCausalLM(config)
+        >>> report = tigon.patch(model, fused_statements=False)
+        >>> print(report)
+        LlamaForCausalLM: 6 modules patched
+        part      module            count  now
+        --------  ----------------  -----  ---------------------------------------------
+        rms_norm  LlamaRMSNorm      3      rms_norm, offset 0, rounded before the weight
+        glu       LlamaMLP          1      swiglu
+        rope      LlamaAttention    1      rope, split half
+        loss      LlamaForCausalLM  1      linear_cross_entropy in the head
         >>> report.restore()
     """
     if not isinstance(model, (nn.Module, str)):
         raise TypeError(f"patch: model must be a torch.nn.Module or a model type, got {type(model).__name__}")
-    options = {
+    options: dict[str, Any] = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
         "glu": glu,
@@ -362,17 +375,29 @@ def _for_a_block(patch: Callable[P, Report]) -> Callable[P, contextlib.AbstractC
             report.restore()
 
     signature = inspect.signature(patch)
-    patched.__signature__ = signature.replace(return_annotation=contextlib.AbstractContextManager[Report])
+    vars(patched)["__signature__"] = signature.replace(return_annotation=contextlib.AbstractContextManager[Report])
     patched.__qualname__ = "patched"
     return patched
 
 
 patched = _for_a_block(patch)
-patched.__doc__ = """Patch a model for the length of a `with` block: take the arguments of `patch`, yield the report.
+patched.__doc__ = """Patch a model for the length of a `with` block. The arguments are those of `patch`.
+
+With a model type, every model that is built in the block is patched, and stays patched after it.
+
+Returns:
+    A context manager. It yields the report, and calls `report.restore()` at the end of the block.
 
 Example:
-    >>> with tigon.patched(model):
-    ...     train(model)
-    >>> with tigon.patched("llama"):  # Models that are built in the block stay patched.
-    ...     model = AutoModelForCausalLM.from_pretrained(path)
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    ... )
+    >>> with tigon.patched("llama", loss=False):
+    ...     model = LlamaForCausalLM(config)
+    >>> tokens = torch.tensor([[1, 2, 3, 4]])
+    >>> with tigon.patched(model) as report:
+    ...     model(input_ids=tokens, labels=tokens).loss.backward()
+    >>> [(entry.part, entry.module) for entry in report.replaced]
+    [('loss', 'LlamaForCausalLM')]
 """
