@@ -410,7 +410,7 @@ def test_checkpointing_of_a_model_in_another():
 
 def test_refusals(monkeypatch):
     plain = nn.Sequential(tigon.RMSNorm(8), nn.Linear(8, 8))
-    message = "memory='checkpoint' cannot be had of this Sequential: it is no model of transformers.* 'offload' can"
+    message = "memory='checkpoint' is not possible for this Sequential: it is not a transformers model.* 'offload' can"
     with pytest.raises(ValueError, match=message):
         tigon.patch(plain, memory="checkpoint")
     model = build("llama")

@@ -151,7 +151,7 @@ def _explain_no_checkpoint(model: nn.Module) -> str | None:
     owners = list(_owners(model))
     if not owners:
         return (
-            "it is no model of transformers, so its layers have no switch; call them by torch.utils.checkpoint yourself"
+            "it is not a transformers model, so its layers have no switch; call them by torch.utils.checkpoint yourself"
         )
     return next((reason for owner in owners if (reason := checkpoint_refusal(owner)) is not None), None)
 

@@ -203,7 +203,7 @@ def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
 
 
 def _kind_or_itself(module: nn.Module) -> Any:
-    """Return the kind of a module. A module whose state cannot be read is a kind of its own."""
+    """Return the kind of a module. A module whose state cannot be read is its own kind."""
     try:
         return kind_of(module)
     except Exception:
@@ -287,7 +287,7 @@ def patch(
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.why(name)` says for any
         module what was tried and where it differs from the nearest candidate; `report.restore()` undoes the patch.
-        A model in which nothing is recognised is not touched, and a warning says so. Modules that are patched already
+        A model in which nothing is recognised is not changed, and a warning says so. Modules that are patched already
         stay as they are.
 
     Raises:
@@ -343,7 +343,7 @@ def patch(
     ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
     level = memory if ours or memory in ("checkpoint", "offload") else "default"
     if reason := refusal(model, level):
-        raise ValueError(f"patch: memory={level!r} cannot be had of this {report.model}: {reason}")
+        raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")
     # The model is changed only now, when everything is known and nothing was refused.
     report.undo = _apply(findings)
     if level != "default":
@@ -357,9 +357,9 @@ def patch(
     if already:
         report.notes.append(f"{already} places were patched already and stay as they are")
     elif not report and level == "default":
-        said = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
-        report.notes.append(f"{said} ({', '.join(parts)} asked for); the model was not touched")
-        warnings.warn(f"tigon.patch({report.model}): {said}", stacklevel=2)
+        result = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
+        report.notes.append(f"{result} (requested parts: {', '.join(parts)}); the model was not changed")
+        warnings.warn(f"tigon.patch({report.model}): {result}", stacklevel=2)
     return report
 
 

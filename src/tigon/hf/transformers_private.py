@@ -122,8 +122,9 @@ def checkpoint_refusal(model: nn.Module) -> str | None:
     if not _uses(type(model), "_set_gradient_checkpointing", _SWITCH[1]):
         return str(_missing(f"{_SWITCH[1]} in PreTrainedModel._set_gradient_checkpointing"))
     # Without these names, hooks would stay on the embeddings after `report.restore()`.
-    if not any(_uses(type(model), "enable_input_require_grads", name) for name in _INPUT_HOOKS):
-        return str(_missing(f"{_INPUT_HOOKS[0]} in PreTrainedModel.enable_input_require_grads"))
+    method = "enable_input_require_grads"
+    if hasattr(model, method) and not any(_uses(type(model), method, name) for name in _INPUT_HOOKS):
+        return str(_missing(f"{_INPUT_HOOKS[0]} in PreTrainedModel.{method}"))
     return None
 
 

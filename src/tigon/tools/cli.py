@@ -237,7 +237,7 @@ def make_folder(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"must be a folder that can be made, got {str(folder)!r} ({error.strerror})"
+        message = f"must be a folder that can be created, got {str(folder)!r} ({error.strerror})"
         raise typer.BadParameter(message, param_hint="--out") from error
 
 

@@ -262,7 +262,7 @@ def test_recommended_is_the_fastest_that_fits():
         ({"gpus": -1}, "gpus must be"),
         ({"gpu_memory": 0.0}, "gpu_memory must be a positive number of GiB, got 0.0"),
         ({"gpu_memory": float("nan")}, "gpu_memory must be a positive"),
-        ({"gpu_memory": 1.0}, "gpu_memory must leave something for tensors"),
+        ({"gpu_memory": 1.0}, "gpu_memory must leave memory for tensors"),
         ({"optimizer": "lion"}, "optimizer must be one of adamw, .*got 'lion'"),
         ({"dtype": "int8"}, "dtype must be one of bf16"),
         ({"strategy": "zero"}, "strategy must be one of single, ddp, fsdp, got 'zero'"),

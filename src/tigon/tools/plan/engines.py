@@ -91,7 +91,7 @@ class _Unit:
 
 
 class Sharded:
-    """FSDP2 as accelerate sets it up: each layer is a unit, the embedding one, the last norm and the head one.
+    """FSDP2 with the units of accelerate: each layer, the embedding, and the last norm with the head.
 
     A unit is gathered when an operation reads one of its parameters, and freed when another unit is gathered, except
     the unit of the head. The gradients of a unit are whole until all are computed; then they are reduced and scattered.

@@ -47,7 +47,7 @@ READ_SCALAR = getattr(read_scalar, "default", None)
 
 
 def _allocated(nbytes: int) -> int:
-    """Return the bytes that the allocator of a GPU takes for a storage."""
+    """Return the bytes that the allocator of a GPU allocates for a storage."""
     return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 

@@ -123,7 +123,7 @@ class Settings:
         if self.dtype == "mixed" and self.engine != "fsdp":
             raise ValueError(f"dtype mixed needs strategy fsdp, which keeps fp32 shards, got strategy {self.engine}")
         if self.budget <= 0:
-            raise ValueError(f"gpu_memory must leave something for tensors, got {self.gpu_memory} GiB")
+            raise ValueError(f"gpu_memory must leave memory for tensors, got {self.gpu_memory} GiB")
 
     @property
     def engine(self) -> str:

@@ -20,18 +20,19 @@ def assumptions(settings: Settings) -> list[str]:
     rates = settings.rates
     products = rates.products_fp32 if settings.dtype == "fp32" else rates.products
     sentences = [
-        "Memory: bytes of tensors at the worst moment of a step, after the first; no token is padding; attention by a "
-        f"fused kernel where the model calls torch's. {settings.reserved:.1f} of {settings.gpu_memory:.1f} GiB are "
-        "left to CUDA, NCCL and the allocator's gaps.",
-        f"Speed: products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f}, all else at "
-        f"{rates.traffic / 1e12:.1f} TB/s, {rates.host / 1e9:.0f} GB/s to the host, as in long steps on an H200; "
-        "small models wait for the host instead.",
+        "Memory: bytes of tensors at the peak of a step that is not the first one. No token is padding. Attention runs "
+        "a fused kernel if the model calls that of torch. "
+        f"{settings.reserved:.1f} of {settings.gpu_memory:.1f} GiB are reserved for CUDA, NCCL and gaps in the "
+        "allocator's memory.",
+        f"Speed: matrix products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f} TFLOP/s, "
+        f"all other operations at {rates.traffic / 1e12:.1f} TB/s, and {rates.host / 1e9:.0f} GB/s to the host, as in "
+        "long steps on an H200. Small models wait for the host instead.",
     ]
     if settings.gpus > 1:
-        sentences.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s each way while they compute.")
+        sentences.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s in each direction while they compute.")
     if settings.engine == "fsdp":
         sentences.append(
-            "FSDP2 as accelerate wraps it: a unit a layer, one of the embedding, one of last norm and head."
+            "FSDP2 has the units of accelerate: each layer, the embedding, and the last norm with the head."
         )
     return sentences
 
@@ -107,7 +108,7 @@ def print_plan(
 
     engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
     title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
-    console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB a GPU\n")
+    console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
     best = recommended(rows, settings, has_batch)
     at_batch, at_largest = _columns(settings)
     table = _table(rows, at_batch + at_largest, best)
@@ -125,9 +126,11 @@ def print_plan(
             console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
     if hosts := [row.step.host for row in rows if row.step is not None and row.step.host]:
         sizes = ", ".join(f"{host / GIB:.0f}" for host in hosts)
-        console.print(f"offload: {sizes} GiB of pinned memory a GPU at batch {settings.batch}.")
+        console.print(f"offload: {sizes} GiB of pinned memory per GPU at batch {settings.batch}.")
     console.print(_advice(best, settings, has_batch))
-    console.print("Batches are of one GPU; speed is tokens a second, beside the default level at the batch asked for.")
+    console.print(
+        "Batches are per GPU. Speed is in tokens per second, relative to the default level at the given batch."
+    )
     for sentence in assumptions(settings):
         console.print(sentence, style="dim")
 
@@ -136,9 +139,10 @@ def _advice(best: LevelPlan | None, settings: Settings, has_batch: bool) -> str:
     """Return the sentence about the recommended level, or about what to try if no level fits."""
     if best is None:
         subject = f"batch {settings.batch}" if has_batch else "even one sequence"
-        return f"[bold red]No level fits {subject}[/]: take more GPUs with fsdp, a shorter sequence or a smaller batch."
+        return f"[bold red]No level fits {subject}[/]: use more GPUs with fsdp, a shorter sequence or a smaller batch."
     batch = settings.batch if has_batch or best.largest is None else best.largest.batch
-    return f"[bold green]Take tigon.patch(model, memory={best.level!r})[/], batch {batch} a GPU: the fastest that fits."
+    choice = f"[bold green]Use tigon.patch(model, memory={best.level!r})[/] with batch {batch} per GPU"
+    return f"{choice}: this is the fastest level that fits."
 
 
 def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:

@@ -41,7 +41,7 @@ class Step:
 
 
 def _backward(loss: Tensor) -> None:
-    """Run backward within the ledger's modes, which recomputed layers need and `loss.backward()` would leave."""
+    """Run backward inside the modes of the ledger, where layers are recomputed. `loss.backward()` exits the modes."""
     one = torch.ones_like(loss)
     engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
