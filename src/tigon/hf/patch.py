@@ -78,8 +78,8 @@ def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -
         raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
 
 
-# These recipes run the code of a module's class, and one module may have both.
-JOINED = RopeRecipe, FusedStatementsRecipe
+# These recipes run the code of a module's class. One module may have one of each, joined into one recipe.
+JOINABLE_RECIPES = RopeRecipe, FusedStatementsRecipe
 
 
 @dataclass
@@ -121,7 +121,9 @@ def _installed_recipes(model: nn.Module) -> dict[nn.Module, Any]:
 
 def _find(model: nn.Module, parts: list[str], installed: dict[nn.Module, Any]) -> list[Finding]:
     """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(installed[m], (*JOINED, type(None)))]
+    modules = [
+        (name, m) for name, m in model.named_modules() if isinstance(installed[m], (*JOINABLE_RECIPES, type(None)))
+    ]
     kinds = {module: _kind_or_itself(module) for _, module in modules}
     results: dict[tuple, tuple[Any, Trials]] = {}
     # Modules that raised an error when they were read. Only the first error of a module is a reason.
@@ -165,7 +167,7 @@ def _decide(findings: list[Finding], installed: dict[nn.Module, Any], overwritte
         if result is None or expected != finding.part:
             finding.note = f"see {first_part if result is None else expected}"
             continue
-        if before is not None and _joined(before, result) is None:
+        if before is not None and _join(before, result) is None:
             finding.note = "another part replaces the forward of this module"
             continue
         result = (before is None and _read(foreign_forward, module)) or result
@@ -174,7 +176,7 @@ def _decide(findings: list[Finding], installed: dict[nn.Module, Any], overwritte
         if isinstance(result, str):
             finding.reason = str(result)
         else:
-            finding.recipe = recipes[module] = result if before is None else _joined(before, result)
+            finding.recipe = recipes[module] = result if before is None else _join(before, result)
 
 
 def _apply(findings: list[Finding]) -> list[Callable[[], None]]:
@@ -195,7 +197,7 @@ def _outcomes(model: nn.Module, findings: list[Finding]) -> dict[str, ModuleOutc
     return outcomes
 
 
-def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
+def _join(before: Any, recipe: Any) -> RopeRecipe | None:
     """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
     ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.fuses_statements]
     both = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in (before, recipe))
