@@ -148,6 +148,93 @@ def test_reshaped_tensor_is_no_view():
     assert y.data_ptr() == x.data_ptr()
 
 
+def test_active_transforms_are_recognised():
+    answers = []
+
+    def function(x):
+        answers.append(torch_private.has_active_transform())
+        return x * 2
+
+    function(torch.ones(2))
+    torch.func.vmap(function)(torch.ones(2))
+    with torch.autograd.forward_ad.dual_level():
+        function(torch.ones(2))
+    function(torch.ones(2))
+    assert answers == [False, True, True, False]
+
+
+def test_tensor_subclasses_are_plain_in_a_block():
+    class Subclass(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, args=(), kwargs=None):
+            raise RuntimeError("not plain")
+
+    x = torch.ones(2).as_subclass(Subclass)
+    with torch_private.DisableTorchFunctionSubclass():
+        assert type(x.clone()) is torch.Tensor
+
+
+def test_function_modes_are_off_in_a_block():
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            raise RuntimeError("the mode is on")
+
+    with Mode(), torch_private.DisableTorchFunction():
+        assert torch.ones(2).sum() == 2
+
+
+def test_an_assertion_on_the_device_raises_its_message():
+    torch_private.assert_on_device(torch.tensor(True), "the message")
+    with pytest.raises(RuntimeError, match="the message"):
+        torch_private.assert_on_device(torch.tensor(False), "the message")
+
+
+def test_a_replica_of_data_parallel_is_recognised():
+    module = nn.Linear(2, 2)
+    assert not torch_private.is_replica(module)
+    assert torch_private.is_replica(module._replicate_for_data_parallel())
+
+
+def test_backward_runs_inside_the_active_modes():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x = torch.ones(2, requires_grad=True)
+    answers = []
+    y = _Backward.apply(x, answers, torch_private.dispatch_modes).sum()
+    with FlopCounterMode(display=False):
+        torch_private.engine_run_backward(
+            (y,), (torch.ones_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
+    assert answers == [1]
+    assert x.grad.tolist() == [1.0, 1.0]
+
+
+def test_operators_that_write_to_an_argument_are_recognised():
+    assert torch_private.is_in_place(torch.ops.aten.add_.Tensor)
+    assert not torch_private.is_in_place(torch.ops.aten.add.Tensor)
+
+
+def test_a_read_of_one_value_is_an_operator():
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    operators = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            operators.append(function)
+            return function(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(1).item()
+    assert torch_private.read_scalar.default in operators
+
+
+def test_products_of_groups_are_an_operator():
+    a, b = torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(2, 16, 8, dtype=torch.bfloat16)
+    ends = torch.tensor([2, 4], dtype=torch.int32)
+    assert torch_private.grouped_mm(a, b, ends).shape == (4, 8)
+
+
 def test_many_tensors_are_incremented():
     for increment in (torch_private.increment, torch_private._increment_one_by_one):
         tensors = [torch.zeros(2), torch.ones(3)]
@@ -323,6 +410,37 @@ def test_error_names_the_missing_number_of_the_backward(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("path", torch_private.NAMES_FOR_LOSS)
+def test_the_loss_stays_stock_by_name_if_a_name_is_missing(monkeypatch, path):
+    owner, name = (torch._C, path[3:]) if path.startswith("_C.") else (torch.autograd.forward_ad, "_current_level")
+    with monkeypatch.context() as patches:
+        patches.delattr(owner, name)
+        module = _imported_again()
+    monkeypatch.setattr(torch_private, "_missing", module._missing)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=1)
+    report = tigon.patch(transformers.LlamaForCausalLM(config), rope=False)
+    (entry,) = [entry for entry in report.entries if entry.part == "loss"]
+    assert not entry.replaced
+    assert f"the loss in the head: torch {torch.__version__} has no torch.{path}" in entry.detail
+
+
+@pytest.mark.parametrize("path", torch_private.NAMES_FOR_PLAN)
+def test_the_plan_is_refused_by_name_if_a_name_is_missing(monkeypatch, path):
+    monkeypatch.setattr(torch_private, "_missing", {path: f"torch has no torch.{path}"})
+    from tigon.tools.plan.engines import OptimizerCosts, Replicated
+    from tigon.tools.plan.step import count_step
+
+    model = nn.Linear(1, 1)
+    with pytest.raises(RuntimeError, match=f"tigon plan: torch has no torch.{path}"):
+        count_step(model, Replicated(model, 1), OptimizerCosts(0, 0, 0), 1, 1)
+
+
+def test_no_assertion_runs_on_the_device_if_torch_has_none(monkeypatch):
+    monkeypatch.delattr(torch, "_assert_async")
+    assert _imported_again().assert_on_device(torch.tensor(False), "the message") is None
+
+
 def test_unknown_checkpoint_hooks_count_as_foreign_and_are_reported(monkeypatch):
     with monkeypatch.context() as patches:
         patches.delattr(torch.utils.checkpoint, "_recomputation_hook")
@@ -405,6 +523,11 @@ def test_no_other_file_uses_these_names():
     names = (
         r"torch\._C\._",
         r"torch\._foreach",
+        r"torch\._assert_async",
+        r"forward_ad\._current_level",
+        "_engine_run_backward",
+        r"aten\._grouped_mm",
+        r"aten\._local_scalar_dense",
         r"torch\._disable_dynamo",
         r"aten\._unsafe_view",
         r"\._cdata\b",
@@ -420,7 +543,7 @@ def test_no_other_file_uses_these_names():
         r"triton\.knobs",
     )
     pattern = re.compile("|".join(names))
-    folders = ("runtime", "memory", "ops", "recognition")
+    folders = ("runtime", "memory", "ops", "recognition", "hf", "tools/plan", "tools/inspect")
     files = itertools.chain.from_iterable((FILE.parents[1] / folder).rglob("*.py") for folder in folders)
     without_comments = lambda file: re.sub(r"#.*", "", file.read_text())
     users = [str(f) for f in files if not f.name.endswith("_private.py") and pattern.search(without_comments(f))]

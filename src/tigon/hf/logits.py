@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime.engines import keeps_values
+from tigon.runtime.torch_private import DisableTorchFunctionSubclass
 
 __all__ = [
     "PLACEHOLDER_SHAPE",
@@ -145,7 +146,7 @@ def _size(placeholder: Placeholder, dim: int | None = None) -> torch.Size | int:
 
 
 def _is_fp32(x: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return x.dtype is torch.float32
 
 
@@ -172,5 +173,5 @@ def as_placeholder(x: Tensor, logits_shape: tuple[int, ...]) -> Tensor:
 def as_tensor(x: Tensor) -> Tensor:
     """Return a placeholder as a plain tensor."""
     # torch.compile supports no other conversion.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return x.clone()

@@ -1,6 +1,5 @@
 """Check in every call that a function, and everything that it reads, is as it was when it was recognised."""
 
-from types import FunctionType
 from typing import Any
 
 from tigon.recognition.graph_guard import add_guard_of_object, is_tracing
@@ -17,7 +16,7 @@ class FunctionGuard:
     before the model was copied does not.
     """
 
-    def __init__(self, function: FunctionType) -> None:
+    def __init__(self, function: Callable) -> None:
         self.fingerprint = self._read_state(function)
         self.is_unchanged = True
 

@@ -22,22 +22,33 @@ from torch import Tensor, nn
 
 __all__ = [
     "NAMES_FOR_LEAN",
+    "NAMES_FOR_LOSS",
     "NAMES_FOR_OFFLOAD",
+    "NAMES_FOR_PLAN",
     "AccumulateGrad",
     "CastBackward",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
     "StorageWeakRef",
     "any_global_hook",
+    "assert_on_device",
     "backward_id",
     "current_device",
     "current_raw_stream",
     "disable_dynamo",
     "dispatch_modes",
+    "engine_run_backward",
+    "grouped_mm",
+    "has_active_transform",
     "has_init_group",
     "increment",
     "is_checkpoint_hook",
+    "is_in_place",
     "is_recompute_hook",
+    "is_replica",
     "keeps_graph",
     "process_group_of",
+    "read_scalar",
     "require",
     "reshape_without_view",
     "saved_tensor_hooks",
@@ -200,6 +211,69 @@ try:
     StorageWeakRef = importlib.import_module("torch.multiprocessing.reductions").StorageWeakRef
 except (ImportError, AttributeError):
     StorageWeakRef = _find("multiprocessing.reductions.StorageWeakRef")
+
+# --- transforms, placeholders, counted steps -------------------------------------------------------
+
+_transforms_are_active = _find("_C._are_functorch_transforms_active", lambda: True)
+_find("autograd.forward_ad._current_level", -1)
+
+
+def has_active_transform() -> bool:
+    """Return whether a transform of `torch.func` or a level of forward-mode derivatives is active.
+
+    These work only on torch's own operators, so the loss in the head is stock then. Seen in 2.8 to 2.13. Without one of
+    the two names, the loss stays stock, and the report of `tigon.patch` names what is missing.
+    """
+    return _transforms_are_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+# A block in which tensor subclasses are treated as plain tensors: the placeholder for logits uses it, because
+# torch.compile supports no other conversion. Seen in 2.8 to 2.13. Without it, the loss stays stock, as above.
+DisableTorchFunctionSubclass: Any = _find("_C.DisableTorchFunctionSubclass")
+
+# A block without function modes: the ledger of `tigon plan` uses it. Seen in 2.8 to 2.13. Without it, `tigon plan`
+# refuses to run.
+DisableTorchFunction: Any = _find("_C.DisableTorchFunction")
+
+# Assert a tensor on its device, without a host synchronisation. Seen in 2.8 to 2.13. Without it: no assertion, so a
+# loss whose logits were changed is NaN, as on devices without assertions in kernels.
+assert_on_device: Callable[[Tensor, str], Any] = getattr(torch, "_assert_async", lambda condition, message: None)
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Return whether a module is a copy that `nn.DataParallel` made for one call on another device.
+
+    Seen in 2.8 to 2.13. Without the attribute, `nn.DataParallel` raises TypeError when it gathers skipped logits.
+    """
+    return getattr(module, "_is_replica", False)
+
+
+# Run backward inside the active modes, which recomputed layers need and `Tensor.backward` would leave. Seen in 2.8 to
+# 2.13. Without it, `tigon plan` refuses to run.
+engine_run_backward: Callable[..., Any] = _find("autograd.graph._engine_run_backward")
+
+# The names without which a feature refuses to run; see `require`.
+NAMES_FOR_LOSS = (
+    "_C._are_functorch_transforms_active",
+    "autograd.forward_ad._current_level",
+    "_C.DisableTorchFunctionSubclass",
+)
+NAMES_FOR_PLAN = "_C.DisableTorchFunction", "autograd.graph._engine_run_backward", "UntypedStorage._cdata"
+
+
+def is_in_place(operator: Any) -> bool:
+    """Return whether an operator of torch, such as `torch.ops.aten.add_.Tensor`, writes to one of its arguments.
+
+    Its schema says so: `_schema`, seen in 2.8 to 2.13. Without it: True, so `tigon plan` counts more traffic.
+    """
+    return getattr(getattr(operator, "_schema", None), "is_mutable", True)
+
+
+# Operators that `tigon plan` counts in a special way, or None: the matrix products of groups, and the copy of one value
+# to the host. Seen in 2.8 to 2.13. Without them: the products are counted as traffic, and a model that reads such a
+# value cannot be planned.
+grouped_mm: Any = getattr(torch.ops.aten, "_grouped_mm", None)
+read_scalar: Any = getattr(torch.ops.aten, "_local_scalar_dense", None)
 
 # --- modules, optimizers, operators ----------------------------------------------------------------
 
