@@ -1,5 +1,6 @@
 """Check in every call that a function, and everything that it reads, is as it was when it was recognised."""
 
+from collections.abc import Callable
 from typing import Any
 
 from tigon.recognition.graph_guard import add_guard_of_object, is_tracing
