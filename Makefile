@@ -82,6 +82,7 @@ models: $(STAMP)  ## write docs/models.md and tests/hf/parts.json: what is repla
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
 
 clean:
 	rm -rf $(VENV) .venv-transformers-* $(LOWEST) build dist src/*.egg-info .pytest_cache .ruff_cache

@@ -6,14 +6,17 @@ import pytest
 import torch
 
 import tigon
+from tigon.hf import Report
 from tigon.testing import assert_accurate
 
-OPS = [name for name in tigon.__all__ if name not in ("AutoModelForCausalLM", "patch", "patched", "LossOutput")]
-OBJECTS = [getattr(tigon, name) for name in OPS] + [assert_accurate]
+NAMES = [name for name in tigon.__all__ if name != "LossOutput"]
+OBJECTS = [*(getattr(tigon, name) for name in NAMES), assert_accurate, Report, Report.why]
 
 
-@pytest.mark.parametrize("public", OBJECTS, ids=lambda public: public.__name__)
+@pytest.mark.parametrize("public", OBJECTS, ids=lambda public: public.__qualname__)
 def test_example_prints_its_result(public):
+    if public in (tigon.AutoModelForCausalLM, tigon.patch, tigon.patched):
+        pytest.importorskip("transformers")
     finder = doctest.DocTestFinder(recurse=False)
     names = {"torch": torch, "tigon": tigon, "assert_accurate": assert_accurate}
     (test,) = finder.find(public, public.__name__, globs=names)

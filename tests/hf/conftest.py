@@ -1,4 +1,4 @@
-"""Tiny models of seven types, with random weights, and what the tests compare of them."""
+"""Fixtures: tiny models of seven types with random weights, a batch, and a comparison of training steps."""
 
 import copy
 
@@ -26,8 +26,8 @@ SIZE = {
     "eos_token_id": 2,
 }
 
-# What is unusual about a type, so that it shows: head sizes other than hidden / heads, a part of the head turned,
-# biases, ties, soft caps that bite.
+# Settings that make each type unusual: head sizes other than hidden / heads, rope on a part of the head, biases, tied
+# weights, and soft caps that change the logits.
 CONFIGS = {
     "llama": {"head_dim": 32, "mlp_bias": True, "attention_bias": True},
     "mistral": {"head_dim": 16, "sliding_window": 4},
@@ -54,7 +54,7 @@ def model_type(request) -> str:
 
 @pytest.fixture
 def make_model():
-    """make_model(model_type, dtype, **config) -> a model in training mode, with random parameters, always the same."""
+    """Return make_model(model_type, dtype, **config): it builds a model in training mode with fixed weights."""
 
     def make(model_type: str = "llama", dtype: torch.dtype = torch.float32, **config) -> nn.Module:
         config = transformers.AutoConfig.for_model(model_type, **SIZE | CONFIGS.get(model_type, {}) | config)
@@ -65,7 +65,7 @@ def make_model():
             for parameter in model.parameters():
                 spread = 0.3 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5
                 parameter += spread * torch.randn(parameter.shape, generator=generator)
-            # Logits of a size at which a soft cap, and its absence, cannot be missed.
+            # The logits are so large that a soft cap, or a missing one, changes the loss.
             model.get_output_embeddings().weight *= 5
         return model.to(dtype).train()
 
@@ -74,7 +74,7 @@ def make_model():
 
 @pytest.fixture
 def batch() -> dict[str, torch.Tensor]:
-    """Three sequences of eleven tokens, one of them padded; the prompts have no labels."""
+    """Return three sequences of eleven tokens. One of them is padded, and the first two tokens have no labels."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(3, VOCABULARY, (3, 11), generator=generator)
     mask = torch.ones_like(tokens)
@@ -86,27 +86,27 @@ def batch() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def step():
-    """step(model, batch) -> the loss and every gradient, by name."""
+    """Return step(model, batch): it returns the loss and every gradient, by name."""
 
     return same_step.step
 
 
 @pytest.fixture
 def assert_same_step(step):
-    """assert_same_step(model, stock, batch): loss and gradients agree to a few units of the reductions' last place."""
+    """Return assert_same_step(model, stock, batch): it compares the losses and gradients up to the rounding of sums."""
 
     return lambda model, stock, batch: same_step.assert_same(step(model, batch), step(stock, batch))
 
 
 @pytest.fixture
 def clone():
-    """clone(model) -> a stock copy with the same parameters."""
+    """Return clone(model): it copies a model that is not patched."""
     return copy.deepcopy
 
 
 @pytest.fixture
 def pair(make_model, clone):
-    """pair(model_type, **config) -> a patched model and a stock one with the same parameters."""
+    """Return pair(model_type, **config): it builds a patched and a stock model with the same parameters."""
 
     def make(model_type: str = "llama", change=lambda model: None, **config):
         model = make_model(model_type, **config)

@@ -148,7 +148,8 @@ def train(model: nn.Module, batch: dict, steps: int = STEPS, rate: float = RATE)
     choices, ends, losses, norms, projections = Choices(), [], [], [], []
     zero = torch.zeros((), device=parameters[0].device)
     for step in range(steps):
-        torch.manual_seed(step)  # the same dropout in every run
+        # Every run has the same dropout.
+        torch.manual_seed(step)
         with choices:
             loss = model(**batch).loss
         ends.append(len(choices.scores))
@@ -196,7 +197,8 @@ def _distances(run: Curve, stock: Curve) -> Tensor:
     loss = (run.losses - stock.losses).abs() / stock.losses.abs()
     gradients = torch.maximum((run.norms - stock.norms).abs(), (run.projections - stock.projections).abs())
     apart = torch.cat((loss[:, None], gradients / stock.norms.clamp(min=1e-30)), 1)
-    return apart.nan_to_num(nan=torch.inf)  # A NaN is infinitely far from any number.
+    # A NaN is infinitely far from any number.
+    return apart.nan_to_num(nan=torch.inf)
 
 
 def compare(
@@ -219,7 +221,7 @@ def compare(
     moved = [trained(lambda variant, seed=seed: move(variant, seed)) for seed in range(seeds)]
     flip, flips = first_flip(run, stock), [first_flip(m, stock) for m in moved]
     ends = [steps if f is None else f.step for f in flips]
-    # Beyond the last flip of the moved runs nothing says what one unit in the last place does.
+    # After the last flip of the moved runs, nothing shows the effect of one unit in the last place.
     horizon = min(steps if flip is None else flip.step, max(ends))
     flip_limit = None
     if flip is not None:
@@ -233,12 +235,13 @@ def compare(
     apart = _distances(run, stock)[:horizon]
     noise = torch.stack([_distances(m, stock)[:horizon] for m in moved])  # [seeds, steps, 1 + parameters]
     for i, end in enumerate(ends):
-        noise[i, end:] = 0.0  # From its flip on, a moved run shows no rounding.
+        # After its flip, a moved run shows no rounding errors.
+        noise[i, end:] = 0.0
     floor = torch.full((len(names) + 1,), GRADIENT_FLOOR, dtype=noise.dtype)
     floor[0] = LOSS_FLOOR
     if horizon == 0:
         apart, noise = torch.zeros(1, len(names) + 1), torch.zeros(len(moved), 1, len(names) + 1)
-    # The limit of a step is taken from all steps up to it: one run's noise at one step is a matter of chance.
+    # The limit of a step is the largest distance up to this step, because the noise of one run at one step is random.
     shares = (apart / (FACTOR * noise.amax(0).cummax(0).values + floor)).amax(0).tolist()
     largest, moved_by = apart.amax(0).tolist(), noise.amax((0, 1)).tolist()
     return Comparison(

@@ -1,8 +1,8 @@
-"""One training step of a stock and of a patched model, and how far two right ways to compute it may lie apart.
+"""Run a training step of a stock and of a patched model, and compare the results.
 
-That depends on the model: a gradient that is zero by its maths (a key's bias under a softmax) is all noise. So the
-stock model says how large it is: its parameters are moved by about a unit in their last place, and its gradients move
-by so much.
+The rounding error of a gradient depends on the model. A gradient that is zero in exact arithmetic (of a key's bias
+before a softmax) consists of rounding errors only. The stock model shows how large they are: its parameters are moved
+by about one unit in the last place, and the change of its gradients is the noise.
 """
 
 import torch
@@ -14,7 +14,7 @@ EPS = torch.finfo(torch.float32).eps
 def make_batch(
     vocabulary: int, rows: int = 2, length: int = 12, device: str = "cpu", seed: int = 0
 ) -> dict[str, Tensor]:
-    """Random tokens, some without labels; lengths are a multiple of four, which some state-space models want."""
+    """Return random tokens, some without labels. Some state-space models need a length that is a multiple of four."""
     tokens = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
     labels = tokens.clone()
     labels[0, :5] = -100
@@ -22,7 +22,7 @@ def make_batch(
 
 
 def step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
-    """The loss and every gradient; the same dropout each time."""
+    """Return the loss and every gradient, by name. Dropout is the same in every call."""
     model.zero_grad()
     torch.manual_seed(0)
     loss = model(**batch).loss
@@ -32,7 +32,7 @@ def step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
 
 
 def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[str, float]:
-    """How far each result moves when every parameter moves by about a unit in its last place."""
+    """Return the change of each result when every parameter moves by about one unit in its last place."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     moved = dict.fromkeys(expected, 0.0)
     for seed in range(3):
@@ -48,21 +48,24 @@ def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[st
     return moved
 
 
-def assert_same(given: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 64 * EPS) -> None:
-    """They agree to `tolerance` of the largest element: by default a few units in the last place of the reductions.
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 64 * EPS) -> None:
+    """Assert that two steps agree up to `tolerance`, relative to the largest element of each tensor.
 
-    The sums run in another order: errors are relative to the terms, of the size of the largest element.
+    The sums run in another order, so errors are relative to their terms, which are as large as the largest element. By
+    default, the tolerance is a few units in the last place.
     """
-    assert given.keys() == expected.keys(), given.keys() ^ expected.keys()
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
     for name, value in expected.items():
         atol = tolerance * value.abs().max().item()
-        torch.testing.assert_close(given[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=atol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def assert_within_noise(given: dict[str, Tensor], expected: dict[str, Tensor], allowed: dict[str, float], said: object):
-    """In fp32: no further apart than the noise, and a few units in the last place of the largest element."""
-    assert given.keys() == expected.keys(), str(said)
+def assert_within_noise(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], allowed: dict[str, float], message: object
+):
+    """Assert that two steps in fp32 differ by no more than the noise and a few units in the last place."""
+    assert actual.keys() == expected.keys(), str(message)
     for name, value in expected.items():
         tolerance = 4 * allowed[name] + 16 * EPS * value.abs().max().item()
-        worst = (given[name] - value).abs().max().item()
-        assert worst <= tolerance, f"{name}: {worst:.3g} apart, {tolerance:.3g} allowed\n{said}"
+        worst = (actual[name] - value).abs().max().item()
+        assert worst <= tolerance, f"{name}: {worst:.3g} apart, {tolerance:.3g} allowed\n{message}"

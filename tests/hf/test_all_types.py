@@ -12,8 +12,8 @@ from hf.parts import BUILT, recorded_parts, replaced_parts, totals  # noqa: E402
 from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
 from hf.tiny import TYPES, VOCABULARY, WITHOUT, tiny_model  # noqa: E402
 
-# `make test` trains these types, and `make test-thorough` the others. The first two lines hold every replacement that
-# any type has and every reason to leave a module alone; the third holds the most used types that are left.
+# `make test` trains these types, and `make test-thorough` the others. The types in the first two lines have every
+# replacement and every reason to leave a module alone. The third line has other types that are used often.
 TRAINED = """
     axk2 bitnet blt cohere2 dbrx deepseek_v3 deepseek_v4 ernie4_5 gemma3n_text glm got_ocr2 gpt_oss modernbert-decoder
     nanochat nemotron_h olmo phi4_multimodal qwen3_next xlstm zamba zaya
@@ -36,12 +36,12 @@ def test_loss_and_gradients_are_stock_and_restore_is_exact(model_type):
 
 
 @pytest.mark.parametrize("model_type", BUILT)
-def test_replaced_parts_are_those_of_the_record(model_type):
+def test_replaced_parts_agree_with_the_record(model_type):
     """The test fails for a type that loses or gains a part. `make models` writes the record anew."""
     assert replaced_parts(model_type) == recorded_parts()[model_type]
 
 
-def test_no_type_is_left_out_in_silence():
+def test_every_type_is_built_or_has_a_reason():
     assert set(WITHOUT) <= set(TYPES)
     assert len(TYPES) == 143
     assert len(BUILT) >= 139
@@ -50,7 +50,7 @@ def test_no_type_is_left_out_in_silence():
     assert set(TRAINED) <= set(BUILT)
 
 
-def test_the_numbers_of_the_pages_are_those_of_the_record():
+def test_the_numbers_of_the_pages_agree_with_the_record():
     counts = totals(recorded_parts())
     root = Path(__file__).parents[2]
     readme, page = (" ".join((root / name).read_text("utf-8").split()) for name in ("README.md", "docs/patching.md"))

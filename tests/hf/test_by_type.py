@@ -1,4 +1,4 @@
-"""`tigon.patch("llama")`: what is built from then on is patched, and nothing else is."""
+"""`tigon.patch("llama")` patches the models of this type that are built later, and no others."""
 
 import copy
 import gc
@@ -35,7 +35,7 @@ def is_patched(model: nn.Module) -> bool:
 
 @pytest.fixture
 def patch_type():
-    """tigon.patch, undone at the end of the test."""
+    """Return `tigon.patch` for types. The end of the test undoes the patches."""
     reports = []
 
     def patch(model_type: str, **options) -> tigon.hf.Report:
@@ -49,12 +49,12 @@ def patch_type():
 
 @pytest.fixture
 def saved(make_model, tmp_path):
-    """Folder of a saved model whose head is tied to its embeddings."""
+    """Return the folder of a saved model whose head is tied to its embeddings."""
     make_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     return tmp_path
 
 
-WAYS = {
+CONSTRUCTORS = {
     "class": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZE)),
     "from_config": lambda: transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZE)),
     "body": lambda: transformers.AutoModel.from_config(transformers.LlamaConfig(**SIZE)),
@@ -62,57 +62,57 @@ WAYS = {
 }
 
 
-# --- what is built from then on ------------------------------------------------------------------
+# --- models that are built after the patch -------------------------------------------------------
 
 
-@pytest.mark.parametrize("build", WAYS.values(), ids=WAYS)
-def test_whatever_way_it_is_built(patch_type, build):
-    by_hand = build()
-    tigon.patch(by_hand)
+@pytest.mark.parametrize("build", CONSTRUCTORS.values(), ids=CONSTRUCTORS)
+def test_every_constructor_returns_a_patched_model(patch_type, build):
+    direct = build()
+    tigon.patch(direct)
     patch_type("llama")
     patched = lambda model: {name for name, module in model.named_modules() if find_replacement(module)}
-    assert patched(build()) == patched(by_hand) != set()
+    assert patched(build()) == patched(direct) != set()
 
 
-def test_as_if_patched_by_hand(patch_type, make_model, model_type, batch, step):
-    by_hand = make_model(model_type)
-    tigon.patch(by_hand)
+def test_the_model_is_equal_to_one_that_is_patched_directly(patch_type, make_model, model_type, batch, step):
+    direct = make_model(model_type)
+    tigon.patch(direct)
     patch_type(model_type)
     model = make_model(model_type)
     assert is_patched(model)
-    given, expected = step(model, batch), step(by_hand, batch)
-    assert given.keys() == expected.keys()
-    assert all(torch.equal(given[name], value) for name, value in expected.items())
+    actual, expected = step(model, batch), step(direct, batch)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-def test_training_is_stock(patch_type, make_model, batch, assert_same_step):
+def test_training_gives_the_results_of_stock(patch_type, make_model, batch, assert_same_step):
     stock = make_model()
     patch_type("llama")
     assert_same_step(make_model(), stock, batch)
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}], ids=str)
-def test_from_pretrained_is_patched_when_its_weights_are_there(saved, patch_type, batch, step, options):
-    by_hand = transformers.AutoModelForCausalLM.from_pretrained(saved, **options).train()
-    tigon.patch(by_hand)
+def test_from_pretrained_patches_after_the_weights_are_loaded(saved, patch_type, batch, step, options):
+    direct = transformers.AutoModelForCausalLM.from_pretrained(saved, **options).train()
+    tigon.patch(direct)
     patch_type("llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(saved, **options).train()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     outputs = model(**batch)
-    assert outputs.logits is SKIPPED_LOGITS  # fused
-    given, expected = step(model, batch), step(by_hand, batch)
-    assert all(torch.equal(given[name], value) for name, value in expected.items())
+    assert outputs.logits is SKIPPED_LOGITS
+    actual, expected = step(model, batch), step(direct, batch)
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("build", ["from_pretrained", "from_config"])
-def test_patched_outside_of_what_building_changes(saved, patch_type, monkeypatch, build):
-    """Weights on their way, meta as the default device and another default dtype are over when it is patched."""
-    seen = []
+def test_the_patch_runs_after_the_constructor_has_restored_all_modes(saved, patch_type, monkeypatch, build):
+    """The weights are loaded, and the default device and dtype are those of the user again."""
+    states = []
     module = sys.modules["tigon.hf.patch"]
 
     def patch(model: nn.Module, **options) -> tigon.hf.Report:
         devices = {tensor.device.type for tensor in (torch.empty(0), *model.parameters())}
-        seen.append((devices, torch.get_default_dtype(), model.lm_head.weight is model.model.embed_tokens.weight))
+        states.append((devices, torch.get_default_dtype(), model.lm_head.weight is model.model.embed_tokens.weight))
         return original(model, **options)
 
     original = module.patch
@@ -123,25 +123,25 @@ def test_patched_outside_of_what_building_changes(saved, patch_type, monkeypatch
     else:
         config = transformers.LlamaConfig(**SIZE, tie_word_embeddings=True)
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert seen == [({"cpu"}, torch.float32, True)]
+    assert states == [({"cpu"}, torch.float32, True)]
 
 
-def test_from_pretrained_with_loading_info(saved, patch_type):
+def test_from_pretrained_with_loading_info_is_patched(saved, patch_type):
     patch_type("llama")
     model, info = transformers.LlamaForCausalLM.from_pretrained(saved, output_loading_info=True)
     assert is_patched(model)
     assert not info["missing_keys"]
 
 
-def test_options_are_those_of_patch(patch_type):
+def test_the_options_of_patch_apply(patch_type):
     patch_type("llama", loss=False, rope=False, fused_statements=False)
-    model = WAYS["class"]()
+    model = CONSTRUCTORS["class"]()
     assert find_replacement(model.model.norm)
     assert not find_replacement(model)
     assert not find_replacement(model.model.layers[0].self_attn)
 
 
-def test_a_model_within_a_model(patch_type):
+def test_a_model_inside_another_model_is_patched(patch_type):
     patch_type("llama")
     text = transformers.LlamaConfig(**SIZE)
     vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -151,53 +151,53 @@ def test_a_model_within_a_model(patch_type):
     assert not is_patched(model.model.vision_tower)
 
 
-class Mine(transformers.LlamaForCausalLM):
+class DerivedModel(transformers.LlamaForCausalLM):
     def __init__(self, config):
         super().__init__(config)
         self.extra = nn.Linear(2, 2)
 
 
-def test_a_class_derived_from_one_of_the_type(patch_type, saved):
+def test_a_derived_class_is_patched(patch_type, saved):
     patch_type("llama")
-    assert is_patched(Mine(transformers.LlamaConfig(**SIZE)))
-    assert is_patched(Mine.from_pretrained(saved))
+    assert is_patched(DerivedModel(transformers.LlamaConfig(**SIZE)))
+    assert is_patched(DerivedModel.from_pretrained(saved))
 
 
-def test_in_a_thread(patch_type):
+def test_a_model_that_is_built_in_a_thread_is_patched(patch_type):
     patch_type("llama")
-    built = []
-    thread = threading.Thread(target=lambda: built.append(WAYS["class"]()))
+    models = []
+    thread = threading.Thread(target=lambda: models.append(CONSTRUCTORS["class"]()))
     thread.start()
     thread.join()
-    assert is_patched(built[0])
+    assert is_patched(models[0])
 
 
-def test_a_constructor_that_fails_leaves_the_next_as_it_should_be(patch_type):
+def test_the_next_model_is_patched_after_a_constructor_failed(patch_type):
     patch_type("llama")
     with pytest.raises(TypeError):
         transformers.LlamaForCausalLM("no config")
-    assert is_patched(WAYS["class"]())
+    assert is_patched(CONSTRUCTORS["class"]())
 
 
 @pytest.mark.parametrize("end", ["active", "restored"])
 def test_copies_and_pickles_are_patched(patch_type, end, batch, step):
     report = patch_type("llama")
-    model = WAYS["class"]().train()
+    model = CONSTRUCTORS["class"]().train()
     if end == "restored":
         report.restore()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        given, expected = step(other, batch), step(model, batch)
+        actual, expected = step(other, batch), step(model, batch)
         assert is_patched(other)
-        assert all(torch.equal(given[name], value) for name, value in expected.items())
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-# --- and nothing else ----------------------------------------------------------------------------
+# --- models that stay stock ----------------------------------------------------------------------
 
 
-def test_what_was_built_before_stays_stock(patch_type):
-    before = WAYS["class"]()
+def test_a_model_that_was_built_before_stays_stock(patch_type):
+    before = CONSTRUCTORS["class"]()
     patch_type("llama")
-    WAYS["class"]()
+    CONSTRUCTORS["class"]()
     assert not is_patched(before)
 
 
@@ -218,56 +218,61 @@ def test_a_type_derived_from_it_stays_stock(patch_type):
 
 
 def classes() -> dict[type, dict]:
-    found = [transformers.PreTrainedModel]
-    for cls in found:
-        found += [sub for sub in cls.__subclasses__() if sub not in found]
-    return {cls: dict(vars(cls)) for cls in found}
+    """Return the attributes of every model class of transformers."""
+    models = [transformers.PreTrainedModel]
+    for cls in models:
+        models += [subclass for subclass in cls.__subclasses__() if subclass not in models]
+    return {cls: dict(vars(cls)) for cls in models}
 
 
-def test_restore_leaves_the_classes_as_they_were(patch_type):
+def test_restore_returns_the_classes_to_their_state_before(patch_type):
+    # transformers stores results on a class when its first model is built.
+    CONSTRUCTORS["class"]()
     before = classes()
     report = patch_type("llama")
     assert classes()[transformers.LlamaForCausalLM] != before[transformers.LlamaForCausalLM]
-    model = WAYS["class"]()
+    model = CONSTRUCTORS["class"]()
     report.restore()
     after = classes()
-    # abc's cache of what is a subclass of what may have grown
+    # The cache of subclasses in module abc may have changed.
     assert all(
         after[cls] == {**before[cls], "_abc_impl": after[cls].get("_abc_impl")} or after[cls] == before[cls]
         for cls in before
     )
-    assert not is_patched(WAYS["class"]())
-    assert is_patched(model)  # the model's own, as after tigon.patch(model)
-    report.restore()  # a second time does nothing
-    assert not is_patched(WAYS["class"]())
-
-
-def test_restore_under_somebody_elses_wrapper(patch_type, monkeypatch):
-    """Their wrapper stays; ours in it does nothing any more."""
-    report = patch_type("llama")
-    ours = transformers.LlamaForCausalLM.__init__
-    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", lambda self, *args: ours(self, *args))
-    theirs = transformers.LlamaForCausalLM.__init__
+    assert not is_patched(CONSTRUCTORS["class"]())
+    # The model stays patched, as after tigon.patch(model).
+    assert is_patched(model)
+    # A second call does nothing.
     report.restore()
-    assert transformers.LlamaForCausalLM.__init__ is theirs
-    assert not is_patched(WAYS["class"]())
+    assert not is_patched(CONSTRUCTORS["class"]())
 
 
-def test_as_a_context():
+def test_restore_inside_a_wrapper_of_other_code(patch_type, monkeypatch):
+    """The wrapper stays, and Tigon's constructor inside of it no longer patches."""
+    report = patch_type("llama")
+    patching_init = transformers.LlamaForCausalLM.__init__
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", lambda self, *args: patching_init(self, *args))
+    wrapper = transformers.LlamaForCausalLM.__init__
+    report.restore()
+    assert transformers.LlamaForCausalLM.__init__ is wrapper
+    assert not is_patched(CONSTRUCTORS["class"]())
+
+
+def test_a_context_patches_the_models_of_its_block():
     with tigon.patched("llama") as report:
-        model = WAYS["class"]()
+        model = CONSTRUCTORS["class"]()
         assert report
     assert is_patched(model)
-    assert not is_patched(WAYS["class"]())
+    assert not is_patched(CONSTRUCTORS["class"]())
 
 
-def test_a_context_that_raises_ends_too():
+def test_a_context_ends_after_an_error():
     with pytest.raises(KeyError), tigon.patched("llama"):
         raise KeyError
-    assert not is_patched(WAYS["class"]())
+    assert not is_patched(CONSTRUCTORS["class"]())
 
 
-def test_two_types_at_once(patch_type, make_model):
+def test_two_types_can_be_patched_at_once(patch_type, make_model):
     first = patch_type("llama")
     patch_type("qwen3")
     assert is_patched(make_model("llama"))
@@ -280,44 +285,45 @@ def test_two_types_at_once(patch_type, make_model):
 # --- the report ----------------------------------------------------------------------------------
 
 
-def test_the_report_is_filled_by_what_is_built(patch_type):
+def test_the_report_describes_the_last_model(patch_type):
     report = patch_type("llama")
     assert not report
     assert "every new llama: none built yet" in str(report)
     assert "until restore()" in str(report)
-    WAYS["class"]()
+    CONSTRUCTORS["class"]()
     assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements", "loss"}
     assert "every new llama, the last a LlamaForCausalLM" in str(report)
     assert len(report) == 5 + 2 + 2 + 4 + 1
-    WAYS["body"]()
+    CONSTRUCTORS["body"]()
     assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements"}
 
 
-def test_the_report_keeps_no_model(patch_type):
+def test_the_report_holds_no_reference_to_a_model(patch_type):
     report = patch_type("llama")
-    model = weakref.ref(WAYS["class"]())
+    model = weakref.ref(CONSTRUCTORS["class"]())
     gc.collect()
     assert model() is None
     assert report
 
 
-def test_twice_is_a_no_op_with_a_note(patch_type):
+def test_a_second_patch_of_a_type_changes_nothing_and_adds_a_note(patch_type):
     first = patch_type("llama")
     second = patch_type("llama", loss=False)
     assert "already" in second.notes[0]
     assert "every new llama: nothing patched" in str(second)
     second.restore()
-    model = WAYS["class"]()
-    assert find_replacement(model)  # by the first, with its options
+    model = CONSTRUCTORS["class"]()
+    # The first patch applies, with its options.
+    assert find_replacement(model)
     first.restore()
-    assert not is_patched(WAYS["class"]())
+    assert not is_patched(CONSTRUCTORS["class"]())
 
 
-def test_patch_of_a_model_that_was_patched_by_its_type(patch_type):
+def test_a_model_that_was_patched_by_its_type_is_not_patched_again(patch_type):
     patch_type("llama")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        report = tigon.patch(WAYS["class"]())
+        report = tigon.patch(CONSTRUCTORS["class"]())
     assert not report
     assert "already" in report.notes[0]
 
@@ -325,22 +331,24 @@ def test_patch_of_a_model_that_was_patched_by_its_type(patch_type):
 # --- bad input -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "nearest"), [("lama", "llama"), ("Llama", "llama"), ("qwen-3", "qwen3"), ("", "")])
-def test_a_string_that_is_no_model_type(given, nearest):
+@pytest.mark.parametrize(
+    ("model_type", "nearest"), [("lama", "llama"), ("Llama", "llama"), ("qwen-3", "qwen3"), ("", "")]
+)
+def test_a_string_that_is_no_model_type_is_refused(model_type, nearest):
     with pytest.raises(
-        ValueError, match=f"patch: model must be a model type, got {given!r}; nearest types of .*: .*{nearest}"
+        ValueError, match=f"patch: model must be a model type, got {model_type!r}; nearest types of .*: .*{nearest}"
     ):
-        tigon.patch(given)
+        tigon.patch(model_type)
 
 
-def test_a_type_that_is_only_a_part(patch_type):
+def test_a_type_that_is_only_a_part_of_others_is_refused(patch_type):
     if "csm_depth_decoder_model" not in transformers.CONFIG_MAPPING:
         pytest.skip("no type of its own in this version")
     with pytest.raises(ValueError, match="part of other models only"):
         patch_type("csm_depth_decoder_model")
 
 
-def test_unknown_options_are_refused_before_anything_is_touched():
+def test_unknown_options_are_refused_before_a_class_changes():
     before = classes()[transformers.LlamaForCausalLM]
     with pytest.raises(TypeError, match="unknown option 'nonsense'"):
         tigon.patch("llama", nonsense=True)

@@ -20,7 +20,7 @@ def is_fused(outputs) -> bool:
     return outputs.logits is SKIPPED_LOGITS
 
 
-def said_of_the_loss(model) -> str:
+def detail_of_loss(model) -> str:
     return next(entry.detail for entry in tigon.patch(model).entries if entry.part == "loss")
 
 
@@ -48,7 +48,9 @@ HOOKS = {
     "scale": on_output(change_a_little),
     "slice": on_output(forget_most_tokens),
     "partial": on_output(functools.partial(change_a_little)),
-    "backward": lambda model: model.lm_head.register_full_backward_hook(lambda head, given, got: (given[0] * 0.5,)),
+    "backward": lambda model: model.lm_head.register_full_backward_hook(
+        lambda head, grad_input, grad_output: (grad_input[0] * 0.5,)
+    ),
     "backward pre": lambda model: model.lm_head.register_full_backward_pre_hook(lambda head, got: (got[0] * 0.5,)),
 }
 
@@ -105,7 +107,7 @@ def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
 def test_a_call_of_the_head_that_was_replaced_before_the_patch_keeps_the_loss_stock(make_model):
     model = make_model()
     model.lm_head._call_impl = scaled(torch.nn.Module._call_impl).__get__(model.lm_head)
-    assert said_of_the_loss(model) == "the call of its head was replaced, and may change the logits"
+    assert detail_of_loss(model) == "the call of its head was replaced, and may change the logits"
 
 
 def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
@@ -114,17 +116,18 @@ def test_a_compiled_model_does_not_ignore_a_hook(pair, batch, step):
     compiled = torch.compile(model, backend="aot_eager")
     assert is_fused(compiled(**batch))
     HOOKS["slice"](model), HOOKS["slice"](stock)
-    torch._dynamo.reset()  # A graph holds the hooks that were there when it was compiled.
+    # A graph contains the hooks that existed when it was compiled.
+    torch._dynamo.reset()
     torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
 
 
-def test_a_hook_there_before_the_patch_keeps_the_loss_stock(make_model):
+def test_the_loss_is_stock_if_the_head_had_a_hook_before_the_patch(make_model):
     model = make_model()
     HOOKS["mask"](model)
-    assert said_of_the_loss(model) == f"a hook on its head (by {__name__}) may change the logits"
+    assert detail_of_loss(model) == f"a hook on its head (by {__name__}) may change the logits"
 
 
-def test_a_hook_that_changes_the_input_of_the_head_is_seen(pair, batch, assert_same_step):
+def test_a_hook_that_changes_the_input_of_the_head_is_not_ignored(pair, batch, assert_same_step):
     model, stock = pair()
     for each in (model, stock):
         each.lm_head.register_forward_pre_hook(lambda head, args: (2 * args[0],))
@@ -137,7 +140,7 @@ def test_a_hook_that_changes_the_input_of_the_head_is_seen(pair, batch, assert_s
 
 @pytest.mark.parametrize("config", [{}, {"final_logit_softcapping": 7.0}], ids=["plain", "soft cap"])
 @pytest.mark.parametrize("use", [torch.mean, lambda x: x.logsumexp(-1).square().mean(), lambda x: x.softmax(-1).max()])
-def test_logits_used_beside_the_loss_raise_and_never_give_a_wrong_loss(pair, batch, step, use, config):
+def test_other_uses_of_the_logits_raise_and_never_give_a_wrong_loss(pair, batch, step, use, config):
     model, _ = pair("gemma2", **config)
 
     class Regularised(type(model)):
@@ -159,9 +162,9 @@ def test_logits_used_before_the_loss_raise(pair, batch):
         def forward(self, *args, **kwargs):
             self.extra, fused = [], self._loss_function
 
-            def loss_function(logits, *given, **options):
+            def loss_function(logits, *arguments, **options):
                 self.extra.append(logits.square().mean())
-                return fused(logits, *given, **options)
+                return fused(logits, *arguments, **options)
 
             stub = types.SimpleNamespace(loss_function=loss_function, lm_head=self.lm_head, model=self.model)
             stub.config = self.config
@@ -174,7 +177,7 @@ def test_logits_used_before_the_loss_raise(pair, batch):
         model(**batch)
 
 
-def test_a_regulariser_there_at_the_patch_keeps_the_loss_stock(make_model, batch):
+def test_the_loss_is_stock_if_the_model_had_a_regulariser_before_the_patch(make_model, batch):
     model = make_model()
 
     class Regularised(type(model)):
@@ -185,10 +188,10 @@ def test_a_regulariser_there_at_the_patch_keeps_the_loss_stock(make_model, batch
             return outputs
 
     model.__class__ = Regularised
-    assert said_of_the_loss(model) == "its forward computes more than its loss from its logits (square)"
+    assert detail_of_loss(model) == "its forward computes more than its loss from its logits (square)"
 
 
-def test_anomaly_detection_finds_none(pair, batch, assert_same_step):
+def test_anomaly_detection_finds_no_nan(pair, batch, assert_same_step):
     model, stock = pair("gemma2")
     with torch.autograd.detect_anomaly(check_nan=True):
         assert is_fused(model(**batch))
@@ -219,7 +222,7 @@ def wrapped(*args, **options):
 def test_a_loss_of_another_library_stays_stock(make_model, loss):
     model = make_model()
     model.loss_function = loss
-    assert said_of_the_loss(model) == f"its loss function was replaced (by {__name__})"
+    assert detail_of_loss(model) == f"its loss function was replaced (by {__name__})"
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
@@ -243,7 +246,7 @@ def test_a_loss_type_is_not_read_where_a_loss_was_assigned(make_model, clone, ba
     assert model.loss_function is loss_utils.ForCausalLMLoss
 
 
-def test_a_head_that_is_called_twice_is_stopped(pair, batch):
+def test_a_head_that_is_called_twice_raises(pair, batch):
     model, _ = pair()
 
     class Twice(type(model)):
@@ -252,7 +255,8 @@ def test_a_head_that_is_called_twice_is_stopped(pair, batch):
 
     model.__class__ = Twice
     head = model.lm_head
-    # The second call, of the same shape, gives its logits, which the loss is given: the first call had its loss.
+    # The first call of the head computed the loss. The second one returns logits of the same shape, and the loss
+    # function gets these.
     model.lm_head.register_forward_pre_hook(lambda module, args: setattr(model, "hidden", args[0]))
     forward = type(model).forward
 
@@ -270,7 +274,7 @@ def test_a_head_that_is_called_twice_is_stopped(pair, batch):
         model(**batch)
 
 
-def test_other_labels_given_to_the_loss_are_stopped(pair, batch):
+def test_other_labels_in_the_loss_than_in_the_call_raise(pair, batch):
     model, _ = pair()
 
     class Shifted(type(model)):
@@ -306,10 +310,10 @@ class HalfInEvaluation(nn.Linear):
 
 
 @pytest.mark.parametrize("kind", [ForgetsItsInput, ForgetsItsWeight, InFp32, HalfInEvaluation])
-def test_heads_that_train_or_evaluate_otherwise_stay_stock(make_model, kind):
+def test_the_loss_is_stock_if_the_head_is_not_linear_in_training_or_evaluation(make_model, kind):
     model = make_model()
     model.lm_head.__class__ = kind
-    assert said_of_the_loss(model) == f"its head ({kind.__name__}) is not a plain linear layer"
+    assert detail_of_loss(model) == f"its head ({kind.__name__}) is not a plain linear layer"
 
 
 def with_logits_of(head):
@@ -330,7 +334,7 @@ def with_logits_of(head):
 def test_a_model_that_detaches_its_logits_stays_stock(make_model):
     model = make_model()
     with_logits_of(lambda head, x: head(x).detach())(model)
-    assert said_of_the_loss(model) == "its forward computes more than its loss from its logits (detach)"
+    assert detail_of_loss(model) == "its forward computes more than its loss from its logits (detach)"
 
 
 class HalfOfTheGradient(torch.autograd.Function):
@@ -346,16 +350,16 @@ class HalfOfTheGradient(torch.autograd.Function):
 def test_a_model_that_halves_the_gradient_of_its_logits_stays_stock(make_model):
     model = make_model()
     with_logits_of(lambda head, x: HalfOfTheGradient.apply(head(x)))(model)
-    assert said_of_the_loss(model) == "the gradients of its loss are not those of the standard one"
+    assert detail_of_loss(model) == "the gradients of its loss are not those of the standard one"
 
 
 def test_a_model_that_interpolates_its_logits_stays_stock(make_model):
     model = make_model()
     with_logits_of(lambda head, x: torch.lerp(y := head(x), 2 * y, 0.5))(model)
-    assert said_of_the_loss(model) == "its forward computes more than its loss from its logits (lerp)"
+    assert detail_of_loss(model) == "its forward computes more than its loss from its logits (lerp)"
 
 
-def test_a_model_that_detaches_what_its_head_gets_trains_as_it_did(pair, batch, assert_same_step):
+def test_a_model_that_detaches_the_input_of_its_head_trains_like_stock(pair, batch, assert_same_step):
     model, stock = pair(change=with_logits_of(lambda head, x: head(x.detach())))
     del batch["attention_mask"]
     assert is_fused(model(**batch))
@@ -373,13 +377,13 @@ def test_a_head_without_sizes_stays_stock(make_model):
 
     model = make_model()
     model.lm_head = Head(model.lm_head.weight)
-    assert said_of_the_loss(model) == "its head (Head) is not a plain linear layer"
+    assert detail_of_loss(model) == "its head (Head) is not a plain linear layer"
 
 
-# --- ways of running -----------------------------------------------------------------------------
+# --- functional calls and replicas ---------------------------------------------------------------
 
 
-def test_gradients_of_functions_of_the_parameters(pair, batch):
+def test_torch_func_gives_the_gradients_of_stock(pair, batch):
     from torch.func import functional_call, grad
 
     model, stock = pair()
@@ -390,8 +394,8 @@ def test_gradients_of_functions_of_the_parameters(pair, batch):
     torch.testing.assert_close(*gradients)
 
 
-def test_replicas_of_data_parallelism_compute_losses_of_their_own(pair, batch):
-    """On the CPU, as `nn.DataParallel` makes them: parameters are plain tensors, each replica runs in a thread."""
+def test_each_replica_of_data_parallelism_computes_its_own_loss(pair, batch):
+    """Replicas on the CPU are like those of `nn.DataParallel`: parameters are plain tensors, and each has a thread."""
 
     def replicate(model, factor):
         weights = {name: (factor * p.detach()).requires_grad_() for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The check of fp32 training curves passes what is correct and fails on small errors; tests/gpu runs it on kernels."""
+"""The check of fp32 training curves passes correct runs and fails on small errors. tests/gpu runs it on kernels."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -14,7 +14,8 @@ from hf.curves import Choices, compare, first_flip, move, train  # noqa: E402
 from hf.same_step import make_batch  # noqa: E402
 from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
 
-STEPS = 3  # An error of a gradient shows in the first step; the GPU test takes all 32.
+# An error of a gradient is visible in the first step. The test on a GPU takes all 32.
+STEPS = 3
 ERROR = 1e-4
 
 
@@ -26,7 +27,7 @@ def test_a_patched_model_passes(model_type):
     assert comparison.last_loss < comparison.first_loss
 
 
-def test_one_more_run_moved_by_one_unit_passes():
+def test_another_run_that_is_moved_by_one_unit_passes():
     comparison = compare(tiny_model("mixtral"), lambda model: move(model, 77), make_batch(VOCABULARY), STEPS)
     assert comparison.failures() == []
     assert max(comparison.loss_moved) > 0
@@ -48,7 +49,7 @@ def turn_weight_gradient(model: nn.Module) -> None:
 
 
 def scale_input_gradient(model: nn.Module) -> None:
-    """Scale what the last MLP's backward returns for its input."""
+    """Scale the gradient that the last MLP returns for its input."""
     model.model.layers[-1].mlp.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * (1 + ERROR),))
 
 
@@ -68,7 +69,7 @@ def test_a_relative_error_of_1e_4_fails(fault: Callable, model_type: str):
 
 
 def test_the_loss_alone_does_not_show_a_scaled_gradient():
-    """This is why a curve holds the gradients too."""
+    """Curves therefore contain the gradients too."""
 
     def scale(model: nn.Module) -> None:
         model.model.layers[0].mlp.gate_proj.weight.register_hook(lambda g: g * 1.01)
@@ -133,15 +134,16 @@ def test_choices_are_recorded_as_topk_and_argmax_name_them():
         torch.topk(input=scores, k=1, dim=0)
         scores.argmax(-1)
         torch.argmax(scores, dim=1, keepdim=True)
-        torch.argmax(scores)  # of all elements: no choice of a token
-        scores.topk(3)  # takes everything
+        # The argmax of all elements chooses nothing for a token, and the top 3 of three elements choose everything.
+        torch.argmax(scores)
+        scores.topk(3)
         scores.long().argmax(-1)
     assert [p.tolist() for p in choices.positions] == [[[1, 2], [0, 2]], [[1], [0], [0]], [[1], [0]], [[1], [0]]]
     assert [tuple(s.shape) for s in choices.scores] == [(2, 3), (3, 2), (2, 3), (2, 3)]
 
 
 def test_an_exact_tie_is_no_flip():
-    """Masked scores are equal, and which of them is chosen means nothing."""
+    """Masked scores are equal, so it does not matter which of them is chosen."""
     batch = {"x": torch.ones(4, 8)}
     runs = [train(Mixture(0.0), batch, 1) for _ in range(2)]
     runs[0].choices.positions[0] = 1 - runs[0].choices.positions[0]

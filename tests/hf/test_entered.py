@@ -26,7 +26,7 @@ def replace_by_a_partial(model):
     model.forward = functools.partial(other_forward, model)
 
 
-def remove_ours(model):
+def delete_the_forward(model):
     del model.forward
 
 
@@ -37,16 +37,16 @@ def warnings_of(calls) -> list[str]:
     return [str(w.message) for w in caught if "was replaced" in str(w.message)]
 
 
-@pytest.mark.parametrize("replace", [replace_on_the_instance, replace_by_a_partial, remove_ours])
-def test_a_forward_that_is_replaced_later_warns_once(make_model, batch, replace):
+@pytest.mark.parametrize("replace", [replace_on_the_instance, replace_by_a_partial, delete_the_forward])
+def test_a_replaced_forward_warns_once(make_model, batch, replace):
     model = make_model()
     tigon.patch(model, memory="lean")
     model(**batch)
     replace(model)
-    said = warnings_of(lambda: (model(**batch), model(**batch)))
-    assert len(said) == 1
-    assert said[0].startswith("tigon: the forward of LlamaForCausalLM was replaced (by ")
-    assert "so the loss in its head and memory='lean' are not used" in said[0]
+    messages = warnings_of(lambda: (model(**batch), model(**batch)))
+    assert len(messages) == 1
+    assert messages[0].startswith("tigon: the forward of LlamaForCausalLM was replaced (by ")
+    assert "so the loss in its head and memory='lean' are not used" in messages[0]
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_the_warning_names_the_features_that_are_lost(make_model, batch, options
     model = make_model()
     tigon.patch(model, **options)
     replace_on_the_instance(model)
-    (said,) = warnings_of(lambda: model(**batch))
-    assert lost in said
+    (message,) = warnings_of(lambda: model(**batch))
+    assert lost in message
 
 
 def test_a_model_that_keeps_its_forward_is_silent(make_model, batch):
@@ -71,14 +71,14 @@ def test_a_model_that_keeps_its_forward_is_silent(make_model, batch):
     assert warnings_of(lambda: (model(**batch), model.base_model(batch["input_ids"]))) == []
 
 
-def test_a_wrapper_around_our_forward_is_silent(make_model, batch):
+def test_a_wrapper_around_the_patched_forward_is_silent(make_model, batch):
     model = make_model()
     tigon.patch(model)
-    ours = model.forward
+    patched_forward = model.forward
 
-    @functools.wraps(ours)
+    @functools.wraps(patched_forward)
     def wrapped(*args, **kwargs):
-        return ours(*args, **kwargs)
+        return patched_forward(*args, **kwargs)
 
     model.forward = wrapped
     assert warnings_of(lambda: model(**batch)) == []

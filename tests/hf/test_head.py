@@ -1,4 +1,4 @@
-"""The loss in the head: stock numbers for every way of calling a model, stock code where that cannot be."""
+"""The loss in the head gives the results of stock for every call of a model, and runs stock code where it must."""
 
 import types
 
@@ -37,11 +37,11 @@ def is_fused(outputs) -> bool:
         "ignore_index",
         "shift_labels",
         "all three",
-        "what stock ignores",
+        "options that stock ignores",
         "hidden states",
     ],
 )
-def test_options_of_the_loss(pair, batch, assert_same_step, extra):
+def test_options_of_the_loss_work_as_in_stock(pair, batch, assert_same_step, extra):
     model, stock = pair("gemma2")
     if "ignore_index" in extra:
         batch["labels"] = batch["labels"].masked_fill(batch["labels"] == -100, extra["ignore_index"])
@@ -49,7 +49,7 @@ def test_options_of_the_loss(pair, batch, assert_same_step, extra):
     assert_same_step(model, stock, {**batch, **extra})
 
 
-def test_labels_by_position(pair, batch):
+def test_labels_may_be_passed_by_position(pair, batch):
     model, stock = pair()
     args = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"])
     outputs = model(*args)
@@ -57,7 +57,7 @@ def test_labels_by_position(pair, batch):
     torch.testing.assert_close(outputs.loss, stock(*args).loss)
 
 
-def test_outputs_keep_their_form(pair, batch):
+def test_outputs_have_the_form_of_stock(pair, batch):
     model, stock = pair()
     outputs, expected = model(**batch, output_hidden_states=True), stock(**batch, output_hidden_states=True)
     assert type(outputs) is type(expected)
@@ -69,7 +69,7 @@ def test_outputs_keep_their_form(pair, batch):
     torch.testing.assert_close(loss, expected.loss)
 
 
-def test_embeddings_as_input(pair, batch, assert_same_step):
+def test_embeddings_may_be_the_input(pair, batch, assert_same_step):
     model, stock = pair()
     with torch.no_grad():
         inputs = stock.get_input_embeddings()(batch.pop("input_ids"))
@@ -90,14 +90,14 @@ def add_head_bias(model):
 
 
 @pytest.mark.parametrize("change", [freeze_head, freeze_trunk, add_head_bias])
-def test_heads(pair, batch, assert_same_step, change):
+def test_frozen_and_biased_heads_work_as_in_stock(pair, batch, assert_same_step, change):
     model, stock = pair(change=change)
     assert is_fused(model(**batch))
     assert_same_step(model, stock, batch)
 
 
 @pytest.mark.parametrize(
-    ("model_type", "config", "said"),
+    ("model_type", "config", "detail"),
     [
         ("cohere", {"logit_scale": 0.3}, "scale 0.3"),
         ("granite", {"logits_scaling": 7.0}, "scale 0.142857"),
@@ -108,17 +108,17 @@ def test_heads(pair, batch, assert_same_step, change):
     ],
     ids=["scale", "divisor", "soft cap", "no soft cap", "reads the dtype of its head", "router loss"],
 )
-def test_what_a_model_does_to_its_logits_and_its_loss(
-    pair, make_model, batch, assert_same_step, model_type, config, said
+def test_scales_soft_caps_and_router_losses_work_as_in_stock(
+    pair, make_model, batch, assert_same_step, model_type, config, detail
 ):
     model, stock = pair(model_type, **config)
     assert is_fused(model(**batch))
     assert_same_step(model, stock, batch)
     entry = next(e for e in tigon.patch(make_model(model_type, **config)).replaced if e.part == "loss")
-    assert entry.detail.endswith(said)
+    assert entry.detail.endswith(detail)
 
 
-def test_all_labels_ignored_gives_zero_and_not_nan(pair, batch):
+def test_the_loss_is_zero_if_all_labels_are_ignored(pair, batch):
     model, _ = pair()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     loss = model(**batch).loss
@@ -127,7 +127,7 @@ def test_all_labels_ignored_gives_zero_and_not_nan(pair, batch):
     assert not any(p.grad.any() for p in model.parameters())
 
 
-def test_a_call_within_a_call_is_a_call_of_its_own(pair, batch, assert_same_step):
+def test_a_call_inside_a_call_has_its_own_loss(pair, batch, assert_same_step):
     model, stock = pair()
     inner = []
 
@@ -145,13 +145,13 @@ def test_a_call_within_a_call_is_a_call_of_its_own(pair, batch, assert_same_step
 # --- hooks and shards ----------------------------------------------------------------------------
 
 
-def as_of_torch(hook):
-    """A hook as if torch.distributed had it: such hooks change no values."""
-    there = {**hook.__globals__, "__name__": "torch.distributed"}
-    return types.FunctionType(hook.__code__, there, closure=hook.__closure__)
+def as_hook_of_torch(hook):
+    """Return a hook that seems to be written in torch.distributed, whose hooks change no values."""
+    namespace = {**hook.__globals__, "__name__": "torch.distributed"}
+    return types.FunctionType(hook.__code__, namespace, closure=hook.__closure__)
 
 
-def test_the_head_is_reached_through_its_own_call_and_its_weight_read_nowhere_else(pair, batch, step):
+def test_the_weight_of_the_head_is_read_only_in_a_call_of_the_head(pair, batch, step):
     model, stock = pair()
     head, weight = model.lm_head, model.lm_head.weight.detach().clone()
     expected = step(stock, batch)
@@ -164,22 +164,22 @@ def test_the_head_is_reached_through_its_own_call_and_its_weight_read_nowhere_el
 
     shard(head, (), None)
     head.register_forward_pre_hook(gather)
-    head.register_forward_hook(as_of_torch(shard))
+    head.register_forward_hook(as_hook_of_torch(shard))
     assert is_fused(model(**batch))
-    given = step(model, batch)
+    actual = step(model, batch)
     for name, value in expected.items():
-        torch.testing.assert_close(given[name], value)
+        torch.testing.assert_close(actual[name], value)
 
 
 def test_backward_reaches_the_output_of_the_head_before_its_weights(pair, batch):
-    """Sharding gathers the head's weight for backward in a hook of its output."""
+    """A sharding engine gathers the weight of the head for backward in a hook of the output."""
     model, _ = pair()
     order = []
 
     def gather_for_backward(module, args, output):
         output.register_hook(lambda gradient: order.append("output"))
 
-    model.lm_head.register_forward_hook(as_of_torch(gather_for_backward))
+    model.lm_head.register_forward_hook(as_hook_of_torch(gather_for_backward))
     model.lm_head.weight.register_hook(lambda g: order.append("weight"))
     model(**batch).loss.backward()
     assert order == ["output", "weight"]
@@ -196,7 +196,7 @@ def test_evaluation_is_stock(pair, batch):
     assert is_fused(model.train()(**batch))
 
 
-def test_training_without_labels_gives_the_logits(pair, batch):
+def test_training_without_labels_returns_logits(pair, batch):
     model, stock = pair()
     del batch["labels"]
     assert torch.equal(model(**batch).logits, stock(**batch).logits)
@@ -204,24 +204,24 @@ def test_training_without_labels_gives_the_logits(pair, batch):
     assert model(**shifted).loss is stock(**shifted).loss is None
 
 
-@pytest.mark.parametrize("kept", [4, torch.tensor([7, 8, 9, 10])], ids=["int", "indices"])
-def test_logits_to_keep_gives_those_logits(pair, batch, kept):
+@pytest.mark.parametrize("logits_to_keep", [4, torch.tensor([7, 8, 9, 10])], ids=["int", "indices"])
+def test_logits_to_keep_returns_these_logits(pair, batch, logits_to_keep):
     model, stock = pair()
     batch["labels"] = batch["labels"][:, -4:]
-    outputs, expected = model(**batch, logits_to_keep=kept), stock(**batch, logits_to_keep=kept)
+    outputs, expected = model(**batch, logits_to_keep=logits_to_keep), stock(**batch, logits_to_keep=logits_to_keep)
     assert outputs.logits.shape[1] == 4
     assert torch.equal(outputs.logits, expected.logits)
     assert torch.equal(outputs.loss, expected.loss)
 
 
-def test_shift_labels_without_a_batch_are_stock(pair, batch):
+def test_the_loss_is_stock_if_shift_labels_have_no_batch_dimension(pair, batch):
     model, stock = pair()
     batch["shift_labels"] = torch.arange(33)
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 
 @pytest.mark.parametrize("items", [torch.tensor([3.0, 4.0]), numpy.int64(3)], ids=["two", "numpy"])
-def test_items_that_are_not_one_number_are_stock(pair, batch, items):
+def test_the_loss_is_stock_if_the_number_of_items_is_no_single_number(pair, batch, items):
     model, stock = pair()
     assert torch.equal(model(**batch, num_items_in_batch=items).loss, stock(**batch, num_items_in_batch=items).loss)
 
@@ -235,7 +235,7 @@ def test_generation_is_stock(pair, batch, training):
     assert torch.equal(tokens, stock.train(training).generate(**prompt, **options))
 
 
-def test_errors_are_stock_and_leave_no_trace(pair, batch):
+def test_errors_are_those_of_stock_and_have_no_later_effect(pair, batch):
     model, stock = pair()
     wrong = {**batch, "labels": batch["labels"][:, :5]}
     for each in (model, stock):
@@ -247,7 +247,7 @@ def test_errors_are_stock_and_leave_no_trace(pair, batch):
     assert torch.equal(model(**batch).logits, stock(**batch).logits)
 
 
-# --- what is exchanged after the patch -----------------------------------------------------------
+# --- changes after the patch ---------------------------------------------------------------------
 
 
 def test_a_loss_assigned_later_is_used(pair, batch):
@@ -257,7 +257,7 @@ def test_a_loss_assigned_later_is_used(pair, batch):
     torch.testing.assert_close(outputs.loss, outputs.logits.square().mean())
 
 
-def test_resized_embeddings_keep_training_right(pair, batch, assert_same_step):
+def test_a_model_with_resized_embeddings_trains_like_stock(pair, batch, assert_same_step):
     model, stock = pair("qwen2")
     for each in (model, stock):
         torch.manual_seed(0)
@@ -266,7 +266,7 @@ def test_resized_embeddings_keep_training_right(pair, batch, assert_same_step):
 
 
 class Adapter(nn.Module):
-    """A low-rank adapter around a linear layer, as adapter libraries build them."""
+    """A low-rank adapter around a linear layer, like those of adapter libraries."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Adapter(nn.Module):
         return self.base(x) + self.up(self.down(x))
 
 
-def test_an_adapter_put_around_the_head_later_is_not_ignored(pair, batch, assert_same_step):
+def test_an_adapter_that_is_added_to_the_head_later_is_not_ignored(pair, batch, assert_same_step):
     model, stock = pair()
     for each in (model, stock):
         torch.manual_seed(0)
@@ -295,10 +295,11 @@ def test_adapters_on_other_layers_are_called(pair, batch, assert_same_step):
     assert_same_step(model, stock, batch)
 
 
-def test_a_model_that_gives_its_loss_other_arguments_than_it_got_is_stopped(pair, batch):
+def test_a_model_that_passes_other_arguments_to_its_loss_raises(pair, batch):
     model, _ = pair()
     fused = model.loss_function
-    model.loss_function = fused  # the same object: still fused
+    # The same object was assigned again, so the loss is fused.
+    model.loss_function = fused
     stock_forward = type(model).forward
 
     class Meddling(type(model)):
@@ -313,14 +314,14 @@ def test_a_model_that_gives_its_loss_other_arguments_than_it_got_is_stopped(pair
 # --- models whose loss stays stock, and why ------------------------------------------------------
 
 
-def left_alone(model) -> str:
+def reason_for_stock_loss(model) -> str:
     entries = [e for e in tigon.patch(model).entries if e.part == "loss"]
     assert [e.replaced for e in entries] == [False]
     return entries[0].detail
 
 
 def variant(model, change):
-    """The model with `change(logits)` between its head and its loss."""
+    """Change a model so that it applies `change` to its logits before its loss."""
     stock_forward = type(model).forward
 
     class Variant(type(model)):
@@ -354,10 +355,10 @@ def one_entry(logits):
     ],
     ids=["shift", "clamp", "depends on values", "sign", "one entry", "another curve", "permuted"],
 )
-def test_what_is_not_understood_stays_stock(make_model, batch, step, clone, change):
+def test_the_loss_is_stock_if_the_change_of_the_logits_is_not_understood(make_model, batch, step, clone, change):
     model = variant(make_model(), change)
     before = step(clone(model), batch)
-    assert left_alone(model) in (
+    assert reason_for_stock_loss(model) in (
         "its forward does more to the logits than a scale and a soft cap",
         "its forward changes the logits in a different way each time",
     )
@@ -365,7 +366,7 @@ def test_what_is_not_understood_stays_stock(make_model, batch, step, clone, chan
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "detail"),
     [
         (lambda x: x / 3, "scale 0.333333"),
         (lambda x: 8 * torch.tanh(x / 12), "scale 0.666667, softcap 8"),
@@ -373,10 +374,12 @@ def test_what_is_not_understood_stays_stock(make_model, batch, step, clone, chan
     ],
     ids=["divisor", "two sizes", "a scale after the cap"],
 )
-def test_what_is_understood_may_stand_in_any_forward(make_model, batch, assert_same_step, clone, change, said):
+def test_a_known_change_of_the_logits_is_fused_in_any_forward(
+    make_model, batch, assert_same_step, clone, change, detail
+):
     model = variant(make_model(), change)
     stock = clone(model)
-    assert said in str(tigon.patch(model))
+    assert detail in str(tigon.patch(model))
     assert_same_step(model, stock, batch)
 
 
@@ -395,7 +398,7 @@ def test_a_scale_that_is_trained_stays_stock(make_model):
             return outputs
 
     model.__class__ = Scaled
-    assert left_alone(model) == "its forward changes the logits in a different way each time"
+    assert reason_for_stock_loss(model) == "its forward changes the logits in a different way each time"
 
 
 def test_a_scale_in_a_buffer_stays_stock(make_model):
@@ -413,7 +416,7 @@ def test_a_scale_in_a_buffer_stays_stock(make_model):
             return outputs
 
     model.__class__ = Scaled
-    assert left_alone(model) == "its forward changes the logits in a different way each time"
+    assert reason_for_stock_loss(model) == "its forward changes the logits in a different way each time"
 
 
 def test_another_loss_stays_stock(make_model):
@@ -421,14 +424,14 @@ def test_another_loss_stays_stock(make_model):
     model.loss_function = lambda logits, labels, vocab_size, **kwargs: nn.functional.cross_entropy(
         logits.float().view(-1, vocab_size), labels.view(-1)
     )
-    assert left_alone(model) == f"its loss function was replaced (by {__name__})"
+    assert reason_for_stock_loss(model) == f"its loss function was replaced (by {__name__})"
 
 
 def in_transformers(source: str):
-    """A loss function as if transformers had it."""
-    there = dict(vars(loss_utils))
-    exec(source, there)
-    return there["loss"]
+    """Return a loss function that seems to be written in transformers."""
+    namespace = dict(vars(loss_utils))
+    exec(source, namespace)
+    return namespace["loss"]
 
 
 def test_another_loss_of_transformers_stays_stock(make_model):
@@ -436,11 +439,11 @@ def test_another_loss_of_transformers_stays_stock(make_model):
     model.loss_function = in_transformers(
         "def loss(logits, labels, vocab_size, **kwargs):\n"
         "    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))"
-    )  # without the shift
-    assert "its loss is not the standard one" in left_alone(model)
+    )
+    assert "its loss is not the standard one" in reason_for_stock_loss(model)
 
 
-def test_a_standard_loss_with_an_option_more_is_fused_until_the_option_is_given(make_model, batch, clone):
+def test_a_standard_loss_with_another_option_is_fused_in_calls_without_it(make_model, batch, clone):
     model = make_model()
     loss = in_transformers(
         "def loss(logits, labels, vocab_size, temperature=1.0, **kwargs):\n"
@@ -462,16 +465,16 @@ def test_a_head_that_is_more_than_a_linear_layer_stays_stock(make_model):
 
     model = make_model()
     model.lm_head.__class__ = Normalised
-    assert left_alone(model) == "its head (Normalised) is not a plain linear layer"
+    assert reason_for_stock_loss(model) == "its head (Normalised) is not a plain linear layer"
 
 
-def test_a_forward_replaced_by_another_library_stays(make_model):
+def test_a_forward_of_another_library_stays_in_place(make_model):
     model = make_model()
     model.forward = lambda **kwargs: None
-    assert "its forward was already replaced (by" in left_alone(model)
+    assert "its forward was already replaced (by" in reason_for_stock_loss(model)
 
 
-def test_a_head_replaced_by_another_library_stays(make_model):
+def test_a_head_of_another_library_stays_in_place(make_model):
     model = make_model()
     model.lm_head.forward = lambda x: x
-    assert left_alone(model).startswith("Linear: its forward was already replaced (by")
+    assert reason_for_stock_loss(model).startswith("Linear: its forward was already replaced (by")

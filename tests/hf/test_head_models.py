@@ -1,4 +1,4 @@
-"""The loss in the head of models of unusual build: wrapped bodies, vision-language models, losses beside the loss."""
+"""The loss in the head of unusual models: wrapped bodies, vision-language models, and models with auxiliary losses."""
 
 import pytest
 import torch
@@ -12,42 +12,42 @@ from tigon.hf.logits import SKIPPED_LOGITS
 from tigon.hf.patch import PARTS
 
 
-def loss_alone(model) -> str:
-    """Patch the loss and nothing else; what is said of it."""
+def patch_loss(model) -> str:
+    """Patch only the loss, and return the detail of its entry in the report."""
     report = tigon.patch(model, **dict.fromkeys(set(PARTS) - {"loss"}, False))
     return next(entry.detail for entry in report.entries if entry.part == "loss" and entry.names == [""])
 
 
 def assert_fused_and_stock(model, batch) -> None:
-    """The loss of the model, patched, is fused, and loss and gradients are those it had before."""
+    """Patch the loss, and assert that it is fused, and that the loss and gradients are those of stock."""
     expected = step(model, batch)
     allowed = noise(model, batch, expected)
-    said = loss_alone(model)
-    assert said.startswith("linear_cross_entropy in the head")
+    detail = patch_loss(model)
+    assert detail.startswith("linear_cross_entropy in the head")
     assert model(**batch).logits is SKIPPED_LOGITS
-    assert_within_noise(step(model, batch), expected, allowed, said)
+    assert_within_noise(step(model, batch), expected, allowed, detail)
 
 
-# Their heads are reached from a part of the body, scaled by an attribute of it, or fed by a layer after it.
+# In these types, a part of the body calls the head, an attribute scales its output, or a layer follows the body.
 BODIES = ["opt", "falcon_h1", "modernbert-decoder"]
 
 
 @pytest.mark.parametrize("model_type", BODIES)
-def test_bodies_of_any_shape(batch, model_type):
+def test_bodies_of_any_structure_are_supported(batch, model_type):
     assert_fused_and_stock(tiny_model(model_type), batch)
 
 
-def test_a_model_that_embeds_its_tokens_itself_on_meta():
-    """Its forward calls a method of its body, which is run on the stand-in and reads no weight."""
+def test_a_model_on_meta_that_embeds_its_tokens_itself_is_supported():
+    """Its forward calls a method of its body. The method runs on the stand-in, and reads no weight."""
     config = tiny_config(transformers.AutoConfig.for_model("qwen2_5_omni_thinker"), {})
     config.vision_start_token_id, config.audio_start_token_id = 5, 6
     config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
     with torch.device("meta"):
         model = transformers.AutoModelForImageTextToText.from_config(config)
-    assert loss_alone(model) == "linear_cross_entropy in the head"
+    assert patch_loss(model) == "linear_cross_entropy in the head"
 
 
-# --- losses beside the loss ----------------------------------------------------------------------
+# --- auxiliary losses ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "gpt_oss", "jamba", "phimoe"])
@@ -58,16 +58,16 @@ def test_the_loss_of_a_router_is_added(batch, model_type):
     assert step(model, routed)["loss"] > step(model, batch)["loss"]
 
 
-def test_a_loss_that_is_made_of_the_logits_beside_the_loss_stays_stock():
+def test_the_loss_is_stock_if_an_auxiliary_loss_reads_the_logits():
     model = tiny_model("bamba")
     model.z_loss_coefficient = 0.1
-    assert "from its logits (logsumexp)" in loss_alone(model)
+    assert "from its logits (logsumexp)" in patch_loss(model)
 
 
-# --- what stays stock, and why -------------------------------------------------------------------
+# --- models whose loss stays stock, and why ------------------------------------------------------
 
 
-def test_a_loss_that_is_not_the_models_loss_function_stays_stock(make_model):
+def test_a_loss_without_model_loss_function_stays_stock(make_model):
     model = make_model()
     stock_forward = type(model).forward
 
@@ -80,7 +80,7 @@ def test_a_loss_that_is_not_the_models_loss_function_stays_stock(make_model):
             return outputs
 
     model.__class__ = Own
-    assert loss_alone(model) == "its forward computes its loss without model.loss_function"
+    assert patch_loss(model) == "its forward computes its loss without model.loss_function"
 
 
 def test_a_scale_that_is_trained_inside_the_body_stays_stock(make_model):
@@ -97,13 +97,13 @@ def test_a_scale_that_is_trained_inside_the_body_stays_stock(make_model):
             return outputs
 
     model.__class__ = Scaled
-    assert "in the head" not in loss_alone(model)
+    assert "in the head" not in patch_loss(model)
 
 
 def test_a_weight_that_is_no_plain_tensor_stays_stock(make_model):
     class Quantised(torch.Tensor):
-        """As libraries of quantised weights subclass it."""
+        """A subclass like those of libraries for quantised weights."""
 
     model = make_model()
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().as_subclass(Quantised))
-    assert loss_alone(model) == "the weight of its head is a Quantised"
+    assert patch_loss(model) == "the weight of its head is a Quantised"

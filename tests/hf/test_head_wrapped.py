@@ -1,4 +1,4 @@
-"""Heads in the wrappers of adapter libraries: fused where a call is one of a linear layer; no adapter is lost."""
+"""Heads in wrappers of adapter libraries: the loss is fused if a call only runs a linear layer; adapters still work."""
 
 import contextlib
 import pickle
@@ -13,7 +13,7 @@ from tigon.hf.logits import SKIPPED_LOGITS
 
 @pytest.fixture
 def assert_step(assert_same_step):
-    """assert_step(model, stock, batch, fused): loss and gradients are stock's, and the loss is fused or not as said."""
+    """Return assert_step(model, stock, batch, fused): it compares a step with stock, and checks the fusion."""
 
     def check(model, stock, batch, fused: bool) -> None:
         assert (model(**batch).logits is SKIPPED_LOGITS) == fused
@@ -22,7 +22,7 @@ def assert_step(assert_same_step):
     return check
 
 
-def said_of_the_loss(report) -> list[str]:
+def details_of_loss(report) -> list[str]:
     return [entry.detail for entry in report.entries if entry.part == "loss"]
 
 
@@ -30,7 +30,7 @@ def said_of_the_loss(report) -> list[str]:
 
 
 class Choice(nn.Module):
-    """Calls one of two heads, or both."""
+    """A wrapper that calls one of two heads, or both."""
 
     def __init__(self, head: nn.Linear, other: nn.Linear) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def wrap(model) -> Choice:
     return model.lm_head
 
 
-def test_the_head_that_a_wrapper_calls_now_is_the_one_of_the_loss(make_model, clone, batch, assert_step):
+def test_the_loss_uses_the_head_that_the_wrapper_calls(make_model, clone, batch, assert_step):
     model = make_model("gemma2")
     wrap(model)
     stock = clone(model)
@@ -65,10 +65,10 @@ def test_the_head_that_a_wrapper_calls_now_is_the_one_of_the_loss(make_model, cl
 def test_a_wrapper_that_does_more_than_call_its_head_is_left_alone(make_model):
     model = make_model()
     wrap(model).chosen = ["a", "b"]
-    assert said_of_the_loss(tigon.patch(model)) == ["its head (Choice) does more than call one linear layer"]
+    assert details_of_loss(tigon.patch(model)) == ["its head (Choice) does more than call one linear layer"]
 
 
-def test_asking_a_wrapper_what_it_calls_changes_nothing_in_it(make_model, clone, batch, step):
+def test_finding_the_called_head_does_not_change_the_wrapper(make_model, clone, batch, step):
     class Counting(Choice):
         def forward(self, x, *args):
             self.chosen.append("b")
@@ -81,7 +81,8 @@ def test_asking_a_wrapper_what_it_calls_changes_nothing_in_it(make_model, clone,
     wrapper.heads["b"].weight.data.zero_()
     with pytest.warns(UserWarning, match="was changed"):
         model(**batch)
-    assert wrapper.chosen == ["a", "b"]  # once, by the call itself
+    # Only the call itself has chosen a head.
+    assert wrapper.chosen == ["a", "b"]
 
 
 def test_a_wrapped_head_is_pickled_with_its_model(make_model, clone, batch, assert_step):
@@ -93,16 +94,16 @@ def test_a_wrapped_head_is_pickled_with_its_model(make_model, clone, batch, asse
     assert_step(clone(model), stock, batch, fused=True)
 
 
-def test_a_copy_of_the_head_that_the_model_calls_too_gives_its_logits(make_model, clone, batch, step):
-    """As heads of tokens further ahead are begun from the head."""
+def test_a_copy_of_the_head_returns_logits_if_the_model_calls_both(make_model, clone, batch, step):
+    """Heads for later tokens are often initialised as copies of the head."""
     model = make_model()
     stock = clone(model)
     tigon.patch(model)
     for each in (model, stock):
         each.ahead = clone(each.lm_head)
         each.lm_head.register_forward_pre_hook(lambda m, args, each=each: setattr(each, "seen", each.ahead(*args)))
-    given, expected = step(model, batch), step(stock, batch)
-    torch.testing.assert_close(given["loss"], expected["loss"])
+    actual, expected = step(model, batch), step(stock, batch)
+    torch.testing.assert_close(actual["loss"], expected["loss"])
     assert torch.equal(model.seen, stock.seen)
 
 
@@ -113,11 +114,12 @@ ORDERS = ("patched first", "adapted first")
 
 @pytest.fixture
 def adapted(make_model, clone):
-    """adapted(order, **lora) -> a patched model with an adapter, a stock one with the same, the report."""
+    """Return adapted(order, **lora): a patched and a stock model with the same adapter, and the report."""
     peft = pytest.importorskip("peft")
 
     def adapt(model, **options):
-        torch.manual_seed(1)  # of the adapter's weights, which are not zero
+        # The weights of the adapter are random and not zero.
+        torch.manual_seed(1)
         options = {"target_modules": ["q_proj", "down_proj"], **options}
         config = peft.LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **options)
         return peft.get_peft_model(model, config)
@@ -135,16 +137,16 @@ def adapted(make_model, clone):
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_lora_on_layers_of_the_body(adapted, batch, assert_step, order):
+def test_lora_on_layers_of_the_body_works_as_in_stock(adapted, batch, assert_step, order):
     model, stock, _ = adapted(order)
     assert_step(model, stock, batch, fused=True)
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_head_that_is_trained_and_saved_beside_an_adapter(adapted, batch, assert_step, order):
-    """PEFT trains a copy of the head, and can change between copies and back to the head it copied."""
+def test_a_head_in_modules_to_save_works_as_in_stock(adapted, batch, assert_step, order):
+    """PEFT trains a copy of the head, and can switch between copies and the original head."""
     model, stock, report = adapted(order, modules_to_save=["lm_head"])
-    assert "linear_cross_entropy in the head, softcap 7" in said_of_the_loss(report)
+    assert "linear_cross_entropy in the head, softcap 7" in details_of_loss(report)
     assert_step(model, stock, batch, fused=True)
     trained = model.base_model.model.lm_head.modules_to_save.default
     assert trained.weight.grad is not None
@@ -158,12 +160,12 @@ def test_a_head_that_is_trained_and_saved_beside_an_adapter(adapted, batch, asse
         torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
     report.restore()
     assert_step(model, stock, batch, fused=False)
-    assert said_of_the_loss(tigon.patch(model)) == ["linear_cross_entropy in the head, softcap 7"]
+    assert details_of_loss(tigon.patch(model)) == ["linear_cross_entropy in the head, softcap 7"]
     assert_step(model, stock, batch, fused=True)
 
 
-def test_an_adapter_put_on_the_head_of_a_patched_model(adapted, batch, assert_step):
-    """While the adapter takes part, the loss is stock; while it is merged or off, it is fused."""
+def test_an_adapter_can_be_added_to_the_head_of_a_patched_model(adapted, batch, assert_step):
+    """While the adapter is active, the loss is stock. While it is merged or disabled, the loss is fused."""
     model, stock, _ = adapted("patched first", target_modules=["q_proj", "lm_head"])
     with pytest.warns(UserWarning, match="the head of Gemma2ForCausalLM was changed: its loss is stock"):
         assert_step(model, stock, batch, fused=False)
@@ -174,7 +176,7 @@ def test_an_adapter_put_on_the_head_of_a_patched_model(adapted, batch, assert_st
         each.merge_adapter()
     assert model(**batch).logits is SKIPPED_LOGITS
     torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
-    # Off while merged: PEFT takes the adapter out of the weight in the call, and puts it back in none.
+    # If a merged adapter is disabled, PEFT removes it from the weight in the next call, and does not add it again.
     with model.disable_adapter(), stock.disable_adapter(), pytest.warns(UserWarning, match="was changed"):
         torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
     with pytest.warns(UserWarning, match="was changed"):
@@ -184,7 +186,7 @@ def test_an_adapter_put_on_the_head_of_a_patched_model(adapted, batch, assert_st
     torch.testing.assert_close(model(**batch).loss, stock(**batch).loss)
 
 
-def test_an_adapter_on_the_head_before_the_patch_keeps_the_loss_stock(adapted, batch, assert_step):
+def test_the_loss_is_stock_if_the_head_had_an_adapter_before_the_patch(adapted, batch, assert_step):
     model, stock, report = adapted("adapted first", target_modules=["q_proj", "lm_head"])
-    assert said_of_the_loss(report) == ["its head (Linear) does more than call one linear layer"]
+    assert details_of_loss(report) == ["its head (Linear) does more than call one linear layer"]
     assert_step(model, stock, batch, fused=False)

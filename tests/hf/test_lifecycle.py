@@ -1,4 +1,4 @@
-"""What a model goes through after the patch: copied, saved, compiled, checkpointed, hooked."""
+"""A patched model can be copied, saved, compiled, checkpointed and hooked like a stock model."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ from tigon.recognition.replacement import find_replacement
 
 @pytest.fixture
 def patched(make_model):
-    """patched(model_type, **config) -> a patched model."""
+    """Return patched(model_type, **config): it builds a patched model."""
 
     def make(*args, loss: bool = True, **config) -> nn.Module:
         model = make_model(*args, **config)
@@ -32,7 +32,7 @@ def patched(make_model):
 
 
 def is_patched(model: nn.Module) -> bool:
-    """Whether every part is: a norm, an MLP, an attention, the model and its head."""
+    """Return whether every part is replaced: a norm, an MLP, an attention, the model and its head."""
     layer = model.model.layers[0]
     parts = (layer.input_layernorm, layer.mlp, layer.self_attn, model, model.lm_head)
     return all("forward" in vars(part) for part in parts)
@@ -41,7 +41,7 @@ def is_patched(model: nn.Module) -> bool:
 # --- copies --------------------------------------------------------------------------------------
 
 
-def by_torch_save(model: nn.Module) -> nn.Module:
+def save_and_load(model: nn.Module) -> nn.Module:
     file = io.BytesIO()
     torch.save(model, file)
     return torch.load(io.BytesIO(file.getvalue()), weights_only=False)
@@ -49,7 +49,7 @@ def by_torch_save(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize(
     "duplicate",
-    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), by_torch_save],
+    [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), save_and_load],
     ids=["deepcopy", "pickle", "torch.save"],
 )
 def test_a_copy_is_patched_and_uses_its_own_parameters(patched, model_type, batch, step, duplicate):
@@ -76,7 +76,7 @@ def test_a_copy_outlives_the_patch_of_its_original(make_model, batch, step):
     assert all(torch.equal(value, before[name]) for name, value in step(other, batch).items())
 
 
-def test_a_copied_head_does_not_drag_the_model_along(patched):
+def test_a_copied_head_holds_no_reference_to_the_model(patched):
     head = copy.deepcopy(patched().lm_head)
     assert not any(isinstance(m, nn.Embedding) for m in pickle.loads(pickle.dumps(head)).modules())
     x = torch.randn(2, 64)
@@ -87,7 +87,8 @@ def test_a_deleted_model_is_freed_at_once(patched, batch):
     model = patched()
     model(**batch).loss.backward()
     gc.collect()
-    gc.disable()  # no cycle may hold the weights until the collector runs
+    # No reference cycle may hold the weights until the collector runs.
+    gc.disable()
     try:
         weights = [weakref.ref(parameter) for parameter in model.parameters()]
         del model
@@ -107,7 +108,7 @@ def test_state_dicts_are_those_of_stock(make_model, patched, model_type, batch, 
     stock.load_state_dict(model.state_dict())
 
 
-def test_saving_and_loading(patched, make_model, tmp_path, batch, assert_same_step):
+def test_a_saved_model_can_be_loaded(patched, make_model, tmp_path, batch, assert_same_step):
     model = patched("gemma2")
     model.save_pretrained(tmp_path)
     loaded, info = type(model).from_pretrained(tmp_path, output_loading_info=True, attn_implementation="eager")
@@ -126,7 +127,9 @@ def test_tied_weights_stay_tied(patched):
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_gradient_checkpointing(patched, make_model, model_type, batch, assert_same_step, reentrant):
+def test_gradient_checkpointing_gives_the_results_of_stock(
+    patched, make_model, model_type, batch, assert_same_step, reentrant
+):
     model, stock = patched(model_type), make_model(model_type)
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     if reentrant:
@@ -136,11 +139,11 @@ def test_gradient_checkpointing(patched, make_model, model_type, batch, assert_s
 
 
 @pytest.mark.parametrize("first", ["stock", "patched"])
-def test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart(patched, make_model, batch, monkeypatch, first):
+def test_a_compiled_function_tells_stock_and_patched_models_apart(patched, make_model, batch, monkeypatch, first):
     torch._dynamo.reset()
     models = {"stock": make_model(), "patched": patched(loss=False)}
     marked = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
-    monkeypatch.setattr("tigon.recognition.rope.rope", marked)
+    monkeypatch.setattr("tigon.recognition.rope_forms.rope", marked)
     seen = []
 
     def backend(graph, inputs):
@@ -153,20 +156,21 @@ def test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart(patched, make_m
     assert sum("erfinv" in target for target in seen) == 2 * 2
     assert torch.equal(stock, make_model()(batch["input_ids"]).logits)
     assert not torch.equal(stock, other)
-    with torch._dynamo.config.patch(error_on_recompile=True):  # what it guards on holds
+    # The guards of the graphs hold.
+    with torch._dynamo.config.patch(error_on_recompile=True):
         compiled(batch["input_ids"])
 
 
-def test_compiled_with_checkpointing_and_a_soft_cap(patched, make_model, batch, step):
+def test_a_compiled_model_with_checkpointing_and_a_soft_cap_works(patched, make_model, batch, step):
     torch._dynamo.reset()
     model, stock = patched("gemma2"), make_model("gemma2")
     model.gradient_checkpointing_enable({"use_reentrant": False})
     batch = {**batch, "use_cache": False}
-    given, expected = step(torch.compile(model, fullgraph=True, backend="aot_eager"), batch), step(stock, batch)
-    torch.testing.assert_close(given["loss"], expected["loss"])
+    actual, expected = step(torch.compile(model, fullgraph=True, backend="aot_eager"), batch), step(stock, batch)
+    torch.testing.assert_close(actual["loss"], expected["loss"])
 
 
-def test_compiled_before_the_patch(make_model, batch):
+def test_a_model_can_be_compiled_before_the_patch(make_model, batch):
     torch._dynamo.reset()
     model = make_model()
     compiled = torch.compile(model, fullgraph=True, backend="eager")
@@ -178,19 +182,19 @@ def test_compiled_before_the_patch(make_model, batch):
     assert torch.equal(compiled(**batch).logits, stock.logits)
 
 
-def test_autocast(patched, make_model, model_type, batch, step):
-    """Under autocast the ops see the dtypes that stock code sees: bf16 products, fp32 norms and residuals."""
+def test_autocast_gives_the_results_of_stock(patched, make_model, model_type, batch, step):
+    """Under autocast, the ops get the same dtypes as stock code: bf16 products, fp32 norms and residuals."""
     model, stock = patched(model_type), make_model(model_type)
     exact = step(make_model(model_type), batch)
     with torch.autocast("cpu", torch.bfloat16):
-        given, expected = step(model, batch), step(stock, batch)
+        actual, expected = step(model, batch), step(stock, batch)
     for name, value in expected.items():
         scale = exact[name].abs().max()
         allowed = 2 * (value - exact[name]).abs().max() + 0.01 * scale
-        assert (given[name] - exact[name]).abs().max() < allowed, name
+        assert (actual[name] - exact[name]).abs().max() < allowed, name
 
 
-def test_a_function_given_to_the_modelling_file_later_is_used(patched, batch, monkeypatch):
+def test_a_function_that_replaces_one_of_the_modelling_file_later_is_used(patched, batch, monkeypatch):
     model, calls = patched(), []
     file = sys.modules[type(model).__module__]
     stock = file.eager_attention_forward
@@ -199,7 +203,7 @@ def test_a_function_given_to_the_modelling_file_later_is_used(patched, batch, mo
     assert len(calls) == 2
 
 
-def test_the_call_of_one_thread_is_not_that_of_another(patched, batch):
+def test_threads_do_not_share_calls(patched, batch):
     model, outputs = patched(), []
     x = torch.randn(3, 11, 64)
 
@@ -214,14 +218,14 @@ def test_the_call_of_one_thread_is_not_that_of_another(patched, batch):
     assert torch.equal(outputs[0], nn.functional.linear(x, model.lm_head.weight))
 
 
-def test_switching_between_training_and_evaluating(patched, batch):
+def test_a_model_can_switch_between_training_and_evaluation(patched, batch):
     model = patched()
     for _ in range(2):
         assert model.train()(**batch).logits is SKIPPED_LOGITS
         assert model.eval()(**batch).logits.shape == (3, 11, 131)
 
 
-def test_double_precision(patched, make_model, batch, step):
+def test_double_precision_gives_the_results_of_stock(patched, make_model, batch, step):
     model, stock = patched().double(), make_model().double()
     torch.testing.assert_close(step(model, batch)["loss"].double(), step(stock, batch)["loss"].double())
 
@@ -234,8 +238,8 @@ def hooks():
     return pytest.importorskip("accelerate.hooks")
 
 
-def put_hooks(hooks, model: nn.Module) -> list[str]:
-    """A counting hook on every module that has parameters; returns the list it writes to."""
+def add_hooks(hooks, model: nn.Module) -> list[str]:
+    """Add a hook to every module that has parameters, and return the list of the calls that the hooks record."""
     seen = []
 
     class Count(hooks.ModelHook):
@@ -253,14 +257,14 @@ def put_hooks(hooks, model: nn.Module) -> list[str]:
 
 
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
-def test_accelerate_hooks_and_patches_leave_each_other_in_place(make_model, batch, assert_same_step, hooks, order):
+def test_hooks_of_accelerate_and_patches_do_not_remove_each_other(make_model, batch, assert_same_step, hooks, order):
     model, stock = make_model(), make_model()
     if order == "hooks first":
-        seen = put_hooks(hooks, model)
+        seen = add_hooks(hooks, model)
         report = tigon.patch(model)
     else:
         report = tigon.patch(model)
-        seen = put_hooks(hooks, model)
+        seen = add_hooks(hooks, model)
     assert not report.left_alone
     assert model(**batch).logits is SKIPPED_LOGITS
     assert {"", "lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn"} <= set(seen)
@@ -289,9 +293,9 @@ def test_a_model_unwrapped_from_mixed_precision_stays_patched(make_model, batch,
     assert torch.equal(model(**batch).logits, stock(**batch).logits)
 
 
-def test_hooks_may_go_before_the_patch_does(make_model, batch, hooks):
+def test_hooks_can_be_removed_before_the_patch(make_model, batch, hooks):
     model = make_model()
-    put_hooks(hooks, model)
+    add_hooks(hooks, model)
     report = tigon.patch(model)
     hooks.remove_hook_from_submodules(model)
     assert model(**batch).logits is SKIPPED_LOGITS
@@ -299,19 +303,19 @@ def test_hooks_may_go_before_the_patch_does(make_model, batch, hooks):
     assert model(**batch).logits is not SKIPPED_LOGITS
 
 
-def test_a_wrapper_put_around_a_forward_later_gets_stock_after_restore(make_model, batch, monkeypatch):
+def test_a_wrapper_around_a_patched_forward_runs_stock_code_after_restore(make_model, batch, monkeypatch):
     model = make_model()
     report = tigon.patch(model)
     for attention in (layer.self_attn for layer in model.model.layers):
         attention.forward = functools.wraps(attention.forward)(lambda *a, inner=attention.forward, **k: inner(*a, **k))
-    monkeypatch.setattr("tigon.recognition.rope.rope", None)
+    monkeypatch.setattr("tigon.recognition.rope_forms.rope", None)
     with pytest.raises(TypeError):
         model(**batch)
     report.restore()
     assert model(**batch).logits is not SKIPPED_LOGITS
 
 
-def test_weights_that_are_offloaded(make_model, batch):
+def test_offloaded_weights_work(make_model, batch):
     accelerate = pytest.importorskip("accelerate")
     model, stock = make_model(), make_model()
     accelerate.cpu_offload(model, execution_device="cpu")
@@ -330,5 +334,5 @@ def test_the_signature_is_that_of_stock(patched, make_model):
     assert inspect.signature(patched().forward) == inspect.signature(make_model().forward)
 
 
-def test_class_names_stay(patched, make_model):
+def test_class_names_do_not_change(patched, make_model):
     assert [type(m) for m in patched().modules()] == [type(m) for m in make_model().modules()]

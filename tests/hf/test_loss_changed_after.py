@@ -1,4 +1,4 @@
-"""Another loss function, chosen after the patch in any of the ways that transformers has, is the one that runs."""
+"""A loss function that is chosen after the patch, in any way that transformers offers, is used."""
 
 import copy
 import pickle
@@ -30,7 +30,7 @@ def is_fused(outputs) -> bool:
 
 
 class Chosen:
-    """A property that a class may have in place of transformers' own."""
+    """A property that a class may have in place of the property of transformers."""
 
     @property
     def loss_function(self):
@@ -42,7 +42,7 @@ class Chosen:
 
 
 class Wrapping:
-    """A property that asks the one of its base class."""
+    """A property that reads the property of its base class."""
 
     @property
     def loss_function(self):
@@ -123,7 +123,7 @@ def test_another_loss_is_used(pair, batch, assert_same_step, monkeypatch, change
     assert torch.equal(model(**batch).loss, stock(**batch).loss)
 
 
-def test_a_class_that_wraps_the_choice_of_its_base(make_model, batch, clone, monkeypatch):
+def test_a_property_that_wraps_the_property_of_its_base_is_supported(make_model, batch, clone, monkeypatch):
     model = make_model()
     model.__class__ = type("Wrapped", (Wrapping, type(model)), {})
     stock = clone(model)
@@ -133,14 +133,16 @@ def test_a_class_that_wraps_the_choice_of_its_base(make_model, batch, clone, mon
 
 
 @pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
-def test_what_chooses_the_same_loss_stays_fused(pair, batch, duplicate):
+def test_a_setting_that_chooses_the_same_loss_keeps_it_fused(pair, batch, duplicate):
     model, _ = pair()
-    model.loss_type = "ForConditionalGeneration"  # It stands for the same function.
-    model.config.loss_type = "ForMaskedLM"  # transformers reads it nowhere after the model was made.
+    # This name stands for the same function.
+    model.loss_type = "ForConditionalGeneration"
+    # transformers does not read this setting after the model was built.
+    model.config.loss_type = "ForMaskedLM"
     assert is_fused(duplicate(model)(**batch))
 
 
-def test_it_is_said_and_the_old_loss_brings_the_fused_one_back(pair, batch, monkeypatch):
+def test_another_loss_warns_and_the_first_loss_is_fused_again(pair, batch, monkeypatch):
     model, _ = pair()
     with monkeypatch.context() as patch:
         patch.setitem(MAPPING, "ForCausalLM", doubled)
@@ -149,7 +151,7 @@ def test_it_is_said_and_the_old_loss_brings_the_fused_one_back(pair, batch, monk
     assert is_fused(model(**batch))
 
 
-def test_the_function_by_itself_is_the_one_of_the_moment(pair, monkeypatch):
+def test_the_loss_function_called_directly_is_the_current_one(pair, monkeypatch):
     """A trainer may call `model.loss_function` on logits that it has computed itself."""
     model, _ = pair()
     arguments = torch.randn(2, 5, 7), torch.arange(10).view(2, 5) % 7, 7
@@ -158,7 +160,7 @@ def test_the_function_by_itself_is_the_one_of_the_moment(pair, monkeypatch):
     torch.testing.assert_close(model.loss_function(*arguments), 2 * expected)
 
 
-def test_restoring_leaves_the_choice_to_the_model(make_model, batch, monkeypatch):
+def test_the_model_chooses_its_loss_after_restore(make_model, batch, monkeypatch):
     model = make_model()
     report = tigon.patch(model)
     monkeypatch.setitem(MAPPING, "ForCausalLM", doubled)

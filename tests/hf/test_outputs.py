@@ -54,7 +54,7 @@ def add_field(model, outputs, labels):
 
 
 @pytest.mark.parametrize("change", [add_key, add_attribute, add_field])
-def test_what_a_model_adds_to_its_output_is_kept(pair, batch, change):
+def test_additions_of_a_model_to_its_output_are_kept(pair, batch, change):
     model, stock = pair(change=with_forward(change))
     outputs, expected = model(**batch), stock(**batch)
     assert outputs.logits is SKIPPED_LOGITS
@@ -82,7 +82,7 @@ def loss_of_each_sequence(model, outputs, labels):
 
 
 @pytest.mark.parametrize("change", [count_tokens, size_of_the_vocabulary, loss_of_each_sequence])
-def test_a_model_may_ask_for_the_shape_of_its_logits(pair, batch, change):
+def test_a_model_may_read_the_shape_of_its_logits(pair, batch, change):
     model, stock = pair()
     with_forward(change)(model), with_forward(change)(stock)
     outputs, expected = model(**batch), stock(**batch)
@@ -114,7 +114,7 @@ def keep_the_gradient(logits, labels):
 
 
 class Switched(transformers.LlamaForCausalLM):
-    """A forward of its own, which gives its logits to `treat`."""
+    """A model whose forward passes its logits to the function `treat`."""
 
     treat = leave
 
@@ -202,7 +202,7 @@ def write(labels):
 
 
 def write_before_the_body(model, labels):
-    model.register_forward_pre_hook(lambda module, args, given: write(given["labels"]), with_kwargs=True)
+    model.register_forward_pre_hook(lambda module, args, kwargs: write(kwargs["labels"]), with_kwargs=True)
 
 
 def write_before_the_layers(model, labels):
@@ -213,13 +213,13 @@ def write_before_the_head(model, labels):
     model.model.norm.register_forward_hook(lambda module, args, output: write(labels))
 
 
-@pytest.mark.parametrize("given", ["labels", "shift_labels"])
+@pytest.mark.parametrize("argument", ["labels", "shift_labels"])
 @pytest.mark.parametrize("write_labels", [write_before_the_body, write_before_the_layers, write_before_the_head])
-def test_labels_may_be_written_before_the_head(pair, batch, write_labels, given):
+def test_labels_may_be_written_before_the_head(pair, batch, write_labels, argument):
     losses = []
     for model in pair():
         labels = batch["labels"].clone()
-        shifted = {"shift_labels": labels} if given == "shift_labels" else {}
+        shifted = {"shift_labels": labels} if argument == "shift_labels" else {}
         write_labels(model, labels)
         losses.append(model(input_ids=batch["input_ids"], labels=labels, **shifted).loss)
     torch.testing.assert_close(*losses)
@@ -299,7 +299,7 @@ HISTORY: list[float] = []
 
 
 @pytest.mark.parametrize("where", ["instance", "class", "global", "buffer"])
-def test_probes_leave_nothing_in_the_users_objects(make_model, batch, where):
+def test_recognition_does_not_change_the_objects_of_the_user(make_model, batch, where):
     model = make_model()
 
     def keep(model, outputs, labels):

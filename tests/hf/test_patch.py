@@ -1,4 +1,4 @@
-"""`tigon.patch`: the same numbers as stock for every model type, undone exactly, and a report that tells all."""
+"""`tigon.patch` gives the results of stock for every model type, can be undone exactly, and reports what it did."""
 
 import copy
 import importlib
@@ -24,17 +24,17 @@ REPLACED = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
 
 
 def outputs_of(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
-    """The output of every norm, MLP, attention and layer of one forward without labels, by name."""
-    found, handles = {}, []
+    """Return the output of every norm, MLP, attention and layer of one forward without labels, by name."""
+    outputs, handles = {}, []
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList):
-            keep = lambda m, args, out, name=name: found.update({name: out[0] if isinstance(out, tuple) else out})
+            keep = lambda m, args, out, name=name: outputs.update({name: out[0] if isinstance(out, tuple) else out})
             handles.append(module.register_forward_hook(keep))
     with torch.no_grad():
-        found["logits"] = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
+        outputs["logits"] = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
     for handle in handles:
         handle.remove()
-    return {name: out for name, out in found.items() if isinstance(out, torch.Tensor)}
+    return {name: out for name, out in outputs.items() if isinstance(out, torch.Tensor)}
 
 
 # --- the same numbers ----------------------------------------------------------------------------
@@ -50,7 +50,7 @@ def test_every_part_is_recognised(make_model, model_type):
     assert counts == {"rms_norm": norms, "glu": 2, "rope": 2, "fused_statements": 2, "loss": 1}
 
 
-def test_what_is_replaced_runs_the_ops(make_model, model_type, batch, monkeypatch):
+def test_replaced_modules_run_the_ops(make_model, model_type, batch, monkeypatch):
     model = make_model(model_type)
     calls = dict.fromkeys(("rms_norm", "glu", "rope"), 0)
     expected = {
@@ -79,9 +79,10 @@ def test_each_part_alone_is_stock(make_model, model_type, batch, step, assert_sa
     assert {entry.part for entry in report.replaced} == {part}
     if part == "loss":
         assert_same_step(model, stock, batch)
-    else:  # the references are the stock code, operation by operation
-        given, expected = step(model, batch), step(stock, batch)
-        assert all(torch.equal(given[name], value) for name, value in expected.items())
+    # The references run the operations of the stock code, so the bits are equal.
+    else:
+        actual, expected = step(model, batch), step(stock, batch)
+        assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -90,7 +91,8 @@ def test_every_module_has_the_bits_of_stock(make_model, model_type, batch, dtype
     stock = outputs_of(model, batch)
     tigon.patch(model)
     patched = outputs_of(model, batch)
-    assert all("act" in name for name in stock.keys() - patched.keys())  # the op does what the activation did
+    # The ops compute the activations, so these modules are not called.
+    assert all("act" in name for name in stock.keys() - patched.keys())
     different = [name for name in patched if not torch.equal(patched[name], stock[name])]
     assert not different
 
@@ -102,7 +104,7 @@ def test_bf16_training_is_as_accurate_as_stock(make_model, model_type, batch, st
     actual = step(model, batch)
     loss, loss_exact = actual.pop("loss"), exact["loss"]
     assert loss.dtype == torch.float32
-    # A mean of a few rounded terms may come out near by luck, so eager's error alone is no measure for it.
+    # The mean of a few rounded terms may be accurate by chance, so the error of eager code alone is no limit.
     allowed = 2 * abs(eager["loss"] - loss_exact) + torch.finfo(torch.bfloat16).eps / 8 * loss_exact
     assert abs(loss - loss_exact) < allowed
     for name, value in actual.items():
@@ -123,8 +125,8 @@ for model_type in sys.argv[1:]:
     for each in (model, stock):
         loss = each(tokens, labels=tokens).loss
         loss.backward()
-    for given, wanted in zip(model.parameters(), stock.parameters(), strict=True):
-        torch.testing.assert_close(given.grad, wanted.grad, rtol=0, atol=1e-5 * wanted.grad.abs().max().item())
+    for p, expected in zip(model.parameters(), stock.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, expected.grad, rtol=0, atol=1e-5 * expected.grad.abs().max().item())
     print(model_type)
 """
 
@@ -137,7 +139,7 @@ def test_the_kernels_train_as_stock_in_the_interpreter(interpreted_type):
 # --- this instance only, and undone exactly ------------------------------------------------------
 
 
-def test_restore_gives_back_the_very_same_model(make_model, model_type, batch, step):
+def test_restore_returns_the_model_to_its_state_before(make_model, model_type, batch, step):
     model = make_model(model_type)
     before, state = step(model, batch), {m: dict(vars(m)) for m in model.modules()}
     report = tigon.patch(model)
@@ -146,7 +148,8 @@ def test_restore_gives_back_the_very_same_model(make_model, model_type, batch, s
     assert all(type(model).forward is m.forward.__func__ for m in [model])
     after = step(model, batch)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    report.restore()  # a second time does nothing
+    # A second call does nothing.
+    report.restore()
 
 
 def test_patched_undoes_itself_even_after_an_error(make_model):
@@ -175,7 +178,7 @@ def test_other_instances_and_the_modelling_files_stay_stock(make_model, model_ty
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-def test_patching_twice_changes_nothing_and_says_so(make_model, batch, step):
+def test_a_second_patch_changes_nothing_and_adds_a_note(make_model, batch, step):
     model = make_model()
     first = tigon.patch(model)
     before = step(model, batch)
@@ -248,7 +251,7 @@ def test_parameters_may_change_after_the_patch(make_model, batch, assert_same_st
     ],
     ids=["no_grad", "inference_mode", "autocast", "meta device"],
 )
-def test_modes_active_at_the_patch_do_not_matter(make_model, batch, assert_same_step, clone, mode):
+def test_modes_that_are_active_during_the_patch_do_not_matter(make_model, batch, assert_same_step, clone, mode):
     model = make_model("gemma2")
     stock = clone(model)
     with mode():
@@ -258,7 +261,7 @@ def test_modes_active_at_the_patch_do_not_matter(make_model, batch, assert_same_
     assert_same_step(model, stock, batch)
 
 
-def test_a_default_dtype_at_the_patch_does_not_matter(make_model):
+def test_the_default_dtype_during_the_patch_does_not_matter(make_model):
     model = make_model("gemma2")
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -269,9 +272,10 @@ def test_a_default_dtype_at_the_patch_does_not_matter(make_model):
     assert not report.left_alone
 
 
-def test_the_random_state_is_not_touched(make_model):
+def test_the_random_state_does_not_change(make_model):
     model = make_model()
-    model.model.layers[0].mlp.act_fn = nn.Dropout(0.5)  # draws when it is probed
+    # This module draws random numbers when it runs in recognition.
+    model.model.layers[0].mlp.act_fn = nn.Dropout(0.5)
     before = torch.get_rng_state()
     tigon.patch(model)
     assert torch.equal(torch.get_rng_state(), before)
@@ -279,7 +283,7 @@ def test_the_random_state_is_not_touched(make_model):
 
 def test_a_deep_model_is_probed_once_for_each_kind(make_model, monkeypatch):
     runs = []
-    for name in ("norms", "mlps", "rope"):
+    for name in ("norm_probes", "glu_probes", "rope_function"):
         module = importlib.import_module(f"tigon.recognition.{name}")
         monkeypatch.setattr(module, "normal", lambda *a, _n=module.normal, **k: runs.append(a) or _n(*a, **k))
     with torch.device("meta"):
@@ -318,7 +322,7 @@ def test_an_activation_that_was_changed_is_called(make_model, batch, assert_same
         assert_same_step(model, stock, batch)
 
 
-# --- what is said --------------------------------------------------------------------------------
+# --- reports, warnings and logs ------------------------------------------------------------------
 
 
 def test_the_report_names_what_it_left_alone_and_why(make_model):
@@ -335,7 +339,7 @@ def test_the_report_names_what_it_left_alone_and_why(make_model):
     assert len(report) == 4 + 1 + 2 + 4 + 1
 
 
-def test_the_report_is_a_rich_table_too(make_model):
+def test_the_report_can_be_printed_by_rich(make_model):
     rich = pytest.importorskip("rich.console")
     console = rich.Console(width=150, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     report = tigon.patch(make_model("gemma2"))
@@ -344,7 +348,7 @@ def test_the_report_is_a_rich_table_too(make_model):
     assert all(word in text for word in ("Gemma2RMSNorm", "geglu (tanh)", "softcap 7", "Gemma2MLP"))
 
 
-def test_a_model_with_nothing_to_recognise_is_not_touched_and_warned_about():
+def test_a_model_without_recognised_modules_stays_stock_with_a_warning():
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     before = {m: dict(vars(m)) for m in model.modules()}
     with pytest.warns(UserWarning, match="nothing was recognised"):
@@ -354,7 +358,7 @@ def test_a_model_with_nothing_to_recognise_is_not_touched_and_warned_about():
     assert {m: dict(vars(m)) for m in model.modules()} == before
 
 
-def test_plain_modules_need_not_be_in_a_hugging_face_model():
+def test_modules_outside_of_a_hugging_face_model_are_patched():
     model = nn.Sequential(tigon.SwiGLUMLP(16, 40), nn.LayerNorm(16))
     report = tigon.patch(model)
     assert [(e.part, e.module) for e in report.replaced] == [("layer_norm", "LayerNorm"), ("glu", "SwiGLUMLP")]
@@ -408,7 +412,7 @@ def test_only_apply_changes_the_model(make_model):
     ],
     ids=["unknown", "type", "memory"],
 )
-def test_bad_options_are_refused_before_anything_is_touched(make_model, options, error, message):
+def test_bad_options_are_refused_before_the_model_changes(make_model, options, error, message):
     model = make_model()
     with pytest.raises(error, match=message):
         tigon.patch(model, **options)

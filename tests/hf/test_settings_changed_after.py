@@ -1,4 +1,4 @@
-"""What a model does to its logits, changed after the patch by however little: the loss is stock, or it raises."""
+"""If a setting that changes the logits is modified after the patch, the loss is stock or an error is raised."""
 
 import copy
 import pickle
@@ -65,7 +65,7 @@ def test_a_setting_changed_after_the_patch_is_used(
 
 @pytest.mark.filterwarnings("ignore:tigon. .* was changed")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_made_before_is_changed_by_itself(make_model, batch, dtype):
+def test_a_copy_has_its_own_settings(make_model, batch, dtype):
     model = make_model("gemma2", dtype)
     tigon.patch(model)
     duplicate = copy.deepcopy(model)
@@ -74,7 +74,7 @@ def test_a_copy_made_before_is_changed_by_itself(make_model, batch, dtype):
     assert not is_fused(duplicate(**batch))
 
 
-def test_it_is_said_and_the_old_value_brings_the_fused_loss_back(pair, batch):
+def test_a_changed_setting_warns_and_the_old_value_fuses_the_loss_again(pair, batch):
     model, _ = pair("gemma2")
     set_config("final_logit_softcapping", 7.1)(model)
     with pytest.warns(UserWarning, match=r"config.final_logit_softcapping of Gemma2ForCausalLM was changed: its loss"):
@@ -83,7 +83,7 @@ def test_it_is_said_and_the_old_value_brings_the_fused_loss_back(pair, batch):
     assert is_fused(model(**batch))
 
 
-def test_settings_that_the_forward_does_not_read_do_not_count(pair, batch):
+def test_settings_that_the_forward_does_not_read_are_ignored(pair, batch):
     model, _ = pair("gemma2")
     for name, value in (("use_cache", False), ("pad_token_id", 5), ("attention_dropout", 0.0), ("new", 3)):
         setattr(model.config, name, value)
@@ -117,7 +117,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("scale", [1.0001, 0.9999, 1.004, 2.0])
 @pytest.mark.parametrize("process", HIDDEN.values(), ids=HIDDEN)
-def test_what_the_host_does_not_see_raises(make_model, batch, monkeypatch, process, scale):
+def test_a_change_that_the_host_cannot_see_raises(make_model, batch, monkeypatch, process, scale):
     model = make_model()
 
     class Processed(type(model)):
@@ -144,8 +144,8 @@ def test_what_the_host_does_not_see_raises(make_model, batch, monkeypatch, proce
     ("model_type", "name"),
     [("gemma2", "final_logit_softcapping"), ("cohere", "logit_scale"), ("granite", "logits_scaling")],
 )
-def test_roundings_on_the_way_are_no_change(make_model, batch, monkeypatch, model_type, name, value, dtype):
-    """No error of fp32 is taken for a change, and neither is a cast to less, which an engine may add to the head."""
+def test_rounding_is_not_taken_for_a_change(make_model, batch, monkeypatch, model_type, name, value, dtype):
+    """Neither rounding errors of fp32 nor a cast to a smaller dtype, which an engine may add to the head, raise."""
     model = make_model(model_type, **{name: value})
     model.lm_head.weight.data /= 1000.0
     tigon.patch(model)

@@ -1,4 +1,4 @@
-"""Two processes on this machine: each way of a group gives a patched model the loss and every gradient of stock."""
+"""On two ranks, each setup of a group gives a patched model the loss and every gradient of stock."""
 
 from pathlib import Path
 
@@ -6,9 +6,9 @@ import pytest
 
 from ranks import run_ranks
 
-# The groups, and how many ways each has.
+# The groups, and the number of setups in each.
 GROUPS = {"sharded": 16, "parallel": 10, "head": 6, "zero": 5, "adapters": 4, "lean": 9, "lean_more": 16}
-# One launch runs several groups, because two processes take longer to start than most ways take.
+# One launch runs several groups, because two processes take longer to start than most setups take.
 LAUNCHES = {
     "sharded and lean": ("sharded", "lean"),
     "more ways": ("parallel", "head", "adapters", "lean_more"),
@@ -32,5 +32,5 @@ def test_every_group_is_launched_once():
 
 
 @every_launch
-def test_two_ranks(launch):
+def test_two_ranks_give_the_results_of_stock(launch):
     assert_same_on_two("cpu", launch)

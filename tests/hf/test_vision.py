@@ -1,4 +1,4 @@
-"""Vision-language models, tiny, with images in the text: every part patched, the vision tower's too."""
+"""Tiny vision-language models with images in the text: every part is patched, also in the vision tower."""
 
 import pytest
 import torch
@@ -11,9 +11,10 @@ transformers = pytest.importorskip("transformers")
 from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
 from hf.tiny import VOCABULARY, tiny_config  # noqa: E402
 
-IMAGE, TOKENS = 130, 4  # the token that stands for a part of an image, and how many do for a whole one
+# The token that stands for a part of an image, and the number of such tokens for a whole image.
+IMAGE, TOKENS = 130, 4
 
-# What the rules for tiny configs cannot know: images of 8 x 8 in patches, and sizes that must agree.
+# Fields that the rules for tiny configs do not set: images of 8 x 8 in patches, and sizes that must agree.
 SMALL_IMAGES = {"image_size": 8, "patch_size": 4}
 SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
 QWEN_TOWER = {"depth": 2, "patch_size": 4, "out_hidden_size": 64}
@@ -50,30 +51,33 @@ def vision_model(model_type: str) -> nn.Module:
     model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").train()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in model.parameters():  # among them gates that are closed at first
+        # Some of these parameters are gates whose initial value is zero.
+        for parameter in model.parameters():
             spread = 0.3 if parameter.dim() == 1 else parameter[0].numel() ** -0.5
             parameter += spread * torch.randn(parameter.shape, generator=generator)
     return model
 
 
 def batch_with_images(model_type: str) -> dict[str, Tensor]:
-    """Two texts that begin with an image each, as the processor of the type would hand them over."""
+    """Return two texts that begin with an image, in the form that the processor of the type returns."""
     batch = make_batch(IMAGE - 1)
     images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
-    if model_type == "mllama":  # the second is cut in two tiles
-        there = torch.tensor([[[1, 0]], [[1, 1]]])
-        of_tokens = there[:, None].repeat(1, 12, 1, 1)
+    # The second image is cut into two tiles.
+    if model_type == "mllama":
+        tile_mask = torch.tensor([[[1, 0]], [[1, 1]]])
+        of_tokens = tile_mask[:, None].repeat(1, 12, 1, 1)
         of_tokens[:, 0] = 0
         return batch | {
             "pixel_values": torch.stack([images, images.flip(0)], 1)[:, None],
             "aspect_ratio_ids": torch.tensor([[1], [2]]),
-            "aspect_ratio_mask": there,
+            "aspect_ratio_mask": tile_mask,
             "cross_attention_mask": of_tokens,
         }
     batch["input_ids"][:, 1 : 1 + TOKENS] = IMAGE
     batch["labels"][:, : 1 + TOKENS] = -100
     kinds = (batch["input_ids"] == IMAGE).long()
-    if model_type.startswith("qwen"):  # of unlike shapes, in one sequence of patches
+    # The images have different shapes, and their patches form one sequence.
+    if model_type.startswith("qwen"):
         grid = torch.tensor([[1, 4, 4], [1, 2, 8]])
         patches = torch.randn(32, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
         return batch | {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
@@ -81,20 +85,20 @@ def batch_with_images(model_type: str) -> dict[str, Tensor]:
     return batch | ({"token_type_ids": kinds} if model_type in ("gemma3", "paligemma") else {})
 
 
-# Norms of towers behind what the text is given.
+# These norms of vision towers come after the features that the text model gets.
 UNUSED = {"llava": "model.vision_tower.post_layernorm"}
 UNUSED |= dict.fromkeys(("gemma3", "paligemma"), "model.vision_tower.head.layernorm")
 
 
 def parts_of(model_type: str) -> set[str]:
-    """Every one but the experts or the MLPs; only the tower of Qwen2.5-VL has RMS norms, and gated MLPs."""
+    """Return all parts except experts or MLPs. Only the tower of Qwen2.5-VL has RMS norms and gated MLPs."""
     norms = {"rms_norm"} if model_type == "qwen2_5_vl" else {"rms_norm", "layer_norm"}
     return norms | {"experts" if model_type.endswith("_moe") else "glu", "rope", "fused_statements", "loss"}
 
 
 @pytest.mark.parametrize("model_type", VISION)
 @pytest.mark.parametrize("images", [True, False], ids=["images", "text alone"])
-def test_every_part(model_type, images):
+def test_every_part_gives_the_results_of_stock(model_type, images):
     model = vision_model(model_type)
     batch = batch_with_images(model_type) if images else make_batch(VOCABULARY)
     expected = step(model, batch)

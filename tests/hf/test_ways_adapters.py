@@ -1,4 +1,4 @@
-"""Quantised weights and adapters in the layers: loss and every gradient are those of the stock model with the same."""
+"""With quantised weights and adapters, the loss and every gradient are those of a stock model with the same layers."""
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ def to_4bit(linear: nn.Linear) -> nn.Module:
     layer = bnb.nn.Linear4bit(linear.in_features, linear.out_features, linear.bias is not None, torch.float32)
     layer.weight = bnb.nn.Params4bit(linear.weight.data, requires_grad=False, quant_type="nf4", module=layer)
     layer.bias = linear.bias
-    layer = layer.to("cpu")  # quantises
+    # This call quantises the weight.
+    layer = layer.to("cpu")
     assert layer.weight.numel() < linear.weight.numel()
     return layer
 
@@ -37,7 +38,7 @@ def to_8bit(linear: nn.Linear) -> nn.Module:
 
 
 class Wrapped(nn.Module):
-    """A linear layer of a library that nobody has heard of: another class, no weight of its own."""
+    """A linear layer of an unknown library: its class is another one, and it has no weight itself."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ OTHER_WEIGHTS = {"4 bit": to_4bit, "8 bit": to_8bit, "of an unknown class": Wrap
 
 
 def exchange(model: nn.Module, convert) -> nn.Module:
-    """The model with every linear layer but its head converted; what is embedded is trained at least."""
+    """Convert every linear layer of a model except its head. The embeddings are trained in any case."""
     for module in list(model.model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
@@ -69,7 +70,8 @@ def with_lora(model: nn.Module, **options) -> nn.Module:
     model = peft.get_peft_model(model, config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name:  # zero at first, and lora_A then without a gradient
+            # This weight is initially zero, and lora_A would have no gradient then.
+            if "lora_B" in name:
                 parameter.normal_(0, 0.1)
     return model.train()
 
@@ -82,7 +84,9 @@ def patch(model: nn.Module) -> None:
 
 @pytest.mark.parametrize("weights", OTHER_WEIGHTS)
 @pytest.mark.parametrize("order", ["patch first", "weights first"])
-def test_weights_of_other_kinds(make_model, batch, assert_same_step, model_type, weights, order):
+def test_quantised_and_wrapped_weights_give_the_results_of_stock(
+    make_model, batch, assert_same_step, model_type, weights, order
+):
     model, stock = make_model(model_type), make_model(model_type)
     if order == "patch first":
         patch(model)
@@ -95,7 +99,9 @@ def test_weights_of_other_kinds(make_model, batch, assert_same_step, model_type,
 
 @pytest.mark.parametrize("weights", ["full", "4 bit", "8 bit"])
 @pytest.mark.parametrize("order", ["patch first", "adapters first"])
-def test_adapters_on_every_layer(make_model, batch, assert_same_step, model_type, weights, order):
+def test_adapters_on_every_layer_give_the_results_of_stock(
+    make_model, batch, assert_same_step, model_type, weights, order
+):
     pytest.importorskip("peft")
     model, stock = make_model(model_type), make_model(model_type)
     if convert := OTHER_WEIGHTS.get(weights):
@@ -111,7 +117,7 @@ def test_adapters_on_every_layer(make_model, batch, assert_same_step, model_type
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_adapters_and_checkpointing(make_model, batch, assert_same_step, reentrant):
+def test_adapters_with_checkpointing_give_the_results_of_stock(make_model, batch, assert_same_step, reentrant):
     pytest.importorskip("peft")
     model, stock = make_model("gemma2"), make_model("gemma2")
     patch(model)
@@ -122,7 +128,7 @@ def test_adapters_and_checkpointing(make_model, batch, assert_same_step, reentra
     assert_same_step(model, stock, batch)
 
 
-def test_merged_adapters_leave_the_patched_model(make_model, batch, assert_same_step):
+def test_the_model_stays_patched_after_its_adapters_are_merged(make_model, batch, assert_same_step):
     pytest.importorskip("peft")
     model, stock = make_model(), make_model()
     patch(model)
@@ -131,8 +137,8 @@ def test_merged_adapters_leave_the_patched_model(make_model, batch, assert_same_
     assert_same_step(model, stock, batch)
 
 
-def test_what_adapters_drop_is_drawn_alike(make_model, batch, step):
-    """Dropout in the adapters takes the random numbers that it takes in the stock model."""
+def test_dropout_of_adapters_uses_the_random_numbers_of_stock(make_model, batch, step):
+    """Dropout in the adapters uses the same random numbers as in the stock model."""
     pytest.importorskip("peft")
     model, stock = make_model(), make_model()
     patch(model)

@@ -1,4 +1,4 @@
-"""`torch.compile(fullgraph=True)` of whole patched models: no graph break, and the loss and gradients of stock."""
+"""`torch.compile(fullgraph=True)` of a patched model has no graph break, and gives the loss and gradients of stock."""
 
 import pytest
 import torch
@@ -7,7 +7,8 @@ import tigon
 from hf.ways import assert_same
 from tigon.hf.logits import SKIPPED_LOGITS
 
-ONE_LAYER = {"num_hidden_layers": 1}  # compiles in half the time
+# A model of one layer compiles in half the time.
+ONE_LAYER = {"num_hidden_layers": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -17,8 +18,8 @@ def _nothing_compiled():
     torch._dynamo.reset()
 
 
-def assert_close_to_stock(given: dict, expected: dict) -> None:
-    assert_same({name.removeprefix("_orig_mod."): value for name, value in given.items()}, expected)
+def assert_close_to_stock(actual: dict, expected: dict) -> None:
+    assert_same({name.removeprefix("_orig_mod."): value for name, value in actual.items()}, expected)
 
 
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "gemma2", "phi3"])
@@ -29,15 +30,16 @@ def test_no_type_breaks_the_graph(make_model, model_type, batch, step):
     batch["num_items_in_batch"] = torch.tensor(7)
     assert compiled(**batch).logits is SKIPPED_LOGITS
     assert_close_to_stock(step(compiled, batch), step(stock, batch))
-    with torch._dynamo.config.patch(error_on_recompile=True):  # what it guards on holds
+    # The guards of the graph hold.
+    with torch._dynamo.config.patch(error_on_recompile=True):
         step(compiled, batch)
     tokens = batch["input_ids"]
     assert torch.equal(compiled.eval()(tokens).logits, stock.eval()(tokens).logits)
 
 
 @pytest.mark.thorough
-def test_lengths_of_any_number_take_one_graph(make_model, batch, step):
-    """The second length makes sizes symbols; no third graph."""
+def test_many_lengths_need_two_graphs(make_model, batch, step):
+    """In the second graph, sizes are symbols, so a third length needs no third graph."""
     model, stock = (make_model("qwen3", **ONE_LAYER) for _ in range(2))
     tigon.patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -48,7 +50,7 @@ def test_lengths_of_any_number_take_one_graph(make_model, batch, step):
             assert_close_to_stock(step(compiled, cut(length)), step(stock, cut(length)))
 
 
-def test_with_adapters(make_model, batch, step):
+def test_adapters_give_the_results_of_stock(make_model, batch, step):
     peft = pytest.importorskip("peft")
     model, stock = (make_model("gemma2", **ONE_LAYER) for _ in range(2))
     tigon.patch(model)
@@ -59,25 +61,25 @@ def test_with_adapters(make_model, batch, step):
         return peft.get_peft_model(model, peft.LoraConfig(**options))
 
     model, stock = adapted(model), adapted(stock)
-    # From its class's own call on: peft's wrapper is not of one graph.
+    # The model inside is compiled, because the wrapper of peft has a graph break.
     model.base_model.model.compile(fullgraph=True, backend="aot_eager")
     assert model(**batch).logits is SKIPPED_LOGITS
     assert_close_to_stock(step(model, batch), step(stock, batch))
 
 
-def test_under_autocast(make_model, batch, step):
-    """As near to fp32 as stock."""
+def test_autocast_is_as_accurate_as_stock(make_model, batch, step):
+    """The results are as close to fp32 as those of stock."""
     model, stock = (make_model("llama", **ONE_LAYER) for _ in range(2))
     tigon.patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     exact = step(stock, batch)
     with torch.autocast("cpu", torch.bfloat16):
-        given, expected = step(compiled, batch), step(stock, batch)
+        actual, expected = step(compiled, batch), step(stock, batch)
         assert compiled(**batch).logits is SKIPPED_LOGITS
     for name, value in exact.items():
-        own = given[name if name == "loss" else f"_orig_mod.{name}"]
+        value_compiled = actual[name if name == "loss" else f"_orig_mod.{name}"]
         allowed = 2 * (expected[name] - value).abs().max() + 0.01 * value.abs().max()
-        assert (own - value).abs().max() <= allowed, name
+        assert (value_compiled - value).abs().max() <= allowed, name
 
 
 def test_a_helper_of_the_rope_that_is_replaced_after_compilation_is_used(make_model, batch, monkeypatch):

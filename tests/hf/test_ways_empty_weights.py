@@ -1,4 +1,4 @@
-"""Weights that are there only in the forward and the backward of their own module, as ZeRO-3 keeps them.
+"""Weights that exist only during the forward and the backward of their own module, as in ZeRO-3.
 
 An emulation in one process, of what matters to a patch; test_two_ranks.py has the library itself.
 """
@@ -14,7 +14,7 @@ from hf.ways import assert_same
 
 
 class Guarded(OrderedDict):
-    """The parameters of a module, refused while they are empty. It is no copy of itself: it takes its module."""
+    """The parameters of a module. Reading one while it is empty raises an error."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Guarded(OrderedDict):
 
 
 def empty(model: nn.Module) -> None:
-    """Take the weights away; each keeps its shape as `ds_shape`."""
+    """Empty the weights of a model. Each one has its shape as the attribute `ds_shape`."""
     for parameter in model.parameters():
         parameter.full, parameter.ds_shape = parameter.data, parameter.shape
         parameter.data = torch.empty(0)
 
 
 def engine(model: nn.Module) -> None:
-    """Hooks on every module, also on those without parameters, that bring the weights and take them away again."""
+    """Add hooks to every module, also without parameters, which fill the weights and empty them again."""
 
     def bring(module: nn.Module, *args) -> None:
         for parameter in module._parameters.values():
@@ -78,7 +78,7 @@ def step(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3"])
 @pytest.mark.parametrize("order", ["patch first", "engine first"])
 @pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied"])
-def test_weights_that_are_elsewhere(make_model, batch, monkeypatch, model_type, order, tied):
+def test_empty_weights_give_the_results_of_stock(make_model, batch, monkeypatch, model_type, order, tied):
     model, stock = (make_model(model_type, tie_word_embeddings=tied) for _ in range(2))
     empty(model)
     if order == "engine first":
@@ -90,9 +90,9 @@ def test_weights_that_are_elsewhere(make_model, batch, monkeypatch, model_type, 
         engine(model)
     calls, asked = [], tigon.ops.mlps.glu.runs_kernels
     monkeypatch.setattr("tigon.ops.mlps.glu.runs_kernels", lambda *x: calls.append(x) or asked(*x))
-    given = step(model, batch)
+    actual = step(model, batch)
     assert len(calls) == 2, "hooks on an activation that move no weights turned off the gated MLPs"
     loss = stock(**batch).loss
     loss.backward()
     expected = {"loss": loss.detach(), **{name: p.grad for name, p in stock.named_parameters()}}
-    assert_same(given, expected)
+    assert_same(actual, expected)

@@ -1,4 +1,4 @@
-"""Scaled losses in fp16, and activations kept elsewhere or made again: gradients are those of the stock model."""
+"""With scaled losses in fp16, and offloaded or recomputed activations, the gradients are those of the stock model."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def model_type(request) -> str:
 
 
 def scaled_step(model, batch, scale: float) -> tuple[dict[str, torch.Tensor], torch.amp.GradScaler, torch.optim.SGD]:
-    """The loss, gradients by name (unscaled), and what made them."""
+    """Return the loss with the unscaled gradients by name, the scaler, and the optimizer."""
     model.zero_grad()
     scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=scale), torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.autocast("cpu", torch.float16):
@@ -27,22 +27,22 @@ def scaled_step(model, batch, scale: float) -> tuple[dict[str, torch.Tensor], to
     return {"loss": loss.detach(), **gradients}, scaler, optimizer
 
 
-@pytest.mark.parametrize("items", [27, 10**7], ids=["a mean", "a mean of very many"])
-def test_a_scaled_loss_in_fp16(make_model, model_type, batch, step, items):
-    """Unscaled, the gradients of a mean of 10^7 items would be zero in fp16."""
+@pytest.mark.parametrize("items", [27, 10**7], ids=["small mean", "large mean"])
+def test_a_scaled_loss_in_fp16_is_as_accurate_as_stock(make_model, model_type, batch, step, items):
+    """Without the scale, the gradients of a mean of 10^7 items would be zero in fp16."""
     batch["num_items_in_batch"] = torch.tensor(items)
     scale = 2.0 ** (items // 27).bit_length() * 64
     stock, model = make_model(model_type), make_model(model_type)
     tigon.patch(model)
     exact = step(make_model(model_type), batch)
-    given, *_ = scaled_step(model, batch, scale)
+    actual, *_ = scaled_step(model, batch, scale)
     expected, *_ = scaled_step(stock, batch, scale)
-    assert given.keys() == expected.keys() == exact.keys()
+    assert actual.keys() == expected.keys() == exact.keys()
     for name, value in exact.items():
         size = value.abs().max()
         allowed = 2 * (expected[name] - value).abs().max() + 0.002 * size
         assert size > 0
-        assert (given[name] - value).abs().max() < allowed, name
+        assert (actual[name] - value).abs().max() < allowed, name
 
 
 def test_a_scale_that_overflows_skips_the_step(make_model, model_type, batch):
@@ -59,58 +59,58 @@ def test_a_scale_that_overflows_skips_the_step(make_model, model_type, batch):
 # --- activations -----------------------------------------------------------------------------------
 
 
-def test_activations_kept_in_host_memory(make_model, model_type, batch, step):
+def test_activations_may_be_offloaded_to_the_host(make_model, model_type, batch, step):
     model, stock = make_model(model_type), make_model(model_type)
     tigon.patch(model)
     with torch.autograd.graph.save_on_cpu():
-        given = step(model, batch)
+        actual = step(model, batch)
     same = step(model, batch)
-    assert all(torch.equal(given[name], value) for name, value in same.items())
-    torch.testing.assert_close(given["loss"], step(stock, batch)["loss"])
+    assert all(torch.equal(actual[name], value) for name, value in same.items())
+    torch.testing.assert_close(actual["loss"], step(stock, batch)["loss"])
 
 
 def test_activations_are_saved_through_the_hooks_alone(make_model, model_type, batch, step):
-    """What offloading took away is free: overwritten before backward, it changes nothing."""
+    """The offloaded memory is free: overwriting it before backward changes nothing."""
     model, stock = make_model(model_type), make_model(model_type)
     tigon.patch(model)
-    kept = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
-    copies, taken = [], []
+    parameters = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
+    copies, originals = [], []
 
     def take(x: torch.Tensor) -> int:
-        if x.is_floating_point() and x.untyped_storage().data_ptr() not in kept:
-            taken.append(x.detach())
+        if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
+            originals.append(x.detach())
             x = x.clone()
         copies.append(x.detach())
         return len(copies) - 1
 
     with torch.autograd.graph.saved_tensors_hooks(take, lambda i: copies[i]):
         loss = model(**batch).loss
-    assert len(taken) > 20
-    given = {"loss": loss.detach().clone()}
+    assert len(originals) > 20
+    actual = {"loss": loss.detach().clone()}
     with torch.no_grad():
-        for x in taken:
+        for x in originals:
             x.fill_(torch.nan)
     loss.backward()
-    given |= {name: p.grad for name, p in model.named_parameters()}
+    actual |= {name: p.grad for name, p in model.named_parameters()}
     expected = step(stock, batch)
-    assert_same(given, expected)
+    assert_same(actual, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
-def test_autocast_and_checkpointing(make_model, model_type, batch, step, reentrant):
-    """Made again in the same dtypes: with checkpointing the bits are those without."""
+def test_checkpointing_under_autocast_gives_the_same_bits(make_model, model_type, batch, step, reentrant):
+    """Activations are recomputed in the same dtypes, so the bits are those without checkpointing."""
     model = make_model(model_type)
     tigon.patch(model)
     model.enable_input_require_grads()
     with torch.autocast("cpu", torch.bfloat16):
         expected = step(model, batch)
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        given = step(model, batch)
-    assert given.keys() == expected.keys()
-    assert all(torch.equal(given[name], value) for name, value in expected.items())
+        actual = step(model, batch)
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
-def test_the_graph_of_a_loss_may_be_kept(make_model, model_type, batch):
+def test_the_graph_of_a_loss_may_be_retained(make_model, model_type, batch):
     """Two backward passes of one forward add twice the gradient."""
     model = make_model(model_type)
     tigon.patch(model)

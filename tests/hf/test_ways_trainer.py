@@ -1,4 +1,4 @@
-"""Loops of transformers and accelerate: losses, norms of gradients and trained weights are those of the stock model."""
+"""In loops of transformers and accelerate, losses, norms of gradients and trained weights are those of stock."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ accelerate = pytest.importorskip("accelerate")
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
-    """The state of accelerate is that of the process."""
+    """Reset the state of accelerate, which belongs to the process."""
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
     accelerate.state.GradientState._reset_state()
     yield
@@ -21,7 +21,7 @@ def _fresh_state():
 
 @pytest.fixture
 def rows(batch) -> list[dict[str, torch.Tensor]]:
-    """Eight sequences with unlike numbers of labels."""
+    """Return eight sequences with different numbers of labels."""
     rows = [{name: value[i % 3].roll(i // 3, 0) for name, value in batch.items()} for i in range(8)]
     for i, row in enumerate(rows):
         row["labels"] = row["labels"].clone()
@@ -45,8 +45,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_the_trainer(make_model, rows, tmp_path, setting):
-    """Four steps, and an evaluation that is given the logits."""
+def test_the_trainer_gives_the_results_of_stock(make_model, rows, tmp_path, setting):
+    """Train four steps, and evaluate with logits."""
     from transformers import Trainer, TrainingArguments, default_data_collator
 
     fused = set()
@@ -76,22 +76,23 @@ def test_the_trainer(make_model, rows, tmp_path, setting):
             compute_metrics=lambda p: {"logits": p.predictions.shape[-1]},
         )  # fmt: skip
         trainer.train()
-        assert fused == {patched and setting != "label smoothing"}  # which the Trainer makes of the logits
+        # The Trainer computes label smoothing from the logits.
+        assert fused == {patched and setting != "label smoothing"}
         log = [entry for entry in trainer.state.log_history if "loss" in entry]
         numbers = [entry[name] for entry in log for name in ("loss", "grad_norm")]
         assert len(numbers) == 8
         metrics = trainer.evaluate()
         assert metrics["eval_logits"] == 131
         results.append(([*numbers, metrics["eval_loss"]], {name: p.detach() for name, p in model.named_parameters()}))
-    (given, weights), (expected, stock) = results
-    assert given == pytest.approx(expected, rel=1e-4)
+    (actual, weights), (expected, stock) = results
+    assert actual == pytest.approx(expected, rel=1e-4)
     for name, value in stock.items():
         torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-4 * float(value.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_loop_of_accelerate(make_model, rows, step, precision):
-    """Prepared, accumulated over two batches, clipped; in bf16 as near to fp32 as stock."""
+def test_a_loop_of_accelerate_is_as_accurate_as_stock(make_model, rows, step, precision):
+    """Gradients are accumulated over two batches and clipped. In bf16 they are as close to fp32 as those of stock."""
     from accelerate import Accelerator
 
     def run(patched: bool, precision: str) -> dict[str, torch.Tensor]:
@@ -118,10 +119,10 @@ def test_a_loop_of_accelerate(make_model, rows, step, precision):
                 optimizer.zero_grad()
         return results
 
-    exact, stock, given = run(False, "no"), run(False, precision), run(True, precision)
-    assert given.keys() == exact.keys()
-    assert sum(name.startswith("norm") for name in given) == 2
+    exact, stock, actual = run(False, "no"), run(False, precision), run(True, precision)
+    assert actual.keys() == exact.keys()
+    assert sum(name.startswith("norm") for name in actual) == 2
     for name, value in exact.items():
         size = value.abs().max()
         allowed = 2 * (stock[name] - value).abs().max() + (1e-5 if precision == "no" else 0.02) * size
-        assert (given[name] - value).abs().max() <= allowed, name
+        assert (actual[name] - value).abs().max() <= allowed, name

@@ -1,7 +1,7 @@
-"""A tiny model of any decoder type, made from its config class: no type is known but by the exceptions at the end.
+"""Build a tiny model of any decoder type from its config class. Only the exceptions at the end name types.
 
-Fields are made small by name. What varies from layer to layer (a list with one entry a layer) keeps one layer of each
-kind, so that dense and sparse, sliding and full layers are all there.
+Fields get small values by their name. If a list has one entry for each layer, one layer of each kind remains, so that
+the model has dense and sparse layers, and layers with sliding and with full attention.
 """
 
 from __future__ import annotations
@@ -95,37 +95,38 @@ LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_lay
 
 
 def _one_of_each(lists: list[list]) -> list[int]:
-    """Positions of layers, at least two, that show every combination of what varies from layer to layer."""
+    """Return positions of layers, at least two, that have every combination of the entries in the lists."""
     rows = list(zip(*lists, strict=True))
-    kept = [i for i, row in enumerate(rows) if row not in rows[:i]][:6]
-    return kept if len(kept) > 1 else [0, 1][: len(rows)]
+    positions = [i for i, row in enumerate(rows) if row not in rows[:i]][:6]
+    return positions if len(positions) > 1 else [0, 1][: len(rows)]
 
 
 def tiny_config(config: PreTrainedConfig, exceptions: dict[str, Any]) -> PreTrainedConfig:
-    """`config` of a class's defaults, made small."""
+    """Return a small config of the same class as a config of defaults."""
     fields = {k: v for k, v in vars(config).items() if not k.startswith("_")}
     aliases = {v: k for k, v in config.attribute_map.items()}
     count = next((fields[name] for name in LAYERS if isinstance(fields.get(name), int)), None)
-    given: dict[str, Any] = {}
+    small_fields: dict[str, Any] = {}
     per_layer = {k: v for k, v in fields.items() if isinstance(v, (list, tuple)) and count and len(v) == count > 1}
-    kept = _one_of_each([list(map(str, v)) for v in per_layer.values()]) if per_layer else [0, 1]
+    positions = _one_of_each([list(map(str, v)) for v in per_layer.values()]) if per_layer else [0, 1]
     for name, value in fields.items():
         if isinstance(value, PreTrainedConfig):
-            given[name] = tiny_config(value, exceptions.get(name, {}))
+            small_fields[name] = tiny_config(value, exceptions.get(name, {}))
         elif name in per_layer:
-            given[name] = [value[i] for i in kept]
+            small_fields[name] = [value[i] for i in positions]
         elif name in LAYERS and isinstance(value, int):
-            given[name] = len(kept)
+            small_fields[name] = len(positions)
         elif value is not None or name.endswith("token_id") or name == "head_dim":
             small = SIZES.get(name, SIZES.get(aliases.get(name)))
-            given |= {} if small is None else {name: small}
+            small_fields |= {} if small is None else {name: small}
     heads = "num_attention_heads", "num_key_value_heads"
-    if heads[0] in given and (
+    if heads[0] in small_fields and (
         "q_lora_rank" in fields or all(fields.get(name) == fields.get(heads[0]) for name in heads)
     ):
-        given["num_key_value_heads"] = given[heads[0]]  # some attentions have no groups
-    given |= {k: v for k, v in exceptions.items() if not isinstance(v, dict) or k not in given}
-    return type(config)(**given)
+        # Some attention layers have no groups of heads.
+        small_fields["num_key_value_heads"] = small_fields[heads[0]]
+    small_fields |= {k: v for k, v in exceptions.items() if not isinstance(v, dict) or k not in small_fields}
+    return type(config)(**small_fields)
 
 
 QWEN4 = {
@@ -136,7 +137,7 @@ QWEN4 = {
     "indexer_compress_ratio": 4,
 }
 
-# What the rules above cannot know of a type.
+# Fields that the rules above would set wrongly.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
@@ -177,10 +178,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-# The decoder types of transformers 5.17: all of its causal language models but encoders and parts of other models.
+# The decoder types of transformers 5.17: all causal language models except encoders and parts of other models.
 TYPES = (Path(__file__).parent / "decoder_types.txt").read_text().split()
 
-# What is not built, and why.
+# The types that are not built, and why.
 WITHOUT = {
     "gemma3n": "its vision tower needs the package timm",
     "gemma4_assistant": "its config has no vocabulary: it is part of another model",

@@ -1,4 +1,4 @@
-"""Run by test_two_ranks.py, once a rank: a patched and a stock model take a step under each way of some groups.
+"""Take a step of a patched and a stock model in each setup of some groups. test_two_ranks.py runs this on each rank.
 
 python two_ranks.py GROUP... STORE
 """

@@ -1,4 +1,4 @@
-"""Models and steps for the scripts that are run once a rank, where pytest's fixtures are out of reach."""
+"""Models and steps for the scripts that run on each rank, which have no fixtures of pytest."""
 
 import os
 from collections.abc import Callable
@@ -23,18 +23,20 @@ SIZE = {
     "pad_token_id": 0,
     "tie_word_embeddings": False,
 }
-DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")  # of the ranks: cpu, or cuda with a GPU each
-# A GPU's kernels have exponentials of their own.
+# The device of the ranks: the CPU, or "cuda" with one GPU for each rank.
+DEVICE = os.environ.get("TIGON_TEST_DEVICE", "cpu")
+# Kernels on a GPU compute exponentials in another way.
 TOLERANCE = 1e-4 if DEVICE == "cuda" else 64 * same_step.EPS
 PARTS = {"rms_norm", "glu", "rope", "fused_statements", "loss"}
-# The tensor parallelism of transformers 5.23 puts a forward of its own on these norms, so they stay stock.
+# The tensor parallelism of transformers 5.23 replaces the forward of these norms, so they stay stock.
 HEAD_NORMS = ("q_norm", "k_norm")
 
-Step = dict[str, Tensor]  # the loss, and every gradient by name
+# The loss, and every gradient by name.
+Step = dict[str, Tensor]
 
 
 def build(model_type: str = "gemma2", **config) -> nn.Module:
-    """A model with random parameters, norms included, always the same."""
+    """Return a model whose parameters, those of norms too, are random and always the same."""
     config = transformers.AutoConfig.for_model(model_type, **SIZE | config)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").train()
@@ -44,11 +46,13 @@ def build(model_type: str = "gemma2", **config) -> nn.Module:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
+    """Add noise to every parameter."""
     for parameter in model.parameters():
         parameter += 0.1 * torch.randn_like(parameter)
 
 
 def patch(model: nn.Module, **options) -> Report:
+    """Patch a model, and assert that every part is replaced."""
     report = tigon.patch(model, **options)
     assert {entry.part for entry in report.replaced} == PARTS, report
     for entry in report.left_alone:
@@ -58,7 +62,7 @@ def patch(model: nn.Module, **options) -> Report:
 
 
 def distributed(distribute: Callable, patched: bool, patch_after: bool, **config) -> nn.Module:
-    """A model of `build` over the ranks, patched before or after that, or stock."""
+    """Return a distributed model of `build`: stock, or patched before or after it is distributed."""
     model = build(**config)
     if patched and not patch_after:
         patch(model)
@@ -74,6 +78,7 @@ def batch(rank: int, seed: int = 0) -> dict[str, Tensor]:
 
 
 def step(model: nn.Module, patched: bool, **inputs) -> Step:
+    """Return the loss and every gradient as full tensors. The loss must be fused if the model is patched."""
     outputs = model(**inputs)
     assert (outputs.logits is SKIPPED_LOGITS) == patched, (
         "the loss was not fused" if patched else "the stock model is patched"
@@ -84,6 +89,6 @@ def step(model: nn.Module, patched: bool, **inputs) -> Step:
     return {"loss": full(outputs.loss.detach()), **gradients}
 
 
-def assert_same(given: Step, expected: Step) -> None:
+def assert_same(actual: Step, expected: Step) -> None:
     assert len(expected) > 2
-    same_step.assert_same(given, expected, TOLERANCE)
+    same_step.assert_same(actual, expected, TOLERANCE)

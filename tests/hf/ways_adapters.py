@@ -1,4 +1,4 @@
-"""Adapters in a model that is data parallel or sharded: most parameters are frozen, a few are trained."""
+"""Adapters in a data-parallel or sharded model, in which most parameters are frozen."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
 
 
 def same(distribute: Callable, saved: list[str]) -> Callable[[int], None]:
-    """`saved`: which modules are trained as a whole, beside adapters on every layer."""
+    """Return a setup with adapters on every layer. The modules named in `saved` are trained as a whole."""
 
     def way(rank: int) -> None:
         steps = []

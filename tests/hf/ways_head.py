@@ -18,10 +18,10 @@ def transformers_plan(model: nn.Module) -> nn.Module:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    # from_pretrained ties weights after it has cut them.
+    # from_pretrained ties weights after it has sharded them.
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
     plan = ()
-    # transformers 5.17 finds the plan in the model, 5.23 takes it by the names of modules.
+    # transformers 5.17 reads the plan from the model, 5.23 reads it by the names of modules.
     if "tp_plan" in inspect.signature(apply_tensor_parallelism).parameters:
         plan = model._resolve_parallel_plans(DistributedConfig(tp_size=2))[:1]
     model = apply_tensor_parallelism(model, init_device_mesh(DEVICE, (2,)), *plan)
@@ -45,11 +45,12 @@ def under_fsdp2(model: nn.Module) -> nn.Module:
 
 
 def cut(distribute: Callable, patch_after: bool = False, stock_runs: bool = True, **config) -> Callable[[int], None]:
-    """`stock_runs`: whether the stock model computes its loss when cut so."""
+    """Return a setup with a sharded head. With `stock_runs`, the sharded stock model computes its loss too."""
 
     def way(rank: int) -> None:
         model = build(**config)
-        stock = copy.deepcopy(model)  # whole on each rank
+        # Each rank has a whole stock model.
+        stock = copy.deepcopy(model)
         call = batch(0) | {"num_items_in_batch": torch.tensor(17, device=DEVICE)}
         expected = step(stock, False, **call)
         if patch_after:

@@ -1,4 +1,4 @@
-"""Levels of memory in a group: bit for bit the loss and every gradient of the default level, distributed alike."""
+"""In distributed models, every memory level gives bit for bit the loss and gradients of the default level."""
 
 import functools
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from hf.ways_sharded import checkpointed, ddp, fsdp1, fsdp2
 
 
 def norms_apart(model: nn.Module) -> nn.Module:
-    """Each norm is a unit of its own: its weight is not there when the products around it run their backward."""
+    """Make each norm a unit. Its weight is not gathered while the layers around it run their backward."""
     for layer in model.model.layers:
         for name, child in layer.named_children():
             if "norm" in name:
@@ -30,7 +30,7 @@ def some_checkpointed(model: nn.Module) -> nn.Module:
 
 
 def linears_apart(model: nn.Module) -> nn.Module:
-    """Each projection is a unit of its own, which is called once more while another runs its backward."""
+    """Make each projection a unit. It is called again while another one runs its backward."""
     for layer in model.model.layers:
         for child in layer.mlp.children():
             if isinstance(child, nn.Linear):
@@ -55,7 +55,8 @@ def count_calls(model: nn.Module) -> list:
     return calls
 
 
-RUNS = {"lean": 1, "checkpoint": 1.5}  # of each projection; the last of two layers is not checkpointed
+# The runs of each projection. The last of two layers is not checkpointed.
+RUNS = {"lean": 1, "checkpoint": 1.5}
 
 
 def same(
@@ -71,13 +72,14 @@ def same(
             if patch_after:
                 tigon.patch(model, memory=memory)
             calls = count_calls(model)
-            for seed in range(2):  # what a first step leaves behind must not disturb a second
-                made = step(model, True, **batch(0 if one_batch else rank, seed))
-            results.append(made)
+            # State that remains after the first step must not change the second one.
+            for seed in range(2):
+                result = step(model, True, **batch(0 if one_batch else rank, seed))
+            results.append(result)
             counts.append(len(calls))
-        given, default = results
-        assert given.keys() == default.keys()
-        assert all(torch.equal(given[name], value) for name, value in default.items())
+        actual, default = results
+        assert actual.keys() == default.keys()
+        assert all(torch.equal(actual[name], value) for name, value in default.items())
         assert counts[0] == RUNS.get(level, 2) * counts[1] or distribute is some_checkpointed, counts
 
     return way

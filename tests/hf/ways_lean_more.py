@@ -1,4 +1,4 @@
-"""More levels and ways to distribute than ways_lean.py, which is enough for `make test`."""
+"""Further levels and distributed setups for `make test-thorough`; `make test` runs those of ways_lean.py."""
 
 import functools
 

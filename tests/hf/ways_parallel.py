@@ -1,4 +1,4 @@
-"""One model over both ranks: its layers and its head cut (tensor parallel), or its sequences (context parallel)."""
+"""One model on both ranks: its layers and head are sharded (tensor parallel), or its sequences (context parallel)."""
 
 import functools
 import shutil
@@ -27,7 +27,7 @@ from tigon.runtime import device
 
 
 def by_plan(model: nn.Module) -> nn.Module:
-    """The model, saved and loaded again under transformers' own plan: its layers and its head are cut."""
+    """Save a model and load it with the plan of transformers, which shards its layers and its head."""
     folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(folder)
     if dist.get_rank() == 0:
@@ -43,7 +43,7 @@ def by_plan(model: nn.Module) -> nn.Module:
 
 
 def by_layers(model: nn.Module, local: bool) -> nn.Module:
-    """torch's styles: norms over a part of the sequence (DTensors), MLPs over a part of the features."""
+    """Shard a model by the styles of torch: norms by the sequence (as DTensors), and MLPs by the features."""
     mesh = dist.init_device_mesh(DEVICE, (2,))
     whole, sequence = Replicate(), Shard(1)
     for layer in model.model.layers:
@@ -62,7 +62,7 @@ def by_layers(model: nn.Module, local: bool) -> nn.Module:
 
 
 def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) -> Callable[[int], None]:
-    """Both ranks get the same batch; the patched model is compared with the stock one, cut and whole."""
+    """Return a setup in which both ranks get the same batch. Stock is compared both sharded and whole."""
 
     def way(rank: int) -> None:
         steps = []
@@ -76,7 +76,7 @@ def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) ->
 
 
 def patched_by_type(rank: int) -> None:
-    """A type patched before its models are built, and cut when they are loaded."""
+    """Patch a type before its models are built. They are sharded when they are loaded."""
     report = tigon.patch("gemma2")
     model = by_plan(build())
     report.restore()
@@ -84,7 +84,7 @@ def patched_by_type(rank: int) -> None:
 
 
 def no_kernel_on_parts(rank: int) -> None:
-    """A DTensor has no memory of its own that a kernel could read."""
+    """Assert that no kernel gets a DTensor, which has no memory that a kernel could read."""
     x = distribute_tensor(torch.randn(4, 8, device=DEVICE), dist.init_device_mesh(DEVICE, (2,)), [Shard(0)])
     before, device.INTERPRETED = device.INTERPRETED, True
     assert device.runs_kernels(x.to_local())
@@ -93,17 +93,18 @@ def no_kernel_on_parts(rank: int) -> None:
 
 
 def attend_to_all(module, query, key, value, attention_mask, scaling, **kwargs) -> tuple[Tensor, None]:
-    """Attention of this rank's part of the sequence to all of it."""
+    """Compute the attention of the queries of this rank to the whole sequence."""
     key, value = (all_gather_tensor_autograd(x.contiguous(), 2, dist.group.WORLD) for x in (key, value))
     rows, columns = query.shape[2], key.shape[2]
     mask = torch.ones(rows, columns, dtype=torch.bool, device=query.device).tril(rows * dist.get_rank())
-    with sdpa_kernel(SDPBackend.MATH):  # a GPU has less exact ones
+    # The other kernels of a GPU are less exact.
+    with sdpa_kernel(SDPBackend.MATH):
         out = F.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=True)
     return out.transpose(1, 2).contiguous(), None
 
 
 def context_parallel(valid: int) -> Callable[[int], None]:
-    """Each rank has half of a sequence, of whose tokens the first `valid` count: the sums are those of the whole."""
+    """Return a setup in which each rank has half of a sequence. Only the first `valid` tokens have labels."""
 
     def way(rank: int) -> None:
         AttentionInterface.register("attend_to_all", attend_to_all)

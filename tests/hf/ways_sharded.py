@@ -1,4 +1,4 @@
-"""Data parallel, and parameters sharded by torch: DDP, FSDP2 and FSDP1."""
+"""Data-parallel models, and models that torch shards: DDP, FSDP2 and FSDP1."""
 
 import functools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def ddp(model: nn.Module) -> nn.Module:
 
 
 def fsdp2(model: nn.Module, groups: tuple[str, ...] = (), **options) -> nn.Module:
-    """`groups`: which of norm, head and embed are a unit together, apart from the root."""
+    """Shard a model by FSDP2. The modules named in `groups` (norm, head, embed) form one unit beside the root."""
     for layer in model.model.layers:
         fully_shard(layer, **options)
     units = {"head": model.lm_head, "norm": model.model.norm, "embed": model.model.embed_tokens}
@@ -37,15 +37,17 @@ def fsdp1(model: nn.Module, use_orig_params: bool) -> nn.Module:
 
 
 def by_accelerate(model: nn.Module) -> nn.Module:
-    """The units that accelerate makes: it finds the last norm by the name of its class."""
+    """Shard a model in the units of accelerate, which finds the last norm by the name of its class."""
     from accelerate import FullyShardedDataParallelPlugin
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     plugin = FullyShardedDataParallelPlugin(
-        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", cpu_ram_efficient_loading=False,
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        cpu_ram_efficient_loading=False,
         transformer_cls_names_to_wrap=[type(model.model.layers[0]).__name__],
-    )  # fmt: skip
-    # An Accelerator itself takes FSDP for accelerators alone.
+    )
+    # An Accelerator supports FSDP only on accelerators, so a namespace takes its place.
     accelerator = SimpleNamespace(
         state=SimpleNamespace(fsdp_plugin=plugin), mixed_precision="no", is_main_process=True, device=DEVICE
     )
@@ -64,7 +66,7 @@ def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[
         steps = []
         for patched in (True, False):
             model = distributed(distribute, patched, patch_after, **config)
-            # Twice: what a first step leaves behind must not disturb a second.
+            # State that remains after the first step must not change the second one.
             step(model, patched, **batch(rank))
             steps.append(step(model, patched, **batch(rank, seed=1)))
         assert_same(*steps)
@@ -73,20 +75,20 @@ def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[
 
 
 def mixed_precision(rank: int) -> None:
-    """With bf16 parameters the patched model is as near to fp32 as the stock one."""
+    """Assert that with bf16 parameters, the patched model is as close to fp32 as the stock one."""
     exact = step(fsdp2(build()), False, **batch(rank))
     stock = step(fsdp2(build(), **BF16), False, **batch(rank))
     model = build()
     patch(model)
-    given = step(fsdp2(model, ("norm", "head"), **BF16), True, **batch(rank))
-    assert given.keys() == exact.keys()
+    actual = step(fsdp2(model, ("norm", "head"), **BF16), True, **batch(rank))
+    assert actual.keys() == exact.keys()
     for name, value in exact.items():
         allowed = 2 * (stock[name] - value).abs().max() + 0.01 * value.abs().max()
-        assert (given[name] - value).abs().max() < allowed, name
+        assert (actual[name] - value).abs().max() < allowed, name
 
 
 def accumulated(rank: int) -> None:
-    """Two batches, of which only the second's backward reduces, with the number of items of both."""
+    """Accumulate two batches with the number of items of both. Only the second backward reduces the gradients."""
     steps = []
     for patched in (True, False):
         model = build()

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO-3: parameters are empty but in the forward and the backward of the module that has them."""
+"""ZeRO-3 of DeepSpeed: parameters are empty except during the forward and the backward of their module."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,11 @@ from tigon.hf.logits import SKIPPED_LOGITS
 
 
 def zero3(patch_after: bool = False, memory: str = "default", **config) -> Callable[[int], None]:
-    """A step of DeepSpeed's engine: parameters are empty but in the forward of the module that has them."""
+    """Return a setup that takes a step with the engine of DeepSpeed."""
 
     def run(rank: int, patched: bool) -> Step:
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
+        # DeepSpeed would compile this op.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("nccl" if DEVICE == "cuda" else "gloo")
         options = {
             "train_micro_batch_size_per_gpu": 2,
@@ -24,7 +25,8 @@ def zero3(patch_after: bool = False, memory: str = "default", **config) -> Calla
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
-        keep = HfDeepSpeedConfig(options)  # as long as it lives, models are built empty
+        # As long as this object exists, models are built with empty parameters.
+        keep = HfDeepSpeedConfig(options)
         model = build(**config)
         assert model.lm_head.weight.numel() == 0
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
@@ -46,7 +48,8 @@ def zero3(patch_after: bool = False, memory: str = "default", **config) -> Calla
             result |= {f"{name} {i}": safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
             engine.step()
         glu.runs_kernels = asked
-        times = 1 if memory == "default" else 2  # the others make the products again
+        # The other levels compute the products twice.
+        times = 1 if memory == "default" else 2
         assert len(calls) == (4 * times if patched else 0), (
             "hooks of DeepSpeed on activations must not turn off gated MLPs"
         )

@@ -414,7 +414,7 @@ def test_a_model_inside_another_module_is_checkpointed():
 
 def test_unsupported_levels_are_refused(monkeypatch):
     plain = nn.Sequential(tigon.RMSNorm(8), nn.Linear(8, 8))
-    message = "memory='checkpoint' cannot be had of this Sequential: it is no model of transformers.* 'offload' can"
+    message = "memory='checkpoint' is not possible for this Sequential: it is not a transformers model.* 'offload' can"
     with pytest.raises(ValueError, match=message):
         tigon.patch(plain, memory="checkpoint")
     model = build("llama")

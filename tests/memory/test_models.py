@@ -232,7 +232,7 @@ def test_a_model_with_an_assigned_forward_is_refused():
     model = build("llama")
     model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
     with pytest.raises(
-        ValueError, match="memory='lean' cannot be had of this LlamaForCausalLM: its forward was already"
+        ValueError, match="memory='lean' is not possible for this LlamaForCausalLM: its forward was already"
     ):
         tigon.patch(model, memory="lean")
     assert not any("forward" in vars(m) for m in model.modules() if m is not model)

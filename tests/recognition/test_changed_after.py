@@ -61,7 +61,7 @@ def replace_the_call_of_the_activation(mlp):
     ],
     ids=lambda f: f.__name__,
 )
-def test_mlps(change):
+def test_a_changed_mlp_computes_what_its_class_computes(change):
     mlp, x = MLP(), torch.randn(5, 16)
     with tigon.patched(mlp) as report:
         assert [entry.part for entry in report.replaced] == ["glu"]
@@ -72,7 +72,7 @@ def test_mlps(change):
 
 @pytest.mark.parametrize("name", ["__call__", "_call_impl"])
 @pytest.mark.parametrize("cls", [nn.GELU, nn.Module])
-def test_the_call_of_the_activation_s_class(monkeypatch, cls, name):
+def test_a_call_that_is_replaced_on_the_class_of_the_activation_is_used(monkeypatch, cls, name):
     mlp, x, call = MLP(), torch.randn(5, 16), getattr(cls, name)
 
     def doubled(self, *args, **kwargs):
@@ -87,7 +87,7 @@ def test_the_call_of_the_activation_s_class(monkeypatch, cls, name):
         assert not torch.allclose(changed, stock)
 
 
-def test_an_activation_with_a_call_of_its_own_keeps_the_mlp_stock():
+def test_an_mlp_whose_activation_has_another_call_stays_stock():
     mlp = MLP()
     replace_the_call_of_the_activation(mlp)
     with pytest.warns(UserWarning, match="nothing was replaced"):
@@ -95,7 +95,7 @@ def test_an_activation_with_a_call_of_its_own_keeps_the_mlp_stock():
     assert entry.detail == "has hooks on act, or another call or forward there"
 
 
-def test_modules_that_differ_in_a_setting_are_told_apart():
+def test_modules_that_differ_in_a_setting_are_recognised_separately():
     first, second = MLP(), MLP()
     second.multiplier = 0.5
     report = tigon.patch(nn.Sequential(first, second))
@@ -112,10 +112,11 @@ class Norm(nn.Module):
         return (self.weight + 1 if self.plus_one else self.weight) * y.to(x.dtype)
 
 
-def test_norms():
+def test_a_changed_norm_computes_what_its_class_computes():
     norm, x = Norm(), torch.randn(5, 48)
     with tigon.patched(norm):
-        norm.eps = 1.0  # read by the op itself
+        # The op reads epsilon in every call.
+        norm.eps = 1.0
         assert torch.equal(norm(x), Norm.forward(norm, x))
         norm.plus_one = True
         assert torch.equal(norm(x), Norm.forward(norm, x))
@@ -136,8 +137,8 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["rope", "half"])
-def test_ropes(monkeypatch, name):
-    """The function of the file is replaced after the patch; what it calls, before the next one."""
+def test_a_rope_function_that_is_replaced_in_its_file_is_used(monkeypatch, name):
+    """The rope function is replaced after the patch. The helper that it calls is replaced before the next patch."""
     model, inputs = Attention(), [torch.randn(shape) for shape in ((2, 4, 5, 8), (2, 2, 5, 8), (1, 5, 8), (1, 5, 8))]
     report = tigon.patch(model)
     others = {"rope": lambda q, k, cos, sin: (q + 1, k), "half": lambda x: x}
@@ -149,7 +150,7 @@ def test_ropes(monkeypatch, name):
     assert all(torch.equal(a, b) for a, b in zip(model(*inputs), Attention.forward(model, *inputs), strict=True))
 
 
-def test_a_rope_of_another_library_is_named(monkeypatch):
+def test_the_reason_names_a_rope_function_of_another_library(monkeypatch):
     def foreign(q, k, cos, sin, unsqueeze_dim=1):
         return q, k
 

@@ -1,4 +1,4 @@
-"""Code, defaults and globals that are exchanged after the patch, as debuggers do, count as in a stock module."""
+"""Code, defaults and globals that are exchanged after the patch have the same effect as in a stock module."""
 
 import copy
 import functools
@@ -86,7 +86,9 @@ def pickled(module):
 
 @pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
 @pytest.mark.parametrize(("cls", "function", "name", "value"), CHANGES.values(), ids=CHANGES)
-def test_fused_statements(monkeypatch, cls, function, name, value, duplicate):
+def test_a_layer_with_exchanged_code_computes_what_its_class_computes(
+    monkeypatch, cls, function, name, value, duplicate
+):
     torch.manual_seed(0)
     layer, x = cls(), torch.randn(3, WIDTH)
     assert "fused_statements" in {entry.part for entry in tigon.patch(layer).replaced}
@@ -99,7 +101,7 @@ def test_fused_statements(monkeypatch, cls, function, name, value, duplicate):
     torch.testing.assert_close(layer(x), before)
 
 
-def test_fused_statements_of_a_class_whose_code_was_exchanged_before_the_next_patch(monkeypatch):
+def test_code_that_was_exchanged_before_the_next_patch_is_not_replaced_by_the_old_rewritten_code(monkeypatch):
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(3, WIDTH)
     tigon.patch(layer)
@@ -194,7 +196,7 @@ SWAPS = [swap_rope, swap_helper, swap_code_of_rope, swap_attention, swap_entry, 
 @pytest.mark.parametrize("when", ["copied before", "copied after"])
 @pytest.mark.parametrize("duplicate", [same, copy.deepcopy, pickled])
 @pytest.mark.parametrize("swap", SWAPS, ids=lambda f: f.__name__)
-def test_rope(monkeypatch, swap, duplicate, when):
+def test_an_attention_uses_functions_that_are_exchanged_in_its_file(monkeypatch, swap, duplicate, when):
     attention, inputs = make_attention()
     assert "rope" in {entry.part for entry in tigon.patch(attention).replaced}
     before = attention(**inputs)[0]
@@ -204,15 +206,15 @@ def test_rope(monkeypatch, swap, duplicate, when):
     if when == "copied after" and duplicate is pickled and swap is swap_rope and holds_rope:
         pytest.skip("In transformers 5.13 an attention holds the function, and Python pickles only what its file has.")
     attention = duplicate(attention) if when == "copied after" else attention
-    given, expected = attention(**inputs)[0], type(attention).forward(attention, **inputs)[0]
-    torch.testing.assert_close(given, expected)
-    assert not torch.allclose(given, before)
+    result, expected = attention(**inputs)[0], type(attention).forward(attention, **inputs)[0]
+    torch.testing.assert_close(result, expected)
+    assert not torch.allclose(result, before)
     monkeypatch.undo()
     torch.testing.assert_close(attention(**inputs)[0], before)
 
 
 @pytest.mark.parametrize("swap", [swap_rope, swap_helper, swap_attention, swap_code])
-def test_rope_that_was_swapped_before_it_is_compiled(monkeypatch, swap):
+def test_a_compiled_attention_uses_functions_that_were_exchanged_before(monkeypatch, swap):
     torch._dynamo.reset()
     attention, inputs = make_attention()
     tigon.patch(attention)

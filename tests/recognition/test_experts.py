@@ -1,4 +1,4 @@
-"""Experts are recognised by what they compute and give the loss and the gradients of the stock module."""
+"""Experts are recognised by what they compute, and have the outputs and the gradients of the stock module."""
 
 import copy
 import importlib
@@ -23,7 +23,7 @@ SIZES = {
     **dict.fromkeys(("moe_intermediate_size", "intermediate_size"), INNER),
     "hidden_size": H,
 }
-# Model, config, experts; the activation of the op; what is unusual.
+# The package of the model, its config class, its class of experts, the activation of the op, options of the config.
 FLAVOURS = {
     "silu": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeExperts", "silu", {}),
     "gelu tanh": ("gemma4", "Gemma4TextConfig", "Gemma4TextExperts", "gelu_tanh", {"enable_moe_block": True}),
@@ -51,7 +51,7 @@ def _experts(flavour: str = "silu", chosen: str = "grouped_mm", dtype: torch.dty
 
 
 def _inputs(tokens: int = T, choices: int = K, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, choices and their weights; the last expert gets no token."""
+    """Return hidden states, choices of experts and their weights. The last expert gets no token."""
     generator = torch.Generator().manual_seed(tokens)
     hidden = torch.randn(tokens, H, generator=generator).to(dtype).requires_grad_()
     weights, index = torch.rand(tokens, E - 1, generator=generator).topk(choices)
@@ -66,20 +66,20 @@ def _patched(module: nn.Module) -> nn.Module:
 
 
 def _step(module, inputs, parameters=None) -> dict[str, Tensor]:
-    """Output and every gradient, by name."""
+    """Return the output and every gradient, by name."""
     hidden, _, weights = inputs
-    wanted = {"hidden": hidden, "weights": weights, **dict(parameters or module.named_parameters())}
-    wanted = {name: x for name, x in wanted.items() if x.requires_grad}
+    leaves = {"hidden": hidden, "weights": weights, **dict(parameters or module.named_parameters())}
+    leaves = {name: x for name, x in leaves.items() if x.requires_grad}
     y = module(*inputs)
-    return {"y": y, **dict(zip(wanted, torch.autograd.grad(y.square().sum(), wanted.values()), strict=True))}
+    return {"y": y, **dict(zip(leaves, torch.autograd.grad(y.square().sum(), leaves.values()), strict=True))}
 
 
-def _assert_same(got: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert got.keys() == expected.keys()
+def _assert_same(results: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert results.keys() == expected.keys()
     for name, value in expected.items():
-        assert got[name].dtype == value.dtype
+        assert results[name].dtype == value.dtype
         tolerance = 64 * torch.finfo(torch.float32).eps * value.abs().max().item() if value.numel() else 0.0
-        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(results[name], value, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
 
 
 @pytest.mark.parametrize("inputs", [{}, {"choices": 1}, {"tokens": 1}], ids=str)
@@ -98,11 +98,11 @@ def test_output_and_gradients_are_the_stock_ones(flavour, chosen, inputs, monkey
 
 
 @every_flavour
-def test_no_tokens(flavour):
-    """Gradients are there, and 0: a rank that has no tokens takes part in the reduction of the others'."""
-    got = _step(_patched(_experts(flavour)), _inputs(tokens=0))
-    assert got["y"].shape == (0, H)
-    assert all((gradient == 0).all() for gradient in got.values())
+def test_without_tokens_all_gradients_are_zero(flavour):
+    """The gradients must exist, because a rank without tokens takes part in the reduction over all ranks."""
+    results = _step(_patched(_experts(flavour)), _inputs(tokens=0))
+    assert results["y"].shape == (0, H)
+    assert all((gradient == 0).all() for gradient in results.values())
 
 
 @pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
@@ -111,71 +111,73 @@ def test_bf16_is_as_near_to_fp32_as_the_stock_module(flavour, chosen):
     stock = _experts(flavour, chosen, torch.bfloat16)
     module, inputs = _patched(copy.deepcopy(stock)), _inputs(dtype=torch.bfloat16)
     wide = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
-    got, eager, exact = _step(module, inputs), _step(stock, inputs), _step(copy.deepcopy(stock).float(), wide)
+    ours, eager, exact = _step(module, inputs), _step(stock, inputs), _step(copy.deepcopy(stock).float(), wide)
     for name in exact:
-        assert_accurate(got[name], eager[name], exact[name], msg=name)
+        assert_accurate(ours[name], eager[name], exact[name], msg=name)
 
 
 @every_flavour
-def test_experts_of_other_ranks(flavour):
-    """Expert parallelism gives them the index E and the weight 0."""
+def test_choices_of_experts_on_other_ranks_have_no_effect(flavour):
+    """Expert parallelism gives these choices the index E and the weight 0."""
     if "biases" in flavour and _release(transformers.__version__) < (5, 17):
         pytest.skip("transformers 5.13 adds unwritten memory to the stock gradients of biases")
     stock, inputs = _experts(flavour), _inputs()
-    stock._is_expert_parallel = True  # transformers 5.23 asks for it
+    # transformers 5.23 reads this attribute.
+    stock._is_expert_parallel = True
     module = _patched(copy.deepcopy(stock))
     index, weights = inputs[1].clone(), inputs[2].detach().clone()
     index[::2, 1], index[4] = E, E
     inputs = inputs[0], index, weights.masked_fill(index == E, 0.0).requires_grad_()
-    got, expected = _step(module, inputs), _step(stock, inputs)
-    present = index < E  # the stock gradient of a weight that is dropped is 0, or of what was in that memory
-    got["weights"], expected["weights"] = (x["weights"] * present for x in (got, expected))
-    _assert_same(got, expected)
+    results, expected = _step(module, inputs), _step(stock, inputs)
+    # The stock gradient of a weight of another rank is 0, or comes from unwritten memory.
+    is_local = index < E
+    results["weights"], expected["weights"] = (x["weights"] * is_local for x in (results, expected))
+    _assert_same(results, expected)
 
 
 @pytest.mark.parametrize("frozen", ["gate_up_proj", "down_proj", "hidden", "weights", "gate_up_proj down_proj"])
-def test_frozen(frozen):
+def test_frozen_tensors_have_no_gradient_and_the_others_have_the_stock_one(frozen):
     stock = _experts()
     module, inputs = _patched(copy.deepcopy(stock)), _inputs()
     for name in frozen.split():
-        for of in (stock, module):
+        for each in (stock, module):
             x = {"hidden": inputs[0], "weights": inputs[2]}.get(name)
-            (of.get_parameter(name) if x is None else x).requires_grad_(False)
+            (each.get_parameter(name) if x is None else x).requires_grad_(False)
     _assert_same(_step(module, inputs), _step(stock, inputs))
 
 
 @pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_autocast(chosen, dtype):
-    """Hidden states of another dtype than the weights, as norms give them."""
+def test_autocast_gives_the_stock_output_and_gradients(chosen, dtype):
+    """The hidden states have another dtype than the weights, as the output of a norm does."""
     if torch.__version__ < (2, 9) and chosen == "grouped_mm" and dtype == torch.bfloat16:
         pytest.skip("with torch 2.8 the stock module multiplies fp32 by bf16, which raises")
     stock = _experts("silu", chosen, dtype)
     module, inputs = _patched(copy.deepcopy(stock)), _inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        got, expected = _step(module, inputs), _step(stock, inputs)
+        results, expected = _step(module, inputs), _step(stock, inputs)
     for name, value in expected.items():
-        assert got[name].dtype == value.dtype
-        # "eager" computes in the dtype of autocast: that is left to it.
+        assert results[name].dtype == value.dtype
+        # "eager" computes in the dtype of autocast, so the stock forward runs.
         tolerance = 0.0 if chosen == "eager" else 2**-6 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance * value.abs().max().item())
+        torch.testing.assert_close(results[name], value, rtol=0, atol=tolerance * value.abs().max().item())
 
 
 def test_the_choice_of_the_config_is_respected():
-    """A generation takes batched_mm for a while; who registers a function of their own gets that."""
+    """`generate` chooses batched_mm for its duration, and users may register a function of their own."""
     moe = pytest.importorskip("transformers.integrations.moe")
-    module, inputs, called = _patched(_experts()), _inputs(), []
-    moe.ALL_EXPERTS_FUNCTIONS.register("theirs", lambda self, *args: called.append(self))
+    module, inputs, calls = _patched(_experts()), _inputs(), []
+    moe.ALL_EXPERTS_FUNCTIONS.register("theirs", lambda self, *args: calls.append(self))
     module.config._experts_implementation = "theirs"
     module(*inputs)
-    assert called == [module]
+    assert calls == [module]
     assert recognise_experts(_experts(chosen="theirs")) == "its config has chosen 'theirs' for its experts"
     module.config._experts_implementation = "grouped_mm"
     module(*inputs)
-    assert len(called) == 1
+    assert len(calls) == 1
 
 
-def test_undone_exactly_and_the_config_is_untouched():
+def test_undo_restores_the_module_and_the_config_is_unchanged():
     module, inputs = _experts(), _inputs()
     before, state = _step(module, inputs), (dict(vars(module)), module.config.to_dict())
     undo = install_guarded(module, recognise_experts(module))
@@ -194,7 +196,7 @@ def test_a_copy_computes_with_its_own_parameters(copied):
     torch.testing.assert_close(other(*inputs), 2 * module(*inputs))
 
 
-def test_weights_are_not_needed():
+def test_recognition_reads_no_weights():
     with torch.device("meta"):
         module = _experts()
     assert recognise_experts(module) == recognise_experts(_experts())
@@ -215,7 +217,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("chosen", ["grouped_mm", "eager"])
 @pytest.mark.parametrize("other", OTHERS)
-def test_what_computes_something_else_is_left_alone(other, chosen):
+def test_experts_that_compute_something_else_keep_their_forward(other, chosen):
     module = _experts(chosen=chosen)
     stock = type(module)
 
@@ -232,19 +234,18 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("said", CHANGES)
-def test_what_was_changed_is_left_alone(said):
+@pytest.mark.parametrize("reason", CHANGES)
+def test_changed_experts_keep_their_forward(reason):
     module = _experts()
-    CHANGES[said](module)
-    assert said in recognise_experts(module)
+    CHANGES[reason](module)
+    assert reason in recognise_experts(module)
 
 
-def test_what_is_no_expert_is_not_spoken_of():
+def test_another_module_gives_no_reason():
     assert recognise_experts(nn.Linear(3, 3)) is None
 
 
-def test_a_changed_activation_is_used():
-    """A hook on it, or another in its place, since the patch."""
+def test_an_activation_that_is_exchanged_after_the_patch_is_used():
     module, inputs = _patched(_experts()), _inputs()
     module.act_fn = nn.Tanh()
     stock = _experts()
@@ -252,8 +253,8 @@ def test_a_changed_activation_is_used():
     torch.testing.assert_close(module(*inputs), stock(*inputs))
 
 
-def test_parameters_that_are_computed():
-    """A parametrisation gives the module another class and its weights another type: as PEFT does for experts."""
+def test_parametrised_weights_give_the_stock_output_and_gradients():
+    """A parametrisation, as PEFT adds for experts, gives the module another class and its weights another type."""
 
     class Halved(nn.Module):
         def forward(self, weight: Tensor) -> Tensor:
@@ -261,8 +262,8 @@ def test_parameters_that_are_computed():
 
     stock = _experts()
     module, inputs = _patched(copy.deepcopy(stock)), _inputs()
-    for of in (stock, module):
-        nn.utils.parametrize.register_parametrization(of, "gate_up_proj", Halved())
+    for each in (stock, module):
+        nn.utils.parametrize.register_parametrization(each, "gate_up_proj", Halved())
     _assert_same(_step(module, inputs), _step(stock, inputs))
 
 
@@ -275,18 +276,18 @@ def test_compiles_without_a_graph_break(flavour, dtype):
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     for tokens in (T, T + 4):
         inputs = _inputs(tokens, dtype=dtype)
-        expected, got = _step(module, inputs), _step(compiled, inputs, module.named_parameters())
+        expected, results = _step(module, inputs), _step(compiled, inputs, module.named_parameters())
         for name, value in expected.items():
             tolerance = (2**-6 if dtype == torch.bfloat16 else 1e-5) * value.abs().max().item()
-            torch.testing.assert_close(got[name], value, rtol=0, atol=tolerance)
+            torch.testing.assert_close(results[name], value, rtol=0, atol=tolerance)
 
 
-def test_gradient_checkpointing():
+def test_gradient_checkpointing_gives_the_stock_output_and_gradients():
     stock, inputs = _experts(), _inputs()
     module = _patched(copy.deepcopy(stock))
     checkpointed = lambda *args: torch.utils.checkpoint.checkpoint(module, *args, use_reentrant=False)
     _assert_same(_step(checkpointed, inputs, module.named_parameters()), _step(stock, inputs))
 
 
-def test_every_activation_of_the_op_is_met():
+def test_every_activation_of_the_op_has_a_flavour():
     assert {flavour[3] for flavour in FLAVOURS.values()} - {None} == set(ACTIVATIONS)

@@ -1,6 +1,6 @@
-"""Forwards whose sums, norms and layers of one input are done at once: the values and gradients of what was written.
+"""Forwards with fused sums, norms and projections have the values and gradients of the stock statements.
 
-Where kernels run (on a GPU, or in the interpreter) the ops take over; elsewhere the statements run as they were.
+Where kernels run (on a GPU, or in the interpreter), the ops compute them. Elsewhere the stock statements run.
 """
 
 import copy
@@ -27,7 +27,7 @@ BY_KERNELS = runs_kernels(torch.empty(1, device=DEVICE))
 
 
 class Norm(nn.Module):
-    """As Llama's."""
+    """An RMS norm that rounds before the weight, as Llama does."""
 
     def __init__(self, width: int = WIDTH):
         super().__init__()
@@ -86,40 +86,40 @@ def inputs() -> Tensor:
     return torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(0)).to(DEVICE).requires_grad_()
 
 
-def assert_close(given: list[Tensor], expected: list[Tensor]) -> None:
-    for a, b in zip(given, expected, strict=True):
-        # Of a key's bias the gradient is zero, and noise.
+def assert_close(results: list[Tensor], expected: list[Tensor]) -> None:
+    for a, b in zip(results, expected, strict=True):
+        # The gradient of the bias of keys is zero in exact arithmetic, so only rounding errors remain.
         torch.testing.assert_close(a, b, atol=2e-5 * max(b.abs().max().item(), 0.1), rtol=0)
 
 
 def nodes(y: Tensor) -> set[str]:
-    """Names of what a result was computed by."""
-    found, todo = {}, [y.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is not None and node not in found:
-            found[node] = node.name()
-            todo += [n for n, _ in node.next_functions]
-    return set(found.values())
+    """Return the names of all nodes in the autograd graph of a result."""
+    names, pending = {}, [y.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node is not None and node not in names:
+            names[node] = node.name()
+            pending += [n for n, _ in node.next_functions]
+    return set(names.values())
 
 
-# --- what is found ---------------------------------------------------------------------------------
+# --- which statements are rewritten ---------------------------------------------------------------------------------
 
 
-def source(function) -> str:
-    """What a forward becomes, in words."""
-    made = fuse_statements(function)
-    return made.__code__.co_freevars if isinstance(made, types.FunctionType) else ()
+def called_functions(function) -> set[str]:
+    """Return the names of the functions that the rewritten form of a forward calls."""
+    rewritten = fuse_statements(function)
+    return set(rewritten.__code__.co_freevars) if isinstance(rewritten, types.FunctionType) else set()
 
 
-def test_what_the_report_says():
+def test_the_report_names_the_fused_statements():
     report = tigon.patch(make())
-    found = {e.module: (e.detail, e.count) for e in report.replaced if e.part == "fused_statements"}
-    assert found == {"Layer": ("add + norm, norm + residual", 2), "Attention": ("products of one input", 2)}
+    entries = {e.module: (e.detail, e.count) for e in report.replaced if e.part == "fused_statements"}
+    assert entries == {"Layer": ("add + norm, norm + residual", 2), "Attention": ("products of one input", 2)}
 
 
 class Forms:
-    """Forwards, and what is to be found in them."""
+    """Forwards that match a pattern, and forwards that resemble one."""
 
     def other_names(self, x):
         y = self.norm(x)
@@ -219,7 +219,7 @@ class Forms:
 
 
 @pytest.mark.parametrize(
-    ("form", "found"),
+    ("form", "names"),
     [
         ("no_alias", {ADD_NORM}),
         ("other_target", {ADD_NORM}),
@@ -240,28 +240,29 @@ class Forms:
         ("asks_for_names", set()),
     ],
 )
-def test_forms(form, found):
-    assert set(source(vars(Forms)[form])) == found
+def test_only_statements_that_match_a_pattern_are_rewritten(form, names):
+    assert called_functions(vars(Forms)[form]) == names
 
 
 @pytest.mark.parametrize("form", ["no_alias", "other_target", "in_a_branch"])
-def test_every_form_means_the_same(form):
-    """All names that a statement set have their values afterwards."""
+def test_a_rewritten_forward_computes_the_same(form):
+    """Every variable that a replaced statement assigned has its value afterwards."""
     forms, a, b = Forms(), torch.randn(3, WIDTH), torch.randn(3, WIDTH)
     forms.norm = Norm()
-    stock, made = vars(Forms)[form], fuse_statements(vars(Forms)[form])
-    assert torch.equal(made(forms, a, b), stock(forms, a, b))
-    assert made.__defaults__ == stock.__defaults__
+    stock, rewritten = vars(Forms)[form], fuse_statements(vars(Forms)[form])
+    assert torch.equal(rewritten(forms, a, b), stock(forms, a, b))
+    assert rewritten.__defaults__ == stock.__defaults__
 
 
 def test_source_that_cannot_be_read_is_reported():
     scope = {}
-    exec(textwrap.dedent("""
+    source = """
         def forward(self, a, b):
             c = a + b
             d = self.norm(c)
             return c, d
-    """), scope)  # fmt: skip
+    """
+    exec(textwrap.dedent(source), scope)
     assert fuse_statements(scope["forward"]) == "its forward has no source that can be read"
 
 
@@ -273,11 +274,11 @@ def test_a_method_that_calls_super_is_rewritten():
             return super().forward(hidden) + residual
 
     assert "__class__" in Other.forward.__code__.co_freevars
-    made, layer, x = fuse_statements(Other.forward), Other().to(DEVICE), torch.randn(3, WIDTH, device=DEVICE)
-    assert torch.equal(made(layer, x), Other.forward(layer, x))
+    rewritten, layer, x = fuse_statements(Other.forward), Other().to(DEVICE), torch.randn(3, WIDTH, device=DEVICE)
+    assert torch.equal(rewritten(layer, x), Other.forward(layer, x))
 
 
-def test_errors_name_the_author_s_line():
+def test_tracebacks_show_the_line_of_the_author():
     model = make()
     tigon.patch(model)
     with pytest.raises(RuntimeError) as raised:
@@ -291,7 +292,7 @@ def test_errors_name_the_author_s_line():
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("level", ["default", "lean", "lean+mlp"])
-def test_the_same_step(level, bias):
+def test_a_step_has_the_stock_output_and_gradients(level, bias):
     stock, model, x = make(bias=bias), make(bias=bias), inputs()
     expected = step(stock, x)
     tigon.patch(model, memory=level)
@@ -300,24 +301,24 @@ def test_the_same_step(level, bias):
     assert ("_AddRMSNormBackward" in nodes(model(x))) == BY_KERNELS
 
 
-def test_gradients_of_hidden_states():
-    """What comes into a layer and what a norm gives have the gradients that they have in the stock model."""
+def test_gradients_of_hidden_states_are_the_stock_ones():
+    """The output of a layer and the output of a norm have the gradients that they have in the stock model."""
     results = []
     for patched in (False, True):
         model, x = make(), inputs()
         if patched:
             tigon.patch(model)
-        seen = []
-        model[0].register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
-        model[1].before.register_forward_hook(lambda m, args, out, seen=seen: seen.append(out))
+        outputs = []
+        model[0].register_forward_hook(lambda m, args, out, outputs=outputs: outputs.append(out))
+        model[1].before.register_forward_hook(lambda m, args, out, outputs=outputs: outputs.append(out))
         loss = model(x).square().sum()
-        results.append(torch.autograd.grad(loss, seen))
-        assert len(seen) == 2
+        results.append(torch.autograd.grad(loss, outputs))
+        assert len(outputs) == 2
     assert_close(*results[::-1])
 
 
 @pytest.mark.parametrize("frozen", ["norms", "layers", "all but one", "input"])
-def test_frozen(frozen):
+def test_gradients_beside_frozen_parameters_are_the_stock_ones(frozen):
     stock, model, x = make(), make(), inputs()
     tigon.patch(model)
     for m in (stock, model):
@@ -334,28 +335,29 @@ def test_frozen(frozen):
     assert_close(*results[::-1])
 
 
-def test_outputs_that_nobody_uses():
+def test_outputs_without_use_need_no_gradient():
     x, layers = inputs(), [nn.Linear(WIDTH, 8, device=DEVICE) for _ in range(3)]
-    made = fused_statements.products(x, *layers)
-    assert (made is not None) == BY_KERNELS
-    if made is None:
+    outputs = fused_statements.products(x, *layers)
+    assert (outputs is not None) == BY_KERNELS
+    if outputs is None:
         return
-    given = torch.autograd.grad(made[1].sum(), [x, *layers[1].parameters()])
-    assert_close(list(given), list(torch.autograd.grad(layers[1](x).sum(), [x, *layers[1].parameters()])))
-    y, passed = fused_statements.norm_pass(tigon_norm := Norm().to(DEVICE), x)
-    assert passed is x
-    tigon.patch(tigon_norm)
-    y, passed = fused_statements.norm_pass(tigon_norm, x)
-    assert torch.equal(torch.autograd.grad(passed.sum(), x, retain_graph=True)[0], torch.ones_like(x))
+    gradients = torch.autograd.grad(outputs[1].sum(), [x, *layers[1].parameters()])
+    assert_close(list(gradients), list(torch.autograd.grad(layers[1](x).sum(), [x, *layers[1].parameters()])))
+    norm = Norm().to(DEVICE)
+    y, residual = fused_statements.norm_pass(norm, x)
+    assert residual is x
+    tigon.patch(norm)
+    y, residual = fused_statements.norm_pass(norm, x)
+    assert torch.equal(torch.autograd.grad(residual.sum(), x, retain_graph=True)[0], torch.ones_like(x))
     assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
-    y, passed = fused_statements.norm_pass(tigon_norm, x.detach())
-    assert (y.requires_grad, passed.requires_grad) == (True, False)
-    assert torch.autograd.grad(y.sum(), tigon_norm.weight)[0].shape == (WIDTH,)
+    y, residual = fused_statements.norm_pass(norm, x.detach())
+    assert (y.requires_grad, residual.requires_grad) == (True, False)
+    assert torch.autograd.grad(y.sum(), norm.weight)[0].shape == (WIDTH,)
 
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-def test_products_may_be_written_and_their_gradients_taken_under_autocast(bias):
+def test_products_may_be_written_in_place_and_differentiated_under_autocast(bias):
     """The gradients are as exact as those of the layers outside of autocast, because the products ran outside of it."""
     layers = nn.ModuleList(nn.Linear(WIDTH, 8, bias, device=DEVICE) for _ in range(2))
 
@@ -366,29 +368,29 @@ def test_products_may_be_written_and_their_gradients_taken_under_autocast(bias):
             return torch.autograd.grad(loss, [x, *layers.parameters()])
 
     one_by_one = lambda x, *layers: [layer(x) for layer in layers]
-    given = gradients(fused_statements.products, inputs(), layers, autocast=True)
+    ours = gradients(fused_statements.products, inputs(), layers, autocast=True)
     eager = gradients(one_by_one, inputs(), layers, autocast=False)
     wide = inputs().detach().double().requires_grad_()
     exact = gradients(one_by_one, wide, copy.deepcopy(layers).double(), autocast=False)
-    for triple in zip(given, eager, exact, strict=True):
+    for triple in zip(ours, eager, exact, strict=True):
         assert_accurate(*triple)
 
 
-def test_a_promise_of_a_collective_is_left_to_torch():
-    promise = pytest.importorskip("torch.distributed._functional_collectives").AsyncCollectiveTensor(inputs().detach())
+def test_the_pending_result_of_a_collective_is_computed_by_torch():
+    pending = pytest.importorskip("torch.distributed._functional_collectives").AsyncCollectiveTensor(inputs().detach())
     layers = [nn.Linear(WIDTH, 8, device=DEVICE) for _ in range(2)]
-    assert fused_statements.products(promise, *layers) is None
+    assert fused_statements.products(pending, *layers) is None
     mlp = tigon.SwiGLUMLP(WIDTH, 8, device=DEVICE)
-    torch.testing.assert_close(mlp(promise), mlp(promise.elem))
+    torch.testing.assert_close(mlp(pending), mlp(pending.elem))
 
 
-# --- what does more is left to do it ---------------------------------------------------------------
+# --- modules whose call does more run as they are ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("where", ["before", "after", "attention.q"])
 @pytest.mark.parametrize("hook", ["forward", "pre", "backward"])
 def test_hooks_are_called(where, hook):
-    model, x, called = make(), inputs(), []
+    model, x, calls = make(), inputs(), []
     tigon.patch(model)
     module = model[0].get_submodule(where)
     register = {
@@ -396,13 +398,13 @@ def test_hooks_are_called(where, hook):
         "pre": module.register_forward_pre_hook,
         "backward": module.register_full_backward_hook,
     }[hook]
-    register(lambda *args: called.append(1) or None)
+    register(lambda *args: calls.append(1) or None)
     assert_close(step(model, x), step(make(), x))
-    assert called
+    assert calls
 
 
 class Calls(nn.Module):
-    """Calls a method, a function and perhaps nothing, where others call a norm and linear layers."""
+    """A module that calls a method, a function and perhaps None, where other modules call a norm and linear layers."""
 
     def __init__(self, k: bool):
         super().__init__()
@@ -424,25 +426,25 @@ class Calls(nn.Module):
 
 
 @pytest.mark.parametrize("k", [False, True])
-def test_what_is_called_may_be_anything(k):
+def test_a_forward_may_call_any_attribute(k):
     model, x = Calls(k).to(DEVICE), inputs()
     expected = step(model, x)
     assert any(e.part == "fused_statements" for e in tigon.patch(model).replaced)
     assert_close(step(model, x), expected)
 
 
-def test_hooks_of_accelerate_on_a_norm():
-    """They wrap its forward, and give the wrapper all attributes of what they wrap."""
+def test_hooks_of_accelerate_on_a_norm_run():
+    """These hooks wrap the forward, and the wrapper has all attributes of the replacement."""
     hooks = pytest.importorskip("accelerate.hooks")
 
-    class Counts(hooks.ModelHook):
+    class Counter(hooks.ModelHook):
         calls = 0
 
         def pre_forward(self, module, *args, **kwargs):
             self.calls += 1
             return args, kwargs
 
-    model, x, hook = make(), inputs(), Counts()
+    model, x, hook = make(), inputs(), Counter()
     tigon.patch(model)
     for norm in (model[0].before, model[0].after):
         hooks.add_hook_to_module(norm, hook)
@@ -450,7 +452,7 @@ def test_hooks_of_accelerate_on_a_norm():
     assert hook.calls == 2
 
 
-def test_a_norm_whose_call_does_more():
+def test_a_norm_whose_class_has_another_call_runs_it():
     class Doubled(Norm):
         def __call__(self, x):
             return 2 * super().__call__(x)
@@ -464,7 +466,7 @@ def test_a_norm_whose_call_does_more():
 
 @pytest.mark.parametrize("when", ["before the patch", "after the patch"])
 @pytest.mark.parametrize("where", ["before", "after"])
-def test_a_norm_whose_own_call_was_replaced(where, when):
+def test_a_call_that_was_assigned_to_a_norm_runs(where, when):
     stock, model, x = make(), make(), inputs()
 
     def replace(m: nn.Module) -> None:
@@ -480,15 +482,15 @@ def test_a_norm_whose_own_call_was_replaced(where, when):
     assert_close(step(model, x), step(stock, x))
 
 
-def test_a_copy_where_the_class_cannot_be_read(monkeypatch):
+def test_a_model_that_is_unpickled_without_the_source_of_its_class_runs_the_stock_forward(monkeypatch):
     model, x = make(), inputs()
     tigon.patch(model)
-    sent = pickle.dumps(model)
+    data = pickle.dumps(model)
     monkeypatch.setattr(fused_statements, "fuse_statements", lambda function: None)
-    assert_close(step(pickle.loads(sent), x), step(make(), x))
+    assert_close(step(pickle.loads(data), x), step(make(), x))
 
 
-def test_layers_that_are_exchanged_later():
+def test_layers_that_are_exchanged_after_the_patch_are_used():
     class Doubled(nn.Linear):
         def forward(self, x):
             return 2 * super().forward(x)
@@ -503,8 +505,7 @@ def test_layers_that_are_exchanged_later():
     assert_close(step(model, x), step(stock, x))
 
 
-def test_broadcast_sums():
-    """A residual of another shape or dtype adds as torch has it."""
+def test_a_residual_of_another_shape_or_dtype_is_added_by_torch():
     norm = Norm().to(DEVICE)
     tigon.patch(norm)
     for a, b in [
@@ -518,7 +519,7 @@ def test_broadcast_sums():
         torch.testing.assert_close(y, norm(a + b))
 
 
-def test_another_forward_of_the_class(monkeypatch):
+def test_a_forward_that_the_class_gets_after_the_patch_runs(monkeypatch):
     model, x = make(), inputs()
     tigon.patch(model)
     monkeypatch.setattr(Layer, "forward", lambda self, hidden: hidden * 3)
@@ -526,18 +527,18 @@ def test_another_forward_of_the_class(monkeypatch):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant):
+def test_checkpointing_gives_the_stock_output_and_gradients(reentrant):
     stock, model, x = make(), make(), inputs()
     tigon.patch(model)
     leaves = [x, *model.parameters()]
     y = model[1](torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant))
     y.square().sum().backward()
-    given = [y, *(t.grad for t in leaves)]
-    assert_close(given, step(stock, x))
+    results = [y, *(t.grad for t in leaves)]
+    assert_close(results, step(stock, x))
 
 
 @pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_have_weights_of_their_own(way):
+def test_copies_read_their_own_weights(way):
     model, x = make(), inputs()
     tigon.patch(model)
     other = way(model)
@@ -548,17 +549,17 @@ def test_copies_have_weights_of_their_own(way):
     assert all(find_replacement(m) is not None for m in (other[0], other[0].attention))
 
 
-def test_under_autocast():
+def test_a_step_under_autocast_is_as_accurate_as_the_stock_one():
     stock, model, x = make(), make(), inputs()
     tigon.patch(model)
     with torch.autocast(DEVICE, torch.bfloat16):
-        given, eager = step(model, x), step(stock, x)
+        ours, eager = step(model, x), step(stock, x)
     exact = step(make().double(), x.detach().double().requires_grad_())
-    for i, triple in enumerate(zip(given, eager, exact, strict=True)):
+    for i, triple in enumerate(zip(ours, eager, exact, strict=True)):
         assert_accurate(*triple, msg=str(i))
 
 
-def test_undone():
+def test_a_restored_model_is_the_stock_model():
     model, x = make(), inputs()
     expected = step(make(), x)
     with tigon.patched(model):
@@ -567,8 +568,7 @@ def test_undone():
     assert all(torch.equal(a, b) for a, b in zip(step(model, x), expected, strict=True))
 
 
-def test_the_tree_is_only_read():
-    """Rewriting twice gives the same, and the class keeps its own function."""
+def test_rewriting_twice_gives_the_same_code_and_changes_no_class():
     before = Layer.forward
     first = fuse_statements(Layer.forward)
     fused_statements.rewrite.cache_clear()

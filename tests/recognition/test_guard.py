@@ -1,4 +1,4 @@
-"""A forward that is no function of its inputs and settings stays stock. A changed setting is used in the next call."""
+"""A forward with hidden state or side effects stays stock. A setting that changes is used in the next call."""
 
 import collections
 import copy
@@ -65,7 +65,7 @@ def variant(name: str, **members) -> type[MLP]:
     return type(name, (MLP,), members)
 
 
-# --- what a forward writes -----------------------------------------------------------------------
+# --- forwards that write -----------------------------------------------------------------------
 
 
 def sets_attribute(self, x):
@@ -238,7 +238,7 @@ def test_a_forward_that_writes_its_input_stays_stock():
     assert entry.detail == "its forward writes to its input or to a parameter"
 
 
-# --- what changes by itself ----------------------------------------------------------------------
+# --- state that changes by itself ----------------------------------------------------------------------
 
 
 def own_generator(mlp):
@@ -275,7 +275,7 @@ def test_a_forward_whose_state_cannot_be_watched_stays_stock(source):
     assert before == (random.getstate(), np.random.get_state()[1].tolist())
 
 
-# --- what no probe changes -----------------------------------------------------------------------
+# --- conditions that no probe changes -----------------------------------------------------------------------
 
 
 def is_long(x: Tensor) -> bool:
@@ -296,7 +296,7 @@ CONDITIONS = {
 
 @pytest.mark.parametrize("condition", CONDITIONS.values(), ids=CONDITIONS)
 @pytest.mark.parametrize("scale", [1.0, 2.0])
-def test_a_forward_that_decides_by_its_input_stays(condition, scale):
+def test_a_forward_that_decides_by_its_input_stays_stock(condition, scale):
     act = lambda self, x: F.silu(x) * (scale if condition(self, x) else 1.0)
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(nn.ModuleList([variant("Decides", act=act)()])).left_alone
@@ -322,7 +322,7 @@ def warns(self, x):
 
 
 @pytest.mark.parametrize("act", [logs, logs_to_the_root, warns])
-def test_a_forward_that_writes_a_message_stays(act, caplog):
+def test_a_forward_that_writes_a_message_stays_stock(act, caplog):
     caplog.set_level(logging.INFO)
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(nn.ModuleList([variant("Logs", act=act)()])).left_alone
@@ -349,24 +349,24 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("asks", MODES.values(), ids=MODES)
-def test_a_forward_that_asks_for_a_mode_stays(asks):
+@pytest.mark.parametrize("read_mode", MODES.values(), ids=MODES)
+def test_a_forward_that_reads_a_mode_stays_stock(read_mode):
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(
-            nn.ModuleList([variant("Asks", act=lambda self, x: F.silu(x) * (1.0 + 0.0 * asks(x)))()])
+            nn.ModuleList([variant("Asks", act=lambda self, x: F.silu(x) * (1.0 + 0.0 * read_mode(x)))()])
         ).left_alone
-    assert "its forward asks " in entry.detail
+    assert "its forward reads " in entry.detail
 
 
 @pytest.mark.parametrize("function", [id, hash])
-def test_a_forward_that_reads_an_address_stays(function):
+def test_a_forward_that_reads_an_address_stays_stock(function):
     act = {id: lambda self, x: F.silu(x) * (1 + 0 * id(x)), hash: lambda self, x: F.silu(x) * (1 + 0 * hash(x))}
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(nn.ModuleList([variant("Reads", act=act[function])()])).left_alone
     assert f"its forward calls {function.__name__} (" in entry.detail
 
 
-SETTLED = {
+PROBED_CONDITIONS = {
     "dtype": lambda self, x: F.silu(x) if x.dtype == torch.bfloat16 else F.silu(x) * 1.0,
     "dimensions": lambda self, x: F.silu(x) if x.dim() == 4 else F.silu(x) * 1.0,
     "type": lambda self, x: F.silu(x) if isinstance(x, Tensor) else x[0],
@@ -376,8 +376,8 @@ SETTLED = {
 }
 
 
-@pytest.mark.parametrize("act", SETTLED.values(), ids=SETTLED)
-def test_a_condition_that_probes_and_settings_settle_is_no_decision(act):
+@pytest.mark.parametrize("act", PROBED_CONDITIONS.values(), ids=PROBED_CONDITIONS)
+def test_a_condition_on_probed_properties_and_settings_is_no_decision(act):
     assert tigon.patch(nn.ModuleList([variant("Settled", act=act)()]))
 
 
@@ -389,7 +389,7 @@ def test_a_with_block_is_no_decision():
     assert tigon.patch(nn.ModuleList([variant("With", act=act)()]))
 
 
-# --- what a forward reads ------------------------------------------------------------------------
+# --- settings that a forward reads ------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -687,7 +687,7 @@ def test_an_equal_setting_is_no_change():
     assert guard_of(model[0]).holds(model[0])
 
 
-def test_what_the_forward_does_not_read_is_no_change():
+def test_a_setting_that_the_forward_does_not_read_is_no_change():
     model = nn.ModuleList([Pickled()])
     tigon.patch(model)
     model[0].note, model[0].log = "other", [1.0]
@@ -705,7 +705,7 @@ def test_a_forward_that_reads_hundreds_of_settings_stays_stock():
     assert entry.detail == "its forward reads self.table, which holds 500 elements, too many to check"
 
 
-# --- values that normal ones do not show ---------------------------------------------------------
+# --- unusual values ---------------------------------------------------------
 
 
 class Norm(nn.Module):
@@ -759,7 +759,7 @@ def test_mlps_that_differ_at_unusual_values_stay_stock(finish):
     assert report.left_alone[0].detail == "computes something else than silu, gelu or gelu-tanh gates"
 
 
-def test_an_mlp_that_takes_only_three_dimensions_is_replaced_for_these():
+def test_an_mlp_that_accepts_only_three_dimensions_is_replaced_for_these():
     def finish(self, y):
         batch, length, width = y.shape
         return y.view(batch, length, width)
@@ -771,8 +771,8 @@ def test_an_mlp_that_takes_only_three_dimensions_is_replaced_for_these():
         model[0](torch.randn(3, 16))
 
 
-def test_what_is_not_compared_runs_the_stock_forward():
-    """The norm rounds fp64 to fp32, which the op would not."""
+def test_dtypes_that_were_not_compared_run_the_stock_forward():
+    """The norm rounds fp64 to fp32, and the op would not."""
     norm, x = Norm(), torch.randn(4, 48, dtype=torch.float64)
     assert tigon.patch(norm)
     torch.testing.assert_close(norm(x), Norm.forward(norm, x), rtol=0, atol=0)
@@ -786,7 +786,7 @@ def test_an_epsilon_of_another_type_is_used(eps):
     torch.testing.assert_close(norm(x), Norm.forward(norm, x), rtol=1e-6, atol=1e-6)
 
 
-def test_a_weight_that_is_gone_is_an_error_as_in_the_stock_module():
+def test_a_deleted_weight_raises_the_error_of_the_stock_module():
     norm = Norm()
     assert tigon.patch(norm)
     norm.weight = None
@@ -810,7 +810,7 @@ def by_hook_of_a_child(mlp):
 
 
 def compiled_outputs(how, backend: str, fullgraph: bool = False) -> list[Tensor]:
-    """Return what a compiled module gives before and after a change, and what its class then gives."""
+    """Return the output of a compiled module before and after a change, and then the output of its class."""
     torch.manual_seed(0)
     mlp, x = MLP(), torch.randn(2, 8, 16)
     mlp.__class__ = variant("Settings")
@@ -905,9 +905,9 @@ def test_a_change_inside_the_graph_is_used(unchanged):
     torch.compiler.reset()
     compiled = torch.compile(step, backend="eager", fullgraph=True)
     for scale in (2.0, 3.0):
-        given = compiled(x, scale)
+        result = compiled(x, scale)
         model[0].table[0] = scale
-        torch.testing.assert_close(given, Pickled.forward(model[0], x))
+        torch.testing.assert_close(result, Pickled.forward(model[0], x))
         model[0].table[0] = 1.0
 
 
@@ -917,7 +917,7 @@ def test_graphs_are_stock_where_dynamo_has_other_internals(monkeypatch, unchange
     def fail(*_):
         raise AttributeError
 
-    monkeypatch.setattr("tigon.recognition.graph_guard._install", fail)
+    monkeypatch.setattr("tigon.recognition.graph_guard.install_guard", fail)
     _, after, expected = compiled_outputs(by_list, "eager", fullgraph=True)
     torch.testing.assert_close(after, expected, rtol=0, atol=0)
 
@@ -976,7 +976,7 @@ class Scripted(nn.Module):
 
 
 @pytest.mark.parametrize("wrap", [lambda m: m, nn.Sequential], ids=["the module", "a child"])
-def test_a_script_of_a_patched_module_says_what_to_do(wrap):
+def test_scripting_a_patched_module_raises_an_error_that_names_the_remedy(wrap):
     model, x = wrap(Scripted()), torch.randn(4, 48)
     report = tigon.patch(model)
     assert report

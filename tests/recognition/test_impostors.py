@@ -1,4 +1,4 @@
-"""What computes the same as an op on usual values, and something else on others, or other gradients, stays as it is."""
+"""A module that equals an op on usual values, but differs on other values or in its gradients, keeps its forward."""
 
 import pytest
 import torch
@@ -6,8 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.mlps import ReLU2Recipe, recognise_glu, recognise_relu2
-from tigon.recognition.norms import LayerNormRecipe, RMSNormRecipe, recognise_norm
+from tigon.recognition.glu import recognise_glu
+from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
+from tigon.recognition.norms import recognise_norm
+from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 from tigon.recognition.rope import recognise_rope
 
 
@@ -43,13 +45,13 @@ def without_gradients(g, u, x):
     ],
     ids=["clamped", "clamped late", "gate detached", "up detached", "no_grad", "fp16", "nearly"],
 )
-def test_mlps(gated):
+def test_mlps_that_resemble_a_gated_mlp_keep_their_forward(gated):
     assert isinstance(recognise_glu(MLP(lambda g, u, x: F.silu(g) * u)).kind, str)
     assert recognise_glu(MLP(gated)) == "computes something else than silu, gelu or gelu-tanh gates"
 
 
 def test_an_attention_is_no_mlp():
-    """Its query, key and value are linear layers that would fit each other."""
+    """The sizes of query, key and value would fit a gated MLP."""
 
     class Attention(nn.Module):
         def __init__(self) -> None:
@@ -81,7 +83,7 @@ class Activation(nn.Module):
     ],
     ids=["nearly", "clamped", "evaluating", "half detached"],
 )
-def test_squared_relus(act):
+def test_activations_that_resemble_a_squared_relu_keep_their_forward(act):
     assert recognise_relu2(Activation(lambda m, x: F.relu(x).square())) == ReLU2Recipe()
     assert not isinstance(recognise_relu2(Activation(act)), ReLU2Recipe)
 
@@ -119,18 +121,18 @@ def detached(x, w, eps):
     ],
     ids=["clamped late", "rstd detached", "rows swapped", "four dimensions", "fp16", "weight detached"],
 )
-def test_norms(compute):
+def test_norms_that_resemble_an_rms_norm_keep_their_forward(compute):
     assert isinstance(recognise_norm(Norm(rms)), RMSNormRecipe)
     assert recognise_norm(Norm(compute)) == "computes something else than rms_norm or layer_norm"
 
 
-def test_a_norm_of_each_head_is_no_norm_of_all():
+def test_a_norm_of_each_head_is_no_norm_of_the_whole_width():
     norm = Norm(lambda x, w, eps: rms(x.unflatten(-1, (-1, 48)), w, eps).flatten(-2), size=0)
     assert recognise_norm(norm) == "computes something else than rms_norm or layer_norm"
 
 
-def test_a_norm_of_each_head_by_one_weight_keeps_its_own_forward_where_heads_are_many():
-    """At the width of its weight it is a plain norm."""
+def test_a_norm_of_each_head_with_one_weight_runs_its_own_forward_for_many_heads():
+    """For an input as wide as its weight it is a plain norm."""
     norm = Norm(lambda x, w, eps: rms(x.unflatten(-1, (-1, 48)), w, eps).flatten(-2))
     x = torch.randn(3, 4 * 48)
     expected = norm(x)
@@ -138,26 +140,26 @@ def test_a_norm_of_each_head_by_one_weight_keeps_its_own_forward_where_heads_are
         assert torch.equal(norm(x), expected)
 
 
-def test_a_weight_of_one_element_is_that_of_any_norm():
+def test_a_norm_with_a_weight_of_one_element_is_refused():
     assert recognise_norm(Norm(rms, size=1)) == "has a weight of one element"
 
 
 @pytest.mark.parametrize("width", [768, 4096], ids=str)
-def test_layer_norms_with_weights_in_fp32(width):
-    """torch's own mixed kernel rounds a few values in thousands otherwise than it does in one dtype."""
+def test_wide_layer_norms_with_weights_in_fp32_are_recognised(width):
+    """For an input of another dtype, torch's kernel rounds a few values in thousands differently."""
     assert isinstance(recognise_norm(nn.LayerNorm(width)), LayerNormRecipe)
 
 
 # --- rope ----------------------------------------------------------------------------------------
 
 
-def turned(x, cos, sin):
+def rotate(x, cos, sin):
     return x * cos + torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), -1) * sin
 
 
 def rope(q, k, cos, sin, unsqueeze_dim=1):
     cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
-    return turned(q, cos, sin), turned(k, cos, sin)
+    return rotate(q, cos, sin), rotate(k, cos, sin)
 
 
 def frozen_keys(q, k, cos, sin, unsqueeze_dim=1):
@@ -174,7 +176,7 @@ class Frozen(nn.Module):
         return frozen_keys(*args)
 
 
-def test_a_rope_without_gradients_of_its_keys():
+def test_a_rope_without_gradients_of_its_keys_keeps_its_function():
     assert recognise_rope(Frozen()) == "frozen_keys: computes another rotary embedding than the op"
 
 
@@ -190,7 +192,7 @@ def test_a_rope_without_gradients_of_its_keys():
     ],
     ids=["one angle", "one angle each", "more tables", "one batch of keys", "one key", "sin of another shape"],
 )
-def test_what_broadcasts_goes_to_the_stock_function(q, k, cos, sin):
+def test_arguments_that_broadcast_go_to_the_stock_function(q, k, cos, sin):
     model, inputs = Attention(), [torch.randn(shape) for shape in (q, k, cos, sin)]
     expected = model(*inputs)
     with tigon.patched(model) as report:

@@ -1,15 +1,17 @@
-"""MLPs are recognised by what they compute, whatever their parts are called; what differs is left alone."""
+"""MLPs are recognised by what they compute, whatever the names of their children. Other modules keep their forward."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tigon.recognition.mlps import GLURecipe, ReLU2Recipe, recognise_glu, recognise_relu2
+from tigon.recognition.glu import recognise_glu
+from tigon.recognition.glu_recipe import GLURecipe
+from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 
 
 class Split(nn.Module):
-    """w1, w3 and w2 as some models have them; declared in another order than they are used."""
+    """A gated MLP whose children have the names w1, w3 and w2. They are declared in another order than they run."""
 
     def __init__(self, act=F.silu, bias: bool = False, hidden: int = 16, inner: int = 32) -> None:
         super().__init__()
@@ -41,22 +43,22 @@ class Packed(nn.Module):
 )
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("inner", [32, 16], ids=["wide", "square"])
-def test_a_gated_mlp_is_found_under_any_names(act, kind, bias, inner):
+def test_a_gated_mlp_is_recognised_under_any_names(act, kind, bias, inner):
     assert recognise_glu(Split(act, bias, inner=inner)) == GLURecipe(kind, "w1", "w3", "w2")
 
 
-def test_a_packed_mlp_whose_code_names_its_size():
+def test_a_packed_mlp_that_reads_its_size_from_an_attribute_is_recognised():
     assert recognise_glu(Packed()) == GLURecipe("swiglu", "both", None, "out")
 
 
-def test_children_of_other_classes_need_only_say_their_sizes():
+def test_children_of_other_classes_need_only_the_attributes_for_their_sizes():
     class Quantised(nn.Module):
         def __init__(self, features_in, features_out):
             super().__init__()
             self.in_features, self.out_features = features_in, features_out
 
         def forward(self, x):
-            raise AssertionError("recognition must not run the big children")
+            raise AssertionError("recognition must not run the children of full size")
 
     mlp = Split()
     mlp.w1, mlp.w3, mlp.w2 = Quantised(16, 32), Quantised(16, 32), Quantised(32, 16)
@@ -84,7 +86,7 @@ def test_gates_are_compared_bit_for_bit(act):
     ids=["multiplier", "dropout", "sparsity"],
 )
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
-def test_what_a_gated_mlp_does_beside_is_not_lost(change, training):
+def test_an_mlp_that_computes_more_keeps_its_forward(change, training):
     mlp = Split()
     change(mlp)
     mlp.train(training)
@@ -94,13 +96,13 @@ def test_what_a_gated_mlp_does_beside_is_not_lost(change, training):
     )
 
 
-def test_a_norm_inside_is_named():
+def test_the_reason_names_a_norm_inside_of_the_mlp():
     mlp = Split()
     mlp.inner_norm = nn.RMSNorm(32)
     assert recognise_glu(mlp) == "has more state than a gated MLP (inner_norm)"
 
 
-def test_a_packed_mlp_with_up_before_gate_is_left_alone():
+def test_a_packed_mlp_with_up_before_gate_keeps_its_forward():
     assert recognise_glu(Packed(gate_first=False)) == "computes something else than silu, gelu or gelu-tanh gates"
 
 
@@ -112,5 +114,5 @@ class Squared(nn.Module):
         return torch.square(F.relu(x))
 
 
-def test_a_squared_relu_is_found():
+def test_a_squared_relu_is_recognised():
     assert recognise_relu2(Squared()) == ReLU2Recipe()

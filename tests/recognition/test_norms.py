@@ -1,4 +1,4 @@
-"""Norms are recognised by what they compute, whatever they are called; what differs is left alone, with a reason."""
+"""Norms are recognised by what they compute, whatever their names. Other modules keep their forward, with a reason."""
 
 import warnings
 
@@ -8,13 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
-from tigon.recognition.mlps import recognise_glu, recognise_relu2
-from tigon.recognition.norms import LayerNormRecipe, RMSNormRecipe, recognise_norm
+from tigon.recognition.glu import recognise_glu
+from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
+from tigon.recognition.norms import recognise_norm
+from tigon.recognition.relu2 import recognise_relu2
 from tigon.recognition.rope import recognise_rope
 
 
 class AnyNorm(nn.Module):
-    """A norm written as nobody names it; `compute(x, weight, tiny)` is its forward."""
+    """A norm with unusual names. `compute(x, weight, tiny)` is its forward."""
 
     def __init__(self, compute, weight: bool = True, tiny: float = 1e-5) -> None:
         super().__init__()
@@ -39,30 +41,31 @@ def x_hat(x, eps):
     ],
     ids=["Llama", "OLMo 2", "Gemma"],
 )
-def test_norms_are_told_apart_by_their_bits(compute, offset, rounding):
+def test_the_bits_show_offset_and_rounding_of_a_norm(compute, offset, rounding):
     assert recognise_norm(AnyNorm(compute)) == RMSNormRecipe("tiny", "scale", offset, rounding, gated=False)
 
 
-def test_a_norm_without_weight():
+def test_a_norm_without_weight_is_recognised():
     norm = AnyNorm(lambda x, w, eps: x_hat(x, eps).to(x.dtype), weight=False)
     assert recognise_norm(norm) == RMSNormRecipe("tiny", None, 0.0, "before_weight", gated=False)
 
 
-def test_torch_rms_norm_is_one():
-    found = recognise_norm(nn.RMSNorm(48, eps=1e-5))
-    assert isinstance(found, RMSNormRecipe)
-    assert found.eps == "eps"
+def test_the_rms_norm_of_torch_is_recognised():
+    recipe = recognise_norm(nn.RMSNorm(48, eps=1e-5))
+    assert isinstance(recipe, RMSNormRecipe)
+    assert recipe.eps == "eps"
 
 
 def test_a_warning_of_torch_during_a_probe_is_not_shown():
     def compute(x, w, eps):
-        F.softmax(x.detach())  # warns that it has to choose a dimension
+        # This call warns that it has to choose a dimension.
+        F.softmax(x.detach())
         return w * x_hat(x, eps).to(x.dtype)
 
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as messages:
         warnings.simplefilter("always")
         assert isinstance(recognise_norm(AnyNorm(compute)), RMSNormRecipe)
-    assert not said
+    assert not messages
 
 
 @pytest.mark.parametrize(
@@ -90,7 +93,7 @@ def test_a_warning_of_torch_during_a_probe_is_not_shown():
         "offset 2",
     ],
 )
-def test_what_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
+def test_a_norm_that_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
     assert recognise_norm(AnyNorm(compute)) in (
         "computes something else than rms_norm or layer_norm",
         "its forward draws random numbers",
@@ -98,16 +101,16 @@ def test_what_differs_from_an_rms_norm_is_refused_with_a_reason(compute):
 
 
 @pytest.mark.parametrize("mode", [True, False], ids=["training", "evaluating"])
-def test_a_norm_that_acts_otherwise_in_one_mode_is_refused_in_both(mode):
-    class Moody(AnyNorm):
+def test_a_norm_that_computes_something_else_in_one_mode_is_refused_in_both(mode):
+    class DependsOnMode(AnyNorm):
         def forward(self, x):
             return super().forward(x) * (0.5 if self.training is mode else 1.0)
 
-    norm = Moody(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
+    norm = DependsOnMode(lambda x, w, eps: w * x_hat(x, eps).to(x.dtype))
     assert recognise_norm(norm) == recognise_norm(norm.eval()) == "computes something else than rms_norm or layer_norm"
 
 
-def test_a_norm_that_cannot_run_alone_says_why():
+def test_a_norm_that_cannot_be_run_has_the_error_as_its_reason():
     def compute(x, w, eps):
         raise OSError("no such kernel")
 
@@ -128,18 +131,18 @@ def gate_then_norm(x, w, eps, gate=None):
     return w * x_hat(x, eps).to(w.dtype)
 
 
-def test_a_gate_after_the_norm_is_found():
+def test_a_gate_after_the_norm_is_recognised():
     norm = GatedNorm(norm_then_gate)
     x, gate = torch.randn(3, 48, requires_grad=True), torch.randn(3, 48, requires_grad=True)
     expected = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
     assert recognise_norm(norm) == RMSNormRecipe("tiny", "scale", 0.0, "before_weight", gated=True)
     with tigon.patched(norm):
-        given = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
-    for a, b in zip(given, expected, strict=True):
+        results = torch.autograd.grad(norm(x, gate).square().sum(), (x, gate, norm.scale))
+    for a, b in zip(results, expected, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_a_gate_before_the_norm_is_not_taken_for_a_norm_without_gate():
+def test_a_norm_with_a_gate_before_it_is_refused():
     assert recognise_norm(GatedNorm(gate_then_norm)) == "computes something else than rms_norm or layer_norm"
 
 
@@ -147,14 +150,14 @@ def test_a_gate_before_the_norm_is_not_taken_for_a_norm_without_gate():
 
 
 class Centred(AnyNorm):
-    """Written out in steps."""
+    """A layer norm that is written out in steps."""
 
     def __init__(self) -> None:
         super().__init__(lambda x, w, eps: (w.float() * x_hat(x.float() - x.float().mean(-1, True), eps)).to(x.dtype))
 
 
 class Constant(nn.Module):
-    """A norm without weights whose epsilon stands in its code."""
+    """A norm without weights, whose epsilon is a constant of its code."""
 
     def forward(self, x):
         return F.layer_norm(x.float(), (48,), eps=1e-5).to(x.dtype)
@@ -177,13 +180,13 @@ class ConstantNorm(Constant):
     ],
     ids=["torch", "without bias", "without weight", "in steps", "epsilon in the code"],
 )
-def test_layer_norms_are_found(norm, weight, bias, eps):
-    found = recognise_norm(norm)
-    assert isinstance(found, LayerNormRecipe)
-    assert (found.weight, found.bias, found.eps) == (weight, bias, eps)
+def test_layer_norms_are_recognised(norm, weight, bias, eps):
+    recipe = recognise_norm(norm)
+    assert isinstance(recipe, LayerNormRecipe)
+    assert (recipe.weight, recipe.bias, recipe.eps) == (weight, bias, eps)
 
 
-def test_a_layer_norm_over_two_dimensions_is_left_alone():
+def test_a_layer_norm_over_two_dimensions_keeps_its_forward():
     assert recognise_norm(nn.LayerNorm((4, 12))) is None
 
 
@@ -200,7 +203,7 @@ def test_other_modules_are_neither_norms_nor_mlps_nor_ropes(module):
         assert recognise(module) is None
 
 
-# --- forwards that are not the author's ----------------------------------------------------------
+# --- forwards that another library replaced ----------------------------------------------------------
 
 
 def replaced_on_the_instance(norm):
@@ -212,7 +215,7 @@ def replaced_on_the_class(norm):
 
 
 @pytest.mark.parametrize("replace", [replaced_on_the_instance, replaced_on_the_class], ids=["instance", "class"])
-def test_what_another_library_replaced_is_left_alone_and_named(replace):
+def test_the_reason_names_the_library_that_replaced_a_forward(replace):
     class Norm(AnyNorm):
         def forward(self, x):
             return super().forward(x)

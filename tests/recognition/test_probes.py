@@ -1,4 +1,4 @@
-"""Modules that compute something else only in rare circumstances: long inputs, infinite values, other modes."""
+"""Modules that differ from an op only in rare circumstances keep their forward: long inputs, infinite values, modes."""
 
 import math
 import types
@@ -9,8 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
-from tigon.recognition.mlps import GLURecipe, ReLU2Recipe, recognise_glu, recognise_relu2
-from tigon.recognition.norms import LayerNormRecipe, RMSNormRecipe, recognise_norm
+from tigon.recognition.glu import recognise_glu
+from tigon.recognition.glu_recipe import GLURecipe
+from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
+from tigon.recognition.norms import recognise_norm
+from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 
 
 class MLP(nn.Module):
@@ -108,11 +111,11 @@ SIZES = {
 
 @pytest.mark.parametrize("after", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("base", [MLP, Norm, Squared])
-def test_sizes_of_the_input_are_no_numbers(base, after):
+def test_a_module_that_computes_with_the_size_of_its_input_keeps_its_forward(base, after):
     assert is_left_alone(variant(base, after=after))
 
 
-def test_the_report_names_the_size():
+def test_the_reason_names_the_size():
     reason = recognise_glu(variant(MLP, after=SIZES["divided"]))
     assert "computes with the size of its input" in reason
     assert "size(0)" in reason
@@ -136,19 +139,19 @@ INFINITE = {
 
 @pytest.mark.parametrize("after", INFINITE.values(), ids=INFINITE)
 @pytest.mark.parametrize("base", [MLP, Norm])
-def test_infinite_outputs(base, after):
+def test_a_module_that_changes_infinite_outputs_keeps_its_forward(base, after):
     assert is_left_alone(variant(base, after=after))
 
 
 FEATURES = {
-    "kept": lambda self, h: torch.cat((h[..., :90], 0 * h[..., 90:]), -1),
+    "first": lambda self, h: torch.cat((h[..., :90], 0 * h[..., 90:]), -1),
     "strongest": lambda self, h: h * (h.abs() >= h.abs().topk(min(200, h.shape[-1]), -1).values[..., -1:]),
     "attribute": lambda self, h: F.pad(h[..., : self.limit], (0, max(h.shape[-1] - self.limit, 0))),
 }
 
 
 @pytest.mark.parametrize("between", FEATURES.values(), ids=FEATURES)
-def test_features_beyond_the_widths_of_the_stand_in(between):
+def test_a_module_that_changes_features_beyond_a_width_keeps_its_forward(between):
     module = variant(MLP, between=between)
     module.limit = 333
     assert is_left_alone(module)
@@ -164,7 +167,7 @@ MODES = {
 
 @pytest.mark.parametrize("after", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("base", [MLP, Norm, Squared])
-def test_conditions_on_several_facts(base, after):
+def test_a_module_with_a_condition_on_several_properties_keeps_its_forward(base, after):
     assert is_left_alone(variant(base, after=after))
 
 
@@ -185,11 +188,11 @@ def without_autocast(base):
 
 
 @pytest.mark.parametrize("base", [MLP, Norm, Squared])
-def test_gradients_that_the_caller_switched_off(base):
+def test_a_module_that_enables_gradients_keeps_its_forward(base):
     assert is_left_alone(variant(base, forward=with_grad(base)))
 
 
-def test_autocast_that_the_forward_switches_off():
+def test_a_module_that_disables_autocast_keeps_its_forward():
     assert is_left_alone(variant(MLP, forward=without_autocast(MLP)))
 
 
@@ -217,13 +220,13 @@ class HalfGradient(BoundedGradient):
 
 @pytest.mark.parametrize("function", [BoundedGradient, CleanGradient, HalfGradient])
 @pytest.mark.parametrize("base", [MLP, Norm, Squared])
-def test_gradients_of_unusual_values(base, function):
+def test_a_module_with_other_gradients_of_unusual_values_keeps_its_forward(base, function):
     assert is_left_alone(variant(base, after=lambda self, y: function.apply(y)))
 
 
 @pytest.mark.parametrize("sentinel", [-100.0, 1.0, -1.0])
 @pytest.mark.parametrize("base", [MLP, Norm])
-def test_values_that_mark_padding(base, sentinel):
+def test_a_module_that_changes_values_that_mark_padding_keeps_its_forward(base, sentinel):
     assert is_left_alone(variant(base, before=lambda self, x: x.masked_fill(x == sentinel, 7.0)))
 
 
@@ -231,7 +234,7 @@ class Tagged(Tensor):
     pass
 
 
-def test_outputs_of_another_class_or_layout():
+def test_a_module_with_outputs_of_another_class_or_layout_keeps_its_forward():
     turned = lambda self, y: y.mT.contiguous().mT if y.dim() > 1 else y
     for base in (MLP, Norm, Squared):
         assert is_left_alone(variant(base, after=lambda self, y: y.as_subclass(Tagged)))
@@ -248,7 +251,7 @@ EPSILONS = {
 
 @pytest.mark.parametrize("epsilon", EPSILONS.values(), ids=EPSILONS)
 @pytest.mark.parametrize("eps", [0.0, 0.25])
-def test_an_epsilon_that_is_not_used_as_it_is(epsilon, eps):
+def test_an_epsilon_that_the_module_modifies_has_its_stock_effect(epsilon, eps):
     norm, x = variant(Norm, epsilon=epsilon), torch.randn(4, 48) * 1e-3
     x[0] = 0
     with tigon.patched(norm):
@@ -257,7 +260,7 @@ def test_an_epsilon_that_is_not_used_as_it_is(epsilon, eps):
         assert torch.allclose(norm(x), type(norm).forward(norm, x), rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_changed_epsilon_of_a_plain_norm_is_read():
+def test_the_epsilon_of_a_plain_norm_is_read_in_every_call():
     assert recognise_norm(Norm()).live == ("weight", "eps")
 
 
@@ -294,7 +297,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("forward", CALLS.values(), ids=CALLS)
-def test_projections_that_are_not_called_once(forward):
+def test_an_mlp_that_does_not_call_each_projection_once_keeps_its_forward(forward):
     assert is_left_alone(variant(MLP, forward=forward))
 
 
@@ -302,7 +305,7 @@ class Loud(nn.Linear):
     pass
 
 
-def test_settings_of_projections():
+def test_an_mlp_that_reads_a_setting_of_a_projection_keeps_its_forward():
     mlp = variant(MLP, after=lambda self, y: y * getattr(self.up, "gain", 1.0))
     mlp.up.gain = 3.0
     assert is_left_alone(mlp)
@@ -322,7 +325,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("after", WEIGHTS.values(), ids=WEIGHTS)
-def test_values_of_weights(after):
+def test_a_norm_that_reads_the_values_of_its_weight_keeps_its_forward(after):
     assert is_left_alone(variant(Norm, after=after))
 
 
@@ -347,13 +350,13 @@ def agrees(module: nn.Module, *inputs: Tensor) -> None:
     assert result is expected or torch.equal(dense(result), dense(expected))
 
 
-def test_dtypes_that_the_forward_refuses():
+def test_dtypes_that_the_forward_refuses_raise_the_stock_error():
     for weight_dtype, dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
         agrees(nn.LayerNorm(32).to(weight_dtype), torch.randn(4, 32, dtype=dtype))
     agrees(nn.LayerNorm(32).double(), torch.randn(4, 32))
 
 
-def test_a_shape_that_changed_later():
+def test_a_shape_that_changes_after_the_patch_is_used():
     norm = nn.LayerNorm(32)
     with tigon.patched(norm):
         for shape in ((4, 32), (16,), (33,)):
@@ -367,7 +370,7 @@ def test_a_shape_that_changed_later():
                 assert torch.equal(norm(torch.ones(2, 4, 32)), expected)
 
 
-def test_inputs_that_view_refuses():
+def test_inputs_that_view_refuses_raise_the_stock_error():
     flat = lambda self, x: x.view(-1, x.shape[-1]).view(x.shape)
     for module, size in ((variant(MLP, before=flat), 16), (variant(Norm, before=flat), 48)):
         agrees(module, torch.randn(3, size, 5).transpose(1, 2))
@@ -390,11 +393,11 @@ READS = {
 
 @pytest.mark.parametrize("before", READS.values(), ids=READS)
 @pytest.mark.parametrize("base", [MLP, Norm])
-def test_attributes_of_the_input(base, before):
+def test_a_module_that_reads_an_attribute_of_its_input_keeps_its_forward(base, before):
     assert is_left_alone(variant(base, before=before))
 
 
-def test_an_input_that_the_forward_casts_or_moves():
+def test_a_module_that_casts_or_moves_its_input_keeps_its_forward():
     for before in (
         lambda self, x: x.to(next(self.parameters()).dtype),
         lambda self, x: x.type_as(next(self.gate.parameters())),
@@ -422,7 +425,7 @@ def test_an_optional_argument_is_no_gate(name):
         assert torch.allclose(norm(x), type(norm).forward(norm, x))
 
 
-def test_no_state_is_left():
+def test_probes_leave_no_state():
     assert isinstance(recognise_norm(nn.LayerNorm(8)), LayerNormRecipe)
     module = variant(MLP, after=SIZES["divided"])
     before = torch.get_rng_state(), torch.is_grad_enabled(), torch.get_default_dtype()

@@ -1,4 +1,4 @@
-"""A forward of a module's own, through what other code does to modules: bind, copy, replicate, export."""
+"""A replaced forward survives what other code does to modules: binding, copies, replicas, export."""
 
 import copy
 import functools
@@ -15,7 +15,7 @@ from tigon.recognition.replacement import find_replacement, foreign_forward, for
 
 
 def twice(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """A recipe that shows whose weight it reads."""
+    """Compute twice the layer, from the weight of the module that the call passes."""
     return 2 * nn.functional.linear(x, module.weight)
 
 
@@ -28,8 +28,8 @@ def layer() -> nn.Linear:
 X = torch.eye(3)
 
 
-def assert_own(module: nn.Module, factor: int = 2) -> None:
-    """The module's call is the recipe (or, with factor 1, stock) on the weight that it has now."""
+def assert_reads_own_weight(module: nn.Module, factor: int = 2) -> None:
+    """Assert that the call runs the recipe, or with factor 1 the stock forward, on the module's current weight."""
     assert torch.equal(module(X), factor * module.weight.t())
 
 
@@ -43,17 +43,17 @@ def zeroed(module: nn.Module) -> nn.Module:
 # --- as a method ---------------------------------------------------------------------------------
 
 
-def test_what_binds_the_function_of_the_forward_reaches_the_module_it_is_bound_to(layer):
-    """As accelerate does for mixed precision: of a plain closure, deepcopy would keep the original's."""
+def test_a_method_made_of_the_forward_runs_the_module_that_it_is_bound_to(layer):
+    """accelerate makes such a method for mixed precision. A deep copy of a closure would run the original module."""
     undo = install(layer, twice)
     function = layer.forward.__func__
     layer.forward = types.MethodType(lambda module, *args: function(module, *args), layer)
     other = zeroed(copy.deepcopy(layer))
-    assert_own(other)
-    assert_own(layer)
+    assert_reads_own_weight(other)
+    assert_reads_own_weight(layer)
     undo()
-    assert_own(layer, 1)
-    assert_own(other, 1)
+    assert_reads_own_weight(layer, 1)
+    assert_reads_own_weight(other, 1)
 
 
 def test_a_copy_of_a_model_in_mixed_precision_has_its_own_weights(layer):
@@ -81,7 +81,7 @@ def test_compiled_regions_call_the_compiled_copy():
 
 
 def replicated(module: nn.Module, weight: torch.Tensor) -> nn.Module:
-    """One replica, as `nn.DataParallel` makes them: parameters are plain tensors that were copied."""
+    """Return a replica as `nn.DataParallel` builds it: its parameters are plain tensors that were copied."""
     replica = module._replicate_for_data_parallel()
     replica.weight, replica._parameters["bias"] = weight, None
     return replica
@@ -92,8 +92,8 @@ def test_a_replica_reads_its_own_weight(layer, duplicate):
     install(layer, twice)
     module = duplicate(layer)
     replica = replicated(module, torch.full((2, 3), 5.0))
-    assert_own(replica)
-    assert_own(module)
+    assert_reads_own_weight(replica)
+    assert_reads_own_weight(module)
     assert find_replacement(replica) is not find_replacement(module)
 
 
@@ -103,8 +103,9 @@ def test_a_replica_of_a_restored_module_is_stock(layer):
     replica = replicated(layer, torch.ones(2, 3))
     undo()
     assert set(vars(layer)) == before
-    assert_own(replicated(layer, torch.full((2, 3), 5.0)), 1)
-    assert_own(replica)  # lives as long as the call it was made for
+    assert_reads_own_weight(replicated(layer, torch.full((2, 3), 5.0)), 1)
+    # A replica lives only during the call for which it was made.
+    assert_reads_own_weight(replica)
 
 
 def test_replicating_leaves_nothing_in_the_state_dict(layer):
@@ -116,33 +117,33 @@ def test_replicating_leaves_nothing_in_the_state_dict(layer):
 # --- what other code reads -----------------------------------------------------------------------
 
 
-def test_torch_export(layer):
+def test_torch_export_gives_the_output_of_the_replaced_forward(layer):
     install(layer, twice)
     program = torch.export.export(layer, (X,))
     assert torch.equal(program.module()(X), layer(X))
 
 
-def test_a_forward_whose_module_is_gone_says_so():
+def test_a_forward_whose_module_was_deleted_raises_a_clear_error():
     module = nn.Linear(3, 2)
     install(module, twice)
     forward = module.forward
     del module
     gc.collect()
-    with pytest.raises(ReferenceError, match="the module of this forward is gone"):
+    with pytest.raises(ReferenceError, match="the module of this forward was deleted"):
         forward(X)
 
 
 # --- forwards and hooks of others ----------------------------------------------------------------
 
 
-def of_library(name: str, source: str, **given):
-    """A function as if a library had it."""
-    there = {"__name__": name, "functools": functools, **given}
-    exec(source, there)
-    return there["made"]
+def function_of_library(name: str, source: str, **scope):
+    """Return the function `forward` of some source, as if the Python module `name` defined it."""
+    scope = {"__name__": name, "functools": functools, **scope}
+    exec(source, scope)
+    return scope["forward"]
 
 
-WRAPPER = "@functools.wraps(stock)\ndef made(self, x):\n    return stock(self, x)"
+WRAPPER = "@functools.wraps(stock)\ndef forward(self, x):\n    return stock(self, x)"
 
 
 @pytest.mark.parametrize(
@@ -150,26 +151,26 @@ WRAPPER = "@functools.wraps(stock)\ndef made(self, x):\n    return stock(self, x
     [("another.package", True), (f"{__name__.partition('.')[0]}.other", False), ("torch.utils", False)],
     ids=["another", "its own", "torch"],
 )
-def test_a_class_whose_forward_a_library_wraps(library, foreign):
+def test_a_wrapper_of_another_library_around_the_forward_of_a_class_is_foreign(library, foreign):
     class Layer(nn.Module):
         def forward(self, x):
             return x
 
-    Layer.forward = of_library(library, WRAPPER, stock=Layer.forward)
-    said = f"the forward of its class was already replaced (by {library})"
-    assert foreign_forward(Layer()) == (said if foreign else None)
+    Layer.forward = function_of_library(library, WRAPPER, stock=Layer.forward)
+    reason = f"the forward of its class was already replaced (by {library})"
+    assert foreign_forward(Layer()) == (reason if foreign else None)
 
 
-def test_a_forward_wrapped_on_the_instance_is_the_wrappers(layer):
-    layer.forward = of_library("another.package", WRAPPER.replace("self, x", "x"), stock=layer.forward)
+def test_a_wrapper_around_the_forward_of_an_instance_is_foreign(layer):
+    layer.forward = function_of_library("another.package", WRAPPER.replace("self, x", "x"), stock=layer.forward)
     assert foreign_forward(layer) == "its forward was already replaced (by another.package)"
 
 
 @pytest.mark.parametrize("register", ["forward_hook", "full_backward_hook", "full_backward_pre_hook"])
 @pytest.mark.parametrize("partial", [False, True])
-def test_hooks_are_foreign_but_for_those_that_shard(layer, register, partial):
+def test_hooks_are_foreign_except_those_of_engines_that_shard(layer, register, partial):
     for library, foreign in (("torch.distributed.fsdp", None), ("another.package", "another.package")):
-        hook = of_library(library, "made = lambda *args: None")
+        hook = function_of_library(library, "forward = lambda *args: None")
         getattr(layer, f"register_{register}")(functools.partial(hook) if partial else hook)
         assert foreign_hook(nn.Sequential(layer)) == foreign
 

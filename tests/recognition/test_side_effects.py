@@ -1,4 +1,4 @@
-"""Writes to tensors, constructors, children with weights and decisions that are hard to see leave a module stock."""
+"""Writes to tensors, constructors, reads of children with weights and hidden decisions keep a module stock."""
 
 import collections
 import copy
@@ -42,7 +42,7 @@ def patch(module: nn.Module) -> Report:
 
 
 def reason(module: nn.Module) -> str:
-    """Return why a module is left as it is."""
+    """Return the reason why a module keeps its forward."""
     with pytest.warns(UserWarning, match="nothing was replaced"):
         return patch(module).left_alone[0].detail
 
@@ -296,11 +296,11 @@ TYPES = {
 
 
 @pytest.mark.parametrize("finish", TYPES.values(), ids=TYPES)
-def test_a_forward_that_asks_for_the_type_of_a_child_with_weights_stays(finish):
-    assert "asks for the type of self." in reason(variant(finish=finish))
+def test_a_forward_that_reads_the_type_of_a_child_with_weights_stays_stock(finish):
+    assert "reads the type of self." in reason(variant(finish=finish))
 
 
-# --- code that is not entered --------------------------------------------------------------------
+# --- effects of code that Python does not show --------------------------------------------------------------------
 
 
 class Pair(collections.namedtuple("Pair", "a b")):
@@ -453,7 +453,7 @@ def test_a_decision_that_is_hard_to_see_leaves_the_module_stock(finish):
     assert "its forward " in reason(variant(finish=finish))
 
 
-# --- what is read of a forward that may be replaced ------------------------------------------------
+# --- reads that do not prevent a replacement ------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -548,7 +548,7 @@ def test_an_exception_that_the_forward_catches_is_a_decision():
     assert "decides by its input" in reason(mlp)
 
 
-# --- what cannot be read ---------------------------------------------------------------------------
+# --- modules that cannot be read ---------------------------------------------------------------------------
 
 
 class RaisingRepr:

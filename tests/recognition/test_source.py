@@ -224,7 +224,7 @@ def test_another_forward_that_is_set_later_runs(monkeypatch):
 
 def test_a_decorator_without_functools_wraps_is_reported():
     (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "fused_statements")
-    assert entry.detail == "its forward is behind a decorator that does not tell what it wraps"
+    assert entry.detail == "its forward is behind a decorator that does not name what it wraps"
 
 
 # --- residuals with other uses ---------------------------------------------------------------------
@@ -233,7 +233,7 @@ def test_a_decorator_without_functools_wraps_is_reported():
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.a, self.kept = Norm(), nn.Linear(16, 16), None
+        self.norm, self.a, self.last = Norm(), nn.Linear(16, 16), None
 
     def double(self, x):
         x.register_hook(lambda g: 2 * g)
@@ -272,7 +272,7 @@ class Layer(nn.Module):
         residual = x
         y = self.norm(x)
         residual.retain_grad()
-        self.kept = residual
+        self.last = residual
         return y + residual
 
     def in_place(self, x):

@@ -1,4 +1,4 @@
-"""`report.why`: what recognition tried on a module, the nearest candidate and the first case that differs."""
+"""`report.why` shows what recognition tried on a module, the nearest candidate and the first case that differs."""
 
 import re
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.hf.patch import PARTS
-from tigon.recognition.mlps import recognise_relu2
+from tigon.recognition.relu2 import recognise_relu2
 from tigon.recognition.trials import recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")
@@ -56,8 +56,8 @@ class Block(nn.Module):
 def why(module: nn.Module, part: str, name: str = "0") -> str:
     """Return what `why` says about one part of a module in a Sequential."""
     text = tigon.patch(nn.Sequential(module), memory="default").why(name)
-    (found,) = re.findall(rf"^{part} .*(?:\n  .*)*", text, re.MULTILINE)
-    return found
+    (lines,) = re.findall(rf"^{part} .*(?:\n  .*)*", text, re.MULTILINE)
+    return lines
 
 
 def test_why_names_every_part_that_was_tried():

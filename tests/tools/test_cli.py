@@ -92,7 +92,7 @@ def test_a_folder_that_cannot_be_created_is_refused(tmp_path):
 
     out = cli.pick_folder(tmp_path / "file")
     out.write_text("written since")
-    with pytest.raises(typer.BadParameter, match=r"must be a folder that can be made, got .*\(File exists\)"):
+    with pytest.raises(typer.BadParameter, match=r"must be a folder that can be created, got .*\(File exists\)"):
         cli.make_folder(out)
     cli.make_folder(tmp_path / "a" / "b")
     assert (tmp_path / "a" / "b").is_dir()

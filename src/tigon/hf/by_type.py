@@ -14,16 +14,17 @@ from typing import Any
 from torch import nn
 
 from tigon.hf.report import Report
+from tigon.hf.transformers_private import constructors, model_mappings
 from tigon.runtime.requirements import require
 
 __all__ = ["config_class", "patch_type"]
 
+# The model types that are patched now.
 ACTIVE: set[str] = set()
-CONSTRUCTORS = ("__init__", "from_pretrained", "_from_config")
 NOTE = "models of this type are patched when they are built, until restore(); models built before that stay patched"
 
 
-def config_class(model_type: str, rule: str) -> type:
+def config_class(model_type: str, rule: str) -> Any:
     """Return the config class of a model type.
 
     Raises:
@@ -42,20 +43,20 @@ def config_class(model_type: str, rule: str) -> type:
 def _classes(config: type) -> list[type]:
     """Return the model classes that are built from a config of this class."""
     from transformers import PreTrainedModel
-    from transformers.models.auto import modeling_auto
 
-    mappings = [m for m in vars(modeling_auto).values() if isinstance(m, type(modeling_auto.MODEL_MAPPING))]
-    # Reading `m[config]` imports the file of the model.
-    classes: list[type] = [PreTrainedModel] if any(m[config] for m in mappings if config in m) else []
+    # Reading `mapping[config]` imports the file of the model.
+    is_built = any(mapping[config] for mapping in model_mappings() if config in mapping)
+    classes: list[type] = [PreTrainedModel] if is_built else []
     for cls in classes:
-        classes += [sub for sub in cls.__subclasses__() if sub not in classes]
+        subclasses: list[type] = cls.__subclasses__()
+        classes += [subclass for subclass in subclasses if subclass not in classes]
     return [cls for cls in classes if getattr(cls, "config_class", None) is config]
 
 
 class ConstructorPatch:
     """Wraps the constructors of a model type. While `active`, the outermost constructor of each model calls `patch`."""
 
-    def __init__(self, config: type, patch: Callable[[nn.Module], Report], report: Report) -> None:
+    def __init__(self, config: Any, patch: Callable[[nn.Module], Report], report: Report) -> None:
         self.config, self.patch, self.report, self.active = config, patch, report, True
         # `thread.building` is True while a constructor runs in this thread.
         self.thread = threading.local()
@@ -65,7 +66,7 @@ class ConstructorPatch:
         override, stock = vars(cls).get(name), inspect.getattr_static(cls, name)
 
         @functools.wraps(function := getattr(stock, "__func__", stock))
-        def build(subject: Any, *args, **kwargs) -> Any:
+        def build(subject: Any, *args: Any, **kwargs: Any) -> Any:
             is_outermost, self.thread.building = not getattr(self.thread, "building", False), True
             try:
                 result = function(subject, *args, **kwargs)
@@ -80,7 +81,8 @@ class ConstructorPatch:
                 report.outcomes = latest.outcomes
             return result
 
-        setattr(cls, name, wrapper := classmethod(build) if isinstance(stock, classmethod) else build)
+        wrapper: Any = classmethod(build) if isinstance(stock, classmethod) else build
+        setattr(cls, name, wrapper)
 
         def undo() -> None:
             self.active = False
@@ -91,20 +93,26 @@ class ConstructorPatch:
 
 
 def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
-    """Run `patch` on every new model of the type. The report describes the last one, and its `restore()` ends this."""
+    """Run `patch` on every new model of the type. The report describes the last one, and its `restore()` ends this.
+
+    Raises:
+        ImportError: transformers is missing or too old.
+        RuntimeError: transformers lacks a private name that this needs.
+        ValueError: transformers has no such type, or builds it only as a part of other models.
+    """
     config, report = config_class(model_type, "patch: model must be a model type"), Report(f"every new {model_type}")
     if model_type in ACTIVE:
         report.notes.append(
             "an earlier call already patches models of this type when they are built: nothing was changed"
         )
         return report
-    constructor_patch, classes = ConstructorPatch(config, patch, report), _classes(config)
+    constructor_patch, classes, names = ConstructorPatch(config, patch, report), _classes(config), constructors()
     if not classes:
         raise ValueError(
             f"patch: {model_type!r} is built as a part of other models only; patch the types of those models"
         )
     report.empty, report.notes = "none built yet", [NOTE]
     ACTIVE.add(model_type)
-    report.undo = [constructor_patch.wrap(cls, name) for cls in classes for name in CONSTRUCTORS]
+    report.undo = [constructor_patch.wrap(cls, name) for cls in classes for name in names]
     report.undo.append(functools.partial(ACTIVE.discard, model_type))
     return report

@@ -38,20 +38,19 @@ class WatchedBody:
 
     def __init__(self, model: nn.Module | None, lost: str, inner: Callable | None) -> None:
         # A copy of the body does not know its model, so it checks nothing.
-        self.model = None if model is None else weakref.ref(model)
+        self.model: weakref.ref[nn.Module] | None = None if model is None else weakref.ref(model)
         self.lost, self.inner = lost, inner
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return WatchedBody, (None, self.lost, self.inner)
 
-    def __call__(self, body: nn.Module, *args, **kwargs) -> Any:
+    def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not torch.compiler.is_compiling():
-            self.check_model()
+            self.check_model(self.model())
         return (self.inner or type(body).forward)(body, *args, **kwargs)
 
-    def check_model(self) -> None:
-        """Warn once if the model has another forward."""
-        model = self.model()
+    def check_model(self, model: nn.Module | None) -> None:
+        """Warn once if the model has another forward. None stands for a model that was deleted."""
         if model is None:
             self.model = None
             return

@@ -24,10 +24,8 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
 import copy
-import functools
 import inspect
 import logging
-import math
 import threading
 import warnings
 import weakref
@@ -40,75 +38,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
+from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, loss_arguments, settings_check
+from tigon.hf.transformers_private import loss_slot, loss_type
 from tigon.ops.head.chunks import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
 from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
-from tigon.runtime.places import compile_expression
 from tigon.runtime.stock import calls_are_stock, linears_are_stock
-from tigon.runtime.torch_private import any_global_hook
+from tigon.runtime.torch_private import any_global_hook, assert_on_device, has_active_transform, is_replica
 
-__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "Spec", "called_head", "cut_by_rows"]
+__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "called_head", "cut_by_rows"]
 
 LOGGER = logging.getLogger("tigon")
 
-# The options that the standard loss reads. It ignores all others, and so does the fused loss.
-LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
-# The default of the standard loss.
-IGNORE_INDEX = -100
-NUMBERS = (int, float)
 MODULE_STATE = vars(nn.Module()).keys()
-# The allowed relative error of the token at the loss. A few operations in fp32 cause an error of 1e-6, and a cast to
-# bf16 causes 0.004.
-EXACT, ROUNDED = 2e-5, 0.01
+# The allowed relative errors of the token at the loss, in fp32 and after a cast. A few operations in fp32 cause an
+# error of 1e-6, and a cast to bf16 causes 0.004.
+FP32_TOLERANCE, CAST_TOLERANCE = 2e-5, 0.01
 # CUDA accepts messages of up to 254 characters.
 LOGITS_CHANGED = (
     "tigon: the model or a hook changes the logits otherwise than when the model was patched, but the loss was "
     "computed without logits; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
 )
-
-
-def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call of the standard loss, by name."""
-    return {**dict(zip(("logits", "labels", "vocab_size", *LOSS_ARGUMENTS), args, strict=False)), **kwargs}
-
-
-@dataclass(frozen=True)
-class Spec:
-    """The measured properties of a model that are needed to compute its loss from the inputs of its head."""
-
-    # The name, among the model's children, of the head or of an adapter's wrapper around it.
-    head: str
-    vocabulary: int
-    softcap: float | None
-    logit_scale: float
-    # The arguments of the model's forward that a caller may pass by position.
-    positional: tuple[str, ...]
-    # Those of LOSS_ARGUMENTS that the model passes to its loss.
-    forwarded: frozenset[str]
-    # The loss type of the model. torch.compile compiles another graph when it changes.
-    loss_type: str | None
-    # The numbers that the model's forward reads.
-    settings: "Settings"
-    # Arguments of the model's loss that the standard loss does not have. A call with one of them is stock.
-    unknown: frozenset[str]
-
-    @property
-    def token(self) -> float:
-        """The value that the head writes into a placeholder. Another scale or soft cap would change its result."""
-        return (self.softcap or 100.0) / self.logit_scale
-
-    @property
-    def token_at_loss(self) -> float:
-        """The value of a placeholder when it reaches the loss."""
-        return 100.0 if self.softcap is None else self.softcap * math.tanh(1.0)
-
-    def __str__(self) -> str:
-        steps = [f"scale {self.logit_scale:g}"] if self.logit_scale != 1.0 else []
-        steps += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
-        return ", ".join(["linear_cross_entropy in the head", *steps])
 
 
 class _HeadCall:
@@ -135,7 +88,8 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
         containers = {
             k: copy.copy(v) for k, v in vars(m).items() if type(v) in (list, dict, set) and k not in MODULE_STATE
         }
-        return stand_in(m, {}, {name: child and twin(child) for name, child in m._modules.items()}, **containers)
+        children: dict[str, Any] = {name: child and twin(child) for name, child in m._modules.items()}
+        return stand_in(m, {}, children, **containers)
 
     argument = object()
     try:
@@ -147,44 +101,13 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
     return result.head if type(result) is _HeadCall and result.argument is argument else None
 
 
-# Paths of attributes, which start at the model, and the values of these attributes.
-Settings = tuple[tuple[tuple[str, ...], Any], ...]
+def cut_by_rows(x: Any, *head: Any) -> bool:
+    """Return whether tensor parallelism has sharded a head by rows over one mesh on which `x` is replicated.
 
-
-def read_setting(model: nn.Module, path: tuple[str, ...]) -> Any:
-    """Return the attribute of a model at a path such as ("config", "vocab_size")."""
-    return functools.reduce(getattr, path, model)
-
-
-def changed_setting(model: nn.Module, settings: Settings) -> str | None:
-    """Return the first setting of a model whose value has changed, as the forward spells it; None if none has."""
-    for path, value in settings:
-        try:
-            now = read_setting(model, path)
-        except AttributeError:
-            return ".".join(path)
-        if now is not value and not (type(now) in NUMBERS and now == value):
-            return ".".join(path)
-    return None
-
-
-def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
-    """Return a function that checks, in a fraction of a microsecond, whether all settings are the recorded objects.
-
-    It reads the `__dict__` of objects, because a config class has slow code for attribute access. If it returns False
-    or raises KeyError or AttributeError, `changed_setting` must decide.
+    Args:
+        x: The input of the head.
+        head: The weight of the head, and its bias or None.
     """
-    conditions = []
-    for i, (path, _) in enumerate(settings):
-        value = functools.reduce(lambda owner, name: f"look({owner}, '__dict__')[{name!r}]", path, "model")
-        conditions.append(f"{value} is v{i}")
-    names = ", ".join(["look", *(f"v{i}" for i in range(len(settings)))])
-    source = f"lambda {names}: lambda model: {' and '.join(conditions) or 'True'}"
-    return compile_expression(source)(object.__getattribute__, *(value for _, value in settings))
-
-
-def cut_by_rows(x: Any, *head: Tensor | None) -> bool:
-    """Return whether tensor parallelism has sharded a head by rows over one mesh on which `x` is replicated."""
     if any(not hasattr(t, "placements") or t.device_mesh != x.device_mesh for t in (x, *head) if t is not None):
         return False
     is_sharded = all(t is None or t.placements[0].is_shard(0) for t in head)
@@ -196,7 +119,7 @@ class Call:
     """One fused forward: the arguments that its loss depends on, and the loss."""
 
     # Only a call of this head computes the loss. A call of a copy of the head does not.
-    head: nn.Module
+    head: Any
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
     num_items: Tensor | float | None
@@ -211,10 +134,11 @@ class Call:
     def find_targets(self) -> None:
         """Shift the labels, and start to copy the indices of valid rows to the host while the layers run."""
         self.versions = self.read_versions()
+        targets = self.shift_labels
+        if targets is None:
+            targets = F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:].contiguous()
         # [B, S]: each label is at the position that predicts it.
-        self.targets = self.shift_labels
-        if self.targets is None:
-            self.targets = F.pad(self.labels, (0, 1), value=self.ignore_index)[..., 1:].contiguous()
+        self.targets = targets
         self.valid_rows = find_rows(self.targets, self.ignore_index, self.multiplications)
 
     def read_versions(self) -> list[int]:
@@ -239,7 +163,7 @@ class FusedLoss(threading.local):
     def __post_init__(self) -> None:
         self._has_settings = settings_check(self.spec.settings)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return FusedLoss, (self.spec,)
 
     def __deepcopy__(self, memo: dict) -> "FusedLoss":
@@ -247,13 +171,15 @@ class FusedLoss(threading.local):
         return self
 
     def is_place(self, place: Any) -> bool:
+        """Return whether a recipe or a loss function is one of the replacements that share this state."""
         return isinstance(place, (HeadForward, LossFunction)) and place.fused is self
 
     def is_head(self, module: nn.Module) -> bool:
         """Return True for the head, or a copy of it, if its class and forward are those that were recognised."""
         replacement = find_replacement(module)
-        is_ours = replacement is not None and self.is_place(replacement.recipe)
-        return is_ours and linears_are_stock() and replacement.holds()
+        if replacement is None or not self.is_place(replacement.recipe):
+            return False
+        return linears_are_stock() and replacement.holds()
 
     def changed_setting(self, model: nn.Module) -> str | None:
         """Return the first setting whose value has changed, or None."""
@@ -279,11 +205,10 @@ class FusedLoss(threading.local):
         keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
         if not is_fused or not isinstance(labels, Tensor) or not keeps_all:
             return None
-        # torch.func and forward-mode derivatives work only on torch's own operators.
-        is_transformed = torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-        loss_function = model.loss_function
-        # The loss function may have been replaced since the patch. The call is then stock.
-        if not self.is_place(loss_function) or is_transformed:
+        loss_function: Any = model.loss_function
+        # The loss function may have been replaced since the patch. The call is then stock. It is also stock under
+        # torch.func and forward-mode derivatives, which work only on torch's own operators.
+        if not self.is_place(loss_function) or has_active_transform():
             return None
         if (change := loss_function.change(model) or self.changed_setting(model)) is not None:
             if not torch.compiler.is_compiling():
@@ -292,7 +217,8 @@ class FusedLoss(threading.local):
         child = getattr(model, spec.head)
         is_hooked = foreign_hook(child) or any_global_hook() or not calls_are_stock(child)
         # The head may have been replaced since the patch, by resized embeddings or an adapter.
-        if (head := called_head(child, self.is_head)) is None or is_hooked:
+        head: Any = called_head(child, self.is_head)
+        if head is None or is_hooked:
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
@@ -313,7 +239,7 @@ class CausalLMForward:
 
     fused: FusedLoss
 
-    def __call__(self, model: nn.Module, *args, **kwargs) -> Any:
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # A hook may call the model inside a call of the model.
         outer_call, self.fused.call = self.fused.call, self.fused.begin(model, args, kwargs)
         call = self.fused.call
@@ -324,7 +250,7 @@ class CausalLMForward:
         if call is None or call.loss is None:
             return outputs
         # nn.DataParallel gathers the outputs of its replicas, and accepts only tensors and None.
-        skipped = None if getattr(model, "_is_replica", False) else SKIPPED_LOGITS
+        skipped = None if is_replica(model) else SKIPPED_LOGITS
         if isinstance(outputs, tuple):
             return tuple(skipped if is_placeholder(x) else x for x in outputs)
         # The output is changed in place, because a model may have added keys or attributes to it.
@@ -343,7 +269,8 @@ class HeadForward:
     live = ("weight", "bias")
     choices = ()
 
-    def __call__(self, head: nn.Module, hidden: Tensor) -> Tensor:
+    def __call__(self, head: Any, hidden: Tensor) -> Tensor:
+        """Return the placeholder of a fused call, or logits. The head is a module that computes a linear layer."""
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
         is_sharded = cut_by_rows(hidden, weight, head.bias)
         if (
@@ -361,7 +288,7 @@ class HeadForward:
         if torch.compiler.is_compiling() or call.read_versions() != call.versions:
             call.find_targets()
         targets = call.targets.to(hidden.device)
-        call.loss = linear_cross_entropy(
+        loss = linear_cross_entropy(
             hidden,
             weight,
             targets,
@@ -373,8 +300,10 @@ class HeadForward:
             valid_rows=call.valid_rows if targets is call.targets else None,
             process_group=weight.device_mesh.get_group() if is_sharded else None,
         )
+        assert isinstance(loss, Tensor)
+        call.loss = loss
         # The token is in the graph of the loss. FSDP2 does not work well with outputs that are views.
-        token = call.loss.new_full((1, 1, 1), spec.token) + 0.0 * call.loss
+        token = loss.new_full((1, 1, 1), spec.token) + 0.0 * loss
         # Anomaly detection would report the NaN in the gradient of a soft cap, although nothing uses that gradient.
         detects_anomalies = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
         end = torch.full_like(token, spec.token if detects_anomalies else torch.nan)
@@ -382,7 +311,8 @@ class HeadForward:
         if not is_sharded:
             return as_placeholder(placeholder, (*hidden.shape[:-1], spec.vocabulary))
         # The output has the placements that logits would have.
-        return type(weight).from_local(placeholder, hidden.device_mesh, hidden.placements, run_check=False)
+        dtensor: Any = hidden
+        return type(weight).from_local(placeholder, dtensor.device_mesh, dtensor.placements, run_check=False)
 
 
 class _WithoutSlot:
@@ -395,7 +325,7 @@ class _WithoutSlot:
         self._slot = slot
 
     # `super()` checks the type of an object by this property.
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> type:
         return type(self._model)
 
@@ -424,24 +354,22 @@ class LossFunction:
         self.guard = guard or FunctionGuard(self.choose(model))
 
     @staticmethod
-    def of(fused: FusedLoss, model: nn.Module) -> "LossFunction":
-        """Return the function to assign to a model. If its class has a property, that reads it from the instance."""
-        slot = (
-            "_loss_function" if isinstance(getattr(type(model), "loss_function", None), property) else "loss_function"
-        )
+    def for_model(fused: FusedLoss, model: nn.Module) -> "LossFunction":
+        """Return the function to assign to a model. `learn_loss` refuses a model whose slot is not found."""
+        slot = loss_slot(model)
+        assert slot is not None
         return LossFunction(fused, model, slot, vars(model).get(slot))
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return LossFunction, (self.fused, self.model(), self.slot, self.assigned, self.guard)
 
     def choose(self, model: nn.Module) -> Callable:
         """Return the loss function that the model would use without this one."""
         if self.assigned is not None:
             return self.assigned
-        attribute = type(model).loss_function
-        if isinstance(attribute, property):
-            return attribute.fget(_WithoutSlot(model, self.slot))
-        static = inspect.getattr_static(type(model), "loss_function")
+        static: Any = inspect.getattr_static(type(model), "loss_function")
+        if isinstance(static, property):
+            return static.__get__(_WithoutSlot(model, self.slot))
         return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
 
     def stock(self) -> Callable:
@@ -458,13 +386,13 @@ class LossFunction:
         """Return the reason why the model's own loss is not the one that was recognised, or None."""
         if torch.compiler.is_compiling():
             # The comparison lets the compiler compile another graph when the loss type changes.
-            is_same_type = getattr(model, "loss_type", None) == self.fused.spec.loss_type
+            is_same_type = loss_type(model) == self.fused.spec.loss_type
             is_same = self._is_same_for_graph() and (is_same_type or self.assigned is not None)
         else:
             is_same = self.guard.holds(self.choose(model))
         return None if is_same else "the loss function"
 
-    @torch._dynamo.assume_constant_result
+    @torch.compiler.assume_constant_result
     def _is_same_for_graph(self) -> bool:
         """Return whether the loss function is unchanged. A compiler runs this check once for each graph."""
         model = self.model()
@@ -476,13 +404,13 @@ class LossFunction:
             del vars(model)[self.slot]
             vars(model).update({} if self.assigned is None else {self.slot: self.assigned})
 
-    def __call__(self, *args, **kwargs) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         call = self.fused.call
         if call is None or call.loss is None:
             return self.stock()(*args, **kwargs)
         arguments = loss_arguments(args, kwargs)
         logits, labels = arguments["logits"], arguments["labels"]
-        tolerance = EXACT if is_exact(logits) else ROUNDED
+        tolerance = FP32_TOLERANCE if is_exact(logits) else CAST_TOLERANCE
         logits = logits.full_tensor() if hasattr(logits, "placements") else as_tensor(logits)
         if (
             logits.shape != PLACEHOLDER_SHAPE
@@ -502,7 +430,7 @@ class LossFunction:
         is_changed = change.abs() > tolerance
         if is_changed.device.type in ("cpu", "cuda"):
             # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
-            torch._assert_async(~is_changed.any(), LOGITS_CHANGED)
+            assert_on_device(~is_changed.any(), LOGITS_CHANGED)
         # Other devices, and builds of torch without assertions in kernels, return NaN in place of an error.
         factor = torch.ones_like(change).masked_fill(is_changed, torch.nan).sum()
         # The added term is zero. It keeps the head's output in the graph, because hooks on it gather sharded weights.
@@ -510,4 +438,5 @@ class LossFunction:
 
 
 def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two arguments are the same object, or equal values that are no tensors."""
     return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

@@ -16,19 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.head import (
-    LOSS_ARGUMENTS,
-    NUMBERS,
-    CausalLMForward,
-    FusedLoss,
-    HeadForward,
-    LossFunction,
-    Spec,
-    called_head,
-    loss_arguments,
-    read_setting,
-)
+from tigon.hf.head import CausalLMForward, FusedLoss, HeadForward, LossFunction, called_head
 from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
+from tigon.hf.spec import LOSS_ARGUMENTS, NUMBERS, Settings, Spec, loss_arguments, read_setting
+from tigon.hf.transformers_private import is_code_of_base_class, loss_slot, loss_type
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.replacement import (
     find_replacement,
@@ -52,11 +43,12 @@ from tigon.recognition.standin import (
     stand_in,
     without_parameters,
 )
-from tigon.runtime.bytecode import code_use
 from tigon.runtime.device import PLAIN
-from tigon.runtime.places import Place
-from tigon.runtime.reach import explore
+from tigon.runtime.state.bytecode import code_use
+from tigon.runtime.state.places import Place
+from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, written_in
+from tigon.runtime.torch_private import NAMES_FOR_LOSS, require
 
 __all__ = ["attach", "learn_loss"]
 
@@ -88,7 +80,7 @@ class _Stub:
     def __init__(self, child: nn.Module, outputs: _BodyOutputs) -> None:
         self._child, self._outputs = child, outputs
 
-    def __call__(self, *args, **kwargs) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         features = (x for x in args if isinstance(x, Tensor) and x.is_floating_point())
         return next(features, self._outputs)
 
@@ -118,19 +110,22 @@ def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Te
     return twin
 
 
-def _run(twin: nn.Module, **kwargs) -> Any:
+def _run(twin: nn.Module, **kwargs: Any) -> Any:
+    """Run a stand-in of the model on tokens, the last two of which are padding in one of the sequences."""
     parameters = inspect.signature(type(twin).forward).parameters
     # The model's own code computes auxiliary outputs (a router's loss) from values that only the real body has.
-    inputs = {name: False for name in parameters if name.startswith("output_")}
+    inputs: dict[str, Any] = {name: False for name in parameters if name.startswith("output_")}
     inputs["input_ids"] = torch.zeros(BATCH, LENGTH, dtype=torch.long)
     # Some forwards exclude masked tokens from the loss.
     if "attention_mask" in parameters:
-        inputs["attention_mask"] = torch.ones(BATCH, LENGTH, dtype=torch.long)
-        inputs["attention_mask"][0, -2:] = 0
+        mask = torch.ones(BATCH, LENGTH, dtype=torch.long)
+        mask[0, -2:] = 0
+        inputs["attention_mask"] = mask
     return twin.forward(**inputs, **kwargs)
 
 
 def _labels(vocabulary: int, seed: int) -> Tensor:
+    """Return random labels. Two of them are ignored."""
     generator = torch.Generator("cpu").manual_seed(seed)
     labels = torch.randint(vocabulary, (BATCH, LENGTH), generator=generator, device="cpu")
     labels[1, :2] = -100
@@ -141,7 +136,7 @@ def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Te
     """Return the logits and the names of the options that the loss gets when the head returns `logits`."""
     loss_calls: list[dict[str, Any]] = []
 
-    def loss_function(*args, **kwargs) -> Tensor:
+    def loss_function(*args: Any, **kwargs: Any) -> Tensor:
         loss_calls.append(loss_arguments(args, kwargs))
         return torch.zeros(())
 
@@ -152,8 +147,8 @@ def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Te
         return logits.clone()
 
     # Some forwards read the dtype of the head's weight.
-    stub.weight = logits
-    twin = _twin(model, head, stub, seed)
+    vars(stub)["weight"] = logits
+    twin: Any = _twin(model, head, stub, seed)
     twin.loss_function = loss_function
     labels = _labels(logits.shape[-1], seed)
     options = {"num_items_in_batch": torch.tensor(7), "ignore_index": -3, "shift_labels": labels.roll(1, -1)}
@@ -197,30 +192,34 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
     return results[0]
 
 
-def attach(model: nn.Module, spec: Spec) -> Callable[[], None]:
+def attach(model: Any, spec: Spec) -> Callable[[], None]:
     """Install the replacements, and return the function that undoes this."""
     fused = FusedLoss(spec)
     undo = [install(model, CausalLMForward(fused))]
     undo += [install_guarded(head, HeadForward(fused)) for head in _linears(getattr(model, spec.head))]
-    loss_function = LossFunction.of(fused, model)
+    loss_function = LossFunction.for_model(fused, model)
     model.loss_function = loss_function
 
     def restore() -> None:
         for step in undo:
             step()
-        for head in filter(fused.is_head, model.modules()):  # An adapter library may have copied the head.
-            uninstall(head, find_replacement(head))
+        # An adapter library may have copied the head.
+        for head in filter(fused.is_head, model.modules()):
+            if (replacement := find_replacement(head)) is not None:
+                uninstall(head, replacement)
         loss_function.remove(model)
 
     return restore
 
 
-def _run_loss(twin: nn.Module, results: list[Any], **kwargs) -> Tensor:
+def _run_loss(twin: nn.Module, results: list[Any], **kwargs: Any) -> Tensor:
+    """Return the loss of a stand-in, and add its whole output to `results`."""
     results.append(_run(twin, **kwargs))
     return results[0].loss
 
 
-def _leaves(head: nn.Module, x: Tensor) -> list[Tensor]:
+def _leaves(head: Any, x: Tensor) -> list[Tensor]:
+    """Return the tensors that a linear head computes its output from: its input, weight and bias."""
     return [x, head.weight] if head.bias is None else [x, head.weight, head.bias]
 
 
@@ -285,6 +284,7 @@ def _linears(head: nn.Module) -> list[nn.Module]:
 
 
 def _argument_names(function: Callable) -> list[str]:
+    """Return the names of the parameters of a function, without those of `*args` and `**kwargs`."""
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
@@ -294,7 +294,7 @@ def _own_names(cls: type[nn.Module]) -> set[str]:
     names: set[str] = set()
     pending, done = ["forward"], set()
     bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
-    bases = [base for base in bases if base.__module__ != "transformers.modeling_utils"]
+    bases = [base for base in bases if not is_code_of_base_class(base)]
     while pending:
         name = pending.pop()
         done.add(name)
@@ -307,12 +307,13 @@ def _own_names(cls: type[nn.Module]) -> set[str]:
     return names
 
 
-def _settings(model: nn.Module, places: list[Place]) -> tuple[tuple[tuple[str, ...], Any], ...]:
+def _settings(model: nn.Module, places: list[Place]) -> Settings:
     """Return the numbers that a model's own forward reads from the model and its config. None counts as a number.
 
     By comparing them, the host notices exactly if a scale or a soft cap is changed later.
     """
-    names, settings = _own_names(type(model)), {}
+    names = _own_names(type(model))
+    settings: dict[tuple[str, ...], Any] = {}
     for place in places:
         first, *path = place.path.split(".")
         is_number = type(place.value) in NUMBERS or place.value is None
@@ -323,13 +324,21 @@ def _settings(model: nn.Module, places: list[Place]) -> tuple[tuple[tuple[str, .
     return tuple(settings.items())
 
 
-def learn_loss(model: nn.Module) -> Spec | str | None:
-    """Return how to compute the loss of a model in its head; a reason if the loss stays stock; None without a head."""
+def learn_loss(model: Any) -> Spec | str | None:
+    """Return how to compute the loss of a model in its head; a reason if the loss stays stock; None without a head.
+
+    Args:
+        model: Any module.
+    """
     if not callable(getattr(model, "get_output_embeddings", None)) or not hasattr(type(model), "loss_function"):
         return None
-    head = model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
     if head is None:
         return None
+    try:
+        require("the loss in the head", *NAMES_FOR_LOSS)
+    except RuntimeError as error:
+        return str(error)
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
         return "its head is not a direct child of the model"
     heads = _linears(head)
@@ -343,6 +352,8 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
         return f"a hook on its head (by {origin}) may change the logits"
     if not calls_are_stock(head):
         return "the call of its head was replaced, and may change the logits"
+    if loss_slot(model) is None:
+        return "its class chooses a loss function in a way that Tigon does not know"
     loss_function = model.loss_function
     # Any other function may have state or keyword options that no probe finds.
     if not inspect.isfunction(loss_function) or not written_in(loss_function).startswith("transformers."):
@@ -363,7 +374,7 @@ def learn_loss(model: nn.Module) -> Spec | str | None:
                 logit_scale=scale,
                 positional=tuple(_argument_names(type(model).forward)[1:]),
                 forwarded=forwarded,
-                loss_type=getattr(model, "loss_type", None),
+                loss_type=loss_type(model),
                 settings=_settings(model, reach.places),
                 unknown=frozenset(_argument_names(loss_function)) - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
             )

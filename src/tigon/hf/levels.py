@@ -1,7 +1,6 @@
 """The memory levels of `tigon.patch(model, memory=...)`. Each level decides how much a model saves for backward."""
 
 import functools
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -12,6 +11,18 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tigon.hf.transformers_private import (
+    checkpoint_function,
+    checkpoint_refusal,
+    has_checkpoint_switch,
+    is_checkpoint_layer,
+    is_switched_on,
+    pop_input_hooks,
+    restore_input_hooks,
+    restore_switch,
+    set_checkpoint_function,
+    switch_state,
+)
 from tigon.memory.layers import LayerJudgement
 from tigon.memory.lean import lean
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
@@ -57,12 +68,13 @@ class LeanForward:
     mlp: bool = False
     offload: bool = False
 
-    def __call__(self, model: nn.Module, *args, **kwargs) -> Any:
+    def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with lean(mlp=self.mlp, offload=self.offload):
             return (self.inner or type(model).forward)(model, *args, **kwargs)
 
 
 def _explain_refusal(model: nn.Module, level: str) -> str | None:
+    """Return why a model cannot have a level; None if it can."""
     if LEVELS[level].checkpoint:
         return _explain_no_checkpoint(model)
     return _explain_no_lean(model) if LEVELS[level].lean else None
@@ -100,6 +112,7 @@ def _try_lean() -> str | None:
 
 
 def _explain_no_lean(model: nn.Module) -> str | None:
+    """Return why the model's forward cannot run in a block of `lean`; None if it can."""
     return _try_lean() or (None if find_replacement(model) else foreign_forward(model))
 
 
@@ -108,24 +121,23 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
     replacement = find_replacement(model)
     if replacement is None:
         return install(model, LeanForward(None, level.mlp, level.offload))
-    before = replacement.recipe
-    inner = before.inner if isinstance(before, LeanForward) else before
-    if inner is not before and (before.mlp, before.offload) == (level.mlp, level.offload):
-        return lambda: None
+    inner = replacement.recipe
+    if isinstance(inner, LeanForward):
+        if (inner.mlp, inner.offload) == (level.mlp, level.offload):
+            return lambda: None
+        inner = inner.inner
     return exchange(replacement, LeanForward(inner, level.mlp, level.offload))
 
 
 # --- checkpointing ---------------------------------------------------------------------------------
 
-SWITCHES = "gradient_checkpointing", "_gradient_checkpointing_func"
-HOOKS = "_require_grads_hooks", "_require_grads_hook"
 # A head is large if it has more than this many times the parameters of a layer. By `tigon plan`, running the last layer
 # once changes the peak of a step by -2 % to +2 % at ratios up to 5 (Llama-3-8B, Llama-3.2-1B, Qwen3-4B), and by +2 % to
 # +14 % at ratios from 8 on.
 LARGE_HEAD = 5
 
 
-def _owners(module: nn.Module) -> Iterator[nn.Module]:
+def _owners(module: nn.Module) -> Iterator[Any]:
     """Yield the outermost transformers models in a module. The module may itself be one of them, or contain them."""
     if hasattr(type(module), "gradient_checkpointing_enable"):
         yield module
@@ -135,23 +147,16 @@ def _owners(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _explain_no_checkpoint(model: nn.Module) -> str | None:
+    """Return why the model cannot be checkpointed by its own switch; None if it can."""
     owners = list(_owners(model))
     if not owners:
         return (
-            "it is no model of transformers, so its layers have no switch; call them by torch.utils.checkpoint yourself"
+            "it is not a transformers model, so its layers have no switch; call them by torch.utils.checkpoint yourself"
         )
-    for owner in owners:
-        name = type(owner).__name__
-        if not owner.supports_gradient_checkpointing:
-            return f"{name} does not support gradient checkpointing (supports_gradient_checkpointing is False)"
-        if not any(hasattr(module, SWITCHES[0]) for module in owner.modules()):
-            return f"no layer of {name} has the switch gradient_checkpointing"
-        if "value" in inspect.signature(owner._set_gradient_checkpointing).parameters:
-            return f"the method _set_gradient_checkpointing of {name} takes no function for checkpointing"
-    return None
+    return next((reason for owner in owners if (reason := checkpoint_refusal(owner)) is not None), None)
 
 
-def _last_layer(owner: nn.Module) -> nn.Module | None:
+def _last_layer(owner: Any) -> nn.Module | None:
     """Return the last layer if it should run only once and save its activations for backward; None otherwise.
 
     The model, or its decoder, must have exactly one stack of layers. The backward of the last layer comes first, so
@@ -161,16 +166,12 @@ def _last_layer(owner: nn.Module) -> nn.Module | None:
     if _try_lean():
         return None
     decoder = owner.get_decoder() if hasattr(owner, "get_decoder") else owner
-    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and any(map(_is_layer, m))]
-    if len(stacks) != 1 or not all(map(_is_layer, stacks[0])):
+    stacks = [m for m in decoder.modules() if isinstance(m, nn.ModuleList) and any(map(is_checkpoint_layer, m))]
+    if len(stacks) != 1 or not all(map(is_checkpoint_layer, stacks[0])):
         return None
     last, head = stacks[0][-1], getattr(owner.get_output_embeddings(), "weight", None)
     size = sum(p.numel() for p in last.parameters())
     return last if head is None or head.numel() <= LARGE_HEAD * size else None
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 
 def call_once(function: Callable, *args: Any) -> Any:
@@ -191,14 +192,17 @@ class LayerCheckpoint:
         # A copied layer is judged at its first call, because it is incomplete before that.
         self.judgement: LayerJudgement | None = None
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return LayerCheckpoint, (self.layer(),)
 
     def __call__(self, function: Callable, *args: Any) -> Any:
         if torch.compiler.is_compiling():
             may_repeat = self._may_repeat_in_graph()
         elif may_repeat := self._may_repeat():
-            function = self.judgement.wrap_for_checkpoint(function, self.layer())
+            layer, judgement = self.layer(), self.judgement
+            assert layer is not None
+            assert judgement is not None
+            function = judgement.wrap_for_checkpoint(function, layer)
         return checkpoint(function, *args, use_reentrant=False) if may_repeat else call_once(function, *args)
 
     def judge(self) -> str | None:
@@ -211,6 +215,7 @@ class LayerCheckpoint:
         return self.judgement.reason
 
     def _may_repeat(self) -> bool:
+        """Return whether the layer may run twice. Warn if this is no longer so for a new reason."""
         earlier = self.judgement and self.judgement.reason
         reason = self.judge()
         if reason not in (None, earlier):
@@ -220,15 +225,15 @@ class LayerCheckpoint:
             )
         return reason is None
 
-    @torch._dynamo.assume_constant_result
+    @torch.compiler.assume_constant_result
     def _may_repeat_in_graph(self) -> bool:
         """Return whether the layer may run twice. A compiler runs this comparison once for each graph."""
         return self._may_repeat()
 
 
 def _is_innermost(module: nn.Module) -> bool:
-    """Return whether a module has the switch `gradient_checkpointing`, and no module inside it has one."""
-    return hasattr(module, SWITCHES[0]) and sum(hasattr(m, SWITCHES[0]) for m in module.modules()) == 1
+    """Return whether a module has the switch for checkpointing, and no module inside it has one."""
+    return has_checkpoint_switch(module) and sum(map(has_checkpoint_switch, module.modules())) == 1
 
 
 def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
@@ -240,36 +245,35 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
         The function that undoes this; True if the last layer is not checkpointed; the reasons why other layers are not
         checkpointed.
     """
-    undo, reasons = [], []
+    undo: list[Callable[[], None]] = []
+    reasons: list[str] = []
     for owner in _owners(model):
-        if any(getattr(module, SWITCHES[0], False) for module in owner.modules()):
+        if any(map(is_switched_on, owner.modules())):
             continue
-        switches = [
-            (m, {k: vars(m)[k] for k in SWITCHES if k in vars(m)}) for m in owner.modules() if hasattr(m, SWITCHES[0])
-        ]
-        hooks = {key: vars(owner).pop(key) for key in HOOKS if key in vars(owner)}
+        states = [(m, switch_state(m)) for m in owner.modules() if has_checkpoint_switch(m)]
+        handles = pop_input_hooks(owner)
         owner.gradient_checkpointing_enable({"use_reentrant": False})
         # Non-reentrant checkpoints need no gradients of layer inputs, so the hooks that require these are removed.
-        for hook in vars(owner).get(HOOKS[0], ()):
-            hook.remove()
-        for key in HOOKS:
-            vars(owner).pop(key, None)
-        vars(owner).update(hooks)
-        for module, _ in switches:
-            setattr(module, SWITCHES[1], LayerCheckpoint(module))
+        restore_input_hooks(owner, handles)
+        calls: dict[nn.Module, LayerCheckpoint] = {module: LayerCheckpoint(module) for module, _ in states}
+        for module, call in calls.items():
+            set_checkpoint_function(module, call)
         if (last := _last_layer(owner)) is not None:
-            setattr(last, SWITCHES[1], call_once)
+            set_checkpoint_function(last, call_once)
         for layer in (m for m in owner.modules() if _is_innermost(m)):
-            if layer is not last and (reason := vars(layer)[SWITCHES[1]].judge()) is not None:
+            if layer is not last and (reason := calls[layer].judge()) is not None:
                 reasons.append(reason)
-        undo += [functools.partial(_restore_switch, m, before, vars(m)[SWITCHES[1]]) for m, before in switches]
-    excludes_last = any(getattr(m, SWITCHES[1], None) is call_once for owner in _owners(model) for m in owner.modules())
-    return lambda: [step() for step in undo] and None, excludes_last, reasons
+        undo += [functools.partial(_restore_switch, m, state, checkpoint_function(m)) for m, state in states]
+    excludes_last = any(checkpoint_function(m) is call_once for owner in _owners(model) for m in owner.modules())
+
+    def switch_off() -> None:
+        for step in undo:
+            step()
+
+    return switch_off, excludes_last, reasons
 
 
-def _restore_switch(module: nn.Module, before: dict[str, Any], ours: Callable) -> None:
+def _restore_switch(module: nn.Module, state: dict[str, Any], ours: Callable | None) -> None:
     """Restore the switch of a module, unless other code has changed it since the patch."""
-    if vars(module).get(SWITCHES[1]) is ours:
-        for key in SWITCHES:
-            vars(module).pop(key, None)
-        vars(module).update(before)
+    if checkpoint_function(module) is ours:
+        restore_switch(module, state)

@@ -10,7 +10,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from tigon.recognition.replacement import is_of_an_engine
+from tigon.runtime.engines import keeps_values
+from tigon.runtime.torch_private import DisableTorchFunctionSubclass
 
 __all__ = [
     "PLACEHOLDER_SHAPE",
@@ -123,7 +124,7 @@ class Placeholder(Tensor):
         if attribute == "shape" or name == "size":
             return _size(*args, **kwargs)
         # A hook of an engine only observes when the gradient arrives. Any other hook may change the gradient of logits.
-        if name == "register_hook" and is_of_an_engine(args[1]):
+        if name == "register_hook" and keeps_values(args[1]):
             return super().__torch_function__(function, types, args, kwargs)
         if name not in ALLOWED or attribute in REFUSED:
             refuse(f"`logits.{attribute}`" if attribute else f"torch's `{name or function}`")
@@ -145,7 +146,7 @@ def _size(placeholder: Placeholder, dim: int | None = None) -> torch.Size | int:
 
 
 def _is_fp32(x: Tensor) -> bool:
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return x.dtype is torch.float32
 
 
@@ -172,5 +173,5 @@ def as_placeholder(x: Tensor, logits_shape: tuple[int, ...]) -> Tensor:
 def as_tensor(x: Tensor) -> Tensor:
     """Return a placeholder as a plain tensor."""
     # torch.compile supports no other conversion.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return x.clone()

@@ -18,10 +18,11 @@ from tigon.hf.levels import LEVELS, apply_level, refusal
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.experts import recognise_experts
 from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_norms, recognise_fused_statements
+from tigon.recognition.glu import recognise_glu
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.kind import kind_of
-from tigon.recognition.mlps import recognise_glu, recognise_relu2
 from tigon.recognition.norms import recognise_norm
+from tigon.recognition.relu2 import recognise_relu2
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.rope import RopeRecipe, recognise_rope
 from tigon.recognition.standin import describe
@@ -78,8 +79,8 @@ def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -
         raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
 
 
-# These recipes run the code of a module's class, and one module may have both.
-JOINED = RopeRecipe, FusedStatementsRecipe
+# These recipes run the code of a module's class. One module may have one of each, joined into one recipe.
+JOINABLE_RECIPES = RopeRecipe, FusedStatementsRecipe
 
 
 @dataclass
@@ -121,7 +122,9 @@ def _installed_recipes(model: nn.Module) -> dict[nn.Module, Any]:
 
 def _find(model: nn.Module, parts: list[str], installed: dict[nn.Module, Any]) -> list[Finding]:
     """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(installed[m], (*JOINED, type(None)))]
+    modules = [
+        (name, m) for name, m in model.named_modules() if isinstance(installed[m], (*JOINABLE_RECIPES, type(None)))
+    ]
     kinds = {module: _kind_or_itself(module) for _, module in modules}
     results: dict[tuple, tuple[Any, Trials]] = {}
     # Modules that raised an error when they were read. Only the first error of a module is a reason.
@@ -165,7 +168,7 @@ def _decide(findings: list[Finding], installed: dict[nn.Module, Any], overwritte
         if result is None or expected != finding.part:
             finding.note = f"see {first_part if result is None else expected}"
             continue
-        if before is not None and _joined(before, result) is None:
+        if before is not None and _join(before, result) is None:
             finding.note = "another part replaces the forward of this module"
             continue
         result = (before is None and _read(foreign_forward, module)) or result
@@ -174,7 +177,7 @@ def _decide(findings: list[Finding], installed: dict[nn.Module, Any], overwritte
         if isinstance(result, str):
             finding.reason = str(result)
         else:
-            finding.recipe = recipes[module] = result if before is None else _joined(before, result)
+            finding.recipe = recipes[module] = result if before is None else _join(before, result)
 
 
 def _apply(findings: list[Finding]) -> list[Callable[[], None]]:
@@ -195,7 +198,7 @@ def _outcomes(model: nn.Module, findings: list[Finding]) -> dict[str, ModuleOutc
     return outcomes
 
 
-def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
+def _join(before: Any, recipe: Any) -> RopeRecipe | None:
     """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
     ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.fuses_statements]
     both = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in (before, recipe))
@@ -203,7 +206,7 @@ def _joined(before: Any, recipe: Any) -> RopeRecipe | None:
 
 
 def _kind_or_itself(module: nn.Module) -> Any:
-    """Return the kind of a module. A module whose state cannot be read is a kind of its own."""
+    """Return the kind of a module. A module whose state cannot be read is its own kind."""
     try:
         return kind_of(module)
     except Exception:
@@ -287,7 +290,7 @@ def patch(
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.why(name)` says for any
         module what was tried and where it differs from the nearest candidate; `report.restore()` undoes the patch.
-        A model in which nothing is recognised is not touched, and a warning says so. Modules that are patched already
+        A model in which nothing is recognised is not changed, and a warning says so. Modules that are patched already
         stay as they are.
 
     Raises:
@@ -296,12 +299,25 @@ def patch(
         ValueError: `memory` is none of its choices or is not possible here, or `model` is a string but no model type.
 
     Example:
-        >>> report = tigon.patch(model, rope=False)
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+        ... )
+        >>> model = LlamaForCausalLM(config)
+        >>> report = tigon.patch(model, fused_statements=False)
+        >>> print(report)
+        LlamaForCausalLM: 6 modules patched
+        part      module            count  now
+        --------  ----------------  -----  ---------------------------------------------
+        rms_norm  LlamaRMSNorm      3      rms_norm, offset 0, rounded before the weight
+        glu       LlamaMLP          1      swiglu
+        rope      LlamaAttention    1      rope, split half
+        loss      LlamaForCausalLM  1      linear_cross_entropy in the head
         >>> report.restore()
     """
     if not isinstance(model, (nn.Module, str)):
         raise TypeError(f"patch: model must be a torch.nn.Module or a model type, got {type(model).__name__}")
-    options = {
+    options: dict[str, Any] = {
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
         "glu": glu,
@@ -330,7 +346,7 @@ def patch(
     ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
     level = memory if ours or memory in ("checkpoint", "offload") else "default"
     if reason := refusal(model, level):
-        raise ValueError(f"patch: memory={level!r} cannot be had of this {report.model}: {reason}")
+        raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")
     # The model is changed only now, when everything is known and nothing was refused.
     report.undo = _apply(findings)
     if level != "default":
@@ -344,9 +360,9 @@ def patch(
     if already:
         report.notes.append(f"{already} places were patched already and stay as they are")
     elif not report and level == "default":
-        said = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
-        report.notes.append(f"{said} ({', '.join(parts)} asked for); the model was not touched")
-        warnings.warn(f"tigon.patch({report.model}): {said}", stacklevel=2)
+        result = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
+        report.notes.append(f"{result} (requested parts: {', '.join(parts)}); the model was not changed")
+        warnings.warn(f"tigon.patch({report.model}): {result}", stacklevel=2)
     return report
 
 
@@ -362,17 +378,29 @@ def _for_a_block(patch: Callable[P, Report]) -> Callable[P, contextlib.AbstractC
             report.restore()
 
     signature = inspect.signature(patch)
-    patched.__signature__ = signature.replace(return_annotation=contextlib.AbstractContextManager[Report])
+    vars(patched)["__signature__"] = signature.replace(return_annotation=contextlib.AbstractContextManager[Report])
     patched.__qualname__ = "patched"
     return patched
 
 
 patched = _for_a_block(patch)
-patched.__doc__ = """Patch a model for the length of a `with` block: take the arguments of `patch`, yield the report.
+patched.__doc__ = """Patch a model for the length of a `with` block. The arguments are those of `patch`.
+
+With a model type, every model that is built in the block is patched, and stays patched after it.
+
+Returns:
+    A context manager. It yields the report, and calls `report.restore()` at the end of the block.
 
 Example:
-    >>> with tigon.patched(model):
-    ...     train(model)
-    >>> with tigon.patched("llama"):  # Models that are built in the block stay patched.
-    ...     model = AutoModelForCausalLM.from_pretrained(path)
+    >>> from transformers import LlamaConfig, LlamaForCausalLM
+    >>> config = LlamaConfig(
+    ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    ... )
+    >>> with tigon.patched("llama", loss=False):
+    ...     model = LlamaForCausalLM(config)
+    >>> tokens = torch.tensor([[1, 2, 3, 4]])
+    >>> with tigon.patched(model) as report:
+    ...     model(input_ids=tokens, labels=tokens).loss.backward()
+    >>> [(entry.part, entry.module) for entry in report.replaced]
+    [('loss', 'LlamaForCausalLM')]
 """

@@ -54,8 +54,14 @@ class Report:
     """The outcome of `tigon.patch`. It is true if a module was replaced, and its length is the number of these modules.
 
     Example:
-        >>> report = tigon.patch(model)
+        >>> report = tigon.patch(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)))
+        >>> len(report)
+        1
         >>> print(report)
+        Sequential: 1 modules patched
+        part        module     count  now
+        ----------  ---------  -----  ----------
+        layer_norm  LayerNorm  1      layer_norm
         >>> report.restore()
     """
 
@@ -91,7 +97,9 @@ class Report:
             ValueError: The model has no module of this name.
 
         Example:
-            >>> print(report.why("model.layers.0.mlp"))
+            >>> report = tigon.patch(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)), glu=False)
+            >>> print(report.why("0").splitlines()[2])
+            layer_norm        replaced: layer_norm
         """
         if name not in self.outcomes:
             nearest = ", ".join(map(repr, difflib.get_close_matches(str(name), self.outcomes, cutoff=0.0)))

@@ -15,7 +15,8 @@ from torch import nn
 
 from tigon.memory.lean import is_checkpoint_recomputation
 from tigon.memory.repeating import REPEATING, foreign_hook
-from tigon.runtime.reach import Reach, explore
+from tigon.runtime.state.places import Reach
+from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import written_in
 from tigon.runtime.torch_private import any_global_hook
 

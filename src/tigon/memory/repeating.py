@@ -16,23 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime.reach import explore, is_simple
+from tigon.runtime.engines import may_run_twice
+from tigon.runtime.state.places import is_simple
+from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
 from tigon.runtime.torch_private import any_global_hook
 
 __all__ = ["REPEATING", "CallWatch", "RepeatedCall", "foreign_hook"]
-
-# Prefixes of the Python modules of engines. The hooks of an engine only gather and shard parameters, or convert inputs
-# and outputs. The hooks that transformers leaves on layers for the outputs of a call (`output_hidden_states`) have no
-# effect outside of that call.
-_ENGINES = (
-    "torch.distributed.",
-    "deepspeed.",
-    "accelerate.",
-    "transformers.distributed.",
-    "transformers.integrations.",
-    "transformers.utils.output_capturing",
-)
 
 # Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's
 # random numbers and of buffers, which `CallWatch` compares.
@@ -52,8 +42,8 @@ def foreign_hook(module: nn.Module) -> str | None:
     """Return the Python module that defines a forward hook of a module, if no engine defines it; None otherwise."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return None
-    origins = (origin_of(h) for hooks in (module._forward_pre_hooks, module._forward_hooks) for h in hooks.values())
-    return next((origin for origin in origins if not origin.startswith(_ENGINES)), None)
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    return next((origin_of(hook) for hook in hooks if not may_run_twice(hook)), None)
 
 
 def _may_run_other_code(module: nn.Module) -> bool:

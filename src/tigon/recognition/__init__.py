@@ -1,12 +1,25 @@
-"""What a torch module computes, and how it gets another forward. Nothing here imports transformers.
+"""Find out what a torch module computes, and give it another forward. Nothing here imports transformers.
 
-Each `recognise_*` takes a module and returns
-- a recipe: called with the module and its inputs, it computes the same with the op;
-- a reason (str): the module looks like one of this kind but computes something else;
-- None: the module is nothing of this kind.
+Each `recognise_*` function takes a module and returns one of three values:
 
-What a module computes is found by running a small twin of it (`standin`); its name is a hint at most. With random
-parameters, values and shapes of every size, it must reproduce the reference of an op bit for bit, training and
-evaluating, and its gradients (experts and the loss, whose sums run in another order, to their last places). What a
-recipe takes for granted beside tensors is looked at again in every call (`watch`).
+- a recipe: a callable that takes the module and its inputs, and computes with an op what the module computes;
+- a reason (str): the module resembles the modules of this kind, but must keep its forward;
+- None: the module is not of this kind.
+
+Names of classes and attributes are hints at most. A recogniser builds a small stand-in of the module (`standin`), runs
+it on random values and on unusual ones, in several dtypes and shapes, in training and in evaluation (`probes`), and
+compares it with the reference of an op. Outputs must be equal bit for bit. Gradients, experts and losses may differ by
+the order of their sums. Comparisons are recorded (`trials`), so that the report can explain a refusal.
+
+Probes cannot show everything, so the code of the forward is read as well (`tigon.runtime.state`, `code_facts`,
+`symbolic`). A guard compares in every call whatever the forward reads besides tensors (`guard`, `function_guard`,
+`graph_guard`). While the guard holds, `replacement` lets the recipe run instead of the forward.
+
+| file | what it recognises |
+|------|--------------------|
+| `norms`, `norm_recipes`, `norm_probes` | RMS norms and layer norms |
+| `glu`, `glu_recipe`, `glu_probes`, `relu2` | gated MLPs, and squared ReLUs |
+| `experts` | experts of a mixture |
+| `rope`, `rope_function`, `rope_forms` | rotary embeddings |
+| `fused_statements`, `rewriting`, `overwriting`, `source` | statements of a forward that one op computes together |
 """

@@ -1,4 +1,4 @@
-"""Facts about the code that a forward reaches, which decide how many probes recognition needs."""
+"""Answer questions about the code that a forward reaches, which decide how many probes recognition needs."""
 
 import builtins
 import dis
@@ -9,14 +9,17 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from tigon.runtime.decisions import is_condition
-from tigon.runtime.known_names import WITHOUT_SIZES
-from tigon.runtime.places import Reach
+from tigon.runtime.state.decisions import is_condition
+from tigon.runtime.state.known_names import WITHOUT_SIZES
+from tigon.runtime.state.places import Reach
 
 __all__ = ["has_conditions", "largest_number", "may_see_sizes"]
 
+# Instructions that may reveal the size of a tensor contain one of these words.
 SIZE_STEPS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
-CHOICES = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
+# Instructions that compute a condition.
+CONDITIONS = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
+# Names of modes that the probes change.
 MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_enabled", "is_inference"))
 
 
@@ -40,14 +43,15 @@ def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
     lead to is among the code that the search has read.
     """
     codes = _codes(reach)
-    own = {code.co_name for code in codes}
+    names_of_author = {code.co_name for code in codes}
     for each in module.modules():
-        own.update(vars(each), each._parameters, each._buffers, each._modules)
-    known = WITHOUT_SIZES | {name for name in own if not _is_of_torch(name)}
-    return not all(_names(code) <= known for code in codes)
+        names_of_author.update(vars(each), each._parameters, each._buffers, each._modules)
+    harmless = WITHOUT_SIZES | {name for name in names_of_author if not _is_of_torch(name)}
+    return not all(_names(code) <= harmless for code in codes)
 
 
 def _is_of_torch(name: str) -> bool:
+    """Return True if torch or Python gives a name a meaning."""
     return any(hasattr(owner, name) for owner in (torch.Tensor, torch, torch.nn.functional, builtins))
 
 
@@ -61,8 +65,9 @@ def _names(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def _has_condition(code: types.CodeType) -> bool:
+    """Return True if a code object computes a condition or jumps on one."""
     steps = list(dis.get_instructions(code))
-    return any(step.opname in CHOICES or is_condition(steps, i) for i, step in enumerate(steps))
+    return any(step.opname in CONDITIONS or is_condition(steps, i) for i, step in enumerate(steps))
 
 
 def largest_number(reach: Reach) -> int:
@@ -73,6 +78,7 @@ def largest_number(reach: Reach) -> int:
 
 
 def _integers(value: object) -> Iterator[int]:
+    """Yield the integers in a number, a slice or a tuple."""
     if type(value) is int:
         yield value
     elif type(value) is slice:

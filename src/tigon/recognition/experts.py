@@ -2,12 +2,14 @@
 
 transformers marks such modules with their layout (`has_gate`, `has_bias`, `is_transposed`), and the config names the
 implementation that computes them. If that is "grouped_mm" (the default) or "eager", and `moe_mlp` computes the same,
-`moe_mlp` replaces it. Another choice, made later or for the length of a generation, is respected at every call.
+`moe_mlp` replaces it. Another choice, for good or for the duration of a generation, has its effect at every call.
 """
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,18 +19,19 @@ from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
 from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
-from tigon.runtime.reach import explore
+from tigon.runtime.state.reach import explore
 
 __all__ = ["ExpertsRecipe", "recognise_experts"]
 
 LOGGER = logging.getLogger("tigon")
 
+# The implementations of transformers that compute what `moe_mlp` computes.
 CHOICES = ("grouped_mm", "eager")
-# The sizes of a twin.
+# The sizes of a stand-in.
 EXPERTS, HIDDEN, INNER = 5, 24, 40
 
 
-def _names(module: nn.Module) -> list[str]:
+def _parameter_names(module: Any) -> list[str]:
     """Return the names of the parameters in the order of `moe_mlp`: up, down, and their biases."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     return [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if module.has_bias else [])]
@@ -36,20 +39,24 @@ def _names(module: nn.Module) -> list[str]:
 
 @dataclass(frozen=True)
 class ExpertsRecipe:
-    """Recipe that runs `moe_mlp` on the module's parameters, with an activation of the op or, for None, its own."""
+    """Recipe: `moe_mlp` on the module's parameters.
+
+    The activation is one of the op. If it is None, the op calls the module's own activation.
+    """
 
     activation: str | None
     # The implementations that the config may name and that compute the same.
     choices: tuple[str, ...]
-    live = ("_experts_implementation", "_experts_implementation_internal")
+    live: ClassVar[tuple[str, ...]] = ("_experts_implementation", "_experts_implementation_internal")
 
-    def __call__(self, module: nn.Module, *args, **kwargs) -> Tensor:
-        chosen, weights = module.config._experts_implementation, [getattr(module, name) for name in _names(module)]
-        plain = all(type(w) in PLAIN and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
+    def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        implementation = module.config._experts_implementation
+        weights = [getattr(module, name) for name in _parameter_names(module)]
+        is_plain = all(type(w) in PLAIN and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
         # "eager" computes its products in the dtype of autocast, "grouped_mm" in the dtype of the weights.
-        cast = chosen == "eager" and torch.is_autocast_enabled(weights[0].device.type)
+        is_cast = implementation == "eager" and torch.is_autocast_enabled(weights[0].device.type)
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
-        if chosen not in self.choices or cast or not (fits and plain):
+        if implementation not in self.choices or is_cast or not (fits and is_plain):
             return type(module).forward(module, *args, **kwargs)
         activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
         options = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False)) | {"transposed": module.is_transposed}
@@ -59,66 +66,72 @@ class ExpertsRecipe:
         return f"moe_mlp, {self.activation or 'its own activation'}"
 
 
-def _twin(module: nn.Module, seed: int, chosen: str) -> nn.Module:
+def _stand_in(module: Any, seed: int, implementation: str) -> nn.Module:
     """Return a copy of the module with a few small experts, in bf16."""
-    names, sizes = _names(module), ((HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN))
+    names = _parameter_names(module)
+    sizes = ((HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN))
     shapes = [s if module.is_transposed else s[::-1] for s in sizes] + [(s[1],) for s in sizes]
-    own = {n: normal(seed + len(n), EXPERTS, *s).mul(0.4).bfloat16() for n, s in zip(names, shapes, strict=False)}
-    config = SimpleNamespace(**vars(module.config) | {"_experts_implementation": chosen})
-    return stand_in(module, own, num_experts=EXPERTS, config=config)
+    weights = {n: normal(seed + len(n), EXPERTS, *s).mul(0.4).bfloat16() for n, s in zip(names, shapes, strict=False)}
+    config = SimpleNamespace(**vars(module.config) | {"_experts_implementation": implementation})
+    return stand_in(module, weights, num_experts=EXPERTS, config=config)
 
 
-def _activations(module: nn.Module, dtype: torch.dtype) -> set[str]:
+def _matching_activations(module: Any, dtype: torch.dtype) -> set[str]:
     """Return the op's activations that agree bit for bit with the module's own, at values of every size."""
     x = (normal(7, 64, 2 * INNER) * torch.logspace(-4, 15, 64)[:, None]).to(dtype)
     y = (module._apply_gate if module.has_gate else module.act_fn)(x.clone())
-    made = {kind: f(x) for kind, (_, f, width) in ACTIVATIONS.items() if width == 1 + module.has_gate}
-    return {kind for kind, z in made.items() if y.dtype == z.dtype and torch.equal(y, z)}
+    outputs = {kind: f(x) for kind, (_, f, width) in ACTIVATIONS.items() if width == 1 + module.has_gate}
+    return {kind for kind, z in outputs.items() if y.dtype == z.dtype and torch.equal(y, z)}
 
 
-def _reproduces(recipe: ExpertsRecipe, module: nn.Module, chosen: str) -> bool:
+def _reproduces(recipe: ExpertsRecipe, module: nn.Module, implementation: str) -> bool:
     """Return True if the recipe computes what the module computes.
 
     In fp32 only the order of sums may differ. In bf16 the recipe must be as near to fp32 as the module is.
     """
     # The router's weights have this dtype.
     for seed, dtype in ((10, torch.float32), (20, torch.bfloat16)):
-        twin, x = _twin(module, seed, chosen), (normal(seed, 17, HIDDEN) * 3).bfloat16()
+        twin, x = _stand_in(module, seed, implementation), (normal(seed, 17, HIDDEN) * 3).bfloat16()
         weights, index = normal(seed + 1, 17, EXPERTS).sigmoid().bfloat16().topk(3)
-        wide = stand_in(twin, {name: p.float() for name, p in twin._parameters.items()})
-        narrow = [f(twin, x, index, weights.to(dtype)).double() for f in (type(module).forward, recipe)]
-        exact, same = (f(wide, x.float(), index, weights.float()).double() for f in (type(module).forward, recipe))
-        stock, got, rest = ((y - exact).abs().max() / exact.abs().max() for y in (*narrow, same))
-        reproduces = bool(rest < 1e-5 and stock < 0.1 and got <= 2 * stock + 2**-8)
-        if not record(reproduces, recipe, twin, [x], narrow[1], narrow[0], mode=f"implementation {chosen!r}"):
+        wide = stand_in(twin, {name: p.float() for name, p in twin._parameters.items() if p is not None})
+        functions: tuple[Callable[..., Tensor], ...] = (type(module).forward, recipe)
+        stock, ours = (f(twin, x, index, weights.to(dtype)).double() for f in functions)
+        exact, ours_in_fp32 = (f(wide, x.float(), index, weights.float()).double() for f in functions)
+        errors = [(y - exact).abs().max() / exact.abs().max() for y in (stock, ours, ours_in_fp32)]
+        stock_error, our_error, fp32_error = errors
+        reproduces = bool(fp32_error < 1e-5 and stock_error < 0.1 and our_error <= 2 * stock_error + 2**-8)
+        if not record(reproduces, recipe, twin, [x], ours, stock, mode=f"implementation {implementation!r}"):
             return False
     return True
 
 
-def recognise_experts(module: nn.Module) -> ExpertsRecipe | str | None:
-    """Recognise experts in the layout that transformers marks; return a recipe, a reason why not, or None."""
+def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
+    """Recognise experts in the layout that transformers marks.
+
+    Return a recipe, the reason why such a module keeps its forward, or None for another module.
+    """
     marks = "has_gate", "has_bias", "is_transposed", "num_experts", "config"
     if not all(hasattr(module, mark) for mark in marks) or not hasattr(module.config, "_experts_implementation"):
         return None
-    children = {name: child for name, child in module._modules.items() if child is not None}
-    own = {name for name, tensor in own_tensors(module).items() if tensor is not None}
-    bare = all(without_parameters(child) and not is_changed(child) for child in children.values())
-    if own != set(_names(module)) or not bare:
-        return f"has other state than {', '.join(_names(module))}, or hooks on its activation"
-    if (chosen := module.config._experts_implementation) not in CHOICES:
-        return f"its config has chosen {chosen!r} for its experts"
+    children = [child for child in module._modules.values() if child is not None]
+    tensors = {name for name, tensor in own_tensors(module).items() if tensor is not None}
+    has_plain_children = all(without_parameters(child) and not is_changed(child) for child in children)
+    if tensors != set(_parameter_names(module)) or not has_plain_children:
+        return f"has other state than {', '.join(_parameter_names(module))}, or hooks on its activation"
+    if (implementation := module.config._experts_implementation) not in CHOICES:
+        return f"its config has chosen {implementation!r} for its experts"
     if (reach := explore(module, ExpertsRecipe.live, CHOICES)).reason:
         return reach.reason
     try:
         with reach.preserved(), probing():
-            kinds = _activations(module, torch.float32) & _activations(module, torch.bfloat16)
+            kinds = _matching_activations(module, torch.float32) & _matching_activations(module, torch.bfloat16)
             recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES)
-            right = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
+            equal_choices = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
         LOGGER.debug("%s cannot be run as experts", type(module).__name__, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
     if reach.reason:
         return reach.reason
-    if chosen not in right:
-        return f"computes something else than moe_mlp, where its config has chosen {chosen!r}"
-    return replace(recipe, choices=right)
+    if implementation not in equal_choices:
+        return f"computes something else than moe_mlp, where its config has chosen {implementation!r}"
+    return replace(recipe, choices=equal_choices)

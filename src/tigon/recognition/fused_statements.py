@@ -1,9 +1,9 @@
 """Recognise statements of a forward that one op computes together.
 
-They are the sum of a residual and the norm after it, a norm and the residual beside it, and linear layers that have the
-same input. All other statements stay as their author wrote them (`tigon.recognition.rewriting`). The functions that
-replace the statements check at every call that the norm and the linear layers compute what their op computes.
-Otherwise they do what the statements did.
+There are three patterns: a sum and the norm of that sum, a norm whose input is also the residual, and several linear
+layers with the same input. All other statements stay as their author wrote them (`tigon.recognition.rewriting`). The
+functions that replace the statements check at every call that the norm and the linear layers compute what their op
+computes. Otherwise they do what the statements did.
 """
 
 import inspect
@@ -17,111 +17,116 @@ from tigon.memory.lean import is_lean
 from tigon.ops.mlps.projections import is_hooked, linears
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
 from tigon.recognition.kind import kind_of
-from tigon.recognition.norms import RMSNormRecipe, recognise_norm
+from tigon.recognition.norm_recipes import RMSNormRecipe
+from tigon.recognition.norms import recognise_norm
+from tigon.recognition.overwriting import overwritten_inputs
 from tigon.recognition.replacement import Replacement
-from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, overwritten_inputs, rewrite
+from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.trials import explain_none, unrecorded
 from tigon.runtime.device import runs_kernels
-from tigon.runtime.reach import explore
+from tigon.runtime.state.reach import explore
 
 __all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_norms", "recognise_fused_statements"]
 
 
-def _arguments(norm: nn.Module, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
-    """Weight, epsilon and form of a norm that is patched and does nothing else, if its op takes x."""
-    own = getattr(norm, "__dict__", {})  # what is called may be any attribute, a method or a function
-    forward = own.get("forward")  # a wrapper of accelerate's has all that a replacement has
+def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
+    """Return weight, epsilon and options of a patched norm whose call does nothing else; None if its op refuses x.
+
+    `norm` may also be a method or a function, because the forward may call any attribute.
+    """
+    forward = getattr(norm, "__dict__", {}).get("forward")
+    # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe or not forward.holds():
         return None
     return None if is_hooked(norm) else recipe.arguments(norm, x)
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:
-    """norm(a + b) and a + b."""
-    if _alike(a, b) and (found := _arguments(norm, a)) is not None:
-        weight, eps, form = found
-        # In a lean block the norm of a sum is made again only where all is of one dtype.
+    """Return norm(a + b) and a + b."""
+    if _is_fusible_sum(a, b) and (arguments := _arguments(norm, a)) is not None:
+        weight, eps, options = arguments
+        # In a lean block, the norm of a sum is recomputed only if all tensors have one dtype.
         if runs_kernels(a, b, weight) and not (is_lean() and weight is not None and weight.dtype != a.dtype):
-            return add_rms_norm(a, b, weight, eps, **form)
+            return add_rms_norm(a, b, weight, eps, **options)
     total = a + b
     return norm(total), total
 
 
-def _alike(a: Any, b: Any) -> bool:
-    """Two tensors that a kernel may add, outside of graphs: there the compiler fuses sums."""
-    alike = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
-    return alike and a.device == b.device and not torch.compiler.is_compiling()
+def _is_fusible_sum(a: Any, b: Any) -> bool:
+    """Return True if a kernel may add two tensors. In graphs it may not, because the compiler fuses sums itself."""
+    is_plain = isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+    return is_plain and a.device == b.device and not torch.compiler.is_compiling()
 
 
 def norm_pass(norm: nn.Module, x: Any) -> tuple[Any, Any]:
-    """norm(x) and x."""
-    if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (found := _arguments(norm, x)) is not None:
-        weight, eps, form = found
-        return rms_norm_with_residual(x, weight, eps, **form)
+    """Return norm(x) and x."""
+    if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
+        weight, eps, options = arguments
+        return rms_norm_with_residual(x, weight, eps, **options)
     return norm(x), x
 
 
 def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
-    """layer(x) for each, or None: then the layers are called."""
+    """Return layer(x) for each layer; None if the caller has to call the layers."""
     return None if torch.compiler.is_compiling() else linears(x, layers)
 
 
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
-    """Return a forward with such statements replaced, None if it has none, or the reason why it cannot be rewritten."""
+    """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
     return rewrite(function, add_norm, norm_pass, products)
 
 
 class FusedStatementsRecipe:
-    """The stock forward of a class, rewritten."""
+    """Recipe: the stock forward of a class, with its statements fused."""
 
     part = "fused_statements"
 
     def __init__(self, cls: type[nn.Module]) -> None:
         self.cls, self.stock = cls, inspect.getattr_static(cls, "forward")
+        # The rewritten form of each forward, and the state of the code that was rewritten.
         self.forwards: dict[Any, FunctionType | None] = {}
         self.states: dict[Any, CodeState] = {}
 
-    @property
-    def forward(self) -> FunctionType | None:
-        """The rewritten forward of the class."""
-        return self.forward_for(self.stock)
-
     def forward_for(self, forward: Any) -> FunctionType | None:
-        """The rewritten form of `forward`, if it is the stock one, or the stock one in more wrappers.
+        """Return the rewritten form of `forward`, if it is the stock forward, or the stock forward in more wrappers.
 
         FSDP2 gives a layer a subclass of its class, whose forward transformers wraps once more. The result is None for
-        any other forward, and for a copy of a model that was sent to where the class is written otherwise.
+        any other forward. It is None too if the model was unpickled where the class has another source.
         """
         if forward not in self.forwards:
-            functions = isinstance(forward, FunctionType) and isinstance(self.stock, FunctionType)
-            same = functions and innermost(forward) is innermost(self.stock)
-            result = fuse_statements(forward) if same else None
+            are_functions = isinstance(forward, FunctionType) and isinstance(self.stock, FunctionType)
+            is_stock = are_functions and innermost(forward) is innermost(self.stock)
+            result = fuse_statements(forward) if is_stock else None
             self.forwards[forward] = result if isinstance(result, FunctionType) else None
-            self.states[forward] = code_state(forward) if same else ()
-        # A debugger may give a function other code: the rewritten form is that of the code before.
+            self.states[forward] = code_state(forward) if is_stock else ()
+        # A debugger may give a function other code. The rewritten form then is that of the old code.
         return self.forwards[forward] if is_unchanged(self.states[forward]) else None
 
-    def __call__(self, module: nn.Module, *args, **kwargs) -> Any:
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # The class may have another forward by now.
         stock = type(module).forward
-        # A compiler fuses by itself; and somebody may have given the class another forward.
+        # A compiler fuses statements itself.
         forward = None if torch.compiler.is_compiling() else self.forward_for(stock)
         return (forward or stock)(module, *args, **kwargs)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return FusedStatementsRecipe, (self.cls,)
 
     def __str__(self) -> str:
         words = {ADD_NORM: "add + norm", NORM_PASS: "norm + residual", PRODUCTS: "products of one input"}
-        names = innermost(self.forward).__code__.co_freevars
+        forward = self.forward_for(self.stock)
+        names = innermost(forward).__code__.co_freevars if forward is not None else ()
         return ", ".join(word for name, word in words.items() if name in names)
 
 
-# By what recognition depends on. A layer's number makes it a kind of its own, and the norms in all layers are one kind.
+# The results of `_is_rms_norm`, by everything that they depend on. They are cached per norm, not per layer: the number
+# of a layer (`layer_idx`) makes each layer a kind of its own, and the norms of all layers are of one kind.
 _rms_norms: dict[tuple, bool] = {}
 
 
 def _is_rms_norm(module: nn.Module) -> bool:
+    """Return True if recognition replaces a module by `rms_norm`."""
     key = kind_of(module), explore(module).fingerprint
     if key not in _rms_norms:
         _rms_norms[key] = isinstance(recognise_norm(module), RMSNormRecipe)
@@ -129,12 +134,12 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def overwritten_norms(model: nn.Module) -> dict[nn.Module, str]:
-    """Children whose input is changed in place after they have run, and why their own forward must stay.
+    """Return the children whose input is written in place after they have run, with the reason to keep their forward.
 
     A norm in half precision saves an fp32 copy of its input for backward. The op saves the input itself, which must not
     change until then.
     """
-    reasons = {}
+    reasons: dict[nn.Module, str] = {}
     for module in model.modules():
         forward = inspect.getattr_static(type(module), "forward", None)
         if module._modules and isinstance(forward, FunctionType):
@@ -154,13 +159,13 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
     if len(children) < 2 or not isinstance(forward, FunctionType):
         return None
     function = fuse_statements(forward)
-    several = sum(isinstance(child, nn.Linear) for child in children) > 1
+    has_projections = sum(isinstance(child, nn.Linear) for child in children) > 1
     if function is None:
         explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
         return None
     with unrecorded():
         has_rms_norm = any(map(_is_rms_norm, children))
-    if not (several or has_rms_norm):
+    if not (has_projections or has_rms_norm):
         explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two plain linear layers")
         return None
     return function if isinstance(function, str) else FusedStatementsRecipe(type(module))

@@ -1,9 +1,9 @@
 """Let torch.compile call a guard of Tigon before every run of a graph, so that a changed setting recompiles the graph.
 
-Dynamo guards only what it traces, and a recipe does not read what the forward that it replaces reads. Therefore Tigon
-adds a guard to the graph: a Python function that compares the whole state, as an eager call does. This uses internals
-of Dynamo. Where they are missing or differ, graphs contain the stock forward: it is exact, and Dynamo guards what it
-reads.
+Dynamo, the tracer of torch.compile, guards only what it traces, and a recipe does not read what the forward that it
+replaces reads. Therefore Tigon adds a guard to the graph: a Python function that compares the whole state, as an eager
+call does. This uses internals of Dynamo, which are in `tigon.runtime.torch_private`. Where they are missing or differ,
+graphs contain the stock forward: it is exact, and Dynamo guards what it reads.
 """
 
 import functools
@@ -13,14 +13,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._dynamo.comptime import ComptimeContext, comptime
-from torch._guards import TracingContext
 
-__all__ = ["add_guard_of_object", "guard_holds", "traces_a_graph"]
+from tigon.runtime.torch_private import (
+    DYNAMO_ERRORS,
+    add_lambda_guard,
+    changed_objects,
+    global_source,
+    install_guard,
+    is_tracing,
+    load_comptime,
+    locals_of_caller,
+)
 
+__all__ = ["add_guard_of_object", "guard_holds", "is_tracing"]
+
+# Dynamo knows this object by its identity, so it is a global of the code that Dynamo traces.
+comptime = load_comptime()
 _decision = threading.local()
-# Dynamo raises these if a name that this file uses is missing or takes other arguments.
-MISSING = (AttributeError, ImportError, KeyError, TypeError)
 
 
 def guard_holds() -> bool:
@@ -29,84 +38,60 @@ def guard_holds() -> bool:
     return _last_decision()
 
 
-@torch._dynamo.assume_constant_result
+@torch.compiler.assume_constant_result
 def _last_decision() -> bool:
-    return _decision.holds
+    return getattr(_decision, "holds", False)
 
 
-def _add_guard_of_frame(context: ComptimeContext) -> None:
+def _add_guard_of_frame(context: Any) -> None:
     """Compare the state while Dynamo traces, and add the guard to the graph if the state is unchanged.
 
     The traced frame calls `guard_holds`, whose caller has the guard as `self` and the module as `module`.
     """
     _decision.holds = False
     try:
-        frame = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent
-        guard, module = (frame.symbolic_locals[name].realize() for name in ("self", "module"))
+        frame, (guard, module) = locals_of_caller(context, "self", "module")
         holds = guard.value.holds_for_graph(module.value, guard.value.fingerprint)
         if holds and guard.source is not None and not _is_mutated(frame, guard.value.owners(module.value)):
-            _install(guard.source, guard.value.fingerprint)
+            install_guard(guard.source, _creator(guard.value.fingerprint))
             _decision.holds = True
-    except MISSING:
+    except DYNAMO_ERRORS:
         pass
 
 
-def traces_a_graph() -> bool:
-    """Return True in Python code that Dynamo runs, instead of tracing it, while it traces a graph."""
-    return TracingContext.try_get() is not None
+def _is_mutated(frame: Any, owners: Iterator[int]) -> bool:
+    """Return True if the traced code has changed an object that the forward reads, or any global.
+
+    Dynamo delays such changes until the graph has run, so the real object, which a guard compares, is unchanged.
+    """
+    ids, writes_global = changed_objects(frame)
+    return bool(ids) and (writes_global or not ids.isdisjoint(owners))
 
 
 def add_guard_of_object(guard: Any) -> bool:
     """Add a guard that no module holds to the graph that Dynamo traces now; return False if that is impossible."""
     try:
-        from torch._dynamo.source import GlobalSource
-        from torch._dynamo.symbolic_convert import InstructionTranslator
-
-        tx = InstructionTranslator.current_tx()
         # The graph lives as long as the code that was compiled, so it must not keep a model alive.
-        name = tx.output.install_global_by_id("__tigon_guard", weakref.ref(guard))
-        _install(GlobalSource(name), guard.fingerprint)
-    except MISSING:
+        source = global_source("__tigon_guard", weakref.ref(guard))
+        install_guard(source, _creator(guard.fingerprint))
+    except DYNAMO_ERRORS:
         return False
     return True
 
 
-def _install(source: Any, fingerprint: tuple) -> None:
-    from torch._dynamo.guards import install_guard
-
-    install_guard(source.make_guard(_creator(fingerprint)))
-
-
 # Dynamo drops a second guard that has the same source and the same function.
 @functools.cache
-def _creator(fingerprint: tuple) -> Callable:
-    return functools.partial(_tigon_guard, fingerprint=fingerprint)
+def _creator(fingerprint: tuple) -> Callable[[Any, Any], None]:
+    return functools.partial(_add_comparison, fingerprint=fingerprint)
 
 
-def _tigon_guard(builder: Any, guard: Any, fingerprint: tuple) -> None:
+def _add_comparison(builder: Any, dynamo_guard: Any, fingerprint: tuple) -> None:
     """Add the comparison to the guards of a graph. Dynamo calls this when the graph is complete."""
+
     # The guard belongs to the Guard object, not to the module, because Dynamo skips guards below a module whose
     # `__dict__` is unchanged, and a setting may be somewhere else.
-    manager, name = builder.get_guard_manager(guard), guard.name
+    def is_unchanged(value: Any) -> bool:
+        guard = value() if isinstance(value, weakref.ref) else value
+        return guard is not None and guard.holds_for_graph(None, fingerprint)
 
-    def is_unchanged(found: Any) -> bool:
-        found = found() if isinstance(found, weakref.ref) else found
-        return found is not None and found.holds_for_graph(None, fingerprint)
-
-    text = [f"tigon: what the replaced forward reads is unchanged ({name})"]
-    try:
-        manager.add_lambda_guard(is_unchanged, text, guard.user_stack)
-    except TypeError:  # torch before 2.10 has no third argument
-        manager.add_lambda_guard(is_unchanged, text)
-
-
-def _is_mutated(frame: Any, owners: Iterator[int]) -> bool:
-    """Return True if the traced code has changed an object that the forward reads.
-
-    Dynamo delays such changes until the graph has run, so the real object, which a guard compares, is unchanged.
-    """
-    effects = frame.output.side_effects
-    # Dynamo keeps existing objects under their ids, and assignments to globals under an id of its own.
-    mutated = {key: variable for key, variable in effects.id_to_variable.items() if effects.is_modified(variable)}
-    writes_global = any(type(variable).__name__ == "NewGlobalVariable" for variable in mutated.values())
-    return bool(mutated) and (writes_global or not mutated.keys().isdisjoint(owners))
+    add_lambda_guard(builder, dynamo_guard, is_unchanged, "tigon: what the replaced forward reads is unchanged")

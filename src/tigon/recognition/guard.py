@@ -1,28 +1,28 @@
 """Check in every call that the state of a replaced module is the same as when the module was recognised.
 
-A guard knows the state that a module's forward reads (`tigon.runtime.reach`): the forward of its class, attributes,
-functions, objects such as a config, globals. One expression compares all of it by identity, so that a call costs less
-than a microsecond. If anything differs, the guard reads the state again and compares it by value. A setting that was
-assigned again with the same value passes, and so does a copy of the module. Another activation, a raised dropout or
-another forward does not pass, and then the module runs the forward of its class.
+A guard knows the state that a module's forward reads (`tigon.runtime.state.reach`): the forward of its class,
+attributes, functions, objects such as a config, globals. One expression compares all of it by identity, so that a call
+costs less than a microsecond. If anything differs, the guard reads the state again and compares it by value. A setting
+that was assigned again with the same value passes, and so does a copy of the module. Another activation, a raised
+dropout or another forward does not pass, and then the module runs the forward of its class.
 """
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from tigon.recognition.graph_guard import guard_holds
 from tigon.recognition.replacement import install
-from tigon.runtime.reach import explore
+from tigon.runtime.state.reach import explore
 
 __all__ = ["Guard", "install_guarded"]
 
 
 class Guard:
-    """Checks that everything that a module's forward reads is as it was when the guard was made.
+    """Checks that everything that a module's forward reads is as it was when the guard was constructed.
 
     `live` names the attributes that the recipe itself reads in every call, and `choices` the keys by which the forward
     selects from a table of functions. A copied or unpickled guard compares by value at its first call.
@@ -40,7 +40,7 @@ class Guard:
         """
         reach = explore(module, self.live, self.choices)
         self.check = reach.check()
-        self.module = weakref.ref(module)
+        self.module: Callable[[], nn.Module | None] = weakref.ref(module)
         self.places = reach.places
         return None if reach.reason else reach.fingerprint
 
@@ -76,22 +76,39 @@ class Guard:
             yield id(place.owner)
             yield id(place.value)
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return _restore_guard, (self.fingerprint, self.live, self.choices)
 
 
-def install_guarded(module: nn.Module, recipe: Callable) -> Callable[[], None]:
-    """Install a recipe that replaces the forward as long as the guard holds."""
+class GuardedRecipe(Protocol):
+    """A recipe that needs a guard: `live` and `choices` are the arguments of `Guard`."""
+
+    @property
+    def live(self) -> tuple[str, ...]: ...
+
+    @property
+    def choices(self) -> tuple[str, ...]: ...
+
+    @property
+    def __call__(self) -> Callable[..., Any]: ...
+
+
+def install_guarded(module: nn.Module, recipe: GuardedRecipe) -> Callable[[], None]:
+    """Install a recipe that replaces the forward as long as the guard holds. Return a function that uninstalls it."""
     return install(module, recipe, Guard(module, recipe.live, recipe.choices))
 
 
-def _never_holds(own: dict[str, Any], cls: type) -> bool:
+def _never_holds(attributes: dict[str, Any], cls: type) -> bool:
     return False
+
+
+def _no_module() -> None:
+    return None
 
 
 def _restore_guard(fingerprint: tuple | None, live: tuple[str, ...], choices: tuple[str, ...]) -> Guard:
     """Return a guard for a copied module. It compares by value at its first call."""
     guard = object.__new__(Guard)
     guard.fingerprint, guard.live, guard.choices = fingerprint, live, choices
-    guard.check, guard.module, guard.places, guard.is_unchanged = _never_holds, lambda: None, [], True
+    guard.check, guard.module, guard.places, guard.is_unchanged = _never_holds, _no_module, [], True
     return guard

@@ -1,4 +1,4 @@
-"""Probes that compare a candidate with a forward beyond plain outputs: modes, layouts, devices and special gradients.
+"""Compare a candidate with a forward beyond plain outputs: in other modes, layouts and devices, by special gradients.
 
 A *subject* is a function `subject(dtype, training=True)` that returns a fresh stand-in with parameters of that dtype.
 The forward and the candidate run on their own stand-ins, so that a forward that changes its module cannot influence the
@@ -8,7 +8,7 @@ candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensi
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,17 +47,18 @@ def agrees(
     *,
     needs_grad: bool = False,
     special: bool = False,
-    values: bool = True,
+    compares_values: bool = True,
     required: bool = False,
 ) -> bool | None:
-    """Return True if a candidate does what the forward does, and None if the forward raises an exception.
+    """Return True if a candidate computes what the forward computes, and None if the forward raises an exception.
 
-    With `needs_grad`, gradients are compared too. With `special`, the upstream gradient holds NaN and infinities.
-    Without `values`, only the kind of the output is compared. With `required`, the record of comparisons counts an
-    exception of the forward as a mismatch.
+    `make` returns a fresh stand-in. The forward and the candidate get one each. With `needs_grad`, gradients are
+    compared too. With `special`, the upstream gradient holds NaN and infinities. Without `compares_values`, only the
+    kind of the output is compared. With `required`, the record of comparisons counts an exception of the forward as a
+    mismatch.
     """
-    mode = " ".join(["special"] * special + ["gradients"] * needs_grad + ["kind of the output"] * (not values))
-    stock, ours = make(), make()
+    mode = " ".join(["special"] * special + ["gradients"] * needs_grad + ["kind of the output"] * (not compares_values))
+    stock, copy = make(), make()
     try:
         expected = _results(stock, functools.partial(type(stock).forward, stock), inputs, needs_grad, special)
     except Exception as error:
@@ -67,13 +68,13 @@ def agrees(
             record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
         return None
     try:
-        results = _results(ours, functools.partial(candidate, ours, reference=True), inputs, needs_grad, special)
+        results = _results(copy, functools.partial(candidate, copy, reference=True), inputs, needs_grad, special)
     except Exception as error:
         text = f"the candidate raises {describe(error)}"
         record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
         LOGGER.debug("%s refuses a probe that %s accepts", candidate, type(stock).__name__, exc_info=True)
         return False
-    if not _same_output(results[0], expected[0], values):
+    if not _same_output(results[0], expected[0], compares_values):
         return record(False, candidate, stock, inputs, results[0], expected[0], mode=mode)
     is_same = _same_gradients(results[1:], expected[1:])
     return record(is_same, candidate, stock, inputs, results[1:], expected[1:], mode=mode)
@@ -103,14 +104,14 @@ def _upstream(y: Tensor, special: bool) -> Tensor:
     return dy
 
 
-def _same_output(a: Any, b: Any, values: bool) -> bool:
+def _same_output(a: Any, b: Any, compares_values: bool) -> bool:
     """Return True if two outputs are tensors of one type with the same values, layout, names and need of gradients."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False
-    describe = lambda t: (type(t), t.dtype, t.device, t.shape, t.layout, t.requires_grad, getattr(t, "names", None))
-    if describe(a) != describe(b) or _strides(a) != _strides(b):
+    properties = lambda t: (type(t), t.dtype, t.device, t.shape, t.layout, t.requires_grad, getattr(t, "names", None))
+    if properties(a) != properties(b) or _strides(a) != _strides(b):
         return False
-    return a.is_meta or not values or same_values(a.detach(), b.detach())
+    return a.is_meta or not compares_values or same_values(a.detach(), b.detach())
 
 
 def _strides(x: Tensor) -> list[int]:
@@ -137,26 +138,26 @@ def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:
 
 def agrees_by_circumstances(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:
     """Compare special gradients, small sizes, autocast, no_grad for inputs that require gradients, and devices."""
-    plain = functools.partial(subject, FP32)
+    in_fp32 = functools.partial(subject, FP32)
     x, x_bf16 = inputs(FP32, 2, 4), inputs(BF16, 2, 4)
     in_bf16 = functools.partial(subject, BF16)
     required = functools.partial(agrees, candidate, required=True)
     results = [
-        required(plain, inputs(FP32, 4, 4), needs_grad=True, special=True) is True,
+        required(in_fp32, inputs(FP32, 4, 4), needs_grad=True, special=True) is True,
         required(in_bf16, inputs(BF16, 4, 4), needs_grad=True, special=True) is True,
         # Under `no_grad`, the output must not require gradients although the inputs do.
-        required(plain, [t.clone().requires_grad_() for t in x]) is True,
+        required(in_fp32, [t.clone().requires_grad_() for t in x]) is True,
     ]
-    results += [agrees(candidate, plain, inputs(FP32, *shape)) is not False for shape in SMALL_SHAPES]
+    results += [agrees(candidate, in_fp32, inputs(FP32, *shape)) is not False for shape in SMALL_SHAPES]
     with torch.autocast("cpu", BF16):
-        results += [agrees(candidate, plain, each) is not False for each in (x, x_bf16)]
+        results += [agrees(candidate, in_fp32, each) is not False for each in (x, x_bf16)]
     on_meta = lambda training=True: _to_meta(subject(FP32, training))
     results += [
         required(on_meta, [t.to("meta") for t in x]) is True,
         # A forward that moves its input gives an output on another device. `F.linear` of tensors on different devices
         # raises no error, and its values are undefined.
-        agrees(candidate, on_meta, x, values=False) is not False,
-        agrees(candidate, plain, [t.to("meta") for t in x], values=False) is not False,
+        agrees(candidate, on_meta, x, compares_values=False) is not False,
+        agrees(candidate, in_fp32, [t.to("meta") for t in x], compares_values=False) is not False,
     ]
     return all(results)
 
@@ -171,22 +172,17 @@ def _to_meta(twin: nn.Module) -> nn.Module:
 
 
 def agrees_in_product(
-    candidate: Callable, subject: Subject, inputs: Inputs, pairs: Sequence[tuple[torch.dtype, torch.dtype]]
+    candidate: Callable, subject: Subject, inputs: Inputs, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
 ) -> bool:
     """Compare in every combination of mode, dtypes, number of dimensions and gradients.
 
     A condition may ask for several of them at once.
     """
-    return all(
-        agrees(candidate, make, x, needs_grad=needs_grad) is not False
-        for make, x in _product(subject, inputs, pairs)
-        for needs_grad in (False, True)
-    )
-
-
-def _product(subject: Subject, inputs: Inputs, pairs: Sequence) -> Iterator[tuple[Callable, list[Tensor]]]:
     for training, (dtype, weight_dtype), shape in itertools.product((True, False), pairs, SHAPES):
-        yield functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
+        make, x = functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
+        if any(agrees(candidate, make, x, needs_grad=needs_grad) is False for needs_grad in (False, True)):
+            return False
+    return True
 
 
 def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:

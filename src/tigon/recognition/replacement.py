@@ -1,7 +1,10 @@
-"""How a module gets another forward: as an attribute of the instance, its class and its siblings stay as they are.
+"""Give one module another forward, as an attribute of the instance. Its class and its siblings stay as they are.
 
-`nn.Module.__call__` looks `forward` up on the instance first, so hooks, sharding and checkpointing see no difference,
-and deleting the attribute gives the stock module back.
+`nn.Module.__call__` looks `forward` up on the instance first. So hooks, sharding and checkpointing work as before, and
+deleting the attribute restores the stock module:
+
+    undo = install(module, recipe)   # module(x) now computes recipe(module, x)
+    undo()                           # module(x) runs the forward of its class again
 """
 
 import functools
@@ -13,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from tigon.runtime.engines import is_hook_of_deepspeed, keeps_values
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
 
 __all__ = [
@@ -28,171 +32,190 @@ __all__ = [
     "written_in",
 ]
 
-# Whose hooks on a module only gather and shard its parameters, or what goes in and out.
-SHARDING = ("torch.", "deepspeed.", "accelerate.", "transformers.distributed.", "transformers.integrations.")
+# The method by which `nn.DataParallel` copies a module.
 REPLICATE = "_replicate_for_data_parallel"
 
 
 class Replacement:
-    """`recipe(module, *args, **kwargs)` as the forward of `module`.
+    """The forward that computes `recipe(module, *args, **kwargs)`.
 
-    A plain object that names its module: `copy.deepcopy` and `pickle` of the module meet it as part of the module's
-    own state, so a copy's forward reads the copy's parameters (a bound method in its place would not survive pickling).
-    It does not keep its module: a model that is deleted frees its memory at once, as a stock one does.
+    This is a plain object that refers to its module. `copy.deepcopy` and `pickle` of the module treat it as a part of
+    the module's state, so the forward of a copy reads the parameters of the copy. A bound method could not be pickled.
+    The reference to the module is weak, so that the memory of a deleted model is freed at once, as that of a stock one.
     """
 
     def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
         self.module = weakref.ref(module)
-        # None once undone: a wrapper that still holds this replacement then gets the stock forward.
+        # None after the recipe was uninstalled. A wrapper that still holds this object then runs the stock forward.
         self.recipe = recipe
-        # A recipe that runs the code of the module's class needs no guard.
+        # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple:
         return Replacement, (self.__self__, self.recipe, self.guard)
 
     def holds(self) -> bool:
-        """Whether the recipe may run: the module is what it was when it was recognised."""
+        """Return True if the recipe may run: it is installed, and the module is as it was when it was recognised."""
         return self.recipe is not None and (self.guard is None or self.guard.holds(self.__self__))
 
     def run(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The recipe, or the forward of the class if the recipe was undone or the module has changed."""
+        """Run the recipe, or the forward of the class if the recipe was uninstalled or the module has changed."""
         recipe, guard = self.recipe, self.guard
         if recipe is None or (guard is not None and not guard.holds(module)):
             return type(module).forward(module, *args, **kwargs)
         return recipe(module, *args, **kwargs)
 
-    @property
-    def __self__(self) -> nn.Module:
-        if (module := self.module()) is None:
-            raise ReferenceError("tigon: the module of this forward is gone: keep the module, not its forward alone")
-        return module
-
-    @property
-    def __func__(self) -> FunctionType:
-        """Of any module of its class, as of a method: accelerate binds it to the module it wraps or copies."""
-
-        def forward(module: nn.Module, *args, **kwargs) -> Any:
-            return self.run(module, args, kwargs)
-
-        forward.is_replacement = True
-        forward.__signature__ = inspect.signature(type(self.__self__).forward)
-        return forward
-
-    @property
-    def __code__(self) -> CodeType:
-        """That of the stock forward: `torch.export` says where it is from."""
-        return inspect.unwrap(type(self.__self__).forward).__code__
-
-    @property
-    def __globals__(self) -> dict[str, Any]:
-        """Say why `torch.jit.script` fails: it reads the globals and then the source text of a Python function."""
-        raise AttributeError(
-            "tigon: torch.jit.script cannot read a forward that Tigon replaced: call report.restore() first, where "
-            "report is the result of tigon.patch"
-        )
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.__self__
+        # accelerate's `unwrap_model` binds the replacement to its module, as a method, and the module comes first.
+        if args and isinstance(args[0], nn.Module):
+            module, args = args[0], args[1:]
+        return self.run(module, args, kwargs)
 
     def replicate(self) -> nn.Module:
-        """In place of the module's `_replicate_for_data_parallel`: `nn.DataParallel` copies what the module holds."""
-        replica = type(self.__self__)._replicate_for_data_parallel(self.__self__)
+        """Return a replica of the module for `nn.DataParallel`, which copies the attributes of the module.
+
+        This method takes the place of the module's `_replicate_for_data_parallel`.
+        """
+        replica: Any = type(self.__self__)._replicate_for_data_parallel(self.__self__)
         del vars(replica)[REPLICATE]
         if vars(replica).get("forward") is self:
             vars(replica)["forward"] = Replacement(replica, self.recipe, self.guard)
         return replica
 
-    def __call__(self, *args, **kwargs) -> Any:
-        module = self.__self__
-        if args and isinstance(args[0], nn.Module):  # accelerate's unwrap_model made it a method
-            module, *args = args
-        return self.run(module, args, kwargs)
+    # --- attributes of a bound method, which other libraries read --------------------------------------
+
+    @property
+    def __self__(self) -> nn.Module:
+        """Return the module, as for a bound method."""
+        if (module := self.module()) is None:
+            raise ReferenceError(
+                "tigon: the module of this forward was deleted: keep a reference to the module, not only to its forward"
+            )
+        return module
+
+    @property
+    def __func__(self) -> Callable:
+        """Return a function of any module of the class, which accelerate binds to a module that it wraps or copies."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return self.run(module, args, kwargs)
+
+        vars(forward).update(is_replacement=True, __signature__=inspect.signature(type(self.__self__).forward))
+        return forward
+
+    @property
+    def __code__(self) -> CodeType:
+        """Return the code of the stock forward, from which `torch.export` reads the name of the file."""
+        return inspect.unwrap(type(self.__self__).forward).__code__
+
+    @property
+    def __globals__(self) -> dict[str, Any]:
+        """Raise an error that explains why `torch.jit.script` fails: it reads globals and source of a forward."""
+        raise AttributeError(
+            "tigon: torch.jit.script cannot read a forward that Tigon replaced: call report.restore() first, where "
+            "report is the result of tigon.patch"
+        )
 
     @property
     def __signature__(self) -> inspect.Signature:
-        """That of the stock forward: the Trainer and `generate` read it to learn what the model takes."""
+        """Return the signature of the stock forward, from which the Trainer and `generate` read the arguments."""
         return inspect.signature(type(self.__self__).forward.__get__(self.__self__))
 
 
+# --- where a forward is ------------------------------------------------------------------------------
+
+
 def _slot(module: nn.Module) -> str:
-    """Where the forward of the model's author is: accelerate's hooks wrap it and keep it as `_old_forward`."""
-    hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__  # in words that torch.compile knows
-    return "_old_forward" if hooked else "forward"
+    """Return the attribute for the forward of the model's author: accelerate's hooks move it to `_old_forward`."""
+    # torch.compile can trace this expression.
+    is_hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
+    return "_old_forward" if is_hooked else "forward"
 
 
 def wrapped_forward(module: nn.Module) -> CellType | None:
-    """Where a function that was assigned as forward keeps the one of the module's class, to call it.
+    """Return the cell in which a function that was assigned as forward holds the forward that it calls.
 
-    So transformers' tensor parallelism wraps a module: the forward of its class meets the tensors of this rank.
+    The tensor parallelism of transformers wraps a module so. The forward of its class then receives the tensors of this
+    rank.
     """
     assigned = vars(module).get("forward")
-    kept = lambda f: isinstance(f, Replacement) or getattr(f, "__func__", None) is type(module).forward
+    is_forward = lambda f: isinstance(f, Replacement) or getattr(f, "__func__", None) is type(module).forward
     cells = (isinstance(assigned, FunctionType) and assigned.__closure__) or ()
-    return next((cell for cell in cells if kept(cell.cell_contents)), None)
+    return next((cell for cell in cells if is_forward(cell.cell_contents)), None)
 
 
 def find_replacement(module: nn.Module) -> Replacement | None:
-    """The replacement installed on `module`, also one that accelerate or tensor parallelism has wrapped since."""
-    own = vars(module)
-    if isinstance(shared := own.get("forward"), Replacement) and shared.module() is not module:
+    """Return the replacement that is installed on a module, also if accelerate or tensor parallelism wraps it."""
+    attributes = vars(module)
+    if isinstance(shared := attributes.get("forward"), Replacement) and shared.module() is not module:
         # A shallow copy has the replacement of the module that it was copied from, so a call of the copy would run
         # that module. The copy gets the forward of its class back.
-        del own["forward"]
-        if getattr(own.get(REPLICATE), "__self__", None) is shared:
-            del own[REPLICATE]
+        del attributes["forward"]
+        if getattr(attributes.get(REPLICATE), "__self__", None) is shared:
+            del attributes[REPLICATE]
     for slot in ("forward", "_old_forward"):
-        if isinstance(forward := own.get(slot), Replacement):
+        if isinstance(forward := attributes.get(slot), Replacement):
             return forward
     cell = wrapped_forward(module)
     return cell.cell_contents if cell and isinstance(cell.cell_contents, Replacement) else None
 
 
+# --- what changes a call -----------------------------------------------------------------------------
+
+
 def _assigned_forward(module: nn.Module) -> Callable | None:
+    """Return a forward that was assigned to the instance and is not the forward of its class; None if there is none."""
     current = module.__dict__.get(_slot(module))
     return None if getattr(current, "__func__", None) is type(module).forward else current
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Whether a call of the module does anything but the forward of its class."""
-    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    # Those of DeepSpeed, on every module, move its parameters.
-    change = any(not str(hook.__module__).startswith("deepspeed.") for group in hooks for hook in group.values())
-    return change or _assigned_forward(module) is not None or not has_stock_call(module)
+    """Return True if a call of the module does anything but the forward of its class.
 
-
-def is_of_an_engine(hook: Callable) -> bool:
-    """Return whether a hook belongs to an engine that shards models, whose hooks change no values."""
-    return origin_of(hook).startswith(SHARDING)
-
-
-def _foreign_hook(module: nn.Module) -> str | None:
-    groups = module._forward_hooks, module._backward_hooks, module._backward_pre_hooks
-    return next((origin_of(hook) for group in groups for hook in group.values() if not is_of_an_engine(hook)), None)
+    Hooks of DeepSpeed do not count. They are on every module, and move its parameters.
+    """
+    groups = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    has_hook = any(not is_hook_of_deepspeed(hook) for group in groups for hook in group.values())
+    return has_hook or _assigned_forward(module) is not None or not has_stock_call(module)
 
 
 def foreign_hook(module: nn.Module) -> str | None:
-    """Who has put a hook that may change outputs or gradients on a module or what is in it; None if nobody did.
+    """Return the Python module that defines a hook which may change outputs or gradients; None without such a hook.
 
-    Hooks before the forward may: the forward sees what they change. So may those that shard: they change no values.
+    The hooks of the descendants count too. Hooks before the forward do not, because the forward receives what they
+    return. Nor do the hooks of engines that shard models, which change no values.
     """
-    return next(filter(None, map(_foreign_hook, module.modules())), None)
+    for each in module.modules():
+        for group in (each._forward_hooks, each._backward_hooks, each._backward_pre_hooks):
+            for hook in group.values():
+                if not keeps_values(hook):
+                    return origin_of(hook)
+    return None
 
 
 def foreign_forward(module: nn.Module) -> str | None:
-    """What stands in place of the forward that the module's class was written with, or None if nothing does."""
+    """Return a clause that says which code replaced the forward that the class was written with; None if none did."""
     if (current := _assigned_forward(module)) is not None:
         return f"its forward was already replaced (by {written_in(current)})"
-    owner = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
-    function, known = owner.forward, {owner.__module__.partition(".")[0], "torch", "transformers"}
-    while hasattr(function, "__wrapped__") and written_in(function).partition(".")[0] in known:  # a decorator of theirs
+    owner: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
+    function, known_packages = owner.forward, {owner.__module__.partition(".")[0], "torch", "transformers"}
+    # Decorators of the author's package, of torch and of transformers belong to the forward.
+    while hasattr(function, "__wrapped__") and written_in(function).partition(".")[0] in known_packages:
         function = function.__wrapped__
     if (origin := written_in(function)) != owner.__module__:
         return f"the forward of its class was already replaced (by {origin})"
     return None
 
 
-def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[[], None]:
-    """Give `module` the forward `recipe`, as long as its guard holds.
+# --- install and uninstall ---------------------------------------------------------------------------
 
-    Returns the function that undoes it, wherever hooks have moved the replacement since.
+
+def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[[], None]:
+    """Give a module the forward `recipe`, as long as its guard holds.
+
+    Returns:
+        A function that uninstalls the recipe, also if hooks have moved the replacement in the meantime.
     """
     if (installed := find_replacement(module)) is not None:
         return exchange(installed, recipe)
@@ -206,7 +229,7 @@ def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[
 
 
 def exchange(replacement: Replacement, recipe: Callable) -> Callable[[], None]:
-    """Give what is replaced already another recipe; the function that undoes it gives it the old one back."""
+    """Give a replacement another recipe. Return a function that gives it the old recipe back."""
     before, replacement.recipe = replacement.recipe, recipe
 
     def undo() -> None:
@@ -217,14 +240,15 @@ def exchange(replacement: Replacement, recipe: Callable) -> Callable[[], None]:
 
 
 def uninstall(module: nn.Module, replacement: Replacement) -> None:
-    """Give `module` the forward of its class back."""
-    own, stock, cell = vars(module), type(module).forward.__get__(module), wrapped_forward(module)
+    """Give a module the forward of its class back."""
+    attributes, cell = vars(module), wrapped_forward(module)
+    stock = type(module).forward.__get__(module)
     replacement.recipe = None
-    if getattr(own.get(REPLICATE), "__self__", None) is replacement:
-        del own[REPLICATE]
+    if getattr(attributes.get(REPLICATE), "__self__", None) is replacement:
+        del attributes[REPLICATE]
     if cell is not None and cell.cell_contents is replacement:
         cell.cell_contents = stock
-    elif own.get("forward") is replacement:
-        del own["forward"]
-    elif own.get("_old_forward") is replacement:
-        own["_old_forward"] = stock
+    elif attributes.get("forward") is replacement:
+        del attributes["forward"]
+    elif attributes.get("_old_forward") is replacement:
+        attributes["_old_forward"] = stock

@@ -1,4 +1,4 @@
-"""Rewrite the source of a forward where one op computes what consecutive statements compute.
+"""Rewrite the source of a forward where one op computes what several consecutive statements compute.
 
     hidden = residual + hidden             |
     residual = hidden                      |   hidden, residual = add_norm(self.norm, residual, hidden)
@@ -12,8 +12,8 @@
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
 All other statements of the forward stay as their author wrote them. The kind of `self.norm` is known only when the
-forward runs, so the three functions do what the statements did wherever no op applies. The names of variables do not
-matter. A statement in between prevents the rewriting.
+forward runs, so the three functions do what the statements did wherever no op applies. The names of variables may
+differ. Another statement between those of a pattern prevents the rewriting.
 """
 
 import ast
@@ -21,16 +21,35 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType
+from typing import NamedTuple
 
 from tigon.recognition.source import NotReadable, cached_by_code, compiled, definition_of, innermost
 
-__all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "overwritten_inputs", "rewrite"]
+__all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "child_call", "rewrite"]
 
 # The names by which the rewritten source calls the three functions. No forward uses such names.
 ADD_NORM, NORM_PASS, PRODUCTS = NAMES = ("_tigon_add_norm_", "_tigon_norm_pass_", "_tigon_products_")
 
 
 # --- statements ------------------------------------------------------------------------------------
+
+
+class ChildCall(NamedTuple):
+    """The names in a call `self.child(argument)`."""
+
+    child: str
+    argument: str
+
+
+def child_call(node: ast.AST) -> ChildCall | None:
+    """Return the names of the child and the argument of a call `self.child(argument)`; None for any other node."""
+    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
+        return None
+    function, argument = node.func, node.args[0]
+    if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
+        return None
+    is_child = function.value.id == "self" and isinstance(argument, ast.Name)
+    return ChildCall(function.attr, argument.id) if is_child and isinstance(argument, ast.Name) else None
 
 
 @dataclass(frozen=True)
@@ -42,35 +61,30 @@ class _Assignment:
 
     @staticmethod
     def of(statement: ast.stmt) -> "_Assignment | None":
-        plain = isinstance(statement, ast.Assign) and len(statement.targets) == 1
-        plain = plain and isinstance(statement.targets[0], ast.Name)
-        return _Assignment(statement.targets[0].id, statement.value) if plain else None
+        """Return the assignment that a statement is; None for any other statement."""
+        if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+            return None
+        target = statement.targets[0]
+        return _Assignment(target.id, statement.value) if isinstance(target, ast.Name) else None
 
     @property
-    def added(self) -> tuple[str, str] | None:
-        """The names `(a, b)` if the value is `a + b`."""
+    def summands(self) -> tuple[str, str] | None:
+        """Return the names `(a, b)` if the value is `a + b`."""
         value = self.value
-        names = isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and (value.left, value.right)
-        return (names[0].id, names[1].id) if names and all(isinstance(x, ast.Name) for x in names) else None
+        if not (isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add)):
+            return None
+        left, right = value.left, value.right
+        return (left.id, right.id) if isinstance(left, ast.Name) and isinstance(right, ast.Name) else None
 
     @property
     def alias(self) -> str | None:
-        """The name `a` if the value is `a`."""
+        """Return the name `a` if the value is `a`."""
         return self.value.id if isinstance(self.value, ast.Name) else None
 
     @property
-    def child(self) -> tuple[str, str] | None:
-        """The names `(child, a)` if the value is `self.child(a)`."""
-        return _child_call(self.value)
-
-
-def _child_call(node: ast.AST) -> tuple[str, str] | None:
-    """Return the names of the child and the argument of a call `self.child(argument)`; None for any other node."""
-    if not isinstance(node, ast.Call) or node.keywords or len(node.args) != 1:
-        return None
-    function, argument = node.func, node.args[0]
-    own = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id == "self"
-    return (function.attr, argument.id) if own and isinstance(argument, ast.Name) else None
+    def call(self) -> ChildCall | None:
+        """Return the names if the value is `self.child(a)`."""
+        return child_call(self.value)
 
 
 def _name(name: str, store: bool = False) -> ast.Name:
@@ -82,58 +96,73 @@ def _attribute(child: str) -> ast.Attribute:
 
 
 def _assign(targets: list[str], value: ast.expr) -> ast.Assign:
-    target = ast.Tuple([_name(t, True) for t in targets], ast.Store()) if len(targets) > 1 else _name(targets[0], True)
-    return ast.Assign([target], value)
+    names: list[ast.expr] = [_name(target, store=True) for target in targets]
+    return ast.Assign([ast.Tuple(names, ast.Store()) if len(names) > 1 else names[0]], value)
 
 
 # --- patterns --------------------------------------------------------------------------------------
 
 
-def _norm(statements: list[ast.stmt], variables: frozenset[str]) -> tuple[int, list[ast.stmt]] | None:
-    """Match a sum or a residual, followed by its norm.
+class _Match(NamedTuple):
+    """The first statements of a block that match a pattern."""
 
-    Returns:
-        The number of statements that match, and the statements that replace them; None if the first ones do not match.
+    # The number of statements that match.
+    length: int
+    # The statements that replace them.
+    replacement: list[ast.stmt]
+    # For a norm, the name of the child, and the variables that hold its input and the residual.
+    norm: str = ""
+    residuals: frozenset[str] = frozenset()
+
+
+def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match | None:
+    """Match a sum or a residual, followed by its norm; None if the first statements do not match.
+
+    `variables` are the local variables of the function.
     """
     first, *others = [_Assignment.of(s) for s in statements[:3]]
     if first is None:
         return None
-    added = first.added
-    aliases = others and others[0] is not None and others[0].alias == first.target
-    if added and aliases:  # h = a + b; r = h; y = norm(h)
-        h, kept, last = first.target, others[0].target, others[1] if len(others) > 1 else None
-    elif added:  # h = a + b; y = norm(h)
-        h, kept, last = first.target, first.target, others[0] if others else None
-    elif first.alias in variables:  # r = h; y = norm(h), where h is no global
-        h, kept, last = first.alias, first.target, others[0] if others else None
+    second, third = [*others, None, None][:2]
+    summands = first.summands
+    if summands and second is not None and second.alias == first.target:
+        # h = a + b; residual = h; y = norm(h)
+        h, residual, last, count = first.target, second.target, third, 3
+    elif summands:
+        # h = a + b; y = norm(h)
+        h, residual, last, count = first.target, first.target, second, 2
+    elif first.alias is not None and first.alias in variables:
+        # residual = h; y = norm(h), where h is no global
+        h, residual, last, count = first.alias, first.target, second, 2
     else:
         return None
-    if last is None or last.child is None or last.child[1] != h or kept == last.target or h == "self":
+    call = last.call if last is not None else None
+    if last is None or call is None or call.argument != h or residual == last.target or h == "self":
         return None
-    child, y = last.child[0], last.target
-    function, given = (ADD_NORM, added) if added else (NORM_PASS, (h,))
-    call = ast.Call(_name(function), [_attribute(child), *map(_name, given)], [])
-    made: list[ast.stmt] = [_assign([y, kept], call)]
-    if h not in (y, kept):
-        made.append(_assign([h], _name(kept)))
-    count = 2 + bool(added and aliases)
+    function, inputs = (ADD_NORM, summands) if summands else (NORM_PASS, (h,))
+    fused_call = ast.Call(_name(function), [_attribute(call.child), *map(_name, inputs)], [])
+    replacement: list[ast.stmt] = [_assign([last.target, residual], fused_call)]
+    if h not in (last.target, residual):
+        replacement.append(_assign([h], _name(residual)))
     # Tracebacks show the line of the norm.
-    return count, [ast.copy_location(new, statements[count - 1]) for new in made]
+    located = [ast.copy_location(new, statements[count - 1]) for new in replacement]
+    return _Match(count, located, call.child, frozenset((residual, h)) - {last.target})
 
 
-class _Taken(ast.NodeTransformer):
-    """Replace `self.child(argument)` by `made[i] if made else self.child(argument)`; `made` names the products."""
+class _ProductCalls(ast.NodeTransformer):
+    """Replaces `self.child(argument)` by `p[i] if p else self.child(argument)`, where `p` names the products."""
 
-    def __init__(self, argument: str, made: str) -> None:
-        self.argument, self.made, self.children = argument, made, []
+    def __init__(self, argument: str, products: str) -> None:
+        self.argument, self.products = argument, products
+        self.children: list[str] = []
 
-    def visit_Call(self, node: ast.Call) -> ast.expr:
-        call = _child_call(node)
-        if call is None or call[1] != self.argument:
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        call = child_call(node)
+        if call is None or call.argument != self.argument:
             return self.generic_visit(node)
-        self.children.append(call[0])
-        product = ast.Subscript(_name(self.made), ast.Constant(len(self.children) - 1), ast.Load())
-        return ast.IfExp(_name(self.made), product, node)
+        self.children.append(call.child)
+        product = ast.Subscript(_name(self.products), ast.Constant(len(self.children) - 1), ast.Load())
+        return ast.IfExp(_name(self.products), product, node)
 
 
 # An expression inside one of these may be evaluated never, several times, or with another value of a name.
@@ -142,92 +171,93 @@ UNCERTAIN = (
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
 )
 # Attributes that describe a tensor and do not change it.
-DESCRIBES = "shape", "size", "dim", "ndim", "dtype", "device"
+DESCRIPTIVE = "shape", "size", "dim", "ndim", "dtype", "device"
 
 
-def _call(statement: ast.stmt) -> tuple[str, str] | None:
-    """Return the names of the child and its argument if a statement calls one child, and certainly calls it once.
+def _only_call(statement: ast.stmt) -> ChildCall | None:
+    """Return the call of a child if a statement calls one child, and certainly calls it once.
 
-    Apart from that call, the statement may only read attributes in `DESCRIBES` of the argument. None otherwise.
+    Apart from that call, the statement may only read attributes in `DESCRIPTIVE` of the argument. None otherwise.
     """
     nodes = list(ast.walk(statement))
-    calls = list(filter(None, map(_child_call, nodes)))
+    calls = [call for call in map(child_call, nodes) if call is not None]
     if len(calls) != 1 or any(isinstance(node, UNCERTAIN) for node in nodes):
         return None
-    described = sum(
-        isinstance(node, ast.Attribute) and node.attr in DESCRIBES and getattr(node.value, "id", None) == calls[0][1]
+    argument = calls[0].argument
+    descriptions = sum(
+        isinstance(node, ast.Attribute) and node.attr in DESCRIPTIVE and getattr(node.value, "id", None) == argument
         for node in nodes
     )
-    loaded = sum(isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id == calls[0][1] for n in nodes)
-    return calls[0] if loaded == described + 1 else None
+    loads = sum(isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load) and n.id == argument for n in nodes)
+    return calls[0] if loads == descriptions + 1 else None
 
 
-def _products(statements: list[ast.stmt], number: int) -> tuple[int, list[ast.stmt]] | None:
-    """Match consecutive assignments that each call one child with the same input; the result is that of `_norm`."""
-    argument, count, children = None, 0, set()
+def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
+    """Match consecutive assignments that each call one child with the same input. `number` makes a name unique."""
+    argument, count = "", 0
+    children: set[str] = set()
     for statement in statements:
-        assignment, call = _Assignment.of(statement), _call(statement)
-        if assignment is None or call is None or call[0] in children or call[1] != (argument or call[1]):
+        assignment, call = _Assignment.of(statement), _only_call(statement)
+        if assignment is None or call is None or call.child in children or call.argument != (argument or call.argument):
             break
-        argument, count = call[1], count + 1
-        children.add(call[0])
+        argument, count = call.argument, count + 1
+        children.add(call.child)
         # Later calls would take another input.
         if assignment.target == argument:
             break
     if count < 2:
         return None
-    made = f"_tigon_products_{number}_"
-    taken = _Taken(argument, made)
-    rewritten = [taken.visit(statement) for statement in statements[:count]]
-    call = ast.Call(_name(PRODUCTS), [_name(argument), *map(_attribute, taken.children)], [])
-    return count, [ast.copy_location(_assign([made], call), statements[0]), *rewritten]
+    products = f"_tigon_products_{number}_"
+    transformer = _ProductCalls(argument, products)
+    rewritten = [transformer.visit(statement) for statement in statements[:count]]
+    fused_call = ast.Call(_name(PRODUCTS), [_name(argument), *map(_attribute, transformer.children)], [])
+    return _Match(count, [ast.copy_location(_assign([products], fused_call), statements[0]), *rewritten])
 
 
 class _Rewriter:
-    """Rewrites the blocks of statements of a function. `found` counts the matches."""
+    """Rewrites the blocks of statements of a function, and counts the matches."""
 
     def __init__(self, variables: frozenset[str], definition: ast.FunctionDef) -> None:
-        self.found, self.variables = 0, variables
+        self.count, self.variables = 0, variables
         self.stock = copy.deepcopy(definition)
+        # The reason why statements that resemble a match stay as they are.
         self.refusal: str | None = None
 
-    def norm(self, statements: list[ast.stmt]) -> tuple[int, list[ast.stmt]] | None:
-        """Match as `_norm` does, but refuse a residual that the function uses for more than arithmetic."""
-        match = _norm(statements, self.variables)
+    def match_norm(self, statements: list[ast.stmt]) -> _Match | None:
+        """Match as `_match_norm` does, but refuse a residual that the function uses for more than arithmetic."""
+        match = _match_norm(statements, self.variables)
         if match is None:
             return None
-        count, replacement = match
-        names = {n.id for new in replacement for t in new.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
-        names.discard(_Assignment.of(statements[count - 1]).target)  # the norm's own output
-        norm = _Assignment.of(statements[count - 1]).child[0]
-        for name in sorted(names):
-            if (use := _other_use(self.stock, name, norm)) is not None:
+        for name in sorted(match.residuals):
+            if (use := _other_use(self.stock, name, match.norm)) is not None:
                 self.refusal = f"its forward does more with the residual of a norm: {use}"
                 return None
         return match
 
-    def block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
-        result, at = [], 0
-        while at < len(statements):
-            left = statements[at:]
-            match = self.norm(left) or _products(left, self.found)
+    def rewrite_block(self, statements: list[ast.stmt]) -> list[ast.stmt]:
+        """Return the statements with every match replaced. Blocks inside of other statements are rewritten too."""
+        result: list[ast.stmt] = []
+        index = 0
+        while index < len(statements):
+            rest = statements[index:]
+            match = self.match_norm(rest) or _match_products(rest, self.count)
             if match is None:
-                self._inside(statements[at])
-                result.append(statements[at])
-                at += 1
+                self.rewrite_inside(statements[index])
+                result.append(statements[index])
+                index += 1
                 continue
-            count, made = match
-            result += made
-            self.found += 1
-            at += count
+            result += match.replacement
+            self.count += 1
+            index += match.length
         return result
 
-    def _inside(self, statement: ast.stmt) -> None:
+    def rewrite_inside(self, statement: ast.stmt) -> None:
+        """Rewrite the blocks of a branch, a loop or a `with` statement."""
         if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             return
         for name in ("body", "orelse", "finalbody"):
             if isinstance(block := getattr(statement, name, None), list):
-                setattr(statement, name, self.block(block))
+                setattr(statement, name, self.rewrite_block(block))
 
 
 # --- other uses of a residual ----------------------------------------------------------------------
@@ -235,22 +265,14 @@ class _Rewriter:
 # Methods that return a tensor with the same values, and attributes that only describe a tensor.
 HARMLESS = frozenset(
     (
-        *DESCRIBES,
-        "to",
-        "float",
-        "type",
-        "type_as",
-        "contiguous",
-        "reshape",
-        "view",
-        "flatten",
-        "requires_grad",
-        "is_cuda",
+        *DESCRIPTIVE,
+        *("to", "float", "type", "type_as", "contiguous", "reshape", "view", "flatten", "requires_grad", "is_cuda"),
     )
 )
 
 
 def _parents(definition: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
+    """Return the parent of each node."""
     return {child: node for node in ast.walk(definition) for child in ast.iter_child_nodes(node)}
 
 
@@ -267,7 +289,7 @@ def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozense
         if not (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Load)):
             continue
         parent = parents[node]
-        if isinstance(parent, (ast.BinOp, ast.UnaryOp)) or _child_call(parent) == (norm, name):
+        if isinstance(parent, (ast.BinOp, ast.UnaryOp)) or child_call(parent) == (norm, name):
             continue
         if isinstance(parent, ast.Attribute) and parent.attr in HARMLESS:
             continue
@@ -282,7 +304,8 @@ def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozense
             continue
         if isinstance(parent, ast.Call) and node in parent.args and _is_function_of_torch(parent.func):
             continue
-        return f"`{ast.unparse(parent)[:60]}` (line {node.lineno}) may tell `{name}` from a tensor of the same values"
+        use = f"`{ast.unparse(parent)[:60]}` (line {node.lineno})"
+        return f"{use} may distinguish `{name}` from another tensor with the same values"
     return None
 
 
@@ -292,90 +315,10 @@ def _is_function_of_torch(function: ast.expr) -> bool:
     return len(words) > 1 and words[0] in ("torch", "nn", "F") and not words[-1].endswith("_")
 
 
-# --- inputs that are overwritten -------------------------------------------------------------------
-
-
-class _Values:
-    """Tracks which variables hold the same tensor, and which tensors are written in place after a child read them."""
-
-    def __init__(self) -> None:
-        self.ids: dict[str, frozenset[int]] = {}
-        self.takers: dict[int, set[str]] = {}
-        # The line of the write, by the name of the child.
-        self.overwritten: dict[str, int] = {}
-        self.count = 0
-
-    def of(self, name: str) -> frozenset[int]:
-        if name not in self.ids:
-            self.ids[name] = self.new()
-        return self.ids[name]
-
-    def new(self) -> frozenset[int]:
-        self.count += 1
-        return frozenset((self.count,))
-
-    def write(self, name: str, line: int) -> None:
-        for number in self.of(name):
-            for child in self.takers.get(number, ()):
-                self.overwritten.setdefault(child, line)
-
-    def block(self, statements: list[ast.stmt]) -> None:
-        for statement in statements:
-            self.statement(statement)
-
-    def statement(self, statement: ast.stmt) -> None:
-        blocks = [getattr(statement, name, None) for name in ("body", "orelse", "finalbody")]
-        blocks = [block for block in blocks if isinstance(block, list)]
-        if blocks and not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
-            # The body of a loop is visited twice: a write may meet a tensor that a child read in the iteration before.
-            repeats = 2 if isinstance(statement, (ast.For, ast.While)) else 1
-            before, after = self.ids, [self.ids]
-            for block in blocks:
-                self.ids = dict(before)
-                for _ in range(repeats):
-                    self.block(block)
-                after.append(self.ids)
-            names = {name for ids in after for name in ids}
-            self.ids = {name: frozenset().union(*(ids.get(name, frozenset()) for ids in after)) for name in names}
-            return
-        for node in ast.walk(statement):
-            if isinstance(node, ast.Call):
-                if (call := _child_call(node)) is not None:
-                    for number in self.of(call[1]):
-                        self.takers.setdefault(number, set()).add(call[0])
-                function = node.func
-                in_place = isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)
-                if in_place and function.attr.endswith("_") and not function.attr.startswith("requires_grad"):
-                    self.write(function.value.id, node.lineno)
-        target = statement.target if isinstance(statement, ast.AugAssign) else None
-        for each in [target, *(statement.targets if isinstance(statement, ast.Assign) else [])]:
-            if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name):
-                self.write(each.value.id, statement.lineno)
-        if isinstance(target, ast.Name):
-            self.write(target.id, statement.lineno)
-        if isinstance(statement, ast.Assign):
-            value = statement.value
-            for each in statement.targets:
-                for name in (n.id for n in ast.walk(each) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)):
-                    self.ids[name] = self.of(value.id) if isinstance(value, ast.Name) else self.new()
-
-
-@cached_by_code
-def overwritten_inputs(function: FunctionType) -> dict[str, int]:
-    """Return the children whose input a forward writes in place after they have run, with the line of the write."""
-    try:
-        definition = definition_of(function)
-    except NotReadable:
-        return {}
-    values = _Values()
-    values.block(definition.body)
-    return values.overwritten
-
-
 # --- functions -------------------------------------------------------------------------------------
 
-# These functions show the names of local variables, of which the rewritten function has more.
-FRAMES = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
+# These functions show the local variables of a function. The rewritten function has more of them.
+FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 
 
 @cached_by_code
@@ -384,17 +327,17 @@ def rewrite(
 ) -> FunctionType | str | None:
     """Return the function with its statements rewritten, with the same globals; None if there is nothing to rewrite.
 
-    A string is the reason why the function cannot be rewritten, or why statements that resemble a match stay as they
-    are.
+    A string is the reason why the function cannot be rewritten, or why statements that resemble a pattern stay as they
+    are. `add_norm`, `norm_pass` and `products` are the functions that the rewritten source calls.
     """
     try:
         definition = definition_of(function)
         code = innermost(function).__code__
-        if not FRAMES.isdisjoint(code.co_names):
+        if not FRAME_READERS.isdisjoint(code.co_names):
             raise NotReadable("reads its own frame")
         rewriter = _Rewriter(frozenset((*code.co_varnames, *code.co_cellvars)), definition)
-        definition.body = rewriter.block(definition.body)
-        if not rewriter.found:
+        definition.body = rewriter.rewrite_block(definition.body)
+        if not rewriter.count:
             return rewriter.refusal
         return compiled(definition, function, dict(zip(NAMES, (add_norm, norm_pass, products), strict=True)))
     except NotReadable as error:

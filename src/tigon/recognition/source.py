@@ -1,4 +1,4 @@
-"""Read the source of a loaded function, and build a function of changed source in its place.
+"""Read the source of a loaded function, and build a function from changed source in its place.
 
 The file of a function may have changed since it was imported. So the whole file is compiled again, and its source is
 used only if the resulting code object equals the loaded one: constants, names, instructions, jumps and lines. This
@@ -14,6 +14,7 @@ import itertools
 import linecache
 from collections.abc import Callable, Iterator
 from types import CellType, CodeType, FunctionType
+from typing import Any, TypeVar, cast
 
 __all__ = [
     "CodeState",
@@ -26,6 +27,11 @@ __all__ = [
     "is_unchanged",
     "rebuilt",
 ]
+
+
+Cached = TypeVar("Cached", bound=Callable)
+# Python 3.12 and later need this field of classes and functions. Before, it is ignored.
+NO_TYPE_PARAMETERS: dict[str, Any] = {"type_params": []}
 
 
 class NotReadable(Exception):
@@ -52,12 +58,12 @@ CodeState = tuple[tuple[FunctionType, CodeType, tuple | None, dict | None], ...]
 
 
 def code_state(function: FunctionType) -> CodeState:
-    """What a function and the functions that it wraps run: their code, and the defaults of their arguments."""
+    """Return the code and the defaults of a function and of the functions that it wraps."""
     return tuple((each, each.__code__, each.__defaults__, each.__kwdefaults__) for each in _chain(function))
 
 
 def is_unchanged(state: CodeState) -> bool:
-    """Whether nobody has given the functions other code or other defaults since."""
+    """Return True if the functions still have the code and the defaults that `code_state` returned."""
     for function, code, defaults, by_name in state:
         if (
             function.__code__ is not code
@@ -68,23 +74,27 @@ def is_unchanged(state: CodeState) -> bool:
     return True
 
 
-def cached_by_code(compute: Callable) -> Callable:
-    """Decorate a function whose first argument is one: its result is cached until that argument has other code."""
-    results: dict[tuple, tuple[CodeState, object]] = {}
+def cached_by_code(compute: Cached) -> Cached:
+    """Cache the results of a function whose first argument is a function, until that argument has other code.
+
+    The attribute `cache_clear` of the decorated function empties the cache.
+    """
+    results: dict[tuple, tuple[CodeState, Any]] = {}
 
     @functools.wraps(compute)
-    def look_up(function: FunctionType, *args: object) -> object:
+    def look_up(function: FunctionType, *args: object) -> Any:
         key = function, *args
-        known = results.get(key)
-        if known is None or not is_unchanged(known[0]):
-            known = results[key] = code_state(function), compute(function, *args)
-        return known[1]
+        entry = results.get(key)
+        if entry is None or not is_unchanged(entry[0]):
+            entry = results[key] = code_state(function), compute(function, *args)
+        return entry[1]
 
-    look_up.cache_clear = results.clear
-    return look_up
+    vars(look_up)["cache_clear"] = results.clear
+    return cast(Cached, look_up)
 
 
-def _copy(function: FunctionType, code: CodeType, scope: dict, closure: tuple[CellType, ...]) -> FunctionType:
+def _copy_with(function: FunctionType, code: CodeType, scope: dict, closure: tuple[CellType, ...]) -> FunctionType:
+    """Return a copy of a function with other code, globals and closure."""
     result = FunctionType(code, scope, function.__name__, function.__defaults__, closure)
     result.__kwdefaults__, result.__module__ = function.__kwdefaults__, function.__module__
     result.__qualname__ = function.__qualname__
@@ -101,11 +111,11 @@ def rebuilt(function: FunctionType, inner: FunctionType) -> FunctionType:
     result = inner
     for wrapped, wrapper in _pairs(function):
         cells = wrapper.__closure__ or ()
-        if not any(_holds(cell, wrapped) for cell in cells):
+        if not any(_contents(cell) is wrapped for cell in cells):
             raise NotReadable(f"is behind a wrapper ({wrapper.__module__}) that does not hold what it wraps")
-        closure = tuple(CellType(result) if _holds(cell, wrapped) else cell for cell in cells)
-        result = _copy(wrapper, wrapper.__code__, wrapper.__globals__, closure)
-        result.__wrapped__ = inner
+        closure = tuple(CellType(result) if _contents(cell) is wrapped else cell for cell in cells)
+        result = _copy_with(wrapper, wrapper.__code__, wrapper.__globals__, closure)
+        vars(result)["__wrapped__"] = inner
     return result
 
 
@@ -115,31 +125,34 @@ def _pairs(function: FunctionType) -> Iterator[tuple[FunctionType, FunctionType]
     return itertools.pairwise(chain)
 
 
-def _holds(cell: CellType, function: FunctionType) -> bool:
+def _contents(cell: CellType) -> object:
+    """Return the content of a cell; None if the cell is empty."""
     try:
-        return cell.cell_contents is function
-    except ValueError:  # The cell is empty.
-        return False
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 # --- source ----------------------------------------------------------------------------------------
 
 
 @functools.lru_cache(maxsize=64)
-def _parsed(text: str, filename: str) -> tuple[ast.Module, CodeType]:
+def _parse_file(text: str, filename: str) -> tuple[ast.Module, CodeType]:
+    """Return the syntax tree and the code object of a file."""
     return ast.parse(text), compile(text, filename, "exec", dont_inherit=True)
 
 
 def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a code object and all code objects inside of it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _codes(constant)
 
 
-def _is_loaded(text: str, code: CodeType) -> ast.Module | None:
+def _tree_of(text: str, code: CodeType) -> ast.Module | None:
     """Return the syntax tree of a file if one of its functions compiles to this code object; None otherwise."""
-    tree, module = _parsed(text, code.co_filename)
+    tree, module = _parse_file(text, code.co_filename)
     candidates = (each for each in _codes(module) if each.co_firstlineno == code.co_firstlineno)
     return tree if any(each == code for each in candidates) else None
 
@@ -153,13 +166,13 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
     inner = innermost(function)
     code = inner.__code__
     if inner is function and any(isinstance(_contents(cell), FunctionType) for cell in inner.__closure__ or ()):
-        raise NotReadable("is behind a decorator that does not tell what it wraps")
+        raise NotReadable("is behind a decorator that does not name what it wraps")
     linecache.checkcache(code.co_filename)
     text = "".join(linecache.getlines(code.co_filename, inner.__globals__))
     if not text:
         raise NotReadable("has no source that can be read")
     try:
-        tree = _is_loaded(text, code)
+        tree = _tree_of(text, code)
     except (SyntaxError, ValueError):
         tree = None
     if tree is None:
@@ -168,34 +181,28 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
         if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
             continue
         if min([node.lineno, *(d.lineno for d in node.decorator_list)]) == code.co_firstlineno:
-            return _cloned(node)
+            return _clone(node)
     raise NotReadable("is no function that is defined by def")
 
 
-def _contents(cell: CellType) -> object:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _cloned(node: ast.AST) -> ast.AST:
-    """Return a deep copy of a syntax tree, with its positions."""
+def _clone(node: Any) -> Any:
+    """Return a deep copy of a syntax tree, with its positions. `node` is a node, a list of nodes, or a constant."""
     if isinstance(node, list):
-        return [_cloned(each) for each in node]
+        return [_clone(each) for each in node]
     if not isinstance(node, ast.AST):
         return node
-    fields = {name: _cloned(getattr(node, name)) for name in node._fields if hasattr(node, name)}
+    fields: dict[str, Any] = {name: _clone(getattr(node, name)) for name in node._fields if hasattr(node, name)}
     return ast.copy_location(type(node)(**fields), node) if hasattr(node, "lineno") else type(node)(**fields)
 
 
-def compiled(definition: ast.FunctionDef, function: FunctionType, given: dict[str, Callable]) -> FunctionType:
+def compiled(definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable]) -> FunctionType:
     """Return `function` with its innermost function replaced by this definition; globals and closure stay the same.
 
-    `given` holds the additional functions that the definition calls, by name. They become part of its closure.
+    `helpers` holds the additional functions that the definition calls, by name. They become part of its closure.
     """
     inner = innermost(function)
-    stripped = ast.FunctionDef(**{name: getattr(definition, name, None) for name in definition._fields})
+    fields: dict[str, Any] = {name: getattr(definition, name, None) for name in definition._fields}
+    stripped = ast.FunctionDef(**fields)
     stripped.returns, stripped.decorator_list = None, []
     # Annotations are not evaluated again. Default values are copied from the stock function.
     for argument in ast.walk(stripped.args):
@@ -205,12 +212,12 @@ def compiled(definition: ast.FunctionDef, function: FunctionType, given: dict[st
     # Python mangles names that begin with two underscores by the name of the class, so the classes are built around it.
     body: ast.stmt = stripped
     for name in reversed(inner.__qualname__.rpartition("<locals>.")[2].split(".")[:-1]):
-        body = ast.ClassDef(name=name, bases=[], keywords=[], body=[body], decorator_list=[], type_params=[])
-    around = [*given, *(name for name in inner.__code__.co_freevars if name != "__class__")]
+        body = ast.ClassDef(name=name, bases=[], keywords=[], body=[body], decorator_list=[], **NO_TYPE_PARAMETERS)
+    outer_names = [*helpers, *(name for name in inner.__code__.co_freevars if name != "__class__")]
     arguments = ast.arguments(
-        posonlyargs=[], args=[ast.arg(name) for name in around], kwonlyargs=[], kw_defaults=[], defaults=[]
+        posonlyargs=[], args=[ast.arg(name) for name in outer_names], kwonlyargs=[], kw_defaults=[], defaults=[]
     )
-    factory = ast.FunctionDef(name="make", args=arguments, body=[body], decorator_list=[], type_params=[])
+    factory = ast.FunctionDef(name="make", args=arguments, body=[body], decorator_list=[], **NO_TYPE_PARAMETERS)
     module = ast.fix_missing_locations(ast.Module([factory], type_ignores=[]))
     code = next(
         each
@@ -218,5 +225,5 @@ def compiled(definition: ast.FunctionDef, function: FunctionType, given: dict[st
         if each.co_name == definition.name
     )
     cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
-    closure = tuple(CellType(given[name]) if name in given else cells[name] for name in code.co_freevars)
-    return rebuilt(function, _copy(inner, code, inner.__globals__, closure))
+    closure = tuple(CellType(helpers[name]) if name in helpers else cells[name] for name in code.co_freevars)
+    return rebuilt(function, _copy_with(inner, code, inner.__globals__, closure))

@@ -1,6 +1,10 @@
-"""Small copies of modules that run in place of the originals.
+"""Build small copies of modules, and run them in place of the originals.
 
-They run on the CPU and in any dtype, and change nothing of the originals.
+A stand-in has the class and the settings of the original, small random parameters, and no hooks. It runs on the CPU and
+in any dtype, and changes nothing of the original:
+
+    twin = stand_in(module, {"weight": normal(0, 16)}, training=False)
+    y = run_forward(twin, normal(1, 4, 16))   # type(module).forward(twin, x)
 """
 
 import contextlib
@@ -9,7 +13,7 @@ import inspect
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -22,21 +26,21 @@ __all__ = [
     "FP16",
     "FP32",
     "WritesTensor",
+    "accepts_inputs",
+    "copy_in_mode",
     "describe",
     "gradients",
-    "in_mode",
-    "linear",
     "normal",
     "own_tensors",
     "probing",
+    "random_linear",
     "run_forward",
     "same_bits",
     "same_gradients",
     "select_equal",
     "select_equal_gradients",
     "stand_in",
-    "takes",
-    "unusual",
+    "unusual_values",
     "without_parameters",
 ]
 
@@ -45,7 +49,8 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 # Numbers that code compares values with.
 SENTINELS = (-100.0, 1.0, -1.0, 0.0)
 
-M = TypeVar("M", bound=nn.Module)
+ModuleType = TypeVar("ModuleType", bound=nn.Module)
+Candidate = TypeVar("Candidate", bound=Callable)
 
 
 @contextlib.contextmanager
@@ -84,11 +89,14 @@ def normal(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor
 
 
 def stand_in(
-    module: M, parameters: dict[str, Tensor] | None = None, children: dict[str, nn.Module] | None = None, **attributes
-) -> M:
+    module: ModuleType,
+    parameters: Mapping[str, Tensor] | None = None,
+    children: Mapping[str, nn.Module | None] | None = None,
+    **attributes: Any,
+) -> ModuleType:
     """Return a shallow copy with these parameters, children and attributes, and without hooks.
 
-    Parameters that are not given are None. Children and attributes that are not given are those of the module.
+    All other parameters are None. Without `children`, the copy has those of the module. So it has all other attributes.
     Constructors and `register_parameter` are not called, because loaders replace them to build on meta.
     """
     twin = object.__new__(type(module))
@@ -107,7 +115,7 @@ def stand_in(
     return twin
 
 
-def linear(seed: int, features_in: int, features_out: int, dtype: torch.dtype, bias: bool = True) -> nn.Linear:
+def random_linear(seed: int, features_in: int, features_out: int, dtype: torch.dtype, bias: bool = True) -> nn.Linear:
     """Return a linear layer with random weights, scaled so that outputs are about as large as inputs."""
     layer = object.__new__(nn.Linear)
     nn.Module.__init__(layer)
@@ -118,9 +126,9 @@ def linear(seed: int, features_in: int, features_out: int, dtype: torch.dtype, b
     return layer
 
 
-def in_mode(module: M, training: bool) -> M:
+def copy_in_mode(module: ModuleType, training: bool) -> ModuleType:
     """Return a stand-in of a module and all its descendants, in training or evaluation mode."""
-    children = {name: child and in_mode(child, training) for name, child in module._modules.items()}
+    children = {name: child and copy_in_mode(child, training) for name, child in module._modules.items()}
     return stand_in(module, {}, children, training=training)
 
 
@@ -135,7 +143,7 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
 
 
 def without_parameters(module: nn.Module) -> bool:
-    """Return True if a module and its descendants hold no tensor, as an activation or a dropout."""
+    """Return True if a module and its descendants hold no tensor, as is the case for an activation or a dropout."""
     return all(tensor is None for each in module.modules() for tensor in own_tensors(each).values())
 
 
@@ -145,8 +153,8 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {first[:100]}{'...' if len(first) > 100 else ''}"
 
 
-def takes(module: nn.Module, *counts: int) -> bool:
-    """Return True if the class defines a forward that accepts one of these numbers of arguments."""
+def accepts_inputs(module: nn.Module, *counts: int) -> bool:
+    """Return True if the class defines a forward that accepts one of these numbers of positional arguments."""
     if type(module).forward is nn.Module.forward:
         return False
     for count in counts:
@@ -157,13 +165,14 @@ def takes(module: nn.Module, *counts: int) -> bool:
 
 
 class WritesTensor(Exception):
-    """A forward wrote to its input or to a parameter, or drew random numbers."""
+    """A forward wrote to its input or to a parameter, or drew random numbers. The message is shown to the user."""
 
 
 def run_forward(twin: nn.Module, *inputs: Tensor) -> Any:
-    """Run the forward of the copy's class on copies of the inputs.
+    """Run the forward of the stand-in's class on copies of the inputs.
 
-    Raises `WritesTensor` if it writes to an input or to a tensor of the module, or draws random numbers.
+    Raises:
+        WritesTensor: The forward writes to an input or to a tensor of the module, or draws random numbers.
     """
     copies = [x.clone() for x in inputs]
     tensors = [*copies, *(t for m in twin.modules() for t in own_tensors(m).values() if t is not None)]
@@ -188,16 +197,16 @@ def same_bits(a: object, b: Tensor) -> bool:
     return isinstance(a, Tensor) and a.dtype == b.dtype and same_values(a, b)
 
 
-def select_equal(candidates: list, twin: nn.Module, inputs: Sequence[Tensor], y: Any) -> list:
-    """Return the candidates whose output has the bits of the output y of the module."""
+def select_equal(candidates: Sequence[Candidate], twin: nn.Module, inputs: Sequence[Tensor], y: Any) -> list[Candidate]:
+    """Return the candidates whose output has the bits of `y`, the output of the module."""
     outputs = [candidate(twin, *inputs, reference=True) for candidate in candidates]
     pairs = zip(candidates, outputs, strict=True)
     return [c for c, ours in pairs if record(same_bits(y, ours), c, twin, inputs, ours, y)]
 
 
 def select_equal_gradients(
-    candidates: list, twin: nn.Module, inputs: Sequence[Tensor], leaves: Sequence[Tensor]
-) -> list:
+    candidates: Sequence[Candidate], twin: nn.Module, inputs: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> list[Candidate]:
     """Return the candidates whose gradients of the leaves are those of the module."""
     stock = gradients(functools.partial(type(twin).forward, twin, *inputs), leaves)
     ours = [gradients(functools.partial(candidate, twin, *inputs), leaves) for candidate in candidates]
@@ -205,7 +214,7 @@ def select_equal_gradients(
     return [c for c, g in pairs if record(same_gradients(g, stock), c, twin, inputs, g, stock, mode="gradients")]
 
 
-def unusual(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+def unusual_values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return normal values in rows of very different sizes. Some rows hold zeros, an infinity or a NaN."""
     x = normal(seed, *shape)
     rows = x.view(-1, shape[-1])  # [rows, features]
@@ -232,11 +241,12 @@ def gradients(run: Callable[[], Any], leaves: Sequence[Tensor]) -> list[Tensor |
         differentiable = [(y, dy) for y, dy in zip(outputs, upstream, strict=True) if y.requires_grad]
         if not differentiable:
             return [None] * len(leaves)
-        outputs, upstream = zip(*differentiable, strict=True)
+        outputs, upstream = [y for y, _ in differentiable], [dy for _, dy in differentiable]
         return list(torch.autograd.grad(outputs, leaves, upstream, allow_unused=True))
 
 
 def same_gradients(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:
     """Return True if the same leaves have a gradient, with values that differ at most by the order of sums."""
-    close = lambda x, y: (x - y).abs().max() <= 1e-4 * y.abs().max()
-    return all(x is y is None or (x is not None and y is not None and close(x, y)) for x, y in zip(a, b, strict=True))
+    is_close = lambda x, y: (x - y).abs().max() <= 1e-4 * y.abs().max()
+    pairs = zip(a, b, strict=True)
+    return all(x is y is None or (x is not None and y is not None and is_close(x, y)) for x, y in pairs)

@@ -1,8 +1,8 @@
 """Find decisions on the sizes of an input: run a forward on tensors without values, whose batch sizes are symbols.
 
 A probe shows what a forward computes for the sizes of the probe. A forward may do something else beyond a length that
-no probe reaches. If the sizes are symbols, each comparison of a size with a number leaves a guard, and an operator that
-takes a size as a number shows it in its arguments.
+no probe reaches, as in `if x.shape[1] > 4096`. If the sizes are symbols, this comparison leaves the guard
+"size(1) > 4096". An operator that takes a size as a number, as in `x / x.shape[1]`, shows the symbol in its arguments.
 """
 
 import logging
@@ -12,30 +12,32 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from tigon.runtime.torch_private import DispatchMode, SymbolicTools, symbolic_tools
 
 __all__ = ["find_size_use"]
 
 LOGGER = logging.getLogger("tigon")
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Sizes that no code compares with: an equality with them is a specialization to the size of this run.
+# Unusual sizes, with which no code compares. A guard that demands one of them specialises the run to its own size.
 SIZES = (37, 41, 43)
 # The results of these operators depend on positions, although their schemas take sizes.
 BY_POSITION = frozenset(
     ("arange", "linspace", "logspace", "range", "eye", "tril", "triu", "tril_indices", "triu_indices", "randperm")
 )
+# These operators scan one dimension, so their results depend on its size.
 SCANS = frozenset(["cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"])
 
 
-class _WatchArguments(TorchDispatchMode):
+class _ArgumentWatch(DispatchMode):
     """Record the first operator that takes a size where its schema has a number or a tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first: tuple[str, Any] | None = None
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self.first is None and (value := _size_as_value(func, args, kwargs)) is not None:
             self.first = f"aten.{func._schema.name.partition('::')[2]}", value
@@ -54,8 +56,8 @@ def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not is_size and (size := next((v for v in values if isinstance(v, SYMBOLIC)), None)) is not None:
             return size
     if name in SCANS and isinstance(args[0], Tensor) and len(args) > 1 and type(args[1]) is int and args[0].dim():
-        size = args[0].shape[args[1]]
-        return size if isinstance(size, torch.SymInt) else None
+        scanned = args[0].shape[args[1]]
+        return scanned if isinstance(scanned, torch.SymInt) else None
     return None
 
 
@@ -66,29 +68,26 @@ def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...]
     """
     reason, guards = _run(run, inputs)
     if reason is None and guards:
-        guards = sorted(guards - _run(reference, inputs)[1])
-        reason = f"its forward decides by the size of its input ({guards[0]})" if guards else None
+        own_guards = sorted(guards - _run(reference, inputs)[1])
+        reason = f"its forward decides by the size of its input ({own_guards[0]})" if own_guards else None
     return reason
 
 
 def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str]]:
     """Run a function on symbolic sizes. Return a reason why it cannot be replaced, and its guards as text."""
-    # These modules are large, and a user who patches nothing does not need them.
-    from torch._dispatch.python import enable_python_dispatcher
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-
-    environment = ShapeEnv(duck_shape=False)
-    mode = FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
+    tools = symbolic_tools()
+    environment = tools.ShapeEnv(duck_shape=False)
+    mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
     # The cache of results is global, and the results of these runs are not needed again.
     mode.cache_enabled = False
-    fakes = _with_symbolic_sizes(mode, inputs)
+    fakes = _with_symbolic_sizes(tools, mode, inputs)
     # Guards on the strides that creating an input leaves are no decisions of the forward.
     before = len(environment.guards)
-    watch, error = _WatchArguments(), None
+    watch = _ArgumentWatch()
+    error: Exception | None = None
     try:
         # Before torch 2.13, composite operators such as `chunk` know symbolic sizes in their Python form alone.
-        with enable_python_dispatcher(), mode, watch:
+        with tools.enable_python_dispatcher(), mode, watch:
             run(*fakes)
     except Exception as exception:
         LOGGER.debug("a forward cannot run on symbolic sizes", exc_info=True)
@@ -102,14 +101,13 @@ def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str
     return (None if error is None else _explain(error)), guards
 
 
-def _with_symbolic_sizes(mode: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+def _with_symbolic_sizes(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """Return tensors without values like the inputs. All their sizes but the last are symbols, shared by the inputs."""
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, StatelessSymbolicContext
-
     *batch, width = inputs[0].shape
     sizes = SIZES[: len(batch)]
     real = torch.empty(*sizes, width, dtype=inputs[0].dtype)
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(batch) + [DimDynamic.STATIC])
+    dynamic_sizes = [tools.DimDynamic.DYNAMIC] * len(batch) + [tools.DimDynamic.STATIC]
+    context = tools.StatelessSymbolicContext(dynamic_sizes=dynamic_sizes)
     first = mode.from_tensor(real, symbolic_context=context)
     with mode:
         others = [torch.empty(first.shape, dtype=x.dtype) for x in inputs[1:]]

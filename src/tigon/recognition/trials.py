@@ -1,7 +1,12 @@
-"""Record which candidates recognition compares with a module, and where each of them differs first.
+"""Record which candidates recognition compares with a module, and in which case each of them differs first.
 
-`report.why` shows the record. Recognition runs once for each kind of module, so the record costs a few tensor
-operations for each candidate that differs.
+`report.why` shows the record, for example
+
+    nearest candidate: rms_norm, offset 0, rounded before the weight (4 comparisons agreed before the first difference)
+    first case that differs: input bfloat16 (2, 8, 48), weights bfloat16, training: the largest difference is 0.01, ...
+
+Recognition runs once for each kind of module, so the record costs a few tensor operations for each candidate that
+differs.
 """
 
 import contextlib
@@ -78,7 +83,7 @@ def recording(trials: Trials | None = None) -> Iterator[Trials]:
 
 @contextlib.contextmanager
 def unrecorded() -> Iterator[None]:
-    """Make comparisons that may fail without a consequence for the candidate."""
+    """Do not record the comparisons that are made in this block, because a mismatch does not refuse the candidate."""
     token = _current.set(None)
     try:
         yield
@@ -92,7 +97,7 @@ def recorded() -> Trials | None:
 
 
 def explain_none(reason: str) -> None:
-    """Say why a recogniser returns None. The report does not list such a module, but `report.why` shows the reason."""
+    """Record why a recogniser returns None. The report does not list the module, but `report.why` shows the reason."""
     if (trials := _current.get()) is not None:
         trials.note = reason
 

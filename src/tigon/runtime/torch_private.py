@@ -13,7 +13,7 @@ import operator
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,22 +22,33 @@ from torch import Tensor, nn
 
 __all__ = [
     "NAMES_FOR_LEAN",
+    "NAMES_FOR_LOSS",
     "NAMES_FOR_OFFLOAD",
+    "NAMES_FOR_PLAN",
     "AccumulateGrad",
     "CastBackward",
+    "DisableTorchFunction",
+    "DisableTorchFunctionSubclass",
     "StorageWeakRef",
     "any_global_hook",
+    "assert_on_device",
     "backward_id",
     "current_device",
     "current_raw_stream",
     "disable_dynamo",
     "dispatch_modes",
+    "engine_run_backward",
+    "grouped_mm",
+    "has_active_transform",
     "has_init_group",
     "increment",
     "is_checkpoint_hook",
+    "is_in_place",
     "is_recompute_hook",
+    "is_replica",
     "keeps_graph",
     "process_group_of",
+    "read_scalar",
     "require",
     "reshape_without_view",
     "saved_tensor_hooks",
@@ -201,6 +212,69 @@ try:
 except (ImportError, AttributeError):
     StorageWeakRef = _find("multiprocessing.reductions.StorageWeakRef")
 
+# --- transforms, placeholders, counted steps -------------------------------------------------------
+
+_transforms_are_active = _find("_C._are_functorch_transforms_active", lambda: True)
+_find("autograd.forward_ad._current_level", -1)
+
+
+def has_active_transform() -> bool:
+    """Return whether a transform of `torch.func` or a level of forward-mode derivatives is active.
+
+    These work only on torch's own operators, so the loss in the head is stock then. Seen in 2.8 to 2.13. Without one of
+    the two names, the loss stays stock, and the report of `tigon.patch` names what is missing.
+    """
+    return _transforms_are_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+# A block in which tensor subclasses are treated as plain tensors: the placeholder for logits uses it, because
+# torch.compile supports no other conversion. Seen in 2.8 to 2.13. Without it, the loss stays stock, as above.
+DisableTorchFunctionSubclass: Any = _find("_C.DisableTorchFunctionSubclass")
+
+# A block without function modes: the ledger of `tigon plan` uses it. Seen in 2.8 to 2.13. Without it, `tigon plan`
+# refuses to run.
+DisableTorchFunction: Any = _find("_C.DisableTorchFunction")
+
+# Assert a tensor on its device, without a host synchronisation. Seen in 2.8 to 2.13. Without it: no assertion, so a
+# loss whose logits were changed is NaN, as on devices without assertions in kernels.
+assert_on_device: Callable[[Tensor, str], Any] = getattr(torch, "_assert_async", lambda condition, message: None)
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Return whether a module is a copy that `nn.DataParallel` made for one call on another device.
+
+    Seen in 2.8 to 2.13. Without the attribute, `nn.DataParallel` raises TypeError when it gathers skipped logits.
+    """
+    return getattr(module, "_is_replica", False)
+
+
+# Run backward inside the active modes, which recomputed layers need and `Tensor.backward` would leave. Seen in 2.8 to
+# 2.13. Without it, `tigon plan` refuses to run.
+engine_run_backward: Callable[..., Any] = _find("autograd.graph._engine_run_backward")
+
+# The names without which a feature refuses to run; see `require`.
+NAMES_FOR_LOSS = (
+    "_C._are_functorch_transforms_active",
+    "autograd.forward_ad._current_level",
+    "_C.DisableTorchFunctionSubclass",
+)
+NAMES_FOR_PLAN = "_C.DisableTorchFunction", "autograd.graph._engine_run_backward", "UntypedStorage._cdata"
+
+
+def is_in_place(operator: Any) -> bool:
+    """Return whether an operator of torch, such as `torch.ops.aten.add_.Tensor`, writes to one of its arguments.
+
+    Its schema says so: `_schema`, seen in 2.8 to 2.13. Without it: True, so `tigon plan` counts more traffic.
+    """
+    return getattr(getattr(operator, "_schema", None), "is_mutable", True)
+
+
+# Operators that `tigon plan` counts in a special way, or None: the matrix products of groups, and the copy of one value
+# to the host. Seen in 2.8 to 2.13. Without them: the products are counted as traffic, and a model that reads such a
+# value cannot be planned.
+grouped_mm: Any = getattr(torch.ops.aten, "_grouped_mm", None)
+read_scalar: Any = getattr(torch.ops.aten, "_local_scalar_dense", None)
+
 # --- modules, optimizers, operators ----------------------------------------------------------------
 
 _KINDS = "forward_pre", "forward", "backward_pre", "backward"
@@ -256,3 +330,177 @@ def process_group_of(name: str) -> Any:
 
 
 _resolve: Any = _find("distributed.distributed_c10d._resolve_process_group") if dist.is_available() else None
+
+
+# --- recognition -----------------------------------------------------------------------------------
+
+__all__ += [
+    "DYNAMO_ERRORS",
+    "INSTANCE_CALLS",
+    "NAMESPACE_TYPES",
+    "OPERATOR_TYPES",
+    "DispatchMode",
+    "SymbolicTools",
+    "add_lambda_guard",
+    "call_impl",
+    "changed_objects",
+    "global_source",
+    "install_guard",
+    "is_tracing",
+    "load_comptime",
+    "locals_of_caller",
+    "native_linear",
+    "operator_namespaces",
+    "symbolic_tools",
+]
+
+# The function that `module(x)` runs: it calls the hooks and the forward. A replaced one may do anything. Seen in 2.8 to
+# 2.13. Without it: no call counts as torch's own, so modules that such a call decides about stay stock.
+call_impl: Any = getattr(nn.Module, "_call_impl", None)
+
+# The attributes of an instance that its call looks up and that hold no forward. Seen in 2.8 to 2.13. A torch that looks
+# none of them up ignores them, so watching them is harmless there.
+INSTANCE_CALLS = "_call_impl", "_compiled_call_impl"
+
+# The built-in function behind `F.linear`, to see that nobody has replaced that. Seen in 2.8 to 2.13. Without it:
+# `F.linear` counts as replaced, so projections are called one by one.
+native_linear: Any = getattr(getattr(_C, "_nn", None), "linear", None)
+
+# The types of `torch.ops`, of a namespace in it, of an operator and of one of its overloads. They are taken from
+# values, because their names, `torch._ops.OpOverload` among them, are private.
+NAMESPACE_TYPES = type(torch.ops), type(torch.ops.aten)
+OPERATOR_TYPES = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
+
+
+def operator_namespaces() -> frozenset[str] | None:
+    """Return the namespaces of all registered operators, such as "aten".
+
+    Seen in 2.8 to 2.13. Without the private function, return None: a forward that uses `torch.ops` then stays stock.
+    """
+    names = getattr(_C, "_dispatch_get_all_op_names", None)
+    return None if names is None else frozenset(name.partition("::")[0] for name in names())
+
+
+# --- runs with symbolic sizes ------------------------------------------------------------------------
+
+# The base class of modes that see every operator. Seen in 2.8 to 2.13. Without it: `symbolic_tools` refuses.
+try:
+    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+except ImportError:
+    DispatchMode = object  # type: ignore[assignment, misc]
+
+
+class SymbolicTools(NamedTuple):
+    """The names of torch with which a forward runs on tensors without values, whose sizes are symbols."""
+
+    ShapeEnv: Any
+    FakeTensorMode: Any
+    StatelessSymbolicContext: Any
+    DimDynamic: Any
+    enable_python_dispatcher: Any
+
+
+def symbolic_tools() -> SymbolicTools:
+    """Import the names for runs with symbolic sizes. They take a second to import, so they are imported when needed.
+
+    Seen in 2.8 to 2.13. Without them, a module whose code can read the size of a tensor stays stock, and the report
+    shows this error.
+
+    Raises:
+        RuntimeError: This torch lacks one of the names.
+    """
+    try:
+        from torch._dispatch.python import enable_python_dispatcher
+        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+    except ImportError as error:
+        raise RuntimeError(f"torch {torch.__version__} cannot run symbolic sizes ({error})") from error
+    if DispatchMode is object:
+        raise RuntimeError(f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode")
+    return SymbolicTools(ShapeEnv, FakeTensorMode, StatelessSymbolicContext, DimDynamic, enable_python_dispatcher)
+
+
+# --- guards of graphs --------------------------------------------------------------------------------
+
+# Dynamo, the tracer of torch.compile, guards only what it traces. Tigon adds one guard to a graph, by the names below,
+# all seen in 2.8 to 2.13. If one of them is missing or takes other arguments, the graph contains the stock forward,
+# which Dynamo guards itself.
+
+# The errors that these names raise in a torch that lacks one of them, or in which it takes other arguments.
+DYNAMO_ERRORS = (AttributeError, ImportError, KeyError, TypeError)
+
+
+def _run_nothing(function: Callable[[Any], None]) -> None:
+    """Take the place of `comptime` in a torch without it."""
+
+
+def load_comptime() -> Callable[[Callable[[Any], None]], None]:
+    """Return Dynamo's `comptime`: a call of it in traced code runs a function while Dynamo traces.
+
+    This imports Dynamo, which takes seconds.
+    """
+    try:
+        from torch._dynamo.comptime import comptime
+    except ImportError:
+        return _run_nothing
+    return comptime
+
+
+try:
+    from torch._guards import TracingContext as _TracingContext
+except ImportError:
+    _TracingContext = None  # type: ignore[assignment, misc]
+
+
+def is_tracing() -> bool:
+    """Return True in Python code that Dynamo runs, instead of tracing it, while it traces a graph.
+
+    Without the private class, the answer is that of the public `torch.compiler.is_compiling`.
+    """
+    if _TracingContext is None:
+        return torch.compiler.is_compiling()
+    return _TracingContext.try_get() is not None
+
+
+def locals_of_caller(context: Any, *names: str) -> tuple[Any, list[Any]]:
+    """Return the traced frame that called the function with the `comptime` call, and Dynamo's variables of these names.
+
+    Each variable has the real object as `value` and the way to that object as `source`.
+    """
+    frame = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent
+    return frame, [frame.symbolic_locals[name].realize() for name in names]
+
+
+def changed_objects(frame: Any) -> tuple[set[int], bool]:
+    """Return the ids of the objects that the traced code has changed so far, and whether it has changed a global.
+
+    Dynamo keeps objects that exist already under their ids, and assignments to globals under ids of its own.
+    """
+    effects = frame.output.side_effects
+    changed = {key: variable for key, variable in effects.id_to_variable.items() if effects.is_modified(variable)}
+    return set(changed), any(type(variable).__name__ == "NewGlobalVariable" for variable in changed.values())
+
+
+def global_source(prefix: str, value: Any) -> Any:
+    """Give an object a name among the globals of the graph that Dynamo traces now, and return the way to it."""
+    from torch._dynamo.source import GlobalSource
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    return GlobalSource(InstructionTranslator.current_tx().output.install_global_by_id(prefix, value))
+
+
+def install_guard(source: Any, creator: Callable[[Any, Any], None]) -> None:
+    """Add a guard to the graph that Dynamo traces now. Dynamo calls `creator(builder, guard)` once it is complete."""
+    from torch._dynamo.guards import install_guard
+
+    install_guard(source.make_guard(creator))
+
+
+def add_lambda_guard(builder: Any, guard: Any, is_unchanged: Callable[[Any], bool], text: str) -> None:
+    """Let the guards of a graph call a function of the guarded object. `text` names the guard in Dynamo's logs."""
+    manager, words = builder.get_guard_manager(guard), [f"{text} ({guard.name})"]
+    try:
+        manager.add_lambda_guard(is_unchanged, words, guard.user_stack)
+    except TypeError:
+        # torch before 2.10 has no third argument.
+        manager.add_lambda_guard(is_unchanged, words)

@@ -1,1 +1,1 @@
-"""The command line: demo, benchmarks, plan, inspection, and compilation for chips that are not here."""
+"""The command line: demo, benchmarks, plan, inspection, and compilation for chips that this machine does not have."""

@@ -1,6 +1,6 @@
 """The command line: `tigon demo`, `inspect`, `plan`, `bench`, `bench train`, `resources` and `env`.
 
-Commands with imports of their own are loaded when they are called, after a look at whether those are there.
+A command that needs other packages is imported when it is called. If one of them is missing, the command says so.
 """
 
 import contextlib
@@ -37,41 +37,54 @@ __all__ = [
     "write_file",
 ]
 
-INTERRUPTED = 130  # exit code after Ctrl-C, as shells have it
+# The exit code after Ctrl-C is the one that shells use.
+INTERRUPTED = 130
 
 
 @dataclass(frozen=True)
 class _Command:
-    """A command that is the function `name` of a module: `tigon.tools.<name>.command`, or the one given.
+    """A command, which is a function in a module of Tigon.
 
-    Of a name of two words the first is a command too; the second is its first argument, and names the function.
+    Attributes:
+        name: One or two words, of which the last one is the name of the function. The first of two words is a command
+            too, and the second one is its first argument.
+        help: The text that `tigon --help` shows.
+        needs: The packages that the command needs beside torch.
+        module: The module of the function, by default `tigon.tools.<name>.command`.
+        extra: The extra that installs the packages. By default it has the name of the command.
     """
 
     name: str
     help: str
-    needs: tuple[str, ...] = ()  # modules beyond torch; the extra that installs them has the command's name
+    needs: tuple[str, ...] = ()
     module: str = ""
-    extra: str = ""  # or this name
+    extra: str = ""
 
 
-_TO_TRAIN = ("transformers", "tokenizers", "matplotlib", "psutil", "numpy")
+_TRAINING_PACKAGES = ("transformers", "tokenizers", "matplotlib", "psutil", "numpy")
 
 _COMMANDS = (
-    _Command("demo", "Train a Hugging Face decoder on real text, stock and with Tigon, and compare.", needs=_TO_TRAIN),
+    _Command(
+        "demo",
+        "Train a Hugging Face decoder on real text, stock and with Tigon, and compare.",
+        needs=_TRAINING_PACKAGES,
+    ),
     _Command("inspect", "Show what tigon.patch replaces in a model, without its weights.", needs=("transformers",)),
-    _Command("plan", "Say what each level of memory needs, and which batch fits.", needs=("transformers",)),
-    _Command("bench", "Measure speed and memory of every op, or of training, beside peers.", needs=("matplotlib",)),
+    _Command("plan", "Show how much memory each memory level needs, and which batch fits.", needs=("transformers",)),
+    _Command(
+        "bench", "Measure speed and memory of every op, or of training, and compare with peers.", needs=("matplotlib",)
+    ),
     _Command(
         "resources",
-        "Compile every kernel for every chip and print what it takes.",
+        "Compile every kernel for every chip and print the resources that it needs.",
         module="tigon.tools.compile.command",
     ),
 )
-_TWO_WORDS = (
+_TWO_WORD_COMMANDS = (
     _Command(
         "bench train",
         "Measure whole training steps.",
-        needs=_TO_TRAIN,
+        needs=_TRAINING_PACKAGES,
         module="tigon.tools.bench.train.command",
         extra="demo",
     ),
@@ -79,17 +92,19 @@ _TWO_WORDS = (
 
 
 @contextlib.contextmanager
-def _terminated_as_interrupted() -> Iterator[None]:
-    """In the block a signal to terminate (`timeout`, a batch system) is what Ctrl-C is: KeyboardInterrupt, once.
+def _sigterm_interrupts() -> Iterator[None]:
+    """Raise KeyboardInterrupt, as Ctrl-C does, at the first signal to terminate in a block.
 
-    So children are ended and results kept. A thread other than the main one gets no signals.
+    `timeout` and batch systems send this signal. Commands then end their children and keep their results. A thread
+    other than the main one gets no signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def interrupt(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # nor is what it begins to be interrupted
+        # A second signal must not interrupt the cleanup.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)
@@ -100,21 +115,22 @@ def _terminated_as_interrupted() -> Iterator[None]:
 
 
 def _call(command: _Command, arguments: list[str]) -> None:
+    """Import the function of a command and call it with the arguments of the command line."""
     import typer
 
     if message := unmet(*command.needs, extra=command.extra or command.name):
         sys.exit(f"tigon {command.name} {message}")
     module = importlib.import_module(command.module or f"tigon.tools.{command.name}.command")
     function = getattr(module, command.name.split()[-1])
-    # As Markdown, the lines of a docstring's paragraph are joined, and wrapped at the terminal's width.
+    # In Markdown mode, typer joins the lines of a paragraph and wraps them at the width of the terminal.
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
     application.command()(function)
-    with _terminated_as_interrupted():
+    with _sigterm_interrupts():
         application(arguments, prog_name=f"tigon {command.name}")
 
 
 def app() -> "typer.Typer":
-    """The command line as a typer application. Needs typer and rich."""
+    """Return the command line as a typer application. This needs typer and rich."""
     import typer
 
     application = typer.Typer(
@@ -125,14 +141,17 @@ def app() -> "typer.Typer":
     )
 
     def add(command: _Command) -> None:
-        # Everything after the name goes to the command's own parser, --help included.
+        # The parser of the command gets all arguments after its name, --help among them.
         settings = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
         @application.command(command.name, help=command.help, context_settings=settings)
         def _(context: typer.Context) -> None:
             words = [command.name, *context.args[:1]]
-            longer = next((other for other in _TWO_WORDS if other.name.split() == words), None)
-            _call(longer or command, context.args[1:] if longer else context.args)
+            longer_command = next((other for other in _TWO_WORD_COMMANDS if other.name.split() == words), None)
+            if longer_command is not None:
+                _call(longer_command, context.args[1:])
+            else:
+                _call(command, context.args)
 
     for command in _COMMANDS:
         add(command)
@@ -150,21 +169,21 @@ def app() -> "typer.Typer":
     return application
 
 
-# --- what commands share ---------------------------------------------------------------------------
+# --- functions for all commands --------------------------------------------------------------------
 
 
 def make_console() -> "Console":
-    """A console for standard output. A file or a pipe has no width: there it is wide enough for the tables."""
+    """Return a console for standard output. A file or a pipe has no width, so a width that fits the tables is used."""
     from rich.console import Console
 
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
 def pick_device(name: str) -> str:
-    """`name`, or for auto the best there is.
+    """Return the device `name`. "auto" stands for CUDA if torch sees a GPU, and else for the CPU.
 
     Raises:
-        typer.BadParameter: `name` is no device, or none that torch sees.
+        typer.BadParameter: `name` is no device, or torch does not see this device.
     """
     import torch
     import typer
@@ -173,19 +192,19 @@ def pick_device(name: str) -> str:
         return "cuda" if torch.cuda.is_available() else "cpu"
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise typer.BadParameter(f"must be auto, cpu, cuda or cuda:N, got {name!r}", param_hint="--device")
-    seen = torch.cuda.device_count()
-    if name != "cpu" and int(name.partition(":")[2] or 0) >= seen:
+    count = torch.cuda.device_count()
+    if name != "cpu" and int(name.partition(":")[2] or 0) >= count:
         raise typer.BadParameter(
-            f"must be a device that torch sees ({seen} of CUDA), got {name!r}", param_hint="--device"
+            f"must be a device that torch sees ({count} of CUDA), got {name!r}", param_hint="--device"
         )
     return name
 
 
 def pick_folder(out: Path | None, prefix: str = "") -> Path:
-    """Where results go: `out`, or `runs/<prefix><time>`, which is not there yet. It is not made here.
+    """Return the folder for results: `out`, or a new name `runs/<prefix><time>`. The folder is not created here.
 
     Raises:
-        typer.BadParameter: it cannot be written.
+        typer.BadParameter: The folder cannot be written.
     """
     import typer
 
@@ -193,10 +212,10 @@ def pick_folder(out: Path | None, prefix: str = "") -> Path:
         stem = prefix + time.strftime("%Y-%m-%d_%H-%M-%S")
         names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
         out = next(folder for name in names if not (folder := Path("runs") / name).exists())
-    # Not Path.exists, which raises inside a folder that is closed to us.
+    # Path.exists raises inside a folder that this user may not read.
     nearest = next(folder for folder in (out, *out.absolute().parents) if os.path.exists(folder))
     try:
-        # A file without a name. os.access grants root everything, and knows no length of names.
+        # Create a file without a name: os.access allows root everything, and does not check the length of names.
         with tempfile.TemporaryFile(dir=nearest):
             pass
         with contextlib.suppress(FileNotFoundError):
@@ -208,49 +227,51 @@ def pick_folder(out: Path | None, prefix: str = "") -> Path:
 
 
 def make_folder(folder: Path) -> None:
-    """Make what `pick_folder` gave.
+    """Create the folder that `pick_folder` returned.
 
     Raises:
-        typer.BadParameter: the file system refuses.
+        typer.BadParameter: The folder cannot be created.
     """
     import typer
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        message = f"must be a folder that can be made, got {str(folder)!r} ({error.strerror})"
+        message = f"must be a folder that can be created, got {str(folder)!r} ({error.strerror})"
         raise typer.BadParameter(message, param_hint="--out") from error
 
 
 def check_file(path: Path, option: str) -> None:
-    """Refuse a file that cannot be written, before there is anything to write. A new file is not left behind.
+    """Refuse a file that cannot be written, before its content is computed. The check leaves no new file.
 
     Raises:
-        typer.BadParameter: naming the option, the rule and the path.
+        typer.BadParameter: The file cannot be written. The message names the option, the rule and the path.
     """
     import typer
 
     # Functions of os.path, because those of Path raise for a name that is too long.
     if not os.path.isdir(path.absolute().parent):
         raise typer.BadParameter(f"must be in a folder that exists, got {str(path)!r}", param_hint=option)
+    # Opening a pipe would wait for its reader. A terminal needs no check.
     if os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path):
-        return  # a pipe or a terminal, which waits for whoever reads it
+        return
     is_new = not os.path.lexists(path)
     try:
-        # Not os.access, which grants root everything.
+        # os.access allows root everything, so the file is opened.
         with path.open("ab"):
             pass
         if is_new:
             path.unlink()
     except OSError as error:
-        raise _not_written(path, option, error) from error
+        raise _file_error(path, option, error) from error
 
 
 def write_file(path: Path, content: "str | Callable[[Path], None]", option: str) -> None:
-    """Write a text, or let a function write its file.
+    """Write a text to a file, or call a function that writes the file.
 
     Raises:
-        typer.BadParameter: naming the option, the rule and the path; a disk may have become full since `check_file`.
+        typer.BadParameter: The file cannot be written, because the disk has become full since `check_file`, for
+            example. The message names the option, the rule and the path.
     """
     try:
         if callable(content):
@@ -258,10 +279,11 @@ def write_file(path: Path, content: "str | Callable[[Path], None]", option: str)
         else:
             path.write_text(content, encoding="utf-8")
     except OSError as error:
-        raise _not_written(path, option, error) from error
+        raise _file_error(path, option, error) from error
 
 
-def _not_written(path: Path, option: str, error: OSError) -> "typer.BadParameter":
+def _file_error(path: Path, option: str, error: OSError) -> "typer.BadParameter":
+    """Return the error about a file that cannot be written."""
     import typer
 
     message = f"must be a file that can be written, got {str(path)!r} ({error.strerror})"
@@ -269,12 +291,12 @@ def _not_written(path: Path, option: str, error: OSError) -> "typer.BadParameter
 
 
 def say_written(console: "Console", path: Path) -> None:
-    """Name a file that was written, in one line of its own, which a terminal does not break."""
+    """Print the name of a file that was written, in one line that the terminal does not break."""
     console.print(f"Wrote {path}", markup=False, soft_wrap=True)
 
 
 def main() -> None:
-    """Entry point of `tigon`; says what to install where typer or rich is missing or too old."""
+    """Run the command line. If typer or rich is missing or too old, print what to install."""
     if message := unmet("typer", "rich", extra="cli"):
         sys.exit(f"tigon: the command line {message}")
     app()(prog_name="tigon")

@@ -1,4 +1,4 @@
-"""What this runs on: versions and devices, for bug reports and beside every measurement."""
+"""Versions and devices of this machine, for bug reports and for the results of measurements."""
 
 import contextlib
 import os
@@ -17,20 +17,21 @@ _PACKAGES = ("tigon", "torch", "triton", "transformers", "tokenizers", "accelera
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter here; those not installed are left out."""
-    found = {"python": platform.python_version()}
+    """Return the versions of Python and of those packages in `_PACKAGES` that are installed."""
+    numbers = {"python": platform.python_version()}
     for package in _PACKAGES:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[package] = metadata.version(package)
-    if "tigon" not in found:  # run from its sources
+            numbers[package] = metadata.version(package)
+    # Tigon may run from its source folder without being installed.
+    if "tigon" not in numbers:
         import tigon
 
-        found["tigon"] = tigon.__version__
-    return found
+        numbers["tigon"] = tigon.__version__
+    return numbers
 
 
 def cpu_name() -> str:
-    """The processor's own name for itself, or its architecture."""
+    """Return the name of the processor, or its architecture if it has no name."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -41,7 +42,7 @@ def cpu_name() -> str:
 
 
 def device_name(device: str) -> str:
-    """A device as a person names it.
+    """Return the name of a device for readers.
 
     >>> device_name("cpu").endswith("cores")
     True
@@ -52,11 +53,12 @@ def device_name(device: str) -> str:
 
 
 def cpu_count() -> int:
-    """Cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _accelerators() -> dict[str, str]:
+    """Return the CUDA or HIP version of torch and the GPUs."""
     toolkit = f"HIP {torch.version.hip}" if torch.version.hip else f"CUDA {torch.version.cuda}"
     if not torch.cuda.is_available():
         return {"gpu": f"none (torch is built for {'the CPU' if toolkit.endswith('None') else toolkit})"}
@@ -71,7 +73,7 @@ def _accelerators() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """Versions and devices, in the order in which a bug report wants them."""
+    """Return versions, devices and settings, in the order of a bug report."""
     facts = {**versions(), "platform": platform.platform(), "cpu": f"{cpu_name()}, {cpu_count()} cores"}
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         facts["memory"] = f"{os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') / 2**30:.0f} GiB"

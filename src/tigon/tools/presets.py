@@ -1,4 +1,4 @@
-"""Configs of well-known decoders by name, with their public sizes: no network, no weights."""
+"""Configs of well-known decoders by name, with their public sizes. Neither a network nor weights are needed."""
 
 import difflib
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ __all__ = ["PRESETS", "preset_config"]
 
 
 def _rope(theta: float, **scaling: Any) -> dict[str, Any]:
+    """Return the parameters of a rotary embedding in the form of transformers."""
     return {"rope_type": "default", **scaling, "rope_theta": theta}
 
 
@@ -85,7 +86,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     },
-    # v0.1: later versions have the same layers, no window and other vocabularies.
+    # This is v0.1. Later versions have the same layers, but no window and other vocabularies.
     "Mistral-7B": {
         "model_type": "mistral",
         "vocab_size": 32000,
@@ -146,10 +147,11 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def preset_config(name: str) -> "PretrainedConfig":
-    """A new config of the decoder that has this name; upper and lower case are the same. Needs transformers.
+    """Return a new config of the decoder that has this name, in upper or lower case. This needs transformers.
 
     Raises:
-        ValueError: there is no such preset; it names the nearest.
+        ImportError: transformers is missing or too old.
+        ValueError: There is no such preset. The message names the nearest ones.
 
     Example:
         >>> preset_config("Llama-3-8B").hidden_size

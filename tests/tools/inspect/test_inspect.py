@@ -1,4 +1,4 @@
-"""`tigon inspect`: the table, JSON and errors, without a download; and docs/models.md is what it would write."""
+"""`tigon inspect` prints a table, JSON and errors without a download, and docs/models.md is up to date."""
 
 import json
 import re
@@ -12,10 +12,11 @@ typer_testing = pytest.importorskip("typer.testing")
 
 from hf.tiny import TYPES, WITHOUT  # noqa: E402
 from tigon.hf.patch import PARTS  # noqa: E402
+from tigon.hf.transformers_private import causal_lm_types  # noqa: E402
 from tigon.tools import cli  # noqa: E402
 from tigon.tools.inspect.build import build, default_config, find_config  # noqa: E402
 from tigon.tools.inspect.inspection import GROUPS, inspect_config  # noqa: E402
-from tigon.tools.inspect.models_page import make_row, model_types, models_page, table  # noqa: E402
+from tigon.tools.inspect.models_page import make_row, models_page, table  # noqa: E402
 
 PAGE = Path(__file__).parents[3] / "docs" / "models.md"
 
@@ -24,13 +25,13 @@ SIZE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num
 
 @pytest.fixture(autouse=True)
 def _offline(monkeypatch):
-    """Any use of the network is an error."""
+    """Raise an error when the network is used."""
     import socket
 
-    def refused(*args, **kwargs):
+    def refuse(*args, **kwargs):
         raise AssertionError("the network was used")
 
-    monkeypatch.setattr(socket.socket, "connect", refused)
+    monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("COLUMNS", "200")
 
@@ -42,7 +43,7 @@ def run():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder with the config of a tiny Gemma 2, and no weights."""
+    """Return a folder with the config of a tiny Gemma 2, and no weights."""
     transformers.Gemma2Config(**SIZE, num_key_value_heads=2, head_dim=16, final_logit_softcapping=7.0).save_pretrained(
         tmp_path
     )
@@ -50,14 +51,14 @@ def folder(tmp_path):
 
 
 def cells(output: str) -> list[list[str]]:
-    """The rows of the table."""
+    """Return the rows of the printed table."""
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in output.splitlines() if line[:1] == "│"]
 
 
 # --- the table -----------------------------------------------------------------------------------
 
 
-def test_a_model_type_is_its_default_config(run):
+def test_a_model_type_stands_for_its_default_config(run):
     result = run("llama")
     assert result.exit_code == 0, result.output
     assert "LlamaForCausalLM (llama), 6.7B parameters" in result.output
@@ -69,28 +70,29 @@ def test_a_model_type_is_its_default_config(run):
         "norms 65 of 65, MLPs and experts 32 of 32, rope 32 of 32, fused statements 64 of 64, loss 1 of 1"
         in result.output
     )
-    assert "Head: lm_head, Linear, 4,096 to 32,000, weights of its own" in result.output
+    assert "Head: lm_head, Linear, 4,096 to 32,000, its own weights" in result.output
 
 
-@pytest.mark.parametrize("what", ["folder", "file", "other name"])
-def test_a_folder_or_file(run, folder, what):
+@pytest.mark.parametrize("source", ["folder", "file", "other name"])
+def test_a_folder_or_file_is_inspected(run, folder, source):
     other = folder / "mine.json"
     other.write_text((folder / "config.json").read_text())
-    result = run({"folder": folder, "file": folder / "config.json", "other name": other}[what])
+    result = run({"folder": folder, "file": folder / "config.json", "other name": other}[source])
     assert result.exit_code == 0, result.output
     assert "Gemma2ForCausalLM (gemma2)" in result.output
     assert re.search(r"Head: lm_head, Linear, 64 to 131, tied to the embeddings, .*softcap 7", result.output)
     assert ["glu", "Gemma2MLP", "2", "geglu (tanh)"] in cells(result.output)
 
 
-def test_a_folder_comes_before_a_type_of_its_name(run, folder, monkeypatch):
+def test_a_folder_takes_precedence_over_a_type_of_the_same_name(run, folder, monkeypatch):
     folder.rename(folder.parent / "llama")
     monkeypatch.chdir(folder.parent)
     assert "Gemma2ForCausalLM" in run("llama").output
 
 
-def test_what_stays_is_listed_with_its_reason(run):
-    result = run("seed_oss")  # dropout in its MLP
+def test_a_module_that_keeps_its_code_is_listed_with_its_reason(run):
+    # The MLP of this type has dropout.
+    result = run("seed_oss")
     assert result.exit_code == 0
     row = next(row for row in cells(result.output) if row[1] == "SeedOssMLP")
     assert row[0] == "glu"
@@ -99,25 +101,27 @@ def test_what_stays_is_listed_with_its_reason(run):
 
 def test_every_module_is_counted_once(run, tmp_path):
     assert run("qwen3_next", "--json", tmp_path / "out.json").exit_code == 0
-    found = json.loads((tmp_path / "out.json").read_text())
+    result = json.loads((tmp_path / "out.json").read_text())
     model, _ = build(default_config("qwen3_next"))
-    names = {name for part in found["parts"] for name in part["names"]}
-    assert len(names) + sum(found["others"].values()) == len(list(model.modules()))
+    names = {name for part in result["parts"] for name in part["names"]}
+    assert len(names) + sum(result["others"].values()) == len(list(model.modules()))
 
 
 @pytest.mark.parametrize(
     ("model_type", "model_class"),
     [
-        ("llava", "LlavaForConditionalGeneration"),  # in the mapping of image-text models only
-        ("t5", "T5ForConditionalGeneration"),  # sequence to sequence
+        # This type is only in the mapping of image-text models.
+        ("llava", "LlavaForConditionalGeneration"),
+        # This type is only in the mapping of sequence-to-sequence models.
+        ("t5", "T5ForConditionalGeneration"),
         ("gemma3", "Gemma3ForConditionalGeneration"),
     ],
 )
-def test_the_class_that_trains_the_whole_model(model_type, model_class):
+def test_the_class_that_trains_the_whole_model_is_chosen(model_type, model_class):
     assert type(build(default_config(model_type))[0]).__name__ == model_class
 
 
-def test_a_model_without_a_head_says_so(run):
+def test_a_model_without_a_head_is_reported(run):
     result = run("siglip")
     assert result.exit_code == 0
     assert "no class with a language head for siglip" in result.output
@@ -129,26 +133,26 @@ def test_every_part_is_in_a_group():
     assert sorted(part for parts in GROUPS.values() for part in parts) == sorted(PARTS)
 
 
-def test_json_is_all_of_it(run, folder):
+def test_json_has_the_whole_result(run, folder):
     target = folder / "out.json"
     assert run(folder, "--json", target).exit_code == 0
-    found = json.loads(target.read_text())
-    assert found["model"] == "Gemma2ForCausalLM"
-    assert found["model_type"] == "gemma2"
-    assert found["coverage"]["loss"] == {"replaced": 1, "found": 1}
-    assert set(found["coverage"]) == set(GROUPS)
-    glu = next(part for part in found["parts"] if part["part"] == "glu")
+    result = json.loads(target.read_text())
+    assert result["model"] == "Gemma2ForCausalLM"
+    assert result["model_type"] == "gemma2"
+    assert result["coverage"]["loss"] == {"replaced": 1, "found": 1}
+    assert set(result["coverage"]) == set(GROUPS)
+    glu = next(part for part in result["parts"] if part["part"] == "glu")
     assert glu["names"] == ["model.layers.0.mlp", "model.layers.1.mlp"]
     assert glu["replaced"] is True
-    assert found["parameters"] == sum(
+    assert result["parameters"] == sum(
         p.numel() for p in transformers.Gemma2ForCausalLM(find_config(str(folder))).parameters()
     )
 
 
-# --- nothing is touched --------------------------------------------------------------------------
+# --- no side effects -----------------------------------------------------------------------------
 
 
-def test_no_weights_and_no_random_state(folder):
+def test_inspection_allocates_no_weights_and_keeps_the_random_state(folder):
     torch.manual_seed(0)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
     config = find_config(str(folder))
@@ -159,8 +163,8 @@ def test_no_weights_and_no_random_state(folder):
     assert {p.device.type for p in model.parameters()} == {"meta"}
 
 
-def test_a_model_too_large_for_any_machine_is_no_matter():
-    """A projection of the attention alone takes 64 GiB."""
+def test_a_model_that_is_too_large_for_any_machine_is_inspected():
+    """One projection of the attention takes 64 GiB."""
     config = transformers.LlamaConfig(hidden_size=8192 * 16, num_attention_heads=64, num_hidden_layers=2)
     assert inspect_config(config).coverage()["norms"] == (5, 5)
 
@@ -168,28 +172,29 @@ def test_a_model_too_large_for_any_machine_is_no_matter():
 # --- bad input -----------------------------------------------------------------------------------
 
 
-def refused(result) -> str:
+def message_of(result) -> str:
+    """Return the message of a command that refused its arguments, in one line."""
     assert result.exit_code == 2, result.output
     return re.sub(r"[│╭╮╰╯─\s]+", " ", result.output)
 
 
-def test_an_unknown_type_names_the_nearest(run):
-    message = refused(run("lama"))
+def test_an_unknown_type_is_refused_with_the_nearest_types(run):
+    message = message_of(run("lama"))
     assert "must be a model type, owner/name on the hub, or a file or folder that exists, got 'lama'" in message
     assert f"; nearest types of transformers {transformers.__version__}: llama" in message
 
 
 @pytest.mark.parametrize("model", ["./nowhere", "/nowhere/at/all", "a/b/c", "config.json"])
-def test_a_path_that_is_not_there(run, model):
-    assert f"must be a file or folder that exists, got '{model}'" in refused(run(model))
+def test_a_path_that_does_not_exist_is_refused(run, model):
+    assert f"must be a file or folder that exists, got '{model}'" in message_of(run(model))
 
 
-def test_a_folder_without_a_config(run, tmp_path):
-    assert "must have a config.json if it is a folder" in refused(run(tmp_path))
+def test_a_folder_without_a_config_is_refused(run, tmp_path):
+    assert "must have a config.json if it is a folder" in message_of(run(tmp_path))
 
 
-def test_offline(run):
-    message = refused(run("nobody/no-such-model"))
+def test_a_repository_is_refused_without_a_network(run):
+    message = message_of(run("nobody/no-such-model"))
     assert "the config of 'nobody/no-such-model' cannot be read (OSError:" in message
 
 
@@ -202,24 +207,26 @@ def test_offline(run):
             '{"model_type": "lama"}',
             "the model_type of .* must be one of transformers, got 'lama'; nearest types of .*: llama",
         ),
-        ('{"model_type": "lama", "auto_map": {"AutoConfig": "a.B"}}', "--trust-remote-code allows it"),
+        ('{"model_type": "lama", "auto_map": {"AutoConfig": "a.B"}}', "--trust-remote-code allows this code"),
     ],
-    ids=["no JSON", "no type", "unknown type", "code of its own"],
+    ids=["no JSON", "no type", "unknown type", "its own code"],
 )
-def test_a_config_that_cannot_be_read(run, tmp_path, text, message):
+def test_a_config_that_cannot_be_read_is_refused(run, tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
-    assert re.search(message, refused(run(tmp_path)))
+    assert re.search(message, message_of(run(tmp_path)))
 
 
-def test_a_config_that_builds_no_model(run, tmp_path):
+def test_a_config_that_builds_no_model_is_refused(run, tmp_path):
     transformers.LlamaConfig(**SIZE).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "nonsense"}))
-    assert "no llama can be built from LlamaConfig as it is" in refused(run(tmp_path))
+    assert "no llama can be built from LlamaConfig as it is" in message_of(run(tmp_path))
 
 
-def test_a_type_that_is_only_a_part(run):
-    assert "transformers has no model for a CsmDepthDecoderConfig by itself" in refused(run("csm_depth_decoder_model"))
+def test_a_type_that_is_only_a_part_of_others_is_refused(run):
+    assert "transformers has no model for a CsmDepthDecoderConfig by itself" in message_of(
+        run("csm_depth_decoder_model")
+    )
 
 
 @pytest.mark.parametrize(
@@ -233,11 +240,11 @@ def test_a_type_that_is_only_a_part(run):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_options_that_do_not_go_together(run, arguments, message):
-    assert message in refused(run(*arguments))
+def test_options_that_exclude_each_other_are_refused(run, arguments, message):
+    assert message in message_of(run(*arguments))
 
 
-def test_code_of_a_repository_runs_only_when_allowed(run, tmp_path):
+def test_code_of_a_repository_runs_if_it_is_allowed(run, tmp_path):
     config = {"model_type": "mine", "auto_map": {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.MineLM"}}
     (tmp_path / "config.json").write_text(json.dumps(config | SIZE))
     (tmp_path / "code.py").write_text(
@@ -254,10 +261,10 @@ def test_code_of_a_repository_runs_only_when_allowed(run, tmp_path):
 # --- the page ------------------------------------------------------------------------------------
 
 
-def test_the_page_says_what_is_replaced_left_and_not_built(monkeypatch):
+def test_the_page_lists_replaced_modules_reasons_and_types_that_were_not_built(monkeypatch):
     from tigon.tools.inspect import models_page as module
 
-    monkeypatch.setattr(module, "model_types", lambda: ["llama", "reformer", "seed_oss"])
+    monkeypatch.setattr(module, "causal_lm_types", lambda: ["llama", "reformer", "seed_oss"])
     page = models_page()
     assert "Of 3 types, 2 can be built" in page
     assert "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | add + norm, products of one input |" in page
@@ -267,40 +274,41 @@ def test_the_page_says_what_is_replaced_left_and_not_built(monkeypatch):
 
 
 def page_rows() -> dict[str, str]:
-    """The rows of the page by type, the numbers of reasons replaced by the reasons."""
+    """Return the rows of the page by type. The reasons stand in place of their numbers."""
     text = PAGE.read_text(encoding="utf-8")
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", text, flags=re.M))
     inline = lambda line: re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", line)
     return {line.split(" | ")[0].strip("| "): inline(line) for line in text.splitlines() if line.startswith("| ")}
 
 
-def paragraphs() -> str:
-    """The page, or a skip where it is not there or of another version of transformers; line breaks are spaces."""
+def page_text() -> str:
+    """Return the page in one line. Skip the test if the page is of another version of transformers, or missing."""
     text = " ".join(PAGE.read_text(encoding="utf-8").split()) if PAGE.exists() else ""
     if f"transformers {transformers.__version__}." not in text:
         pytest.skip("no page of this version of transformers")
     return text
 
 
-# Decoders with all parts, and types of which something is left, changed late, or is unusual.
-CURRENT = """bert cohere falcon_mamba gemma2 gpt2 gpt_neox llama mamba2 mixtral nanochat nemotron_h olmo phi4_multimodal
+# Decoders with all parts, types whose modules keep their code, and types that are unusual or changed lately.
+TYPES_TO_COMPARE = """
+bert cohere falcon_mamba gemma2 gpt2 gpt_neox llama mamba2 mixtral nanochat nemotron_h olmo phi4_multimodal
 qwen3_moe seed_oss zamba"""
 
 
-@pytest.mark.parametrize("model_type", CURRENT.split())
-def test_the_page_is_current(model_type):
-    paragraphs()
+@pytest.mark.parametrize("model_type", TYPES_TO_COMPARE.split())
+def test_the_page_is_up_to_date(model_type):
+    page_text()
     page = table([make_row(model_type)])
     reasons = dict(re.findall(r"^(\d+)\. (.*)$", page, flags=re.M))
     row = next(line for line in page.splitlines() if line.startswith(f"| {model_type} "))
     assert page_rows()[model_type] == re.sub(r"\((\d+)\)", lambda m: f"({reasons[m[1]]})", row)
 
 
-def test_the_totals_of_the_page_are_those_of_its_rows():
-    text, rows = paragraphs(), [row.split(" | ") for name, row in page_rows().items() if name in model_types()]
+def test_the_totals_of_the_page_agree_with_its_rows():
+    text, rows = page_text(), [row.split(" | ") for name, row in page_rows().items() if name in causal_lm_types()]
     failed = {name.replace("\\", "") for name in re.findall(r"^- (\S+): ", PAGE.read_text("utf-8"), flags=re.M)}
-    assert f"Of {len(model_types())} types, {len(rows)} can be built" in text
-    assert {row[0].strip("| ") for row in rows} | failed == set(model_types())
+    assert f"Of {len(causal_lm_types())} types, {len(rows)} can be built" in text
+    assert {row[0].strip("| ") for row in rows} | failed == set(causal_lm_types())
     replaced = [[not cell.startswith(("–", "*left*")) for cell in row[2:]] for row in rows]
     for group, column in zip(GROUPS, zip(*replaced, strict=True), strict=True):
         assert f"| {group} | {sum(column)} |" in text

@@ -1,4 +1,4 @@
-"""`tigon plan`: bytes against hand counts and a real step, the search for the largest batch, bad input, the command."""
+"""`tigon plan`: its bytes agree with counts by hand and with a real step; its search, errors and command work."""
 
 import contextlib
 import dataclasses
@@ -20,9 +20,9 @@ from tigon.hf.patch import MEMORY  # noqa: E402
 from tigon.runtime.device import runs_kernels  # noqa: E402
 from tigon.tools import cli  # noqa: E402
 from tigon.tools.inspect.build import build  # noqa: E402
-from tigon.tools.plan.engines import Sharded, Whole, optimizer_costs  # noqa: E402
+from tigon.tools.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
 from tigon.tools.plan.ledger import Ledger, Work  # noqa: E402
-from tigon.tools.plan.planner import NotPlanned, Row, Settings, TooLong, _largest, plan, recommended  # noqa: E402
+from tigon.tools.plan.planner import LevelPlan, NotPlanned, Settings, TooLong, _largest, plan, recommended  # noqa: E402
 from tigon.tools.plan.positions import find_position_table  # noqa: E402
 from tigon.tools.plan.report import print_plan  # noqa: E402
 from tigon.tools.plan.step import Step, count_step  # noqa: E402
@@ -30,31 +30,39 @@ from tigon.tools.presets import PRESETS, preset_config  # noqa: E402
 
 # The proportions of Llama-3-8B.
 SIZES = {
-    "vocab_size": 512, "hidden_size": 256, "intermediate_size": 896, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 1, "tie_word_embeddings": False, "use_cache": False,
-}  # fmt: skip
-TOKENS = 4, 256
-NOTHING = optimizer_costs("none", [], torch.bfloat16)
-UNIT = 256 * 2 * TOKENS[0] * TOKENS[1]  # H bf16 values a token
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 896,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "tie_word_embeddings": False,
+    "use_cache": False,
+}
+# The sequences of a step, and the tokens of each.
+BATCH, SEQ = 4, 256
+NO_OPTIMIZER = optimizer_costs("none", [], torch.bfloat16)
+# The bytes of the hidden states of a step in bf16.
+UNIT = 256 * 2 * BATCH * SEQ
 
 
-def tiny(dtype=torch.bfloat16, **sizes):
+def tiny_llama(dtype=torch.bfloat16, **sizes):
     model, _ = build(transformers.LlamaConfig(**{**SIZES, **sizes}), attention=None)
     for p in model.parameters():
         p.data = p.data.to(dtype)
     return model.train()
 
 
-def step_of(model, batch=TOKENS[0], seq=TOKENS[1], engine=None, optimizer=NOTHING, **options):
+def step_of(model, batch=BATCH, seq=SEQ, engine=None, optimizer=NO_OPTIMIZER, **options):
     if not options:
-        return count_step(model, engine or Whole(model, 1), optimizer, batch, seq)
+        return count_step(model, engine or Replicated(model, 1), optimizer, batch, seq)
     with tigon.patched(model, **options):
-        return count_step(model, engine or Whole(model, 1), optimizer, batch, seq)
+        return count_step(model, engine or Replicated(model, 1), optimizer, batch, seq)
 
 
-def of_a_layer(**options):
-    """Bytes that one layer keeps: what the third adds to two."""
-    three, two = (step_of(tiny(num_hidden_layers=n), **options) for n in (3, 2))
+def bytes_of_layer(**options):
+    """Return the bytes that one layer saves: the difference between models of three and of two layers."""
+    three, two = (step_of(tiny_llama(num_hidden_layers=n), **options) for n in (3, 2))
     return three.kept - two.kept
 
 
@@ -62,19 +70,19 @@ def of_a_layer(**options):
 
 
 @pytest.mark.parametrize(("memory", "units"), [("default", 13.5), ("lean", 11.5), ("checkpoint", 1.0)])
-def test_units_of_a_layer(memory, units):
-    fp32 = 4 * TOKENS[0] * TOKENS[1]
-    # Beside the units: one fp32 number for each row of attention, one for each of the two norms, which lean copies.
-    beside = {"default": (4 + 2) * fp32, "lean": (4 + 2) * fp32 + 2 * 512, "checkpoint": 0}[memory]
-    assert of_a_layer(memory=memory) == units * UNIT + beside
+def test_a_layer_saves_the_expected_bytes(memory, units):
+    fp32 = 4 * BATCH * SEQ
+    # A layer also saves one fp32 number for each row of attention and of its two norms. Lean copies the norms' weights.
+    row_statistics = {"default": (4 + 2) * fp32, "lean": (4 + 2) * fp32 + 2 * 512, "checkpoint": 0}[memory]
+    assert bytes_of_layer(memory=memory) == units * UNIT + row_statistics
 
 
 @pytest.mark.parametrize("memory", ["stock", pytest.param("default", marks=pytest.mark.interpreter)])
 def test_kept_is_what_a_step_saves(memory):
-    """A real step on the CPU saves the bytes that are counted."""
+    """A real step on the CPU saves the bytes that the plan counts."""
     options = {} if memory == "stock" else {"memory": memory}
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
-    planned = step_of(tiny(torch.float32, **sizes), 1, 64, **options)
+    planned = step_of(tiny_llama(torch.float32, **sizes), 1, 64, **options)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
     parameters, saved = {p.untyped_storage()._cdata for p in model.parameters()}, {}
 
@@ -93,9 +101,10 @@ def test_kept_is_what_a_step_saves(memory):
     assert planned.kept == pytest.approx(actual, rel=0.05)
 
 
-def test_levels_keep_less_and_less():
-    model = tiny(num_hidden_layers=6)  # the last of a checkpointed model is lean
-    # So much that more is saved than the window which offload leaves on the GPU.
+def test_each_level_saves_fewer_bytes_than_the_one_before():
+    # The last layer of a checkpointed model is not checkpointed, so the model has several.
+    model = tiny_llama(num_hidden_layers=6)
+    # The model saves more than the window that offload keeps on the GPU.
     steps = {level: step_of(model, 256, 4096, memory=level) for level in MEMORY}
     kept = [steps[level].kept for level in ("default", "lean", "lean+mlp", "checkpoint")]
     assert kept == sorted(kept, reverse=True)
@@ -107,19 +116,19 @@ def test_levels_keep_less_and_less():
 
 
 def test_stock_holds_the_logits():
-    model = tiny(vocab_size=32768)
-    assert step_of(model).peak - step_of(model, memory="default").peak > 4 * 32768 * TOKENS[0] * TOKENS[1]
+    model = tiny_llama(vocab_size=32768)
+    assert step_of(model).peak - step_of(model, memory="default").peak > 4 * 32768 * BATCH * SEQ
 
 
 def test_memory_grows_with_batch_and_length():
-    model = tiny()
+    model = tiny_llama()
     peaks = [step_of(model, *shape, memory="lean").peak for shape in ((2, 256), (4, 256), (4, 512), (8, 512))]
     assert peaks == sorted(peaks)
     assert len(set(peaks)) == 4
 
 
-def test_a_step_leaves_the_model_as_it_was():
-    model = tiny()
+def test_a_step_does_not_change_the_model():
+    model = tiny_llama()
     before = [name for name, _ in model.named_modules()]
     first, second = step_of(model, memory="lean"), step_of(model, memory="lean")
     assert first == second
@@ -129,7 +138,7 @@ def test_a_step_leaves_the_model_as_it_was():
 
 
 def test_frozen_weights_have_no_gradients():
-    model, frozen = tiny(), tiny()
+    model, frozen = tiny_llama(), tiny_llama()
     for p in frozen.model.parameters():
         p.requires_grad_(False)
     trained = sum(p.nbytes for p in model.model.parameters())
@@ -139,7 +148,7 @@ def test_frozen_weights_have_no_gradients():
 # --- engines ---------------------------------------------------------------------------------------
 
 
-def test_optimizers():
+def test_optimizers_have_the_expected_state():
     sizes, n = [1000, 3000], 4000
     assert optimizer_costs("adamw", sizes, torch.bfloat16).state == 2 * 2 * n
     foreach = optimizer_costs("adamw-foreach", sizes, torch.float32)
@@ -148,8 +157,8 @@ def test_optimizers():
     assert optimizer_costs("sgd", sizes, torch.float32).state == 0
 
 
-def test_fsdp_shards_what_stays_and_gathers_layers():
-    model = tiny(num_hidden_layers=6, vocab_size=4096)
+def test_fsdp_shards_parameters_and_gathers_layers():
+    model = tiny_llama(num_hidden_layers=6, vocab_size=4096)
     nbytes = sum(p.nbytes for p in model.parameters())
     steps = {n: step_of(model, engine=Sharded(model, n, torch.bfloat16), memory="lean") for n in (2, 4)}
     buffers = step_of(model, memory="lean").fixed - nbytes
@@ -158,37 +167,38 @@ def test_fsdp_shards_what_stays_and_gathers_layers():
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     assert steps[4].peaks[0] - steps[4].fixed - steps[4].kept > layer
     assert steps[4].peak < steps[2].peak < step_of(model, memory="lean").peak
-    # At the end: a share of the parameters and of their gradients.
+    # After backward, a shard of the gradients is allocated beside the shard of the parameters.
     assert steps[4].peaks[2] - steps[4].fixed == pytest.approx(nbytes / 4, rel=0.05)
 
 
-def test_mixed_keeps_fp32_shards():
+def test_the_dtype_mixed_has_fp32_shards():
     config = transformers.LlamaConfig(**SIZES)
-    low, high = (
+    bf16, mixed = (
         next(plan(config, Settings(128, strategy="fsdp", dtype=dtype), levels=("default",), search=False))
         for dtype in ("bf16", "mixed")
     )
-    assert high.step.fixed == pytest.approx(2 * low.step.fixed, rel=0.01)
-    assert high.step.kept == low.step.kept
+    assert mixed.step.fixed == pytest.approx(2 * bf16.step.fixed, rel=0.01)
+    assert mixed.step.kept == bf16.step.kept
 
 
 # --- arithmetic ------------------------------------------------------------------------------------
 
 
-def test_attention_is_counted_and_holds_no_scores():
+def test_attention_is_counted_and_saves_no_scores():
     q = torch.empty(2, 4, 512, 64, device="meta", requires_grad=True)
     with Ledger() as ledger:
-        ledger.own(q)
+        ledger.count(q)
         torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True).sum()
         assert ledger.work.attention == 4 * 2 * 4 * 512 * 512 * 64 // 2
         assert ledger.peak < 3 * q.nbytes
 
 
-def test_products_of_a_step():
-    model = tiny()
+def test_the_products_of_a_step_are_counted():
+    model = tiny_llama()
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1) - model.model.embed_tokens.weight.numel()
     products = sum(work.products for work in step_of(model, memory="default").work)
-    assert products == pytest.approx(6 * weights * TOKENS[0] * TOKENS[1], rel=1e-4)  # the rest: angles of the rope
+    # The angles of the rotary embedding are products too.
+    assert products == pytest.approx(6 * weights * BATCH * SEQ, rel=1e-4)
 
 
 # --- the largest batch -----------------------------------------------------------------------------
@@ -197,57 +207,62 @@ def test_products_of_a_step():
 @pytest.mark.parametrize("size", [1.0, 0.3, 0.0017, 1e-6], ids=str)
 @pytest.mark.parametrize("first", [1, 7, 5000])
 @pytest.mark.parametrize("kind", ["steps", "doublings on the host", "never"])
-def test_largest_is_the_largest(size, first, kind):
-    """Of a memory with a floor and steps; of one on the host that grows to twice its size; of one that is too small."""
-    settings, tried = Settings(256, gpu_memory=1.0, reserve=0.0, host_memory=1.0), []
+def test_the_search_finds_the_largest_batch(size, first, kind):
+    """The memory has a floor and grows in steps; or memory of the host doubles; or no batch fits."""
+    settings, batches = Settings(256, gpu_memory=1.0, reserve=0.0, host_memory=1.0), []
 
-    def of(batch):
-        tried.append(batch)
-        taken = int(2**30 * (batch + batch // 16 / 3) * size)
+    def count(batch):
+        batches.append(batch)
+        nbytes = int(2**30 * (batch + batch // 16 / 3) * size)
         host = 2 ** math.ceil(math.log2(2**30 * batch * 3 * size)) if "host" in kind else 0
         floor = 2**31 if kind == "never" else 2**28
-        return Step(batch, 256, 0, taken, host, (taken // 2, taken, floor), (Work(),) * 3)
+        return Step(batch, 256, 0, nbytes, host, (nbytes // 2, nbytes, floor), (Work(),) * 3)
 
-    found = _largest(of, first, settings)
-    assert len(tried) <= 32
-    if found is None:
-        assert settings.load(of(1)) > 1.0
+    largest = _largest(count, first, settings)
+    assert len(batches) <= 32
+    if largest is None:
+        assert settings.load(count(1)) > 1.0
     else:
-        assert settings.load(found) <= 1.0
-        assert found.batch == 2**16 or settings.load(of(found.batch + 1)) > 1.0
+        assert settings.load(largest) <= 1.0
+        assert largest.batch == 2**16 or settings.load(count(largest.batch + 1)) > 1.0
 
 
-def test_largest_of_a_model():
+def test_a_larger_batch_of_a_model_than_the_largest_does_not_fit():
     config, settings = transformers.LlamaConfig(**SIZES), Settings(256, batch=2, gpu_memory=0.3, reserve=0.0)
-    row = next(plan(config, settings, levels=("lean",)))
-    model = tiny()
+    level_plan = next(plan(config, settings, levels=("lean",)))
+    model = tiny_llama()
     optimizer = optimizer_costs("adamw", [p.numel() for p in model.parameters()], torch.bfloat16)
-    peaks = [step_of(model, row.largest.batch + more, 256, optimizer=optimizer, memory="lean").peak for more in (0, 1)]
-    assert peaks[0] == row.largest.peak <= settings.budget < peaks[1]
+    peaks = [
+        step_of(model, level_plan.largest.batch + more, 256, optimizer=optimizer, memory="lean").peak for more in (0, 1)
+    ]
+    assert peaks[0] == level_plan.largest.peak <= settings.budget < peaks[1]
 
 
 def test_recommended_is_the_fastest_that_fits():
-    step = step_of(tiny())
+    step = step_of(tiny_llama())
     settings = Settings(256, gpu_memory=step.peak / 2**30, reserve=0.0)
     big = dataclasses.replace(step, peaks=(2 * step.peak, 0, 0))
-    rows = [Row("default", big, None, speed=1.0), Row("lean", step, step, speed=0.9, largest_speed=0.9),
-            Row("checkpoint", step, step, speed=0.7, largest_speed=1.1)]  # fmt: skip
-    assert recommended(rows, settings, batch_given=True).level == "lean"
-    assert recommended(rows, settings, batch_given=False).level == "checkpoint"
-    assert recommended(rows[:1], settings, batch_given=True) is None
+    plans = [
+        LevelPlan("default", big, None, speed=1.0),
+        LevelPlan("lean", step, step, speed=0.9, largest_speed=0.9),
+        LevelPlan("checkpoint", step, step, speed=0.7, largest_speed=1.1),
+    ]
+    assert recommended(plans, settings, has_batch=True).level == "lean"
+    assert recommended(plans, settings, has_batch=False).level == "checkpoint"
+    assert recommended(plans[:1], settings, has_batch=True) is None
 
 
 # --- bad input -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ({"seq": 0}, "seq must be an integer of at least 1, got 0"),
         ({"gpus": -1}, "gpus must be"),
         ({"gpu_memory": 0.0}, "gpu_memory must be a positive number of GiB, got 0.0"),
         ({"gpu_memory": float("nan")}, "gpu_memory must be a positive"),
-        ({"gpu_memory": 1.0}, "gpu_memory must leave something for tensors"),
+        ({"gpu_memory": 1.0}, "gpu_memory must leave memory for tensors"),
         ({"optimizer": "lion"}, "optimizer must be one of adamw, .*got 'lion'"),
         ({"dtype": "int8"}, "dtype must be one of bf16"),
         ({"strategy": "zero"}, "strategy must be one of single, ddp, fsdp, got 'zero'"),
@@ -257,12 +272,12 @@ def test_recommended_is_the_fastest_that_fits():
     ],
     ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
-def test_bad_settings(setting, said):
-    with pytest.raises(ValueError, match=said):
+def test_bad_settings_are_refused(setting, message):
+    with pytest.raises(ValueError, match=message):
         Settings(**{"seq": 128, **setting})
 
 
-def test_a_model_that_cannot_be_trained_says_why():
+def test_a_model_that_cannot_be_trained_is_refused():
     with pytest.raises(NotPlanned, match="T5ForConditionalGeneration.*decoder_start_token_id"):
         next(plan(transformers.T5Config(num_layers=1), Settings(16)))
 
@@ -318,8 +333,10 @@ def test_a_sequence_beyond_the_positions_is_refused(config, positions, name):
             TooLong, match=rf"must be at most {positions} \({name}.* has no more positions\), got {seq}"
         ):
             next(plan(config, Settings(seq, dtype="fp32"), levels=("stock",), search=False))
-    row = next(plan(config, Settings(32, dtype="fp32"), levels=("stock",), lengths=(32, 64, 128, 256), search=False))
-    assert [step.seq for step in row.by_length] == [32, 64]
+    level_plan = next(
+        plan(config, Settings(32, dtype="fp32"), levels=("stock",), lengths=(32, 64, 128, 256), search=False)
+    )
+    assert [step.seq for step in level_plan.by_length] == [32, 64]
 
 
 @pytest.mark.parametrize("config", UNBOUNDED.values(), ids=UNBOUNDED)
@@ -330,7 +347,7 @@ def test_computed_positions_have_no_limit(config):
 
 def test_a_table_that_no_token_reads_is_no_limit():
     """The model has an embedding of another kind, with as many rows as there are positions."""
-    model = tiny(max_position_embeddings=64)
+    model = tiny_llama(max_position_embeddings=64)
     model.model.other_words = torch.nn.Embedding(64, 8, device="meta")
     assert find_position_table(model, 128) is None
 
@@ -340,16 +357,23 @@ def test_a_table_that_no_token_reads_is_no_limit():
 
 @pytest.mark.parametrize(
     ("name", "billions"),
-    {"Llama-3-8B": 8.030, "Llama-3.2-1B": 1.236, "Qwen2-7B": 7.616, "Qwen3-4B": 4.022, "Mistral-7B": 7.242,
-     "Gemma-7B": 8.538, "Gemma-2-2B": 2.614}.items(),
-)  # fmt: skip
+    [
+        ("Llama-3-8B", 8.030),
+        ("Llama-3.2-1B", 1.236),
+        ("Qwen2-7B", 7.616),
+        ("Qwen3-4B", 4.022),
+        ("Mistral-7B", 7.242),
+        ("Gemma-7B", 8.538),
+        ("Gemma-2-2B", 2.614),
+    ],
+)
 def test_presets_have_the_public_sizes(name, billions):
     assert name in PRESETS
     model, _ = build(preset_config(name.lower()))
     assert round(sum(p.numel() for p in model.parameters()) / 1e9, 3) == billions
 
 
-def test_unknown_preset():
+def test_an_unknown_preset_is_refused_with_the_nearest():
     with pytest.raises(ValueError, match="did you mean Llama-3-8B"):
         preset_config("Lama-3-8B")
 
@@ -361,7 +385,7 @@ def run(tmp_path, monkeypatch):
     return lambda *arguments: typer_testing.CliRunner().invoke(cli.app(), ["plan", str(tmp_path), *arguments])
 
 
-def test_command(run, tmp_path):
+def test_the_command_writes_the_plan_of_every_level(run, tmp_path):
     file = tmp_path / "plan.json"
     result = run("--seq", "256", "--batch", "4", "--gpu-memory", "2", "--json", str(file))
     assert result.exit_code == 0, result.output
@@ -388,8 +412,8 @@ def test_the_last_line_names_the_json_file(run, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [(), ("--batch", "64")], ids=["one sequence", "a batch"])
-def test_nothing_fits_is_another_exit_code(run, tmp_path, arguments):
-    """The results are written all the same."""
+def test_the_exit_code_is_1_if_no_level_fits(run, tmp_path, arguments):
+    """The results are written nevertheless."""
     file = tmp_path / "plan.json"
     memory = ("--gpu-memory", "0.02" if not arguments else "0.1", "--reserve", "0")
     result = run("--seq", "2048", *arguments, *memory, "--json", str(file))
@@ -407,29 +431,30 @@ def test_a_note_says_that_the_sequence_is_longer_than_the_config_names(run, tmp_
     assert json.loads(file.read_text())["notes"][0].startswith("The config names 2,048 positions.")
 
 
-def test_command_refuses_a_sequence_beyond_the_positions(tmp_path):
+def test_the_command_refuses_a_sequence_beyond_the_positions(tmp_path):
     BOUNDED["a table"][0].save_pretrained(tmp_path)
     runner = typer_testing.CliRunner()
     result = runner.invoke(cli.app(), ["plan", str(tmp_path), "--seq", "65"], env={"COLUMNS": "200"})
     assert result.exit_code == 2
-    said = " ".join(result.output.split())
-    assert "--seq: must be at most 64 (transformer.wpe has no more positions), got 65" in said
+    output = " ".join(result.output.split())
+    assert "--seq: must be at most 64 (transformer.wpe has no more positions), got 65" in output
 
 
-def _rows(fits):
+def _plans(fits):
+    """Return plans of all levels, and of a level that the model cannot have."""
     small = Step(1, 512, 0, 2**30, 0, (2**30, 2**33, 2**32), (Work(traffic=1),) * 3)
     big = dataclasses.replace(small, batch=65536, peaks=(2**40, 0, 0)) if fits else None
-    rows = [Row(level, small, big, speed=1.0, largest_speed=1.0) for level in ("stock", *MEMORY)]
-    return [*rows, Row("lean", reason="the model has no such level")]
+    plans = [LevelPlan(level, small, big, speed=1.0, largest_speed=1.0) for level in ("stock", *MEMORY)]
+    return [*plans, LevelPlan("lean", reason="the model has no such level")]
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not"])
+@pytest.mark.parametrize("fits", [True, False], ids=["fits", "does not fit"])
 @pytest.mark.parametrize("width", [40, 60, 72, 80, 100, 140])
 def test_names_of_levels_are_whole_at_every_width(width, fits):
     """A user copies them into `memory=`. From 60 columns on, headings and numbers are whole too."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
     settings = Settings(131072, gpus=8, batch=1)
-    print_plan(console, "Llama-3-8B", _rows(fits), settings, batch_given=False)
+    print_plan(console, "Llama-3-8B", _plans(fits), settings, has_batch=False)
     output = console.file.getvalue()
     table = [line for line in output.splitlines() if line[:1] in "│┃"]
     names = [line.strip("│┃").split()[0] for line in table if "│" in line]
@@ -450,14 +475,14 @@ def test_plot_has_a_line_for_each_level(tmp_path):
     assert lengths(1024) == (128, 256, 512, 1024, 2048, 4096)
     assert lengths(64) == (128, 256)
     settings, levels = Settings(256), ("stock", "lean")
-    rows = list(plan(transformers.LlamaConfig(**SIZES), settings, levels=levels, lengths=(128, 256), search=False))
-    draw(tmp_path / "plan.svg", "tiny", rows, settings)
-    drawn = (tmp_path / "plan.svg").read_text()
-    assert all(f"<!-- {name} -->" in drawn for name in (*levels, "what tensors get"))
+    plans = list(plan(transformers.LlamaConfig(**SIZES), settings, levels=levels, lengths=(128, 256), search=False))
+    draw(tmp_path / "plan.svg", "tiny", plans, settings)
+    plot = (tmp_path / "plan.svg").read_text()
+    assert all(f"<!-- {name} -->" in plot for name in (*levels, "what tensors get"))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("--plot", "x.doc"), "--plot: must end in .png"),
         (("--batch", "0"), "--batch: must be an integer"),
@@ -470,17 +495,17 @@ def test_plot_has_a_line_for_each_level(tmp_path):
     ],
     ids=lambda x: x[0] if isinstance(x, tuple) else "",
 )
-def test_command_refuses(run, arguments, said):
+def test_the_command_refuses_bad_options(run, arguments, message):
     result = run(*arguments)
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(
-    ("model", "said"),
+    ("model", "message"),
     [("lama-3-8b", "MODEL: must be one of Llama-3-8B, "), ("./nowhere", "MODEL: must be a file or folder that exists")],
 )
-def test_command_refuses_a_model(model, said):
+def test_the_command_refuses_an_unknown_model(model, message):
     result = typer_testing.CliRunner().invoke(cli.app(), ["plan", model], env={"COLUMNS": "400"})
     assert result.exit_code == 2
-    assert said in " ".join(result.output.split())
+    assert message in " ".join(result.output.split())

@@ -82,10 +82,11 @@ def demo_config(model_type: str, preset: Preset) -> "PretrainedConfig":
     >>> demo_config("qwen3", PRESETS["cpu"]).hidden_size
     256
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING
 
-    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+    from tigon.hf.transformers_private import causal_lm_types
+
+    if model_type not in causal_lm_types() or model_type not in CONFIG_MAPPING:
         raise ValueError(
             "must be a model type that transformers has a causal language model of, as llama, qwen3, gemma2, mistral, "
             f"phi3, qwen2 or gemma, got {model_type!r}"

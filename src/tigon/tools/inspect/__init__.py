@@ -1,1 +1,1 @@
-"""`tigon inspect`: what `tigon.patch` would replace in a model, found without its weights."""
+"""`tigon inspect`: show what `tigon.patch` would replace in a model, without its weights."""

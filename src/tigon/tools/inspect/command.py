@@ -1,4 +1,4 @@
-"""`tigon inspect`: its options and what is said. What it needs is loaded when it is called."""
+"""The command `tigon inspect`: its options and its output. The modules that it needs are imported when it is called."""
 
 import json
 from pathlib import Path
@@ -14,36 +14,40 @@ __all__ = ["inspect"]
 def inspect(
     model: Annotated[
         str | None,
-        typer.Argument(help="Repository of the hub (owner/name), folder, config.json, or model type (its defaults)."),
+        typer.Argument(
+            help="A repository of the hub (owner/name), a folder, a config.json, or a model type (its defaults)."
+        ),
     ] = None,
     json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write all of it to this file too, with the names of the modules.")
+        Path | None, typer.Option("--json", help="Also write the results, with the names of all modules, to this file.")
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that the repository brings run.")
+        bool, typer.Option("--trust-remote-code", help="Allow code of the repository to run.")
     ] = False,
-    every: Annotated[
-        bool, typer.Option("--all", help="Every type that has a causal language model, as a Markdown table.")
+    all_types: Annotated[
+        bool, typer.Option("--all", help="Inspect every type of causal language model, and print a Markdown page.")
     ] = False,
-    out: Annotated[Path | None, typer.Option(help="File for the table of --all.", show_default="printed")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Write the page of --all to this file.", show_default="printed")
+    ] = None,
 ) -> None:
-    """Show what tigon.patch replaces in a model, and what it leaves alone and why.
+    """Show which modules of a model tigon.patch replaces, which ones keep their code, and why.
 
-    The model is built from its config alone, on the meta device: nothing but the config is downloaded, and a model of
-    any size takes seconds.
+    The model is built from its config alone, on the meta device. Only the config is downloaded, and a model of any size
+    takes seconds.
 
-    Exit code: 0; 2 for bad input; 130 after Ctrl-C.
+    The exit code is 0, or 2 for bad input, and 130 after Ctrl-C.
     """
-    if every == (model is not None):
+    if all_types == (model is not None):
         raise typer.BadParameter("give either MODEL or --all")
-    if (out is not None and not every) or (json_file is not None and every):
+    if (out is not None and not all_types) or (json_file is not None and all_types):
         raise typer.BadParameter("--out goes with --all, --json with MODEL")
     for path, option in ((json_file, "--json"), (out, "--out")):
         if path is not None:
             check_file(path, option)
     console = make_console()
     try:
-        if every:
+        if model is None:
             from tigon.tools.inspect.models_page import models_page
 
             with console.status("Building every model on meta"):

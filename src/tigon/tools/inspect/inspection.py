@@ -1,10 +1,8 @@
-"""What `tigon.patch` does to one model: by module class, by part, as a table and as JSON."""
+"""Patch one model on the meta device, and show the result by module class and by part, as a table or as JSON."""
 
 import collections
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-from torch import nn
 
 import tigon
 from tigon.hf.report import Entry, Report
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "Inspection", "inspect_config"]
 
-# What a reader asks for, and the parts of a report that answer it.
+# Groups of parts, as a reader knows them. A report lists the parts.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "relu2", "experts"),
@@ -27,26 +25,28 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Inspection:
-    """A model, patched on the meta device."""
+    """The result of patching a model on the meta device."""
 
     model_class: str
     model_type: str
     parameters: int
     head: str | None
     report: Report
-    others: dict[str, int]  # classes of which nothing is recognised, with their numbers
+    # The number of modules of each class that no part recognised.
+    others: dict[str, int]
 
     def entries(self, group: str) -> list[Entry]:
-        """What was recognised as of a group."""
+        """Return the entries of the report whose part belongs to a group."""
         return [entry for entry in self.report.entries if entry.part in GROUPS[group]]
 
     def coverage(self) -> dict[str, tuple[int, int]]:
-        """By group: modules that are replaced, and modules that were recognised as of its kind."""
+        """Return for each group the number of replaced modules, and the number of all modules that resemble it."""
         count = lambda entries: sum(entry.count for entry in entries)
-        return {g: (count(e for e in self.entries(g) if e.replaced), count(self.entries(g))) for g in GROUPS}
+        entries = {group: self.entries(group) for group in GROUPS}
+        return {group: (count(e for e in listed if e.replaced), count(listed)) for group, listed in entries.items()}
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for programs."""
+        """Return the whole result as values that `json` can write."""
         import transformers
 
         fields = ("part", "module", "count", "replaced", "detail", "names")
@@ -57,13 +57,15 @@ class Inspection:
             "head": self.head,
             "parts": [{name: getattr(entry, name) for name in fields} for entry in self.report.entries],
             "others": self.others,
-            "coverage": {group: {"replaced": n, "found": m} for group, (n, m) in self.coverage().items()},
+            "coverage": {
+                group: {"replaced": replaced, "found": total} for group, (replaced, total) in self.coverage().items()
+            },
             "notes": self.report.notes,
             "versions": {"tigon": tigon.__version__, "transformers": transformers.__version__},
         }
 
     def print(self, console: "Console") -> None:
-        """The table and what is below it."""
+        """Print the table, and sentences about coverage, the head and the notes of the report."""
         from rich.markup import escape
         from rich.text import Text
 
@@ -74,10 +76,11 @@ class Inspection:
         console.print(table)
         if self.others:
             console.print("Blank: no op of Tigon computes this class.", style="dim")
-        covered = [
-            f"{group} {n:,} of {m:,}" if m else f"{group} none found" for group, (n, m) in self.coverage().items()
+        coverage = [
+            f"{group} {replaced:,} of {total:,}" if total else f"{group} none found"
+            for group, (replaced, total) in self.coverage().items()
         ]
-        console.print(f"Replaced: {escape(', '.join(covered))}.")
+        console.print(f"Replaced: {escape(', '.join(coverage))}.")
         if self.head:
             console.print(f"Head: {escape(self.head)}.")
         for note in self.report.notes:
@@ -85,7 +88,7 @@ class Inspection:
 
 
 def _size(parameters: int) -> str:
-    """Parameters as a person says it.
+    """Return a number of parameters in words that are easy to read.
 
     >>> _size(70_553_706_496), _size(124_439_808), _size(5_000)
     ('70.6B', '124.4M', '5,000')
@@ -96,10 +99,9 @@ def _size(parameters: int) -> str:
     return f"{parameters:,}"
 
 
-def _head(model: nn.Module, report: Report) -> str | None:
-    """The output layer, and what is done to its logits as far as that was learnt."""
-    find = getattr(model, "get_output_embeddings", None)
-    head = find() if find is not None else None
+def _describe_head(model: Any, report: Report) -> str | None:
+    """Describe the output layer of a model, and what the report says about its loss; None if there is no such layer."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
         return None
     name = next((name for name, module in model.named_modules() if module is head), "not a module of the model")
@@ -108,7 +110,7 @@ def _head(model: nn.Module, report: Report) -> str | None:
     words = [type(head).__name__]
     if weight is not None:
         words += [f"{weight.shape[-1]:,} to {weight.shape[0]:,}"]
-        words += ["tied to the embeddings" if weight is getattr(embeddings, "weight", None) else "weights of its own"]
+        words += ["tied to the embeddings" if weight is getattr(embeddings, "weight", None) else "its own weights"]
     words += ["with bias"] if getattr(head, "bias", None) is not None else []
     loss = next((entry for entry in report.entries if entry.part == "loss"), None)
     if loss is not None:
@@ -117,23 +119,23 @@ def _head(model: nn.Module, report: Report) -> str | None:
 
 
 def inspect_config(config: Any, *, trust_remote_code: bool = False) -> Inspection:
-    """Build the model of a config on meta, patch it, and note what happened.
+    """Build the model of a config on the meta device, patch it, and return the result.
 
     Raises:
-        NotInspected: there is no such model, or its constructor fails.
+        NotInspected: transformers has no such model, or its constructor fails.
     """
-    model, auto = build(config, trust_remote_code=trust_remote_code)
+    model, auto_class = build(config, trust_remote_code=trust_remote_code)
     with quietly():
         report = tigon.patch(model)
-    if auto == "AutoModel":
+    if auto_class == "AutoModel":
         report.notes.append(f"transformers has no class with a language head for {config.model_type}: this is its body")
-    patched = {name for entry in report.entries for name in entry.names}
-    others = collections.Counter(type(module).__name__ for name, module in model.named_modules() if name not in patched)
+    listed = {name for entry in report.entries for name in entry.names}
+    others = collections.Counter(type(module).__name__ for name, module in model.named_modules() if name not in listed)
     return Inspection(
         type(model).__name__,
         config.model_type,
         sum(parameter.numel() for parameter in model.parameters()),
-        _head(model, report),
+        _describe_head(model, report),
         report,
         dict(others.most_common()),
     )

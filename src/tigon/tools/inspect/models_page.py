@@ -1,35 +1,36 @@
-"""The page that says what is replaced in every type of causal language model: one row a type, its default config."""
+"""Write docs/models.md: a row for each type of causal language model shows what `tigon.patch` replaces in it."""
 
 import re
 from dataclasses import dataclass
 
 import tigon
 from tigon.hf.report import Entry
+from tigon.hf.transformers_private import causal_lm_types
 from tigon.tools.inspect.build import NotInspected, default_config
 from tigon.tools.inspect.inspection import GROUPS, inspect_config
 
-__all__ = ["Row", "make_row", "model_types", "models_page", "table"]
+__all__ = ["TypeRow", "make_row", "models_page", "table"]
 
-HEAD = """\
+INTRODUCTION = """\
 # What `tigon.patch` replaces, by model type
 
-Written by `tigon inspect --all --out docs/models.md` (or `make models`); do not edit. Tigon {tigon}, transformers
-{transformers}. What other versions of transformers change: [versions](versions.md).
+`tigon inspect --all --out docs/models.md` (or `make models`) writes this page; do not edit it. It was written with
+Tigon {tigon} and transformers {transformers}. [Versions](versions.md) lists what other versions of transformers change.
 
-Tigon holds no list of models: it recognises what modules compute. This page is an outcome, not a list that Tigon reads:
-each model was built from the defaults of its config class, in full size on the meta device, and patched. For any other
-config, a checkpoint or remote code: `tigon inspect MODEL`.
+Tigon has no list of models, because it recognises what modules compute. This page is a result, and Tigon does not read
+it. Each model was built from the defaults of its config class, in full size on the meta device, and then patched. For
+any other config, a checkpoint, or a model with its own code, run `tigon inspect MODEL`.
 
 The page counts every type for which this version of transformers has a causal language model. The tests count the 143
-decoders of transformers 5.17: the others are encoders, decoders of encoder-decoders, and a few that are neither. Of
-the 143, the tests build 139 small, from configs of their own (`tests/hf/tiny.py`), patch them, and compare the loss and
-every gradient with the stock model's.
+decoders of transformers 5.17; the other types are encoders, decoders of encoder-decoders, and a few that are neither.
+Of the 143, the tests build 139 small models from configs in `tests/hf/tiny.py`, patch them, and compare the loss and
+every gradient with those of the stock model.
 
-- A name in a cell is the op that replaces modules of that kind. Each was compared with the module when this page was
-  made, and is again in every call of `tigon.patch`: bit for bit (experts and the loss, whose sums run in another order,
-  to their last places).
-- *left* names a module class that was recognised as of that kind and keeps its own code, and why (the number).
-- A dash: no module of that kind was recognised.
+- A name in a cell is the op that replaces modules of this kind. The op was compared with the module when this page was
+  written, and every call of `tigon.patch` compares them again, bit for bit. Experts and the loss compute their sums in
+  another order, so these may differ in their last places.
+- *left* names a module class that resembles this kind but keeps its own code. The number leads to the reason.
+- A dash means that no module resembles this kind.
 
 {totals}
 """
@@ -37,15 +38,20 @@ every gradient with the stock model's.
 NOT_BUILT = """
 ## Not built
 
-The defaults of these types' config classes build no model; a config of a checkpoint may. The tests build six of these
-small, from configs of their own (`tests/hf/tiny.py`), and patch them.
+No model can be built from the defaults of these config classes; the config of a checkpoint may work. The tests build
+six of these small, from configs in `tests/hf/tiny.py`, and patch them.
 
 """
 
 
 @dataclass(frozen=True)
-class Row:
-    """One type: for each group, what replaces modules and what is left of which class, with the reason."""
+class TypeRow:
+    """The row of one model type.
+
+    Attributes:
+        replaced: For each group, the ops that replace modules.
+        left: For each group, the classes of modules that keep their code, with the reasons.
+    """
 
     model_type: str
     model_class: str
@@ -53,36 +59,30 @@ class Row:
     left: dict[str, list[tuple[str, str]]]
 
 
-def model_types() -> list[str]:
-    """Every type with a causal language model in the installed transformers."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def _name(entry: Entry) -> str:
-    """An op, and in the loss what is done to the logits."""
+def _op_name(entry: Entry) -> str:
+    """Return the op of an entry. For a loss, add what the model does to its logits."""
     name, *more = entry.detail.split(", ")
     return ", ".join([name.removesuffix(" in the head"), *more]) if entry.part == "loss" else name
 
 
-def make_row(model_type: str) -> Row:
+def make_row(model_type: str) -> TypeRow:
     """Inspect the type's default config.
 
     Raises:
-        NotInspected: its default config builds no model.
+        NotInspected: No model can be built from this config.
     """
     inspection = inspect_config(default_config(model_type))
     groups = {group: inspection.entries(group) for group in GROUPS}
-    return Row(
+    return TypeRow(
         model_type,
         inspection.model_class,
-        {group: sorted({_name(e) for e in found if e.replaced}) for group, found in groups.items()},
-        {group: sorted({(e.module, e.detail) for e in found if not e.replaced}) for group, found in groups.items()},
+        {group: sorted({_op_name(e) for e in entries if e.replaced}) for group, entries in groups.items()},
+        {group: sorted({(e.module, e.detail) for e in entries if not e.replaced}) for group, entries in groups.items()},
     )
 
 
-def _totals(rows: list[Row], failed: dict[str, str]) -> str:
+def _totals(rows: list[TypeRow], failed: dict[str, str]) -> str:
+    """Return the number of types, and for each group the number of types by what is replaced in them."""
     lines = [
         f"Of {len(rows) + len(failed)} types, {len(rows)} can be built from the defaults of their config class.",
         "",
@@ -95,13 +95,13 @@ def _totals(rows: list[Row], failed: dict[str, str]) -> str:
         states = [(bool(row.replaced[group]), bool(row.left[group])) for row in rows]
         counts = [sum(r for r, _ in states), states.count((True, True)), states.count((False, True))]
         lines.append(f"| {group} | {' | '.join(map(str, [*counts, states.count((False, False))]))} |")
-    every = sum(all(row.replaced.values()) for row in rows)
-    some = sum(any(row.replaced.values()) for row in rows)
-    return "\n".join([*lines, "", f"All are replaced in {every} types, at least one in {some}."])
+    all_groups = sum(all(row.replaced.values()) for row in rows)
+    any_group = sum(any(row.replaced.values()) for row in rows)
+    return "\n".join([*lines, "", f"All are replaced in {all_groups} types, at least one in {any_group}."])
 
 
-def table(rows: list[Row]) -> str:
-    """One row a type, and below it the reasons that the rows give by number."""
+def table(rows: list[TypeRow]) -> str:
+    """Return the table of all types, and below it the numbered reasons."""
     reasons: dict[str, int] = {}
     lines = [f"| type | class | {' | '.join(GROUPS)} |", "|" + "---|" * (2 + len(GROUPS))]
     for row in rows:
@@ -111,26 +111,27 @@ def table(rows: list[Row]) -> str:
             words += [f"*left*: {cls} ({reasons.setdefault(why, len(reasons) + 1)})" for cls, why in row.left[group]]
             cells.append("; ".join(words) or "–")
         lines.append(f"| {row.model_type} | {row.model_class} | {' | '.join(cells)} |")
-    lines += ["", "Why modules are left:", ""]
+    lines += ["", "These are the reasons why modules keep their code:", ""]
     return "\n".join([*lines, *(f"{number}. {_plain(why)}" for why, number in reasons.items())])
 
 
 def _plain(text: str) -> str:
-    """No Markdown in what names and messages hold."""
+    """Return a name or a message in which no character is Markdown."""
     return re.sub(r"([_*<`])", r"\\\1", text)
 
 
 def models_page() -> str:
-    """The page, in Markdown. One to four minutes for the two hundred types of transformers 5."""
+    """Return the page in Markdown. The two hundred types of transformers 5 take one to four minutes."""
     import transformers
 
-    rows, failed = [], {}
-    for model_type in model_types():
+    rows: list[TypeRow] = []
+    failed: dict[str, str] = {}
+    for model_type in causal_lm_types():
         try:
             rows.append(make_row(model_type))
         except NotInspected as error:
             failed[model_type] = str(error)
-    page = HEAD.format(
+    page = INTRODUCTION.format(
         tigon=tigon.__version__,
         transformers=transformers.__version__,
         totals=_totals(rows, failed),

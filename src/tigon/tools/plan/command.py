@@ -1,4 +1,4 @@
-"""`tigon plan`: its options and its output. The modules that it needs are imported when it is called."""
+"""The command `tigon plan`: its options and its output. The modules that it needs are imported when it is called."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, 
 __all__ = ["plan"]
 
 H200_GIB = 139.8
-# An exit code.
+# The exit code if no level fits.
 NOTHING_FITS = 1
 
 
@@ -27,48 +27,53 @@ def plan(
     model: Annotated[
         str,
         typer.Argument(
-            help="A preset (Llama-3-8B, ...), or as tigon inspect has it: repository of the hub (owner/name), folder, "
-            "config.json, or model type."
+            help="A preset (Llama-3-8B, ...), or what tigon inspect accepts: a repository of the hub (owner/name), a "
+            "folder, a config.json, or a model type."
         ),
     ],
-    seq: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    seq: Annotated[int, typer.Option(help="The tokens in a sequence.")] = 4096,
     batch: Annotated[
-        int | None, typer.Option(help="Sequences of each GPU in a step.", show_default="1; each level's largest counts")
+        int | None,
+        typer.Option(help="The sequences of each GPU in a step.", show_default="1; levels are judged at their largest"),
     ] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs, of one host.")] = 1,
+    gpus: Annotated[int, typer.Option(help="The number of GPUs, in one host.")] = 1,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="GiB of a GPU.", show_default="of the GPU here, or 139.8: an H200")
+        float | None, typer.Option(help="The GiB of a GPU.", show_default="those of this GPU, or 139.8: an H200")
     ] = None,
     reserve: Annotated[
         float | None,
         typer.Option(
-            help="GiB of it that tensors do not get.", show_default="5 % and 1 GiB, or 2 GiB if there are several GPUs"
+            help="The GiB of a GPU that tensors do not get.", show_default="5 % and 1 GiB, or 2 GiB with several GPUs"
         ),
     ] = None,
-    host_memory: Annotated[float, typer.Option(help="GiB of the host for each GPU, for level offload.")] = 128.0,
+    host_memory: Annotated[
+        float, typer.Option(help="The GiB of the host for each GPU, for the level offload.")
+    ] = 128.0,
     optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw-foreach, adamw-8bit, sgd or none.")] = "adamw",
     dtype: Annotated[
         str,
-        typer.Option(help="bf16, fp16, fp32; mixed: arithmetic in bf16; shards, gradients, states in fp32 (fsdp)."),
+        typer.Option(
+            help="bf16, fp16, fp32, or mixed: arithmetic in bf16; shards, gradients and states in fp32 (fsdp)."
+        ),
     ] = "bf16",
     strategy: Annotated[
-        str | None, typer.Option(help="single, ddp or fsdp (FSDP2).", show_default="single; fsdp of several GPUs")
+        str | None, typer.Option(help="single, ddp or fsdp (FSDP2).", show_default="single; fsdp with several GPUs")
     ] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write all of it to this file too.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the whole plan to this file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw memory by the length of a sequence to this file (needs matplotlib).")
+        Path | None, typer.Option(help="Plot memory by the length of a sequence to this file (needs matplotlib).")
     ] = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Let code that the repository brings run.")
+        bool, typer.Option("--trust-remote-code", help="Allow code of the repository to run.")
     ] = False,
 ) -> None:
-    """Say what a training step needs of a GPU at each level of memory, and the largest batch that fits.
+    """Show how much GPU memory a training step needs at each memory level, and the largest batch that fits.
 
-    The model is built from its config alone, on the meta device. A step is run there at every level, and what is alive
-    at each moment is counted: no GPU is needed, no weights are made. Speed is an estimate, from the arithmetic and the
-    traffic that the step has.
+    The model is built from its config alone, on the meta device. A step runs there at every level, and the bytes that
+    are alive at each moment are counted, so neither a GPU nor weights are needed. The speed is an estimate from the
+    arithmetic and the memory traffic of the step.
 
-    Exit code: 0; 1 if no level fits; 2 for bad input; 130 after Ctrl-C.
+    The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
     """
     from tigon.tools.inspect.build import find_preset
     from tigon.tools.plan.planner import Settings, TooLong, recommended
@@ -83,35 +88,43 @@ def plan(
             check_file(path, option)
     try:
         settings = Settings(
-            seq, 1 if batch is None else batch, gpus, gpu_memory if gpu_memory is not None else _gpu_memory(),
-            host_memory, reserve, optimizer, dtype, strategy,
-        )  # fmt: skip
+            seq=seq,
+            batch=1 if batch is None else batch,
+            gpus=gpus,
+            gpu_memory=_gpu_memory() if gpu_memory is None else gpu_memory,
+            host_memory=host_memory,
+            reserve=reserve,
+            optimizer=optimizer,
+            dtype=dtype,
+            strategy=strategy,
+        )
     except ValueError as error:
-        name, _, said = str(error).partition(" ")
-        raise typer.BadParameter(said, param_hint="--" + name.replace("_", "-")) from error
+        # The message begins with the name of the setting.
+        name, _, message = str(error).partition(" ")
+        raise typer.BadParameter(message, param_hint="--" + name.replace("_", "-")) from error
     try:
         try:
             config = find_preset(model, f"one of {', '.join(PRESETS)}", trust_remote_code=trust_remote_code)
-            rows = _rows(config, settings, trust_remote_code, plot is not None, console)
+            plans = _plan_levels(config, settings, trust_remote_code, plot is not None, console)
         except TooLong as error:
             raise typer.BadParameter(str(error), param_hint="--seq") from error
         except ValueError as error:
             raise typer.BadParameter(str(error), param_hint="MODEL") from error
         notes = _notes(config, settings)
-        print_plan(console, model, rows, settings, batch is not None, notes)
+        print_plan(console, model, plans, settings, batch is not None, notes)
         if plot is not None:
             from tigon.tools.plan.plot import draw
 
-            write_file(plot, lambda path: draw(path, model, rows, settings), "--plot")
+            write_file(plot, lambda path: draw(path, model, plans, settings), "--plot")
             say_written(console, plot)
         if json_file is not None:
-            text = json.dumps(as_json(model, rows, settings, batch is not None, notes), indent=1) + "\n"
+            text = json.dumps(as_json(model, plans, settings, batch is not None, notes), indent=1) + "\n"
             write_file(json_file, text, "--json")
             say_written(console, json_file)
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")
         raise typer.Exit(INTERRUPTED) from None
-    if recommended(rows, settings, batch is not None) is None:
+    if recommended(plans, settings, batch is not None) is None:
         raise typer.Exit(NOTHING_FITS)
 
 
@@ -123,25 +136,27 @@ def _notes(config: Any, settings: Any) -> list[str]:
     if positions is None or settings.seq <= positions:
         return []
     return [
-        f"The config names {positions:,} positions. The model computes those beyond, for which it was not trained: "
-        "see its scaling of the rotary embedding."
+        f"The config names {positions:,} positions. The model computes the positions beyond these too, but was not "
+        "trained for them; see its scaling of the rotary embedding."
     ]
 
 
 def _check_plot(path: Path) -> None:
+    """Refuse a plot that cannot be drawn, before anything is computed."""
     if message := unmet("matplotlib"):
         raise typer.BadParameter(message, param_hint="--plot")
     if path.suffix not in (".png", ".svg", ".pdf"):
         raise typer.BadParameter(f"must end in .png, .svg or .pdf, got {str(path)!r}", param_hint="--plot")
 
 
-def _rows(config: Any, settings: Any, trust_remote_code: bool, plotted: bool, console: Any) -> list:
-    from tigon.tools.plan.planner import plan as planned
+def _plan_levels(config: Any, settings: Any, trust_remote_code: bool, has_plot: bool, console: Any) -> list:
+    """Plan all levels, and show which are done. A plot needs steps of several lengths."""
+    from tigon.tools.plan import planner
     from tigon.tools.plan.plot import lengths
 
-    rows, more = [], lengths(settings.seq) if plotted else ()
+    plans, plot_lengths = [], lengths(settings.seq) if has_plot else ()
     with console.status("Building the model on meta") as status:
-        for row in planned(config, settings, trust_remote_code=trust_remote_code, lengths=more):
-            rows.append(row)
-            status.update(f"Levels: {', '.join(row.level for row in rows)} ...")
-    return rows
+        for level_plan in planner.plan(config, settings, trust_remote_code=trust_remote_code, lengths=plot_lengths):
+            plans.append(level_plan)
+            status.update(f"Levels: {', '.join(level_plan.level for level_plan in plans)} ...")
+    return plans

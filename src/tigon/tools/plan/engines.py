@@ -1,56 +1,65 @@
 """Count the bytes that an engine and an optimizer add to a step: shards, gathered units, buckets and states."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from tigon.hf.transformers_private import layer_classes
+from tigon.runtime.torch_private import storage_id
 from tigon.tools.plan.ledger import Ledger
 
-__all__ = ["OPTIMIZERS", "STRATEGIES", "Optimizer", "Sharded", "Whole", "optimizer_costs"]
+__all__ = ["OPTIMIZERS", "STRATEGIES", "OptimizerCosts", "Replicated", "Sharded", "optimizer_costs"]
 
 STRATEGIES = ("single", "ddp", "fsdp")
 OPTIMIZERS = ("adamw", "adamw-foreach", "adamw-8bit", "sgd", "none")
 
 
 @dataclass(frozen=True)
-class Optimizer:
-    """Bytes of an optimizer on one GPU: kept between steps, allocated only in its step, and moved by its step."""
+class OptimizerCosts:
+    """Bytes of an optimizer on one GPU."""
 
+    # Bytes that stay allocated between steps.
     state: int
+    # Bytes that are allocated only in the step of the optimizer.
     temporary: int
+    # Bytes that the step of the optimizer reads and writes.
     traffic: int
 
 
-def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> Optimizer:
+def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> OptimizerCosts:
     """Return the costs of an optimizer for parameters and gradients of these sizes (elements on one GPU) and dtype."""
     n, itemsize = sum(sizes), dtype.itemsize
     if name == "none":
-        return Optimizer(0, 0, 0)
-    if name == "adamw":  # fused: reads the parameter, its gradient and two moments, writes all but the gradient
-        return Optimizer(2 * n * itemsize, 0, 7 * n * itemsize)
-    if name == "adamw-8bit":  # moments of one byte, and an fp32 scale for every 256 of each
-        return Optimizer(2 * n + n // 32, 0, 3 * n * itemsize + 4 * n)
-    make = {
-        "adamw-foreach": lambda p: torch.optim.AdamW(p, foreach=True),
-        "sgd": lambda p: torch.optim.SGD(p, foreach=True),
-    }[name]
+        return OptimizerCosts(0, 0, 0)
+    # The fused kernel reads the parameter, its gradient and two moments, and writes all of them but the gradient.
+    if name == "adamw":
+        return OptimizerCosts(2 * n * itemsize, 0, 7 * n * itemsize)
+    # Each moment takes one byte, and every 256 moments have one fp32 scale.
+    if name == "adamw-8bit":
+        return OptimizerCosts(2 * n + n // 32, 0, 3 * n * itemsize + 4 * n)
+    constructors: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adamw-foreach": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+    }
     parameters = [nn.Parameter(torch.empty(size, dtype=dtype, device="meta")) for size in sizes]
-    for p in parameters:
-        p.grad = torch.empty_like(p)
+    gradients = [torch.empty_like(p) for p in parameters]
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
     with Ledger() as ledger:
-        for p in parameters:
-            ledger.leave_out(p)
-            ledger.leave_out(p.grad)
-        optimizer = make(parameters)
-        optimizer.step()  # makes the state
+        for x in (*parameters, *gradients):
+            ledger.exclude(x)
+        optimizer = constructors[name](parameters, foreach=True)
+        # The first step allocates the state.
+        optimizer.step()
         state, traffic = ledger.live, ledger.work.traffic
         ledger.peak = ledger.live
         optimizer.step()
-        return Optimizer(state, ledger.peak - ledger.live, ledger.work.traffic - traffic)
+        return OptimizerCosts(state, ledger.peak - ledger.live, ledger.work.traffic - traffic)
 
 
-class Whole:
+class Replicated:
     """Every GPU holds all parameters and gradients. With DDP it also holds buckets in which gradients are reduced."""
 
     def __init__(self, model: nn.Module, gpus: int) -> None:
@@ -61,9 +70,9 @@ class Whole:
         self.exchanged = 0, 2 * trained * (gpus - 1) // gpus
 
     def start(self, ledger: Ledger) -> None:
-        """Count the bytes that are there before a step."""
+        """Count the bytes that are allocated before a step."""
         for p in self.parameters:
-            ledger.own(p)
+            ledger.count(p)
         ledger.add(self.buckets)
 
     def finish(self, ledger: Ledger) -> None:
@@ -71,17 +80,18 @@ class Whole:
 
 
 class _Unit:
-    """Parameters that are gathered together."""
+    """Parameters that are gathered together. With `stays_gathered`, another gathered unit does not free this one."""
 
-    def __init__(self, parameters: list[nn.Parameter], stays: bool) -> None:
-        self.parameters, self.stays = parameters, stays
+    def __init__(self, parameters: list[nn.Parameter], stays_gathered: bool) -> None:
+        self.parameters, self.stays_gathered = parameters, stays_gathered
         self.nbytes = sum(p.nbytes for p in parameters)
         self.trained = [p for p in parameters if p.requires_grad]
-        self.waiting = len(self.trained)
+        # The number of gradients that backward has not computed yet.
+        self.pending = len(self.trained)
 
 
 class Sharded:
-    """FSDP2 as accelerate sets it up: each layer is a unit, the embedding one, the last norm and the head one.
+    """FSDP2 with the units of accelerate: each layer, the embedding, and the last norm with the head.
 
     A unit is gathered when an operation reads one of its parameters, and freed when another unit is gathered, except
     the unit of the head. The gradients of a unit are whole until all are computed; then they are reduced and scattered.
@@ -90,77 +100,83 @@ class Sharded:
     def __init__(self, model: nn.Module, gpus: int, dtype: torch.dtype) -> None:
         """`dtype` is that of the shards of parameters and gradients. The model has the dtype of its arithmetic."""
         self.gpus, self.itemsize = gpus, dtype.itemsize
-        taken: set[int] = set()
+        # Each parameter belongs to the first unit that contains it.
+        assigned: set[int] = set()
 
-        def unit(*modules: nn.Module | None, stays: bool = False) -> _Unit:
-            every = [p for module in modules if module is not None for p in module.parameters()]
-            own = [p for p in dict.fromkeys(every) if id(p) not in taken]
-            taken.update(map(id, own))
-            return _Unit(own, stays)
+        def make_unit(*modules: nn.Module | None, stays_gathered: bool = False) -> _Unit:
+            parameters = [p for module in modules if module is not None for p in module.parameters()]
+            unassigned = [p for p in dict.fromkeys(parameters) if id(p) not in assigned]
+            assigned.update(map(id, unassigned))
+            return _Unit(unassigned, stays_gathered)
 
-        classes = set(getattr(model, "_no_split_modules", None) or ())
+        classes = layer_classes(model)
         layers = [m for m in model.modules() if type(m).__name__ in classes]
         embedding, head = (getattr(model, f"get_{end}_embeddings", lambda: None)() for end in ("input", "output"))
-        tied = head is not None and embedding is not None and head.weight is embedding.weight
+        is_tied = head is not None and embedding is not None and head.weight is embedding.weight
         norm = next((m for m in reversed(list(model.modules())) if "Norm" in type(m).__name__), None)
-        units = [unit(layer) for layer in layers]
-        units.append(unit(norm, head, embedding if tied else None, stays=True))
-        units += [unit(embedding), unit(model, stays=True)]
-        self.units = [u for u in units if u.parameters]
-        self.unit_of: dict[int, _Unit] = {}
+        units = [make_unit(layer) for layer in layers]
+        units.append(make_unit(norm, head, embedding if is_tied else None, stays_gathered=True))
+        units += [make_unit(embedding), make_unit(model, stays_gathered=True)]
+        self.units = [unit for unit in units if unit.parameters]
+        self.units_by_storage: dict[int, _Unit] = {}
+        # The bytes that each gathered unit takes now.
         self.gathered: dict[_Unit, int] = {}
+        # The bytes of the buffer whose gradients are being reduced and scattered.
         self.scattering = 0
         # Forward and backward gather the parameters, and backward scatters the gradients.
-        every = [p for u in self.units for p in u.parameters]
-        total, trained = sum(p.nbytes for p in every), sum(p.nbytes for p in every if p.requires_grad)
+        parameters = [p for unit in self.units for p in unit.parameters]
+        total, trained = sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
         self.exchanged = total * (gpus - 1) // gpus, (total + trained) * (gpus - 1) // gpus
 
-    def _shard(self, parameters: list[nn.Parameter]) -> int:
+    def _shard_size(self, parameters: list[nn.Parameter]) -> int:
+        """Return the bytes of one GPU's shard of these parameters, or of their gradients."""
         return sum(-(-p.numel() // self.gpus) for p in parameters) * self.itemsize
 
     def start(self, ledger: Ledger) -> None:
-        """Count the shards, and begin to watch which units are gathered."""
+        """Count the shards, and let the ledger report which parameters are read."""
         self.ledger, self.hooks = ledger, []
         for unit in self.units:
-            ledger.add(self._shard(unit.parameters))
-            unit.waiting = len(unit.trained)
+            ledger.add(self._shard_size(unit.parameters))
+            unit.pending = len(unit.trained)
             for p in unit.parameters:
-                ledger.leave_out(p)
-                self.unit_of[p.untyped_storage()._cdata] = unit
+                ledger.exclude(p)
+                self.units_by_storage[storage_id(p.untyped_storage())] = unit
             for p in unit.trained:
-                self.hooks.append(p.register_post_accumulate_grad_hook(lambda _, u=unit: self._arrived(u)))
+                self.hooks.append(p.register_post_accumulate_grad_hook(lambda _, u=unit: self._finish_gradient(u)))
         self.gathered, self.scattering = {}, 0
-        ledger.watch = self._taken
+        ledger.on_read = self._gather
 
-    def _taken(self, x: Tensor) -> None:
-        unit = self.unit_of.get(x.untyped_storage()._cdata) if x.is_meta else None
+    def _gather(self, x: Tensor) -> None:
+        """Gather the unit of a parameter that an operation reads, and free the other units."""
+        unit = self.units_by_storage.get(storage_id(x.untyped_storage())) if x.is_meta else None
         if unit is None or unit in self.gathered:
             return
-        # This counts the gathered buffer and the parameters copied out of it, while the last unit is still there.
+        # Count the gathered buffer and the parameters that are copied out of it. The previous unit is still allocated.
         self.ledger.add(2 * unit.nbytes)
         self.gathered[unit] = 2 * unit.nbytes
         for other in [u for u in self.gathered if u is not unit]:
-            left = other.nbytes if other.stays else 0
-            self.ledger.add(left - self.gathered[other])
-            self.gathered[other] = left
-            if not left:
+            remaining = other.nbytes if other.stays_gathered else 0
+            self.ledger.add(remaining - self.gathered[other])
+            self.gathered[other] = remaining
+            if not remaining:
                 del self.gathered[other]
 
-    def _arrived(self, unit: _Unit) -> None:
-        unit.waiting -= 1
-        if unit.waiting:
+    def _finish_gradient(self, unit: _Unit) -> None:
+        """Note that a gradient of a unit is complete. After the last one, reduce and scatter them."""
+        unit.pending -= 1
+        if unit.pending:
             return
-        # The gradients are copied into a buffer that is sent, while the buffer of the last unit is still in use.
-        sent = sum(p.nbytes for p in unit.trained)
-        self.ledger.add(sent + self._shard(unit.trained))
+        # The gradients are copied into a buffer that is sent. The buffer of the previous unit is still in use.
+        buffer = sum(p.nbytes for p in unit.trained)
+        self.ledger.add(buffer + self._shard_size(unit.trained))
         for p in unit.trained:
             p.grad = None
         self.ledger.add(-self.scattering)
-        self.scattering = sent
+        self.scattering = buffer
 
     def finish(self, ledger: Ledger) -> None:
         """Free the gathered units and the buffers in use."""
         ledger.add(-self.scattering - sum(self.gathered.values()))
-        self.gathered, self.scattering, ledger.watch = {}, 0, None
+        self.gathered, self.scattering, ledger.on_read = {}, 0, None
         for hook in self.hooks:
             hook.remove()

@@ -19,27 +19,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tigon.runtime.device import Device, simulated
+from tigon.runtime.torch_private import DisableTorchFunction, grouped_mm, is_in_place, read_scalar, storage_id
 
 __all__ = ["H200", "Ledger", "Work"]
 
 H200 = Device(multiprocessors=132, warp_size=32, shared_memory=232448, async_copy=True, arch="sm_90")
 
-BLOCK = 512  # bytes: the caching allocator rounds up to multiples of it
+# The caching allocator rounds up to multiples of this many bytes.
+ALLOCATION_UNIT = 512
 
-# Operations that make a tensor and touch no memory.
-EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+# Operations that allocate a tensor, and neither read nor write memory.
+ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 
 
 def _grouped_flops(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Count rows times the matrix of their group or, for gradients, columns times rows of one group."""
+    """Count the multiplications and additions of rows with the matrix of their group.
+
+    In the gradients of the matrices, columns are multiplied with the rows of one group, which gives the same number.
+    """
     return 2 * a.numel() * b.shape[-1]
 
 
-COUNTS = {**flop_registry, torch.ops.aten._grouped_mm: _grouped_flops}
+# Functions that count the multiplications and additions of an operation.
+FLOP_COUNTERS = {**flop_registry, grouped_mm: _grouped_flops}
+# The operation that copies one value to the host.
+READ_SCALAR = getattr(read_scalar, "default", None)
 
 
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // BLOCK) * BLOCK
+def _allocated(nbytes: int) -> int:
+    """Return the bytes that the allocator of a GPU allocates for a storage."""
+    return -(-nbytes // ALLOCATION_UNIT) * ALLOCATION_UNIT
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -96,11 +105,11 @@ class Ledger(TorchDispatchMode):
         self.host = 0
         self.work = Work()
         # It is called with each tensor that an operation reads.
-        self.watch: Callable[[Tensor], None] | None = None
-        # Bytes by storage.
-        self._known: dict[int, int] = {}
-        # The storages of results of `any`.
-        self._any: set[int] = set()
+        self.on_read: Callable[[Tensor], None] | None = None
+        # The bytes that are counted for each storage.
+        self._counted: dict[int, int] = {}
+        # The storages of results of `torch.any`.
+        self._results_of_any: set[int] = set()
         self._blocks = contextlib.ExitStack()
 
     def __enter__(self) -> "Ledger":
@@ -119,54 +128,56 @@ class Ledger(TorchDispatchMode):
         self.live += nbytes
         self.peak = max(self.peak, self.live)
 
-    def own(self, x: Tensor) -> bool:
+    def count(self, x: Tensor) -> bool:
         """Count a tensor's storage as long as it is alive. Return True if it was not counted before."""
         storage = x.untyped_storage()
-        key = storage._cdata
-        if key in self._known:
+        key = storage_id(storage)
+        if key in self._counted:
             return False
-        self._known[key] = nbytes = _rounded(storage.nbytes())
-        weakref.finalize(storage, self._gone, key).atexit = False
+        self._counted[key] = nbytes = _allocated(storage.nbytes())
+        weakref.finalize(storage, self._free, key).atexit = False
         self.add(nbytes)
         return True
 
-    def _gone(self, key: int) -> None:
-        self.live -= self._known.pop(key)
-        self._any.discard(key)
+    def _free(self, key: int) -> None:
+        self.live -= self._counted.pop(key)
+        self._results_of_any.discard(key)
 
-    def leave_out(self, x: Tensor) -> None:
+    def exclude(self, x: Tensor) -> None:
         """Count nothing for a tensor's storage from now on, because it is not on the GPU or is counted elsewhere."""
-        self.own(x)
-        key = x.untyped_storage()._cdata
-        self.live -= self._known[key]
-        self._known[key] = 0
+        self.count(x)
+        key = storage_id(x.untyped_storage())
+        self.live -= self._counted[key]
+        self._counted[key] = 0
 
     # --- operations ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         # Operations inside of this one are not attention. Checking that would take as long as everything else.
-        with torch._C.DisableTorchFunction():
-            return self._count(func, args, kwargs or {})
+        with DisableTorchFunction():
+            return self._run(func, args, kwargs or {})
 
-    def _count(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        given = list(_tensors((args, kwargs)))
-        if self.watch is not None:
-            for x in given:
-                self.watch(x)
-        if func is torch.ops.aten._local_scalar_dense.default and given[0].is_meta and given[0].dtype == torch.bool:
+    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """Run an operation on meta, and count its allocations and its work."""
+        inputs = list(_tensors((args, kwargs)))
+        if self.on_read is not None:
+            for x in inputs:
+                self.on_read(x)
+        if func is READ_SCALAR and inputs[0].is_meta and inputs[0].dtype == torch.bool:
             # Models read such a value to learn if all tokens belong to one sequence, or if any is padding. Here all
             # tokens belong to one sequence, and none is padding.
-            return given[0].untyped_storage()._cdata not in self._any
+            return storage_id(inputs[0].untyped_storage()) not in self._results_of_any
         result = func(*args, **kwargs)
-        if func._overloadpacket is torch.ops.aten.any and result.is_meta:
-            self._any.add(result.untyped_storage()._cdata)
-        made = [x for x in _tensors(result) if x.is_meta]
-        new = sum([self.own(x) for x in made])
-        if (count := COUNTS.get(func._overloadpacket)) is not None:
-            self.work.products += count(*args, **kwargs, out_val=result)
-        elif (new or func._schema.is_mutable) and func._schema.name.partition("::")[2] not in EMPTY:
-            touched = {(x.untyped_storage()._cdata, x.storage_offset(), x.shape): x for x in (*given, *made)}
-            self.work.traffic += sum(_extent(x) for x in touched.values() if x.is_meta)
+        operator = func.overloadpacket
+        if operator is torch.ops.aten.any and result.is_meta:
+            self._results_of_any.add(storage_id(result.untyped_storage()))
+        outputs = [x for x in _tensors(result) if x.is_meta]
+        new_storages = sum(self.count(x) for x in outputs)
+        if (count_flops := FLOP_COUNTERS.get(operator)) is not None:
+            self.work.products += count_flops(*args, **kwargs, out_val=result)
+        elif (new_storages or is_in_place(func)) and operator.__name__ not in ALLOCATIONS:
+            accessed = {(storage_id(x.untyped_storage()), x.storage_offset(), x.shape): x for x in (*inputs, *outputs)}
+            self.work.traffic += sum(_extent(x) for x in accessed.values() if x.is_meta)
         return result
 
     # --- events of Tigon's ops -------------------------------------------------------------------
@@ -176,10 +187,10 @@ class Ledger(TorchDispatchMode):
         self.work.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
 
     def copied(self, made: Tensor, out: bool) -> None:
-        """Count a copy to the host, where the result takes no memory of the GPU, or back."""
+        """Count a copy to the host (`out`) or back. Memory of the host is not memory of the GPU."""
         self.work.to_host += made.nbytes
         if out:
-            self.leave_out(made)
+            self.exclude(made)
             # Torch's allocator of pinned memory rounds up to powers of two.
             self.host += 1 << (made.nbytes - 1).bit_length()
 
@@ -199,24 +210,33 @@ class _Attention(TorchFunctionMode):
         return self._attend(*args, **(kwargs or {}))
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
-        is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
-    ) -> Tensor:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        """Count attention and return its output. The parameters are those of torch's function."""
         scores = query.numel() // query.shape[-1] * key.shape[-2]
         flops = 2 * scores * (query.shape[-1] + value.shape[-1])
-        # Kernels leave out the blocks that are masked: half of them.
+        # Kernels skip the blocks that a causal mask excludes, which are half of them.
         return _FusedAttention.apply(query, key, value, attn_mask, self.ledger, flops // 2 if is_causal else flops)
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Keeps queries, keys, values, the output and one fp32 number a row, as the kernels of cuDNN and flash do."""
+    """Save queries, keys, values, the output and one fp32 number a row, as the kernels of cuDNN and flash do."""
 
     @staticmethod
-    def forward(ctx, query, key, value, mask, ledger, flops):
-        wide = (
-            query if query.shape[-1] == value.shape[-1] else query[..., :1].expand(query.shape[:-1] + value.shape[-1:])
-        )
-        out = torch.empty_like(wide)  # laid out in memory as the queries are
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
+        query, key, value, mask, ledger, flops = inputs
+        has_query_shape = query.shape[-1] == value.shape[-1]
+        like_out = query if has_query_shape else query[..., :1].expand(query.shape[:-1] + value.shape[-1:])
+        # The output has the memory layout of the queries.
+        out = torch.empty_like(like_out)
         lse = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, mask, out, lse)
         ctx.ledger, ctx.flops = ledger, flops
@@ -224,12 +244,15 @@ class _FusedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, dout):
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        (dout,) = grad_outputs
+        del grad_outputs
         query, key, value, _, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
-        # dq is summed in fp32, delta is one number a row.
-        sums = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(lse)
-        ctx.ledger.work.attention += ctx.flops * 5 // 2  # five products where the forward pass has two
+        # The kernels accumulate dq in fp32, and compute delta, which is one number a row.
+        buffers = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(lse)
+        # Backward has five products where the forward pass has two.
+        ctx.ledger.work.attention += ctx.flops * 5 // 2
         gradients = [torch.empty_like(x) for x in (query, key, value)]
-        del sums, out, dout
+        del buffers, out, dout
         return *gradients, None, None, None

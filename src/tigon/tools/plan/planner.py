@@ -1,29 +1,44 @@
-"""Levels of memory side by side: what a step takes, the largest batch that fits, how fast it would be."""
+"""Compare the memory levels: the memory of a step, the largest batch that fits, and the estimated speed."""
 
 import dataclasses
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import tigon
-from tigon.hf.patch import MEMORY
+from tigon.hf.patch import MEMORY, MemoryLevel
+from tigon.hf.report import Report
 from tigon.tools.inspect.build import build, quietly
-from tigon.tools.plan.engines import OPTIMIZERS, STRATEGIES, Sharded, Whole, optimizer_costs
+from tigon.tools.plan.engines import OPTIMIZERS, STRATEGIES, Replicated, Sharded, optimizer_costs
 from tigon.tools.plan.ledger import Work
 from tigon.tools.plan.positions import find_position_table
 from tigon.tools.plan.step import Step, count_step
 
-__all__ = ["DTYPES", "STOCK", "NotPlanned", "Rates", "Row", "Settings", "TooLong", "plan", "recommended", "seconds"]
+__all__ = [
+    "DTYPES",
+    "STOCK",
+    "LevelPlan",
+    "NotPlanned",
+    "Rates",
+    "Settings",
+    "TooLong",
+    "plan",
+    "recommended",
+    "seconds",
+]
 
 GIB = 2**30
-STOCK = "stock"  # the model without Tigon, beside the levels
-MOST = 2**16  # sequences a GPU that are tried
-MOST_GROWTH = 32  # from one batch that fits to the next that is tried
+# The model without Tigon is planned like a further level.
+STOCK = "stock"
+# The largest batch of one GPU that the search tries.
+MAX_BATCH = 2**16
+# The largest factor from one batch that fits to the next batch that the search tries.
+MAX_GROWTH = 32
 
-# Of arithmetic, and of the parameters, gradients and states between steps.
+# The dtype of the arithmetic, and the dtype of the parameters, gradients and states between steps.
 DTYPES = {
     "bf16": (torch.bfloat16, torch.bfloat16),
     "fp16": (torch.float16, torch.float16),
@@ -42,25 +57,36 @@ class TooLong(NotPlanned):
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a GPU in a second of a long step. The defaults were measured on an H200 of 700 W in bf16."""
+    """What a GPU does in a second of a long step. The defaults were measured on an H200 of 700 W in bf16.
 
-    products: float = 660e12  # multiplications and additions
-    products_fp32: float = 50e12  # torch's default: not in TF32
+    Attributes:
+        products: Multiplications and additions of matrix products.
+        products_fp32: The same in fp32. By default, torch does not compute them in TF32.
+        attention: Multiplications and additions of attention.
+        traffic: Bytes read and written.
+        link: Bytes sent to other GPUs of the host.
+        host: Bytes copied to the host.
+    """
+
+    products: float = 660e12
+    products_fp32: float = 50e12
     attention: float = 420e12
-    traffic: float = 3.4e12  # bytes read and written
-    link: float = 350e9  # bytes to other GPUs of the host
-    host: float = 50e9  # bytes to the host
+    traffic: float = 3.4e12
+    link: float = 350e9
+    host: float = 50e9
 
     def seconds(self, work: Work, dtype: torch.dtype) -> float:
         """Return the seconds of one stage of a step, in which the GPU computes while bytes are transferred."""
         products = self.products_fp32 if dtype == torch.float32 else self.products
-        computes = work.products / products + work.attention / self.attention + work.traffic / self.traffic
-        return max(computes, work.exchanged / self.link, work.to_host / self.host)
+        compute = work.products / products + work.attention / self.attention + work.traffic / self.traffic
+        return max(compute, work.exchanged / self.link, work.to_host / self.host)
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a plan. `batch`, `seq` and the memories, in GiB, are those of one GPU.
+
+    `reserve` is the part of `gpu_memory` that tensors do not get.
 
     Raises:
         ValueError: A setting is out of range, or two do not go together.
@@ -71,7 +97,7 @@ class Settings:
     gpus: int = 1
     gpu_memory: float = 139.8
     host_memory: float = 128.0
-    reserve: float | None = None  # GiB that tensors do not get
+    reserve: float | None = None
     optimizer: str = "adamw"
     dtype: str = "bf16"
     strategy: str | None = None
@@ -92,16 +118,16 @@ class Settings:
         if self.reserve is not None and not 0 <= self.reserve < self.gpu_memory:
             raise ValueError(f"reserve must be from 0 to less than gpu_memory {self.gpu_memory}, got {self.reserve}")
         if (self.engine == "single") != (self.gpus == 1) and self.engine != "fsdp":
-            needs = "one GPU" if self.engine == "single" else "at least two GPUs"
-            raise ValueError(f"strategy {self.engine} needs {needs}, got {self.gpus}")
+            number = "one GPU" if self.engine == "single" else "at least two GPUs"
+            raise ValueError(f"strategy {self.engine} needs {number}, got {self.gpus}")
         if self.dtype == "mixed" and self.engine != "fsdp":
             raise ValueError(f"dtype mixed needs strategy fsdp, which keeps fp32 shards, got strategy {self.engine}")
         if self.budget <= 0:
-            raise ValueError(f"gpu_memory must leave something for tensors, got {self.gpu_memory} GiB")
+            raise ValueError(f"gpu_memory must leave memory for tensors, got {self.gpu_memory} GiB")
 
     @property
     def engine(self) -> str:
-        """The strategy. If none was given, the number of GPUs decides."""
+        """The strategy. If it is None, the number of GPUs decides."""
         return self.strategy or ("single" if self.gpus == 1 else "fsdp")
 
     @property
@@ -127,23 +153,26 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Row:
-    """The plan of a level: a step at the given batch, and a step at the largest batch that fits."""
+class LevelPlan:
+    """The plan of one level: a step at the batch of the settings, and a step at the largest batch that fits."""
 
+    # A memory level, or STOCK.
     level: str
+    # None if the model cannot have this level.
     step: Step | None = None
     # None if not even one sequence fits.
     largest: Step | None = None
     # The reason why the model cannot have this level.
     reason: str = ""
-    # Tokens a second at the given batch and at the largest one, relative to the default level at the given batch.
+    # Tokens a second at both batches, relative to the first level that was planned (the default one, unless it was
+    # excluded) at the batch of the settings.
     speed: float = 0.0
     largest_speed: float = 0.0
-    # Steps at the given batch and other lengths.
+    # Steps at the batch of the settings and at other lengths of sequences.
     by_length: tuple[Step, ...] = ()
 
     def fits(self, settings: Settings) -> bool:
-        """Return True if the given batch fits."""
+        """Return whether the batch of the settings fits."""
         return self.step is not None and settings.load(self.step) <= 1.0
 
 
@@ -153,27 +182,29 @@ def seconds(step: Step, settings: Settings) -> float:
 
 
 def _tokens_a_second(step: Step, settings: Settings) -> float:
+    """Return the estimated tokens of one GPU in a second."""
     return step.batch * step.seq / seconds(step, settings)
 
 
 def _largest(count: Callable[[int], Step], first: int, settings: Settings) -> Step | None:
     """Return the step of the largest batch that fits. The search begins at `first`; memory must grow with the batch."""
-    # `low` fits, and `high` does not.
-    low, high = 0, MOST + 1
-    known: dict[int, Step] = {}
-    guess = min(first, MOST)
+    # The batch `low` fits, and the batch `high` does not.
+    low, high = 0, MAX_BATCH + 1
+    steps: dict[int, Step] = {}
+    guess = min(first, MAX_BATCH)
     while high - low > 1:
-        known[guess] = step = count(guess)
+        steps[guess] = step = count(guess)
         low, high = (guess, high) if settings.load(step) <= 1.0 else (low, guess)
-        near = sorted(known.values(), key=lambda step: abs(settings.load(step) - 1.0))[:2]
-        if len(near) < 2:
+        nearest = sorted(steps.values(), key=lambda step: abs(settings.load(step) - 1.0))[:2]
+        if len(nearest) < 2:
             guess = 2 * low if low else high // 2
-        elif high > MOST or (len(known) % 6 and known[high].host <= settings.host_budget):
-            guess = _crossing(*near, settings)
-        else:  # Memory is not linear: some buffers grow in steps, and buffers of the host double.
+        elif high > MAX_BATCH or (len(steps) % 6 and steps[high].host <= settings.host_budget):
+            guess = _crossing(nearest[0], nearest[1], settings)
+        else:
+            # Memory is not linear: some buffers grow in steps, and buffers of the host double.
             guess = (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1, max(MOST_GROWTH * low, 1) if high > MOST else high)
-    return known.get(low)
+        guess = min(max(guess, low + 1), high - 1, max(MAX_GROWTH * low, 1) if high > MAX_BATCH else high)
+    return steps.get(low)
 
 
 def _crossing(a: Step, b: Step, settings: Settings) -> int:
@@ -181,18 +212,19 @@ def _crossing(a: Step, b: Step, settings: Settings) -> int:
 
     Each stage has its own line, because the peak of a small batch is in the optimizer's step, which does not grow.
     """
-    fits = float(MOST)
+    batch = float(MAX_BATCH)
     lines = [(*peaks, settings.budget) for peaks in zip(a.peaks, b.peaks, strict=True)]
-    for at_a, at_b, most in (*lines, (a.host, b.host, settings.host_budget)):
+    for at_a, at_b, limit in (*lines, (a.host, b.host, settings.host_budget)):
         slope = (at_b - at_a) / (b.batch - a.batch)
         if slope > 0:
-            fits = min(fits, a.batch + (most - at_a) / slope)
-        elif at_a > most:
+            batch = min(batch, a.batch + (limit - at_a) / slope)
+        elif at_a > limit:
             return 0
-    return int(max(fits, 0.0))
+    return int(max(batch, 0.0))
 
 
 def _one_line(error: BaseException) -> str:
+    """Return the type and the message of an error in one line of at most some 200 characters."""
     return f"{type(error).__name__}: {textwrap.shorten(str(error), 200, placeholder=' ...')}"
 
 
@@ -204,21 +236,28 @@ def plan(
     levels: tuple[str, ...] = (STOCK, *MEMORY),
     lengths: tuple[int, ...] = (),
     search: bool = True,
-) -> Iterator[Row]:
-    """Yield a row for each level. The model is built on meta, without weights and without a GPU.
+) -> Iterator[LevelPlan]:
+    """Yield the plan of each level. The model is built on meta, without weights and without a GPU.
 
     Args:
-        lengths: Further lengths of sequences at which a step is counted, for `Row.by_length`. Lengths beyond the
-            positions of the model are left out.
-        search: False does not search for the largest batch.
+        config: A config of transformers.
+        settings: The sequences, the GPUs, the optimizer, and the strategy.
+        trust_remote_code: Whether code of the model's repository may run.
+        levels: The levels to plan, `STOCK` among them.
+        lengths: Further lengths of sequences at which a step is counted, for `LevelPlan.by_length`. Lengths beyond the
+            positions of the model are omitted.
+        search: Whether to search for the largest batch.
 
     Raises:
         TooLong: The model has a table of positions that ends before the sequence does.
         NotPlanned: The model cannot be built or trained on meta.
 
     Example:
-        >>> for row in plan(preset_config("Llama-3-8B"), Settings(seq=4096, batch=2)):
-        ...     print(row.level, row.step.peak)
+        >>> from tigon.tools.presets import preset_config
+        >>> settings = Settings(seq=4096, batch=2)
+        >>> (lean,) = plan(preset_config("Llama-3.2-1B"), settings, levels=("lean",), search=False)
+        >>> lean.fits(settings)
+        True
     """
     try:
         model, auto = build(config, trust_remote_code=trust_remote_code, attention=None)
@@ -228,30 +267,32 @@ def plan(
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(compute)
-    if getattr(model.config, "use_cache", False):
-        model.config.use_cache = False
+    model_config: Any = model.config
+    if getattr(model_config, "use_cache", False):
+        model_config.use_cache = False
     model.train()
     table = find_position_table(model, max(settings.seq, *lengths, 1))
     if table is not None:
         if table.positions < settings.seq:
             raise TooLong(f"must be at most {table.positions} ({table.name} has no more positions), got {settings.seq}")
         lengths = lengths and (tuple(seq for seq in lengths if seq <= table.positions) or (settings.seq,))
+    engine: Replicated | Sharded
     if settings.engine == "fsdp":
         engine = Sharded(model, settings.gpus, stored)
     else:
-        engine = Whole(model, settings.gpus)
+        engine = Replicated(model, settings.gpus)
     shards = settings.gpus if settings.engine == "fsdp" else 1
     sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
     optimizer = optimizer_costs(settings.optimizer, sizes, stored)
 
-    def rows(level: str) -> Row:
-        counted: dict[tuple[int, int], Step] = {}
+    def plan_level(level: str) -> LevelPlan:
+        steps: dict[tuple[int, int], Step] = {}
 
         def count(batch: int, seq: int = settings.seq) -> Step:
-            if (batch, seq) not in counted:
+            if (batch, seq) not in steps:
                 with quietly():
-                    counted[batch, seq] = count_step(model, engine, optimizer, batch, seq)
-            return counted[batch, seq]
+                    steps[batch, seq] = count_step(model, engine, optimizer, batch, seq)
+            return steps[batch, seq]
 
         try:
             step = count(settings.batch)
@@ -261,37 +302,49 @@ def plan(
             name = type(model).__name__
             raise NotPlanned(f"a step of {name} ({auto}) on meta fails at level {level}: {_one_line(error)}") from error
         largest = _largest(count, settings.batch, settings) if search else None
-        return Row(level, step, largest, by_length=by_length)
+        return LevelPlan(level, step, largest, by_length=by_length)
 
-    base = patched = None
+    # The tokens a second with which the speeds are compared.
+    base: float | None = None
+    patched: Report | None = None
     # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
     # are recognised once and stay patched for all levels.
     for level in sorted(levels, key=("default", *MEMORY, STOCK).index):
         if level == STOCK:
             if patched is not None:
                 patched.restore()
-            row = rows(level)
+            level_plan = plan_level(level)
         else:
             try:
                 with quietly():
                     patched = tigon.patch(model) if patched is None else patched
-                    report = tigon.patch(model, memory=level)
+                    report = tigon.patch(model, memory=cast(MemoryLevel, level))
             except ValueError as error:
-                yield Row(level, reason=str(error))
+                yield LevelPlan(level, reason=str(error))
                 continue
             try:
-                row = rows(level)
+                level_plan = plan_level(level)
             finally:
                 report.restore()
-        base = base or _tokens_a_second(row.step, settings)
-        largest = _tokens_a_second(row.largest, settings) / base if row.largest else 0.0
-        yield dataclasses.replace(row, speed=_tokens_a_second(row.step, settings) / base, largest_speed=largest)
+        assert level_plan.step is not None
+        tokens_a_second = _tokens_a_second(level_plan.step, settings)
+        base = base or tokens_a_second
+        largest = level_plan.largest
+        largest_speed = _tokens_a_second(largest, settings) / base if largest else 0.0
+        yield dataclasses.replace(level_plan, speed=tokens_a_second / base, largest_speed=largest_speed)
 
 
-def recommended(rows: list[Row], settings: Settings, batch_given: bool) -> Row | None:
-    """Return the fastest level that fits, at the given batch or each at its largest one; None if none fits."""
-    if batch_given:
-        fitting = [row for row in rows if row.level != STOCK and row.fits(settings)]
-        return max(fitting, key=lambda row: row.speed, default=None)
-    fitting = [row for row in rows if row.level != STOCK and row.largest]
-    return max(fitting, key=lambda row: row.largest_speed, default=None)
+def recommended(plans: list[LevelPlan], settings: Settings, has_batch: bool) -> LevelPlan | None:
+    """Return the plan of the fastest level that fits; None if none fits.
+
+    Args:
+        plans: The plans of all levels.
+        settings: The settings of the plans.
+        has_batch: Whether the user asked for a batch. If not, each level is judged at its largest batch.
+    """
+    plans = [level_plan for level_plan in plans if level_plan.level != STOCK]
+    if has_batch:
+        fitting = [level_plan for level_plan in plans if level_plan.fits(settings)]
+        return max(fitting, key=lambda level_plan: level_plan.speed, default=None)
+    fitting = [level_plan for level_plan in plans if level_plan.largest]
+    return max(fitting, key=lambda level_plan: level_plan.largest_speed, default=None)

@@ -3,30 +3,30 @@
 from itertools import cycle
 from pathlib import Path
 
-from tigon.tools.plan.planner import GIB, STOCK, Row, Settings
+from tigon.tools.plan.planner import GIB, STOCK, LevelPlan, Settings
 
 __all__ = ["draw", "lengths"]
 
-SHORTEST = 128
+SHORTEST_SEQUENCE = 128
 
 
 def lengths(seq: int) -> tuple[int, ...]:
     """Return lengths up to four times `seq`, each twice the one before."""
-    return tuple(seq * 2**k // 8 for k in range(6) if seq * 2**k // 8 >= SHORTEST) or (seq,)
+    return tuple(seq * 2**k // 8 for k in range(6) if seq * 2**k // 8 >= SHORTEST_SEQUENCE) or (seq,)
 
 
-def draw(path: Path, name: str, rows: list[Row], settings: Settings) -> None:
-    """Write the plot of rows `by_length`; the suffix of the path is its format. Needs matplotlib."""
+def draw(path: Path, name: str, plans: list[LevelPlan], settings: Settings) -> None:
+    """Plot the steps `by_length` of all levels to a file, whose suffix names its format. This needs matplotlib."""
     from tigon.tools.training import figures
 
-    drawn = sorted((row for row in rows if row.by_length), key=lambda row: row.level != STOCK)
-    ticks = [step.seq for step in drawn[0].by_length]
+    lines = sorted((level for level in plans if level.by_length), key=lambda level: level.level != STOCK)
+    ticks = [step.seq for step in lines[0].by_length]
     figure = figures.new_figure(7, 4.4)
     axes = figure.add_subplot()
-    for row, marker in zip(drawn, cycle(figures.MARKERS), strict=False):
-        peaks = [step.peak / GIB for step in row.by_length]
-        colour = figures.LEVELS.get(row.level, figures.STOCK)
-        axes.plot(ticks, peaks, marker=marker, markersize=4, label=row.level, color=colour)
+    for line, marker in zip(lines, cycle(figures.MARKERS), strict=False):
+        peaks = [step.peak / GIB for step in line.by_length]
+        colour = figures.LEVELS.get(line.level, figures.STOCK)
+        axes.plot(ticks, peaks, marker=marker, markersize=4, label=line.level, color=colour)
     figures.mark_limit(axes, settings.budget / GIB, "what tensors get")
     axes.set_xlabel("tokens a sequence", color=figures.INK)
     axes.set_xscale("log", base=2)

@@ -15,9 +15,9 @@ from tigon.tools.plan.ledger import Ledger
 
 __all__ = ["PositionTable", "configured_positions", "find_position_table"]
 
-NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
+CONFIG_NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "n_ctx", "max_seq_len")
 # A table may have up to this many rows more than positions. The table of OPT has two more.
-OFFSETS = 16
+MAX_EXTRA_ROWS = 16
 
 
 class PositionTable(NamedTuple):
@@ -30,22 +30,22 @@ class PositionTable(NamedTuple):
 def configured_positions(config: Any) -> int | None:
     """Return the number of positions that the config of the text model names; None if it names none."""
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
-    values = [getattr(text, name, None) for name in NAMES]
+    values = [getattr(text, name, None) for name in CONFIG_NAMES]
     return next((x for x in values if isinstance(x, int) and x > 0), None)
 
 
 def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
     """Return the table of a model on meta that is too short for `seq` tokens; None if there is none.
 
-    A table has as many rows as the config has positions, and up to `OFFSETS` more. An embedding counts only if a
+    A table has as many rows as the config has positions, and up to `MAX_EXTRA_ROWS` more. An embedding counts only if a
     forward pass of `seq` tokens reads it. A buffer counts only if the pass leaves it too short, because some models
     lengthen their sinusoids when they need to. If the pass fails with `seq` tokens, but not with as many tokens as the
     config has positions, the config is the limit.
     """
     positions = configured_positions(model.config)
-    if positions is None or seq <= positions - OFFSETS:
+    if positions is None or seq <= positions - MAX_EXTRA_ROWS:
         return None
-    is_table = lambda x: x.dim() == 2 and positions <= len(x) <= positions + OFFSETS
+    is_table = lambda x: x.dim() == 2 and positions <= len(x) <= positions + MAX_EXTRA_ROWS
     words = getattr(model, "get_input_embeddings", lambda: None)()
     embeddings = {
         name: module
@@ -71,7 +71,8 @@ def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
 
 def _reads(model: nn.Module, embeddings: dict[str, nn.Embedding], seq: int) -> list[str] | None:
     """Return the embeddings that a forward pass of `seq` tokens reads at `seq` positions; None if the pass fails."""
-    reads, hooks = [], []
+    reads: list[str] = []
+    hooks = []
     for name, module in embeddings.items():
 
         def note(_module: nn.Module, inputs: tuple, output: torch.Tensor, name: str = name) -> None:

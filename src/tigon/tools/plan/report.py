@@ -1,11 +1,11 @@
-"""A plan as a table and as JSON."""
+"""Print a plan as a table, or return it as JSON."""
 
 import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tigon
-from tigon.tools.plan.planner import DTYPES, GIB, STOCK, Row, Settings, recommended, seconds
+from tigon.tools.plan.planner import DTYPES, GIB, STOCK, LevelPlan, Settings, recommended, seconds
 from tigon.tools.plan.step import Step
 
 if TYPE_CHECKING:
@@ -19,48 +19,63 @@ def assumptions(settings: Settings) -> list[str]:
     """Return the assumptions behind the numbers, as sentences."""
     rates = settings.rates
     products = rates.products_fp32 if settings.dtype == "fp32" else rates.products
-    said = [
-        "Memory: bytes of tensors at the worst moment of a step, after the first; no token is padding; attention by a "
-        f"fused kernel where the model calls torch's. {settings.reserved:.1f} of {settings.gpu_memory:.1f} GiB are "
-        "left to CUDA, NCCL and the allocator's gaps.",
-        f"Speed: products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f}, all else at "
-        f"{rates.traffic / 1e12:.1f} TB/s, {rates.host / 1e9:.0f} GB/s to the host, as in long steps on an H200; "
-        "small models wait for the host instead.",
+    sentences = [
+        "Memory: bytes of tensors at the peak of a step that is not the first one. No token is padding. Attention runs "
+        "a fused kernel if the model calls that of torch. "
+        f"{settings.reserved:.1f} of {settings.gpu_memory:.1f} GiB are reserved for CUDA, NCCL and gaps in the "
+        "allocator's memory.",
+        f"Speed: matrix products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f} TFLOP/s, "
+        f"all other operations at {rates.traffic / 1e12:.1f} TB/s, and {rates.host / 1e9:.0f} GB/s to the host, as in "
+        "long steps on an H200. Small models wait for the host instead.",
     ]
     if settings.gpus > 1:
-        said.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s each way while they compute.")
+        sentences.append(f"GPUs exchange {rates.link / 1e9:.0f} GB/s in each direction while they compute.")
     if settings.engine == "fsdp":
-        said.append("FSDP2 as accelerate wraps it: a unit a layer, one of the embedding, one of last norm and head.")
-    return said
+        sentences.append(
+            "FSDP2 has the units of accelerate: each layer, the embedding, and the last norm with the head."
+        )
+    return sentences
 
 
 def _size(step: Step | None) -> str:
+    """Return the GiB of a step for a cell of the table."""
     return "-" if step is None else f"{step.peak / GIB:.1f}"
 
 
 # A column of the table: its heading, and a function that returns the cell of a level.
-_Column = tuple[str, Callable[[Row], str]]
+_Column = tuple[str, Callable[[LevelPlan], str]]
 
 
 def _columns(settings: Settings) -> tuple[list[_Column], list[_Column]]:
-    """Return the columns about the given batch, and the columns about the largest batch of each level."""
-    of_largest = lambda text: lambda row: text(row.largest) if row.largest else "-"
-    at_batch = [
+    """Return the columns about the batch of the settings, and those about the largest batch of each level.
+
+    A row without a step has no cells; see `_table`.
+    """
+
+    def of_largest(text: Callable[[Step], str], missing: str = "-") -> Callable[[LevelPlan], str]:
+        return lambda row: missing if row.largest is None else text(row.largest)
+
+    def saved(row: LevelPlan) -> str:
+        assert row.step is not None
+        return f"{row.step.kept / GIB:.1f}"
+
+    at_batch: list[_Column] = [
         (f"GiB at batch {settings.batch}", lambda row: _size(row.step)),
-        ("kept for backward", lambda row: f"{row.step.kept / GIB:.1f}"),
+        ("kept for backward", saved),
         ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
         ("speed", lambda row: f"{row.speed:.2f}"),
     ]
-    at_largest = [
-        ("largest batch", lambda row: f"{row.largest.batch:,}" if row.largest else "[red]none[/]"),
+    at_largest: list[_Column] = [
+        ("largest batch", of_largest(lambda step: f"{step.batch:,}", missing="[red]none[/]")),
         ("GiB", of_largest(_size)),
-        ("tokens a step", of_largest(lambda big: f"{big.batch * big.seq * settings.gpus:,}")),
+        ("tokens a step", of_largest(lambda step: f"{step.batch * step.seq * settings.gpus:,}")),
         ("speed", lambda row: f"{row.largest_speed:.2f}" if row.largest else "-"),
     ]
     return at_batch, at_largest
 
 
-def _table(rows: list[Row], columns: list[_Column], best: Row | None) -> "Table":
+def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None) -> "Table":
+    """Return a table with a row for each level, and the recommended level in bold."""
     from rich.table import Table
     from rich.text import Text
 
@@ -83,9 +98,9 @@ def _table(rows: list[Row], columns: list[_Column], best: Row | None) -> "Table"
 def print_plan(
     console: "Console",
     name: str,
-    rows: list[Row],
+    rows: list[LevelPlan],
     settings: Settings,
-    batch_given: bool,
+    has_batch: bool,
     notes: list[str] | None = None,
 ) -> None:
     """Print the table, the recommended level and the assumptions. A narrow terminal gets the table in two parts."""
@@ -93,8 +108,8 @@ def print_plan(
 
     engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
     title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
-    console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB a GPU\n")
-    best = recommended(rows, settings, batch_given)
+    console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
+    best = recommended(rows, settings, has_batch)
     at_batch, at_largest = _columns(settings)
     table = _table(rows, at_batch + at_largest, best)
     # Without this, the measured width is never more than that of the console.
@@ -109,24 +124,29 @@ def print_plan(
     for row in rows:
         if row.reason:
             console.print(escape(f"{row.level}: {row.reason}"), style="yellow")
-    if any(row.step is not None and row.step.host for row in rows):
-        hosts = ", ".join(f"{row.step.host / GIB:.0f}" for row in rows if row.step is not None and row.step.host)
-        console.print(f"offload: {hosts} GiB of pinned memory a GPU at batch {settings.batch}.")
-    console.print(_advice(best, settings, batch_given))
-    console.print("Batches are of one GPU; speed is tokens a second, beside the default level at the batch asked for.")
+    if hosts := [row.step.host for row in rows if row.step is not None and row.step.host]:
+        sizes = ", ".join(f"{host / GIB:.0f}" for host in hosts)
+        console.print(f"offload: {sizes} GiB of pinned memory per GPU at batch {settings.batch}.")
+    console.print(_advice(best, settings, has_batch))
+    console.print(
+        "Batches are per GPU. Speed is in tokens per second, relative to the default level at the given batch."
+    )
     for sentence in assumptions(settings):
         console.print(sentence, style="dim")
 
 
-def _advice(best: Row | None, settings: Settings, batch_given: bool) -> str:
+def _advice(best: LevelPlan | None, settings: Settings, has_batch: bool) -> str:
+    """Return the sentence about the recommended level, or about what to try if no level fits."""
     if best is None:
-        what = f"batch {settings.batch}" if batch_given else "even one sequence"
-        return f"[bold red]No level fits {what}[/]: take more GPUs with fsdp, a shorter sequence or a smaller batch."
-    batch = settings.batch if batch_given else best.largest.batch
-    return f"[bold green]Take tigon.patch(model, memory={best.level!r})[/], batch {batch} a GPU: the fastest that fits."
+        subject = f"batch {settings.batch}" if has_batch else "even one sequence"
+        return f"[bold red]No level fits {subject}[/]: use more GPUs with fsdp, a shorter sequence or a smaller batch."
+    batch = settings.batch if has_batch or best.largest is None else best.largest.batch
+    choice = f"[bold green]Use tigon.patch(model, memory={best.level!r})[/] with batch {batch} per GPU"
+    return f"{choice}: this is the fastest level that fits."
 
 
 def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
+    """Return a step as values that `json` can write."""
     if step is None:
         return None
     stages = ("forward", "backward", "update")
@@ -145,13 +165,13 @@ def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
 
 
 def as_json(
-    name: str, rows: list[Row], settings: Settings, batch_given: bool, notes: list[str] | None = None
+    name: str, rows: list[LevelPlan], settings: Settings, has_batch: bool, notes: list[str] | None = None
 ) -> dict[str, Any]:
     """Return the whole plan as values that `json` can write."""
     import torch
     import transformers
 
-    best = recommended(rows, settings, batch_given)
+    best = recommended(rows, settings, has_batch)
     arithmetic, stored = DTYPES[settings.dtype]
     return {
         "model": name,

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import _engine_run_backward
 
-from tigon.tools.plan.engines import Optimizer, Sharded, Whole
+from tigon.runtime.torch_private import NAMES_FOR_PLAN, engine_run_backward, require
+from tigon.tools.plan.engines import OptimizerCosts, Replicated, Sharded
 from tigon.tools.plan.ledger import Ledger, Work
 
 __all__ = ["Step", "count_step"]
@@ -41,35 +41,40 @@ class Step:
 
 
 def _backward(loss: Tensor) -> None:
-    """Run backward within the ledger's modes, which recomputed layers need and `loss.backward()` would leave."""
+    """Run backward inside the modes of the ledger, where layers are recomputed. `loss.backward()` exits the modes."""
     one = torch.ones_like(loss)
-    _engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+    engine_run_backward((loss,), (one,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def count_step(model: nn.Module, engine: Whole | Sharded, optimizer: Optimizer, batch: int, seq: int) -> Step:
+def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: OptimizerCosts, batch: int, seq: int) -> Step:
     """Count a step of `batch` sequences of `seq` tokens on each GPU. The optimizer's state exists already.
 
     Gradients are None before the step and after it. The model is on meta and in training mode.
+
+    Raises:
+        RuntimeError: torch lacks a private name that counting needs.
     """
+    require("tigon plan", *NAMES_FOR_PLAN)
     with Ledger() as ledger:
         engine.start(ledger)
         for buffer in model.buffers():
-            ledger.own(buffer)
+            ledger.count(buffer)
         ledger.add(optimizer.state)
         fixed, ledger.peak = ledger.live, ledger.live
         try:
             tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
             loss = model(input_ids=tokens, labels=tokens).loss
-            kept, forward, there = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
+            kept, forward_peak, forward_work = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
             ledger.peak = ledger.live
             _backward(loss)
-            backward, back = ledger.peak, ledger.work.minus(there)
+            backward_peak, backward_work = ledger.peak, ledger.work.minus(forward_work)
         finally:
             engine.finish(ledger)
-            update = ledger.live + optimizer.temporary  # with the gradients that there are
+            # The gradients are still alive here.
+            update_peak = ledger.live + optimizer.temporary
             for p in model.parameters():
                 p.grad = None
-    there.exchanged, back.exchanged = engine.exchanged
-    update_work = Work(traffic=optimizer.traffic)
-    peaks, work = (forward, backward, update), (there, back, update_work)
+    forward_work.exchanged, backward_work.exchanged = engine.exchanged
+    peaks = forward_peak, backward_peak, update_peak
+    work = forward_work, backward_work, Work(traffic=optimizer.traffic)
     return Step(batch, seq, fixed, kept, ledger.host, peaks, work)

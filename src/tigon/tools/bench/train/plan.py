@@ -116,8 +116,9 @@ def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
     >>> model_config("Llama-3-8B", layers=2).num_hidden_layers
     2
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    from tigon.hf.transformers_private import auto_class_has
     from tigon.tools.inspect.build import NotInspected, find_preset
     from tigon.tools.presets import PRESETS
 
@@ -130,7 +131,7 @@ def model_config(model: str, layers: int | None = None) -> "PretrainedConfig":
             raise ValueError(f"bench train: model: {reason}") from reason
         except ValueError as reason:
             raise ValueError(f"bench train: model {reason}") from reason
-    if type(config) not in AutoModelForCausalLM._model_mapping:
+    if not auto_class_has("AutoModelForCausalLM", type(config)):
         raise ValueError(f"bench train: model must be a causal language model, got {model!r} ({config.model_type})")
     return config if layers is None else _shorten(config, layers)
 

@@ -1,13 +1,9 @@
-"""The places that a forward reads, and one expression that compares them all.
+"""Describe the places that a forward reads, and build one expression that compares them all.
 
-`tigon.runtime.reach` searches for the places and returns a `Reach`, which holds
+A place is, for example, the entry "scale" in the attributes of a module, with the value 2.0 that it had when the search
+found it. For a forward that reads this attribute and a global `act`, the expression is
 
-    places       every place that the code reads: its owner, its name, and its value at the time of the search
-    writes       reasons why a call may change something that outlives it: an assignment to an attribute, a log
-    unwatchable  reasons why a change may leave no sign: generators of random numbers, iterators, files
-    unprobed     what the probes of recognition replace, as a child with weights, and the code reads in another way
-    decisions    conditions that depend on an input
-    fingerprint  the same state by value: equal for a copy of the module, in this process or in another one
+    lambda attributes, cls: attributes['scale'] is v0 and o1['act'] is v1
 """
 
 import contextlib
@@ -20,20 +16,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.bytecode import UNDERSTANDS_BYTECODE
+from tigon.runtime.state.bytecode import UNDERSTANDS_BYTECODE
 
-__all__ = ["MOST_PLACES", "Place", "Reach", "bits_of", "compile_expression", "is_simple"]
+__all__ = ["MOST_PLACES", "REGISTERED", "Place", "Reach", "bits_of", "compile_expression", "is_simple"]
 
-SIMPLE = (int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice)
-SIMPLE += (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+# Types whose values are immutable.
+SIMPLE_TYPES: frozenset[type] = frozenset(
+    (
+        *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, slice),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+    )
+)
+# A forward that reads more places is refused, because every call compares all of them.
 MOST_PLACES = 128
+# The tables of a module in which `nn.Module` looks attributes up.
+REGISTERED = "_parameters", "_buffers", "_modules"
 # A larger tensor that is no parameter of the module is not restored after a probe has written to it.
 MOST_RESTORED = 2**24
 
 
 def is_simple(value: object) -> bool:
     """Return True if a value is immutable, so that comparing it by value is enough."""
-    return type(value) in SIMPLE
+    return type(value) in SIMPLE_TYPES
 
 
 def bits_of(tensor: Tensor) -> tuple | None:
@@ -69,16 +73,22 @@ class Place:
 
 @dataclass
 class Reach:
-    """The state that a call of one module can reach."""
+    """The state that a call of one module can reach, and the reasons why its forward must not be replaced."""
 
+    # Every place that the code reads.
     places: list[Place] = field(default_factory=list)
+    # Reasons why a call may change something that outlives it: an assignment to an attribute, a log entry.
     writes: list[str] = field(default_factory=list)
+    # Reasons why a change may leave no sign: generators of random numbers, iterators, files.
     unwatchable: list[str] = field(default_factory=list)
+    # The same state by value: equal for a copy of the module, in this process or in another one.
     fingerprint: tuple = ()
+    # Containers and objects with attributes, which `preserved` restores.
     containers: list[Any] = field(default_factory=list)
     objects: list[Any] = field(default_factory=list)
     # Tensors that are no parameters or buffers of the module, with their paths.
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
+    # Reads of objects that the probes of recognition replace, such as the type of a child with weights.
     unprobed: list[str] = field(default_factory=list)
     # Names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
@@ -91,7 +101,7 @@ class Reach:
     def reason(self) -> str | None:
         """Return the reason why a recipe must not replace this forward; None if it may."""
         if not UNDERSTANDS_BYTECODE:
-            return "the bytecode of this version of Python is not known, so it cannot be told what its forward reads"
+            return "the bytecode of this version of Python is not known, so what its forward reads is not known either"
         if self.writes:
             return f"its forward {self.writes[0]}"
         if self.unwatchable:
@@ -128,9 +138,9 @@ class Reach:
         return is_unchanged
 
     def check(self) -> Callable[[dict[str, Any], type], bool]:
-        """Return a function (module's `__dict__`, class) -> bool: True if every place holds its recorded value.
+        """Return a function of the module's `__dict__` and class, which returns True if every place is unchanged.
 
-        It compares by identity. It raises KeyError, IndexError or AttributeError if a place no longer exists.
+        The function compares by identity. It raises KeyError, IndexError or AttributeError if a place no longer exists.
         """
         return _build_check(self.places)
 
@@ -139,21 +149,21 @@ class Reach:
         """Undo every change that the block makes to reachable containers, objects, tensors, classes and globals."""
         contents = [(container, _items(container)) for container in self.containers]
         states = [(each, dict(vars(each))) for each in self.objects]
-        values = [(*each, each[0].detach().clone()) for each in self.tensors if each[0].numel() <= MOST_RESTORED]
+        tensors = [(*each, each[0].detach().clone()) for each in self.tensors if each[0].numel() <= MOST_RESTORED]
         try:
             yield
         finally:
-            for container, before in contents:
-                if not _same_elements(container, before):
+            for container, elements in contents:
+                if not _same_elements(container, elements):
                     self.disturbed.append(next(p.path for p in self.places if p.owner is container))
                     container.clear()
-                    container.update(before) if isinstance(container, (dict, set)) else container.extend(before)
-            self.disturbed += [path for tensor, path, before in values if _restore_tensor(tensor, before)]
-            for each, before in states:
-                if not _same_items(vars(each), before):
+                    container.update(elements) if isinstance(container, (dict, set)) else container.extend(elements)
+            self.disturbed += [path for tensor, path, before in tensors if _restore_tensor(tensor, before)]
+            for each, attributes in states:
+                if not _same_items(vars(each), attributes):
                     self.disturbed.append(next(p.path for p in self.places if p.owner is each))
                     vars(each).clear()
-                    vars(each).update(before)
+                    vars(each).update(attributes)
             for place in self.places:
                 if type(place.owner) is dict and place.how == "item" and place.owner.get(place.name) is not place.value:
                     self.disturbed.append(place.path)
@@ -167,11 +177,11 @@ class Reach:
 def _restore_tensor(tensor: Tensor, before: Tensor) -> bool:
     """Give a tensor the shape and values that it had before, and return True if they have changed."""
     if tensor.shape == before.shape and tensor.dtype == before.dtype:
-        same = torch.equal(tensor, before) or torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
-        if not same:
+        is_same = torch.equal(tensor, before) or torch.allclose(tensor, before, rtol=0, atol=0, equal_nan=True)
+        if not is_same:
             # A write through `.data` is allowed for inference tensors and for leaves that require a gradient.
             tensor.data.copy_(before)
-        return not same
+        return not is_same
     tensor.data = before
     return True
 
@@ -196,22 +206,19 @@ def _same_items(a: dict, b: dict) -> bool:
     return a.keys() == b.keys() and all(a[key] is b[key] for key in a)
 
 
-# The tables of a module in which `nn.Module` looks attributes up.
-REGISTERED = "_parameters", "_buffers", "_modules"
-
-
 @functools.cache
 def compile_expression(source: str) -> Callable:
+    """Return the value of an expression. The modules of one kind have the same expression, which is compiled once."""
     return eval(source)
 
 
 def _condition_source(place: Place, number: int) -> str:
     """Return the source of a condition that is True as long as a place holds its recorded value.
 
-    `own` and `cls` are the module's attributes and class, o<n> is the owner, v<n> the recorded value, n<n> the name.
+    `attributes` and `cls` are those of the module, o<n> is the owner, v<n> the recorded value, n<n> the name.
     The value of an "unset" place is the table that holds the name.
     """
-    holder = "own" if place.owner is None else f"o{number}"
+    holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"
     if place.how in ("item", "entry"):
         key = repr(place.name) if is_simple(place.name) else f"n{number}"
@@ -219,7 +226,7 @@ def _condition_source(place: Place, number: int) -> str:
     if place.how == "element":
         return f"{holder}[{place.name}] is {value}"
     if place.how == "child":
-        return f"{'own[' + repr('_modules') + ']' if place.owner is None else holder}[{place.name!r}] is {value}"
+        return f"{'attributes[' + repr('_modules') + ']' if place.owner is None else holder}[{place.name!r}] is {value}"
     return {
         "class": f"{'cls' if place.owner is None else f'type({holder})'}.{place.name} is {value}",
         "attribute": f"{holder}.{place.name} is {value}",
@@ -237,11 +244,12 @@ def _condition_source(place: Place, number: int) -> str:
 
 def _build_check(places: list[Place]) -> Callable[[dict[str, Any], type], bool]:
     """Build a function (attributes, class) -> bool that returns True if every place holds its recorded value."""
-    names, values, conditions = ["entry", "bits"], [dict.__getitem__, bits_of], []
+    names, conditions = ["entry", "bits"], []
+    values: list[Any] = [dict.__getitem__, bits_of]
     for number, place in enumerate(places):
         conditions.append(_condition_source(place, number))
         for letter, value in (("o", place.owner), ("v", place.value), ("n", place.name)):
             names.append(f"{letter}{number}")
             values.append(value)
     condition = " and ".join(conditions) or "True"
-    return compile_expression(f"lambda {', '.join(names)}: lambda own, cls: {condition}")(*values)
+    return compile_expression(f"lambda {', '.join(names)}: lambda attributes, cls: {condition}")(*values)

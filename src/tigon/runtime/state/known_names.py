@@ -1,6 +1,6 @@
 """Names of functions, methods, attributes and packages whose use may have side effects or depend on hidden state.
 
-`tigon.runtime.bytecode` and `tigon.runtime.reach` look these names up when they read the code of a forward.
+`tigon.runtime.state.bytecode` and `tigon.runtime.state.reach` look these names up when they read the code of a forward.
 """
 
 __all__ = [

@@ -1,10 +1,14 @@
-"""Follow the stack through the instructions of one code object: which of them compute a value, and which call gets it.
+"""Follow the stack through the bytecode of one function: which instructions compute a value, which call receives it.
 
-Whatever these functions cannot follow, they report as an empty list or as None. The caller must then expect anything.
+For `act(x * 2)`, `call_arguments` returns the instructions of the argument: LOAD_FAST x, LOAD_CONST 2, BINARY_OP *.
+
+Where these functions cannot follow a value, they return an empty list or None. The caller must then assume that any
+instruction may have computed the value.
 """
 
 import dis
 import types
+from typing import Any
 
 __all__ = [
     "call_arguments",
@@ -19,11 +23,12 @@ __all__ = [
     "names_of",
 ]
 
-# A call begins with this instruction, which is the first that removes the arguments from the stack.
-CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"
-# The next instruction does not run after one of these.
-ENDS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT", "RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS")
-ENDS += ("RERAISE",)
+# The first instruction of a call, which removes the arguments from the stack.
+FIRST_OF_CALL = "PRECALL" if "PRECALL" in dis.opmap else "CALL"
+# Instructions after which the next one does not run.
+JUMPS = frozenset(("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"))
+ENDS = JUMPS | {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE"}
+# Instructions that load a variable begin with one of these names.
 VARIABLES = ("LOAD_FAST", "LOAD_DEREF", "LOAD_CLOSURE", "LOAD_NAME")
 
 
@@ -72,7 +77,8 @@ def _follow(steps: list[dis.Instruction], end: int, last: int | None = None) -> 
 
     If several instructions may run before `end`, `last` selects one of them.
     """
-    total, operand, index = 0, [], end
+    total, index = 0, end
+    operand: list[dis.Instruction] = []
     while True:
         before = [last] if last is not None and not operand else _predecessors(steps, index)
         if len(before) > 1 and all(is_jump(step) for step in operand):
@@ -120,7 +126,7 @@ def _find_call(steps: list[dis.Instruction], number: int) -> int | None:
         step = steps[i]
         if step.opname == "PUSH_NULL" and i == number + 1:
             continue
-        if step.opname == CALL and depth == step.arg:
+        if step.opname == FIRST_OF_CALL and depth == step.arg:
             return i
         depth += _stack_effect(step)
         if is_jump(step) or depth < 0:
@@ -133,7 +139,7 @@ def call_arguments(steps: list[dis.Instruction], number: int) -> list[list[dis.I
     if (end := _find_call(steps, number)) is None:
         return None
     arguments: list[list[dis.Instruction]] = []
-    for _ in range(steps[end].arg):
+    for _ in range(steps[end].arg or 0):
         # The names of keyword arguments are no value.
         while end > 0 and steps[end - 1].opname == "KW_NAMES":
             end -= 1
@@ -162,4 +168,6 @@ def enters_block(steps: list[dis.Instruction], number: int) -> bool:
 
 def handlers(code: types.CodeType) -> list[tuple[int, int, int]]:
     """Return (start, end, handler) in bytes for each range of a code object whose exceptions a handler receives."""
-    return [(entry.start, entry.end, entry.target) for entry in dis.Bytecode(code).exception_entries]
+    # The stubs of `dis` do not declare this attribute.
+    entries: Any = dis.Bytecode(code).exception_entries  # type: ignore[attr-defined]
+    return [(entry.start, entry.end, entry.target) for entry in entries]

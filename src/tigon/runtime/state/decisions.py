@@ -1,9 +1,17 @@
 """Find the conditions of a function that depend on its arguments in a way that the probes of recognition do not cover.
 
 A variable is *dependent* if it is an argument other than `self`, or if its value is computed from a dependent variable.
-A condition on a dependent variable is a decision, except a condition on its dtype, its type, its number of dimensions,
-or on whether it is None, because the probes of recognition cover these. Where the instructions do not show what a
-condition reads, it counts as a decision.
+A condition on a dependent variable is a *decision*, except a condition on its dtype, its type or its number of
+dimensions, or on whether it is None, because the probes of recognition cover these. Where the instructions do not show
+what a condition reads, it counts as a decision. In
+
+    def forward(self, x, mask=None):
+        n = x.shape[0]
+        if n > 512: ...
+        if x.dtype == self.dtype: ...
+        if mask is not None: ...
+
+only the first condition is a decision, because `n` depends on `x`.
 """
 
 import dis
@@ -12,7 +20,7 @@ import itertools
 import types
 from typing import NamedTuple
 
-from tigon.runtime.instructions import (
+from tigon.runtime.state.instructions import (
     ENDS,
     call_arguments,
     find_operand,
@@ -23,22 +31,34 @@ from tigon.runtime.instructions import (
     line_of,
     names_of,
 )
-from tigon.runtime.known_names import PROBED, PROBED_FUNCTIONS
+from tigon.runtime.state.known_names import PROBED, PROBED_FUNCTIONS
 
 __all__ = ["Inputs", "decisions", "dependent_variables", "is_condition"]
 
-# No instruction between a condition and the `raise` that it guards has another effect than these have.
-MESSAGES = ("LOAD_", "PUSH_NULL", "FORMAT_", "BUILD_", "CONVERT_", "PRECALL", "CALL", "BINARY_", "KW_NAMES", "CACHE")
+# Instructions that build the message of an exception begin with one of these names.
+MESSAGE_STEPS = (
+    "LOAD_",
+    "PUSH_NULL",
+    "FORMAT_",
+    "BUILD_",
+    "CONVERT_",
+    "PRECALL",
+    "CALL",
+    "BINARY_",
+    "KW_NAMES",
+    "CACHE",
+)
 
 
 class Inputs(NamedTuple):
-    """How a function is called.
+    """The arguments with which a function is called.
 
-    If `count` is a number, the caller passes that many positional arguments after `self`. The last `optional` arguments
-    have defaults, and those that are not passed are settings. `owns_input` says that `self` is made from the inputs.
+    If `passed` is a number, the caller passes that many positional arguments after `self`. The last `optional`
+    arguments have defaults, and those that are not passed are settings. If `owns_input` is True, `self` is constructed
+    from the inputs.
     """
 
-    count: int | None = None
+    passed: int | None = None
     optional: int = 0
     owns_input: bool = False
 
@@ -58,7 +78,7 @@ def _arguments(code: types.CodeType, inputs: Inputs) -> set[str]:
     return {*arguments} - ({"self"} if is_method and not owns_input else set())
 
 
-def _width_read(steps: list[dis.Instruction], index: int) -> bool:
+def _reads_only_width(steps: list[dis.Instruction], index: int) -> bool:
     """Return True if a variable is loaded only to read its last size, as `x.shape[-1]` or `x.size(-1)`."""
     following = [s for s in steps[index + 1 : index + 5] if s.opname != "CACHE"]
     if len(following) < 3 or (following[1].opname, following[1].argval) != ("LOAD_CONST", -1):
@@ -107,7 +127,7 @@ def _depends(
     for i, (step, following) in enumerate(itertools.zip_longest(part, part[1:])):
         if is_variable(step) and dependent & {*names_of(step)}:
             is_probed = following is not None and is_load(following, *PROBED)
-            if not is_probed and not (ignores_width and _width_read(part, i)):
+            if not is_probed and not (ignores_width and _reads_only_width(part, i)):
                 return True
         # A function that is defined here may use any variable of the function around it.
         is_function = step.opname == "LOAD_CONST" and isinstance(step.argval, types.CodeType)
@@ -148,7 +168,7 @@ def _raises(steps: list[dis.Instruction], index: int) -> bool:
     for step in steps[index:]:
         if step.opname == "RAISE_VARARGS":
             return True
-        if not step.opname.startswith(MESSAGES):
+        if not step.opname.startswith(MESSAGE_STEPS):
             return False
     return False
 
@@ -179,17 +199,21 @@ def _leads_to_check(steps: list[dis.Instruction], side: int, index: int) -> bool
 def decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lines of the decisions of a function, and of the checks in it.
 
-    A check is a condition on the last size of an argument that only raises an exception. It is no decision if nobody
-    catches the exception, and if other code raises as well for an input of another width.
+    A check is a condition on the last size of an argument that only raises an exception, as in
+
+        if x.shape[-1] != self.width:
+            raise ValueError("wrong width")
+
+    It is no decision if no code catches the exception, and if other code raises as well for an input of another width.
     """
     lines: list[int] = []
     checks: list[int] = []
-    pending = [(code, frozenset(), inputs)]
-    for each, inherited, how in pending:
+    pending: list[tuple[types.CodeType, frozenset[str], Inputs]] = [(code, frozenset(), inputs)]
+    for each, inherited, inputs_of_each in pending:
         steps = list(dis.get_instructions(each))
-        dependent = dependent_variables(each, steps, inherited, how)
-        beyond_width = dependent_variables(each, steps, inherited, how, ignores_width=True)
-        arguments, caught, line = _arguments(each, how), handlers(each), each.co_firstlineno
+        dependent = dependent_variables(each, steps, inherited, inputs_of_each)
+        beyond_width = dependent_variables(each, steps, inherited, inputs_of_each, ignores_width=True)
+        arguments, caught, line = _arguments(each, inputs_of_each), handlers(each), each.co_firstlineno
         for i, step in enumerate(steps):
             line = line_of(step) or line
             if not is_condition(steps, i):

@@ -1,4 +1,4 @@
-"""What a caller can ask of the loss in the head: `skip_logits`, labels that are shifted already, tuples."""
+"""Options of a call with the loss in the head: `skip_logits`, labels that are shifted already, tuples."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def is_fused(outputs) -> bool:
 # --- skip_logits ---------------------------------------------------------------------------------
 
 
-def test_skip_logits_gives_the_loss_alone_in_evaluation(pair, batch):
+def test_skip_logits_returns_only_the_loss_in_evaluation(pair, batch):
     model, stock = pair("gemma2")
     outputs, expected = model.eval()(**batch, skip_logits=True), stock.eval()(**batch)
     assert is_fused(outputs)
@@ -27,10 +27,10 @@ def test_skip_logits_gives_the_loss_alone_in_evaluation(pair, batch):
 
 def test_skip_logits_has_gradients_in_evaluation(pair, batch, step):
     model, stock = pair()
-    given, expected = step(model.eval(), {**batch, "skip_logits": True}), step(stock.eval(), batch)
-    assert given.keys() == expected.keys()
+    actual, expected = step(model.eval(), {**batch, "skip_logits": True}), step(stock.eval(), batch)
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(given[name], value)
+        torch.testing.assert_close(actual[name], value)
 
 
 def test_skip_logits_false_is_stock_in_training(pair, batch):
@@ -62,21 +62,21 @@ def test_skip_logits_never_reaches_the_stock_forward(pair, batch, monkeypatch):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
-def test_shift_labels_alone_give_the_loss_where_it_is_asked_for(pair, batch, training):
+def test_shift_labels_alone_give_a_loss_if_skip_logits_asks_for_it(pair, batch, training):
     model, stock = pair()
     shifted = batch.pop("labels").roll(-1, 1)
     expected = stock.train(training)(**batch, labels=shifted, shift_labels=shifted)
     outputs = model.train(training)(**batch, shift_labels=shifted, skip_logits=True)
     assert is_fused(outputs)
     torch.testing.assert_close(outputs.loss, expected.loss)
-    # Who does not ask wants the logits, for a loss of his own.
+    # Without skip_logits, the caller gets the logits, and may compute another loss from them.
     outputs = model(**batch, shift_labels=shifted)
     assert outputs.loss is None
     assert torch.equal(outputs.logits, expected.logits)
 
 
 def test_context_parallel_losses_add_up_and_a_rank_may_have_no_valid_token(pair, batch, step):
-    """Each rank has a part of the labels, shifted before they were cut, and all divide by one number, a tensor."""
+    """Each rank has a part of the shifted labels, and all ranks divide by the same number, which is a tensor."""
     model, stock = pair("gemma2")
     shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     items = (shifted != -100).sum()
@@ -99,14 +99,14 @@ def test_context_parallel_losses_add_up_and_a_rank_may_have_no_valid_token(pair,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("model_type", ["gemma2", "mixtral"])
-def test_a_tuple_has_skipped_logits_where_the_logits_were(make_model, clone, batch, model_type, dtype):
-    """The mixture of experts has its auxiliary loss between the loss and the logits."""
+def test_a_tuple_has_skipped_logits_in_place_of_the_logits(make_model, clone, batch, model_type, dtype):
+    """A mixture of experts has its auxiliary loss between the loss and the logits."""
     model = make_model(model_type, dtype)
     stock = clone(model)
     tigon.patch(model)
     extra = {"return_dict": False} | ({"output_router_logits": True} if model_type == "mixtral" else {})
-    given, expected = model(**batch, **extra), stock(**batch, **extra)
+    actual, expected = model(**batch, **extra), stock(**batch, **extra)
     is_logits = [isinstance(x, torch.Tensor) and x.shape[-1:] == (131,) for x in expected]
     assert sum(is_logits) == 1
-    assert [x is SKIPPED_LOGITS for x in given] == is_logits
-    torch.testing.assert_close(given[0], expected[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)
+    assert [x is SKIPPED_LOGITS for x in actual] == is_logits
+    torch.testing.assert_close(actual[0], expected[0], rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=0)

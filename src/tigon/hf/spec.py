@@ -1,0 +1,107 @@
+"""What Tigon measured of a causal language model in order to compute its loss in its head.
+
+`tigon.hf.learn` measures a `Spec`, and `tigon.hf.head` computes losses by it.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from tigon.runtime.state.places import compile_expression
+
+__all__ = [
+    "IGNORE_INDEX",
+    "LOSS_ARGUMENTS",
+    "NUMBERS",
+    "Settings",
+    "Spec",
+    "changed_setting",
+    "loss_arguments",
+    "read_setting",
+    "settings_check",
+]
+
+# The options that the standard loss reads. It ignores all others, and so does the fused loss.
+LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
+# The default of the standard loss.
+IGNORE_INDEX = -100
+NUMBERS = (int, float)
+# Paths of attributes, which start at the model, and the values of these attributes.
+Settings = tuple[tuple[tuple[str, ...], Any], ...]
+
+
+def loss_arguments(args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call of the standard loss, by name."""
+    return {**dict(zip(("logits", "labels", "vocab_size", *LOSS_ARGUMENTS), args, strict=False)), **kwargs}
+
+
+@dataclass(frozen=True)
+class Spec:
+    """The measured properties of a model that are needed to compute its loss from the inputs of its head."""
+
+    # The name, among the model's children, of the head or of an adapter's wrapper around it.
+    head: str
+    vocabulary: int
+    softcap: float | None
+    logit_scale: float
+    # The arguments of the model's forward that a caller may pass by position.
+    positional: tuple[str, ...]
+    # Those of LOSS_ARGUMENTS that the model passes to its loss.
+    forwarded: frozenset[str]
+    # The loss type of the model. torch.compile compiles another graph when it changes.
+    loss_type: str | None
+    # The numbers that the model's forward reads.
+    settings: Settings
+    # Arguments of the model's loss that the standard loss does not have. A call with one of them is stock.
+    unknown: frozenset[str]
+
+    @property
+    def token(self) -> float:
+        """The value that the head writes into a placeholder. Another scale or soft cap would change its result."""
+        return (self.softcap or 100.0) / self.logit_scale
+
+    @property
+    def token_at_loss(self) -> float:
+        """The value of a placeholder when it reaches the loss."""
+        return 100.0 if self.softcap is None else self.softcap * math.tanh(1.0)
+
+    def __str__(self) -> str:
+        steps = [f"scale {self.logit_scale:g}"] if self.logit_scale != 1.0 else []
+        steps += [f"softcap {self.softcap:g}"] if self.softcap is not None else []
+        return ", ".join(["linear_cross_entropy in the head", *steps])
+
+
+def read_setting(model: nn.Module, path: tuple[str, ...]) -> Any:
+    """Return the attribute of a model at a path such as ("config", "vocab_size")."""
+    return functools.reduce(getattr, path, model)
+
+
+def changed_setting(model: nn.Module, settings: Settings) -> str | None:
+    """Return the first setting of a model whose value has changed, as the forward spells it; None if none has."""
+    for path, value in settings:
+        try:
+            now = read_setting(model, path)
+        except AttributeError:
+            return ".".join(path)
+        if now is not value and not (type(now) in NUMBERS and now == value):
+            return ".".join(path)
+    return None
+
+
+def settings_check(settings: Settings) -> Callable[[nn.Module], bool]:
+    """Return a function that checks, in a fraction of a microsecond, whether all settings are the recorded objects.
+
+    It reads the `__dict__` of objects, because a config class has slow code for attribute access. If it returns False
+    or raises KeyError or AttributeError, `changed_setting` must decide.
+    """
+    conditions = []
+    for i, (path, _) in enumerate(settings):
+        value = functools.reduce(lambda owner, name: f"look({owner}, '__dict__')[{name!r}]", path, "model")
+        conditions.append(f"{value} is v{i}")
+    names = ", ".join(["look", *(f"v{i}" for i in range(len(settings)))])
+    source = f"lambda {names}: lambda model: {' and '.join(conditions) or 'True'}"
+    return compile_expression(source)(object.__getattribute__, *(value for _, value in settings))

@@ -1,0 +1,261 @@
+"""Every private or undocumented name of transformers that Tigon needs, in one place.
+
+Each function states which name it uses, why, and what happens if a transformers does not have the name: a slower way,
+or a refusal that says which name is missing. All names were seen in transformers 5.13 to 5.23.
+`tests/hf/test_transformers_private.py` asks each function for its known answers, so that a new version fails there, by
+name.
+
+`tigon.recognition.experts` reads further names, because no module of `recognition` imports `hf`: the marks of experts
+(`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`) and the setting `_experts_implementation` of configs. Experts
+without one of them stay stock. The same test asks for these names.
+
+Nothing here imports transformers before a function is called.
+"""
+
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+__all__ = [
+    "auto_class_has",
+    "causal_lm_types",
+    "checkpoint_function",
+    "checkpoint_refusal",
+    "constructors",
+    "has_checkpoint_switch",
+    "is_checkpoint_layer",
+    "is_code_of_base_class",
+    "is_switched_on",
+    "layer_classes",
+    "loss_slot",
+    "loss_type",
+    "model_mappings",
+    "pop_input_hooks",
+    "restore_input_hooks",
+    "restore_switch",
+    "set_checkpoint_function",
+    "switch_state",
+]
+
+
+def _missing(name: str) -> RuntimeError:
+    """Return the error that names what the installed transformers does not have."""
+    import transformers
+
+    return RuntimeError(
+        f"transformers {transformers.__version__} has no {name}, which Tigon needs here; "
+        "docs/versions.md lists the versions that work"
+    )
+
+
+def _uses(cls: type, method: str, name: str) -> bool:
+    """Return whether a method, as a class or one of its bases defines it, uses an attribute of this name."""
+    functions = (inspect.unwrap(vars(base)[method]) for base in cls.__mro__ if method in vars(base))
+    codes = (f.__code__ for f in functions if isinstance(f, types.FunctionType))
+    return any(name in (*code.co_names, *code.co_consts) for code in codes)
+
+
+# --- the loss --------------------------------------------------------------------------------------
+
+
+def is_code_of_base_class(cls: type) -> bool:
+    """Return whether a class is one of those that all models of transformers have as a base.
+
+    Such a class is written in the module `transformers.modeling_utils`. What its methods read does not belong to one
+    model. If the module has another name, the numbers that these methods read count as settings of the model, so the
+    loss is stock after more changes than necessary.
+    """
+    return cls.__module__ == "transformers.modeling_utils"
+
+
+def loss_slot(model: nn.Module) -> str | None:
+    """Return the attribute of a model that holds the function assigned to `model.loss_function`.
+
+    In `PreTrainedModel`, `loss_function` is a property. It stores an assigned function in `_loss_function`, and chooses
+    one by `loss_type` if none was assigned. The name of the slot is found by an assignment to an empty object. The
+    result is None, and the loss of the model stays stock, if the slot is not found or if the model has no `loss_type`:
+    the choice then depends on something that Tigon does not know.
+    """
+    attribute = getattr(type(model), "loss_function", None)
+    if not isinstance(attribute, property):
+        return "loss_function"
+    probe, marker = types.SimpleNamespace(), object()
+    try:
+        attribute.__set__(probe, marker)
+    except Exception:
+        return None
+    slot = next((name for name, value in vars(probe).items() if value is marker), None)
+    is_stock = str(getattr(attribute.fget, "__module__", "")).startswith("transformers.")
+    return slot if hasattr(model, "loss_type") or not is_stock else None
+
+
+def loss_type(model: nn.Module) -> str | None:
+    """Return the name of a model's loss in the table of transformers. `loss_slot` refuses a model without it."""
+    return getattr(model, "loss_type", None)
+
+
+# --- checkpointing ---------------------------------------------------------------------------------
+
+# A model or layer that can be checkpointed has the first attribute, which is True while it is. The second one is the
+# function that calls the layer.
+_SWITCH = "gradient_checkpointing", "_gradient_checkpointing_func"
+# `gradient_checkpointing_enable` registers hooks on the input embeddings, and stores their handles in these attributes.
+_INPUT_HOOKS = "_require_grads_hooks", "_require_grads_hook"
+
+
+def checkpoint_refusal(model: nn.Module) -> str | None:
+    """Return why the functions below cannot set the checkpointing of a model; None if they can."""
+    name = type(model).__name__
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        return f"{name} does not support gradient checkpointing (supports_gradient_checkpointing is False)"
+    if not any(map(has_checkpoint_switch, model.modules())):
+        return f"no layer of {name} has the switch {_SWITCH[0]}"
+    setter = getattr(model, "_set_gradient_checkpointing", None)
+    if setter is None:
+        return str(_missing("PreTrainedModel._set_gradient_checkpointing"))
+    if "value" in inspect.signature(setter).parameters:
+        return f"the method _set_gradient_checkpointing of {name} takes no function for checkpointing"
+    # Without the second name, a layer would be checkpointed even if a second run of it might differ.
+    if not _uses(type(model), "_set_gradient_checkpointing", _SWITCH[1]):
+        return str(_missing(f"{_SWITCH[1]} in PreTrainedModel._set_gradient_checkpointing"))
+    # Without these names, hooks would stay on the embeddings after `report.restore()`.
+    method = "enable_input_require_grads"
+    if hasattr(model, method) and not any(_uses(type(model), method, name) for name in _INPUT_HOOKS):
+        return str(_missing(f"{_INPUT_HOOKS[0]} in PreTrainedModel.{method}"))
+    return None
+
+
+def has_checkpoint_switch(module: nn.Module) -> bool:
+    """Return whether a module can be checkpointed by itself."""
+    return hasattr(module, _SWITCH[0])
+
+
+def is_switched_on(module: nn.Module) -> bool:
+    """Return whether a module is checkpointed now."""
+    return bool(getattr(module, _SWITCH[0], False))
+
+
+def checkpoint_function(module: nn.Module) -> Callable | None:
+    """Return the function that calls a checkpointed module; None if it has none."""
+    return getattr(module, _SWITCH[1], None)
+
+
+def set_checkpoint_function(module: nn.Module, function: Callable) -> None:
+    """Let a function call a checkpointed module."""
+    setattr(module, _SWITCH[1], function)
+
+
+def switch_state(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of the switch that the module itself has, in place of those of its class."""
+    return {name: vars(module)[name] for name in _SWITCH if name in vars(module)}
+
+
+def restore_switch(module: nn.Module, before: dict[str, Any]) -> None:
+    """Restore the switch of a module to what `switch_state` returned."""
+    for name in _SWITCH:
+        vars(module).pop(name, None)
+    vars(module).update(before)
+
+
+def pop_input_hooks(model: nn.Module) -> dict[str, Any]:
+    """Take the handles of input hooks out of a model and return them. The hooks stay registered."""
+    return {name: vars(model).pop(name) for name in _INPUT_HOOKS if name in vars(model)}
+
+
+def restore_input_hooks(model: nn.Module, handles: dict[str, Any]) -> None:
+    """Remove the input hooks that were registered since `pop_input_hooks`, and restore its handles."""
+    latest = pop_input_hooks(model)
+    single = [latest[_INPUT_HOOKS[1]]] if _INPUT_HOOKS[1] in latest else []
+    for handle in latest.get(_INPUT_HOOKS[0], single):
+        handle.remove()
+    vars(model).update(handles)
+
+
+def is_checkpoint_layer(module: nn.Module) -> bool:
+    """Return whether a module is a layer of a stack that transformers checkpoints layer by layer.
+
+    The name of the base class marks it: `GradientCheckpointingLayer`. Without this name, the last layer of a model is
+    checkpointed like the others, which takes more time.
+    """
+    return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+
+
+# --- classes and types of models -------------------------------------------------------------------
+
+
+def constructors() -> tuple[str, ...]:
+    """Return the names of the methods that build a model.
+
+    `AutoModelForCausalLM.from_config` calls `_from_config`, which sets the dtype while it builds. Without this name,
+    `tigon.patch("llama")` refuses, because a model would be patched before it is complete.
+
+    Raises:
+        RuntimeError: `PreTrainedModel` has no `_from_config`.
+    """
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel, "_from_config"):
+        raise _missing("PreTrainedModel._from_config")
+    return "__init__", "from_pretrained", "_from_config"
+
+
+def model_mappings() -> list[Mapping[type, Any]]:
+    """Return all tables of transformers that map a config class to the classes of models that are built from it.
+
+    They are in the undocumented module `transformers.models.auto.modeling_auto`.
+
+    Raises:
+        RuntimeError: transformers has no such module, or no table of this type in it.
+    """
+    try:
+        from transformers.models.auto import modeling_auto
+
+        kind = type(modeling_auto.MODEL_MAPPING)
+    except (ImportError, AttributeError) as error:
+        raise _missing("models.auto.modeling_auto.MODEL_MAPPING") from error
+    return [value for value in vars(modeling_auto).values() if isinstance(value, kind)]
+
+
+def auto_class_has(auto_class: str, config: type) -> bool:
+    """Return whether an auto class, such as "AutoModelForCausalLM", builds a model from a config of this class.
+
+    Raises:
+        RuntimeError: The auto class has no attribute `_model_mapping`.
+    """
+    import transformers
+
+    mapping = getattr(getattr(transformers, auto_class), "_model_mapping", None)
+    if mapping is None:
+        raise _missing(f"{auto_class}._model_mapping")
+    return config in mapping
+
+
+def causal_lm_types() -> list[str]:
+    """Return every model type that has a causal language model, sorted.
+
+    The undocumented table `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES` has them as its keys. Without it, the types are read from
+    the config classes of the public table, which takes longer.
+    """
+    try:
+        from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    except ImportError:
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+        return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def layer_classes(model: Any) -> set[str]:
+    """Return the names of the classes of a model's layers: accelerate makes each such layer a unit of FSDP.
+
+    They are in the attribute `_no_split_modules`. It is empty or None if the model names no layer.
+
+    Raises:
+        RuntimeError: The model has no such attribute.
+    """
+    if not hasattr(model, "_no_split_modules"):
+        raise _missing("PreTrainedModel._no_split_modules")
+    return set(model._no_split_modules or ())

@@ -1,0 +1,99 @@
+"""The recipe of a gated MLP: compute `down(act(gate(x)) * up(x))` through the children of the module, with an op."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.memory.lean import call_mlp_region, call_projection
+from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
+from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
+from tigon.runtime.device import KERNEL_DTYPES, PLAIN
+from tigon.runtime.torch_private import any_global_hook
+
+__all__ = ["GATES", "GLURecipe", "Gate", "is_plain_input"]
+
+
+class Gate(NamedTuple):
+    """An activation with a gate: the op, its reference, and its name in `glu_mlp`."""
+
+    op: Callable[..., Tensor]
+    reference: Callable[..., Tensor]
+    activation: str
+
+
+# The gates by the name that the report shows.
+GATES: dict[str, Gate] = {
+    "swiglu": Gate(swiglu, swiglu_reference, "silu"),
+    "geglu": Gate(geglu, geglu_reference, "gelu"),
+    "geglu (tanh)": Gate(
+        functools.partial(geglu, approximate="tanh"),
+        functools.partial(geglu_reference, approximate="tanh"),
+        "gelu_tanh",
+    ),
+}
+
+
+def is_plain_input(x: Any, needs_contiguity: bool) -> bool:
+    """Return True if recognition compared modules with an op for an input of this type, dtype and layout."""
+    if type(x) not in PLAIN or x.dtype not in KERNEL_DTYPES or x.layout is not torch.strided or x.is_nested:
+        return False
+    return not needs_contiguity or x.is_contiguous()
+
+
+@dataclass(frozen=True)
+class GLURecipe:
+    """Recipe: `down(act(gate(x)) * up(x))` through the module's children.
+
+    Without `up`, the output of `gate` contains both factors, packed.
+    """
+
+    kind: str
+    gate: str
+    up: str | None
+    down: str
+    # Numbers of dimensions of inputs for which the module was compared with the op.
+    dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
+    # True if the module calls `up` before `gate`. The order shows in hooks, and in random numbers of the children.
+    up_first: bool = field(default=False, compare=False)
+    # True if the stock forward computes inputs that are not contiguous.
+    contiguous: bool = field(default=False, compare=False)
+    live: ClassVar[tuple[str, ...]] = ()
+    choices: ClassVar[tuple[str, ...]] = ()
+
+    def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
+        fits = len(args) == 1 and not kwargs and (reference or self._fits(args[0]))
+        # A global module hook would see a call of the activation, and the op makes no such call.
+        if not fits or any_global_hook():
+            return type(module).forward(module, *args, **kwargs)
+        (x,) = args
+        if self.up is not None and not reference:
+            weights = [plain_weight(getattr(module, name)) for name in (self.gate, self.up, self.down)]
+            if supports_weights(x, *weights):
+                gate_weight, up_weight, down_weight = weights
+                assert isinstance(gate_weight, Tensor)
+                assert isinstance(up_weight, Tensor)
+                assert isinstance(down_weight, Tensor)
+                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, GATES[self.kind].activation)
+        return getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
+
+    def _fits(self, x: Any) -> bool:
+        """Return True if recognition compared the module with the op for an input of this kind."""
+        return is_plain_input(x, self.contiguous) and x.dim() in self.dims
+
+    def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
+        """Return act(gate) * up, computed through the module's children."""
+        up_layer = None if self.up is None else getattr(module, self.up)
+        up = call_projection(up_layer, x) if up_layer is not None and self.up_first else None
+        gate = call_projection(getattr(module, self.gate), x)
+        if up_layer is not None and not self.up_first:
+            up = call_projection(up_layer, x)
+        # If gate and up have different dtypes, the reference promotes as torch does.
+        is_mixed = up is not None and up.dtype != gate.dtype
+        return (GATES[self.kind].reference if reference or is_mixed else GATES[self.kind].op)(gate, up)
+
+    def __str__(self) -> str:
+        return f"{self.kind}, packed" if self.up is None else self.kind

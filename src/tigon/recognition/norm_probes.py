@@ -1,0 +1,264 @@
+"""Compare a module with the candidates for a norm: rows of very different sizes show epsilon, offset and rounding.
+
+A row whose mean square is far below epsilon shows the value of epsilon. Values of bf16 show whether the norm rounds
+before or after it multiplies by the weight.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tigon.recognition.code_facts import has_conditions, may_see_sizes
+from tigon.recognition.norm_recipes import LAYER_NORM_FORMULAS, LayerNormRecipe, NormRecipe, RMSNormRecipe, Scope
+from tigon.recognition.probes import (
+    DTYPES,
+    agrees,
+    agrees_by_circumstances,
+    agrees_in_product,
+    reads_of_input,
+    runs_without_contiguity,
+)
+from tigon.recognition.standin import (
+    BF16,
+    FP16,
+    FP32,
+    WritesTensor,
+    normal,
+    run_forward,
+    select_equal,
+    select_equal_gradients,
+    stand_in,
+    unusual_values,
+)
+from tigon.recognition.symbolic import find_size_use
+from tigon.recognition.trials import unrecorded
+from tigon.runtime.state.places import Reach
+
+__all__ = ["NormSubject", "confirm", "norm_candidates", "select_by_dims", "select_by_values"]
+
+LOGGER = logging.getLogger("tigon")
+
+# Pairs of a dtype of the input and a dtype of the weights. A norm without weights has None.
+Pair = tuple[torch.dtype, torch.dtype | None]
+PAIRS: tuple[Pair, ...] = tuple(itertools.product(DTYPES, DTYPES))
+
+# Each case is (training, dtype of the input, dtype of the weights).
+CASES = [
+    *itertools.product((True, False), (FP32, BF16), (FP32, BF16)),
+    (True, FP16, FP16),
+]
+
+
+@dataclass(frozen=True)
+class NormSubject:
+    """Builds stand-ins of a norm and inputs for them.
+
+    `names` are those of the parameters. A gated norm takes a second input.
+    """
+
+    module: nn.Module
+    names: tuple[str, ...]
+    width: int
+    gated: bool
+
+    def __call__(self, dtype: torch.dtype | None = FP32, training: bool = True, **attributes: Any) -> nn.Module:
+        weights = {name: normal(40 + i, self.width).to(dtype) for i, name in enumerate(self.names)}
+        return stand_in(self.module, weights, training=training, **attributes)
+
+    def inputs(self, dtype: torch.dtype, *shape: int) -> list[Tensor]:
+        """Return the inputs with these leading dimensions."""
+        return [normal(60 + i, *shape, self.width, dtype=dtype) for i in range(1 + self.gated)]
+
+    def with_weights(self, make_weight: Callable[[int], Tensor], training: bool = True) -> nn.Module:
+        """Return a stand-in with the weights that a function returns for their numbers."""
+        weights = {name: make_weight(i) for i, name in enumerate(self.names)}
+        return stand_in(self.module, weights, training=training)
+
+
+# --- candidates --------------------------------------------------------------------------------------
+
+# The offsets of the weight and the roundings of RMS norms.
+Rounding = Literal["before_weight", "after_weight"]
+_ROUNDINGS: tuple[Rounding, ...] = ("before_weight", "after_weight")
+RMS_NORM_FORMS = list(itertools.product((0.0, 1.0), _ROUNDINGS))
+
+
+def norm_candidates(names: Sequence[str], epsilons: Sequence[str | float], gated: bool) -> Iterator[NormRecipe]:
+    """Yield every recipe that a module with these parameters may compute.
+
+    `epsilons` are the names of attributes that may hold epsilon, or values that the code may contain.
+    """
+    if len(names) < 2:
+        forms = RMS_NORM_FORMS if names else RMS_NORM_FORMS[:1]
+        weight = names[0] if names else None
+        for eps, (offset, rounding) in itertools.product(epsilons, forms):
+            yield RMSNormRecipe(eps, weight, offset, rounding, gated)
+    if not gated:
+        pairs: list[tuple[str | None, str | None]] = [(None, None)]
+        if names:
+            pairs = list(itertools.permutations([*names, None][:2], 2))
+        for eps, (weight, bias), formula in itertools.product(epsilons, pairs, LAYER_NORM_FORMULAS):
+            yield LayerNormRecipe(eps, weight, bias, formula)
+
+
+# --- comparisons that select candidates --------------------------------------------------------------
+
+
+def select_by_values(subject: NormSubject, candidates: list[NormRecipe]) -> list[NormRecipe]:
+    """Return the candidates that reproduce the module's outputs in every dtype that it accepts, and its gradients.
+
+    Raises:
+        WritesTensor: The forward writes to its input or to a parameter, or draws random numbers.
+    """
+    rows = max(16, 4096 // subject.width) // 4 * 4
+    # The smallest rows have a mean square below any epsilon. The largest exceed any clamp.
+    sizes = torch.logspace(-4, 12, rows)
+    shapes = (rows,), (2, rows // 2), (2, 2, rows // 4)
+    for seed, (training, dtype, weight_dtype) in enumerate(CASES):
+        shape = (*shapes[seed % 3], subject.width)
+        largest = 1e3 if dtype == FP16 else 1e12
+        inputs = [(normal(seed, *shape) * sizes.clamp(max=largest).view(*shape[:-1], 1)).to(dtype)]
+        inputs += [normal(50 + seed, *shape, dtype=dtype)] if subject.gated else []
+        make_weight = lambda i: normal(100 + seed + 10 * i, subject.width, dtype=weight_dtype)  # noqa: B023
+        twin = subject.with_weights(make_weight, training)
+        try:
+            y = run_forward(twin, *inputs)
+        except WritesTensor:
+            raise
+        except Exception:
+            kind = type(subject.module).__name__
+            LOGGER.debug("%s refuses %s with weights in %s", kind, dtype, weight_dtype, exc_info=True)
+            if dtype == weight_dtype:
+                raise
+            # The module refuses mixed dtypes, so there is nothing to reproduce.
+            continue
+        candidates = select_equal(candidates, twin, inputs, y)
+    return _select_by_unusual_values(subject, _select_by_gradients(subject, candidates))
+
+
+def _select_by_gradients(subject: NormSubject, candidates: list[NormRecipe]) -> list[NormRecipe]:
+    """Return the candidates that reproduce the gradients of all tensors, and those of the parameters alone."""
+    twin = subject.with_weights(lambda i: normal(i, subject.width))
+    inputs = [normal(20 + i, 8, subject.width) for i in range(1 + subject.gated)]
+    parameters: list[Tensor] = [p for name in subject.names if (p := twin._parameters[name]) is not None]
+    for leaves in ([*inputs, *parameters], parameters):
+        candidates = select_equal_gradients(candidates, twin, inputs, leaves)
+        inputs = [x.detach() for x in inputs]
+    return candidates
+
+
+def _select_by_unusual_values(subject: NormSubject, candidates: list[NormRecipe]) -> list[NormRecipe]:
+    """Return the candidates that reproduce the outputs for values and weights of any size."""
+    width = subject.width
+    for seed, (dtype, shape) in enumerate(itertools.product((FP32, BF16), ((16,), (2, 8), (2, 2, 4)))):
+        inputs = [unusual_values(seed, *shape, width, dtype=dtype)]
+        inputs += [normal(seed, *shape, width, dtype=dtype)] * subject.gated
+        if seed % 2:
+            make_weight = lambda i: unusual_values(3 + i + seed, 1, width)[0].to(dtype)  # noqa: B023
+        else:
+            make_weight = lambda i: (normal(seed + i, width) * 1e3).to(dtype)  # noqa: B023
+        twin = subject.with_weights(make_weight)
+        candidates = select_equal(candidates, twin, inputs, run_forward(twin, *inputs))
+    return candidates
+
+
+def select_by_dims(subject: NormSubject, candidates: list[NormRecipe]) -> tuple[list[NormRecipe], frozenset[int]]:
+    """Try an input with one dimension.
+
+    Return the candidates that reproduce its output, and the numbers of dimensions that the module accepts.
+    """
+    twin = subject.with_weights(lambda i: normal(i, subject.width))
+    inputs = [normal(i, subject.width) for i in range(1 + subject.gated)]
+    try:
+        y = run_forward(twin, *inputs)
+    except Exception:
+        LOGGER.debug("%s refuses an input with one dimension", type(subject.module).__name__, exc_info=True)
+        return candidates, frozenset((2, 3, 4))
+    return select_equal(candidates, twin, inputs, y), frozenset((1, 2, 3, 4))
+
+
+# --- comparisons of one candidate in other circumstances ---------------------------------------------
+
+
+def confirm(recipe: NormRecipe, subject: NormSubject, dims: frozenset[int], reach: Reach) -> NormRecipe | str | None:
+    """Compare a candidate in all other circumstances.
+
+    Return the candidate with its scope, a reason to keep the forward, or None if the candidate differs.
+    """
+    pairs, module = _agreeing_pairs(recipe, subject), subject.module
+    conditional = has_conditions(reach)
+    if not (agrees_by_circumstances(recipe, subject, subject.inputs) and _agrees_on_weights(recipe, subject)):
+        return None
+    if conditional and not agrees_in_product(recipe, subject, subject.inputs, pairs):
+        return None
+    accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
+    if reason := reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+        return reason
+    if may_see_sizes(reach, module):
+        reason = _size_use(recipe, subject, pairs if conditional else [(FP32, FP32)], dims, conditional)
+        if reason is not None:
+            return reason
+    weight_dtypes = {x: tuple(w for dtype, w in pairs if dtype == x) for x in DTYPES}
+    if not recipe.weight:
+        weight_dtypes = dict.fromkeys(DTYPES, (None,))
+    shape = "normalized_shape" if getattr(module, "normalized_shape", None) == (subject.width,) else None
+    live_eps = _uses_eps_unchanged(recipe, subject)
+    return replace(recipe, scope=Scope(dims, weight_dtypes, not accepts_strides, shape, live_eps))
+
+
+def _agreeing_pairs(recipe: NormRecipe, subject: NormSubject) -> list[Pair]:
+    """Return the pairs of dtypes that the module accepts and for which both agree."""
+    pairs = list(PAIRS) if subject.names else [(dtype, dtype) for dtype in DTYPES]
+    with unrecorded():
+        return [(x, w) for x, w in pairs if agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 8))]
+
+
+def _agrees_on_weights(recipe: NormRecipe, subject: NormSubject) -> bool:
+    """Compare for weights of ones and zeros, and for weights so large that outputs overflow in both directions."""
+    width = subject.width
+    for dtype in DTYPES:
+        x = [t * 4 for t in subject.inputs(dtype, 2, 8)]
+        largest = torch.finfo(dtype).max
+        # The lambdas run before the next iteration changes their variables.
+        weights: list[Callable[[int], Tensor]] = [
+            lambda i: torch.ones(width, dtype=dtype),  # noqa: B023
+            lambda i: torch.zeros(width, dtype=dtype),  # noqa: B023
+            lambda i: (normal(80 + i, width).sign() * largest * 0.9).to(dtype),  # noqa: B023
+            lambda i: torch.full((width,), largest).to(dtype),  # noqa: B023
+        ]
+        makes = (functools.partial(subject.with_weights, make_weight) for make_weight in weights)
+        if any(agrees(recipe, make, x) is False for make in makes):
+            return False
+    return True
+
+
+def _size_use(
+    recipe: NormRecipe, subject: NormSubject, pairs: Sequence[Pair], dims: frozenset[int], conditional: bool
+) -> str | None:
+    """Return why the module may compute something else for other batch sizes, or None."""
+    modes, numbers = (True, False) if conditional else (True,), sorted(dims - {1}) if conditional else (3,)
+    for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, numbers):
+        twin = subject(weight_dtype, training)
+        reference = functools.partial(recipe, twin, reference=True)
+        inputs = tuple(subject.inputs(dtype, *[2] * (dim - 1)))
+        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, inputs):
+            return reason
+    return None
+
+
+def _uses_eps_unchanged(recipe: NormRecipe, subject: NormSubject) -> bool:
+    """Return True if the module uses any epsilon as the op does. It may limit epsilon or replace a zero."""
+    if not isinstance(recipe.eps, str):
+        return True
+    x, *gate = subject.inputs(FP32, 8)
+    x = x * torch.logspace(-8, 4, 8)[:, None]
+    x[0] = 0
+    attributes: list[dict[str, Any]] = [{recipe.eps: eps} for eps in (0.0, 1e-12, 1e-3, 0.5, 10.0)]
+    with unrecorded():
+        return all(agrees(recipe, functools.partial(subject, FP32, **each), [x, *gate]) for each in attributes)

@@ -1,0 +1,81 @@
+"""Describe how a function of queries, keys, `cos` and `sin` computes a rotary embedding, in the options of `rope`."""
+
+import inspect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from tigon.ops.rotary.rope import Layout, Table, rope, rope_reference
+from tigon.runtime.device import runs_kernels
+
+__all__ = ["FORMS", "Call", "Form"]
+
+# The dtype of the result: "promoted" as torch promotes q and cos, "cast" to that of q, or "fp32" for a computation in
+# fp32 whose result is cast to the dtype of q.
+Result = Literal["promoted", "cast", "fp32"]
+
+
+@dataclass(frozen=True)
+class Form:
+    """One way to compute a rotary embedding. A call computes it by the op, or by its reference."""
+
+    layout: Layout
+    table: Table
+    result: Result
+    # True if the rotation is by the negative angle.
+    flipped: bool = False
+    # True if the function also accepts tables that are narrower than the heads, and rotates a part of each head.
+    partial: bool = False
+
+    def __call__(
+        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, reference: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        op, dtype = rope_reference if reference else rope, None if self.result == "promoted" else q.dtype
+        # Kernels compute in fp32 in any case.
+        if self.result == "fp32" and (reference or not runs_kernels(q)):
+            q, k = q.float(), None if k is None else k.float()
+        sin = -sin if self.flipped else sin
+        return op(q, k, cos, sin, unsqueeze_dim=heads, layout=self.layout, table=self.table, dtype=dtype)
+
+    def __str__(self) -> str:
+        words = ["rope", self.layout.replace("_", " ")]
+        words += [] if self.table == "halves" else [f"table {self.table}"]
+        words += ["backwards"] if self.flipped else []
+        return ", ".join([*words, "on the whole head or a part"] if self.partial else words)
+
+
+_LAYOUTS: tuple[Layout, ...] = ("split_half", "interleaved", "deinterleaved")
+_TABLES: tuple[Table, ...] = ("halves", "once")
+_RESULTS: tuple[Result, ...] = ("promoted", "cast", "fp32")
+_LAYOUTS_WITH_TABLES: list[tuple[Layout, Table]] = [*itertools.product(_LAYOUTS, _TABLES), ("interleaved", "pairs")]
+
+# The candidates, in the order in which they are compared with a function.
+FORMS = [
+    Form(layout, table, result, flipped)
+    for (layout, table), result, flipped in itertools.product(_LAYOUTS_WITH_TABLES, _RESULTS, (False, True))
+]
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a function: one or two tensors to rotate, `cos`, `sin` and arguments with defaults."""
+
+    # The names of all arguments, in their order.
+    names: tuple[str, ...]
+    # The names of the tensors to rotate.
+    tensors: tuple[str, ...]
+    # The default of `unsqueeze_dim`. Without that argument it is None, and the heads are the last dimension but one.
+    heads: int | None
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> "Call | None":
+        """Return the arguments of a function; None if they are not those of a rotary embedding."""
+        parameters = inspect.signature(function).parameters
+        tensors = tuple(name for name in parameters if name not in ("cos", "sin", "unsqueeze_dim", "position_ids"))
+        if not {"cos", "sin"} <= parameters.keys() or len(tensors) not in (1, 2):
+            return None
+        heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
+        return Call(tuple(parameters), tensors, heads) if heads in (None, 1, 2) else None

@@ -1,0 +1,62 @@
+"""Recognise the hooks and attributes that training engines put on modules.
+
+An engine (FSDP, DeepSpeed, accelerate, tensor parallelism in transformers) registers hooks on modules, to gather and
+shard parameters or to convert what goes in and out. The Python module that defines a hook shows whose hook it is. Two
+questions about a hook have different answers, so each prefix of the table answers both:
+
+- Does the hook keep the values of outputs and gradients? Then a recipe may replace the forward of its module.
+- May the hook run a second time? Then backward may call its module again to recompute a projection.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tigon.runtime.stock import origin_of
+
+__all__ = ["WRAPPER_ATTRIBUTES", "is_hook_of_deepspeed", "keeps_values", "may_run_twice"]
+
+
+class HookOrigin(NamedTuple):
+    """The hooks of Python modules whose names begin with `prefix`."""
+
+    prefix: str
+    keeps_values: bool
+    may_run_twice: bool
+
+
+HOOK_ORIGINS = (
+    # FSDP, tensor and pipeline parallelism.
+    HookOrigin("torch.distributed.", keeps_values=True, may_run_twice=True),
+    # Other hooks of torch, such as those of profilers, count calls or collect values, once for each call of the model.
+    HookOrigin("torch.", keeps_values=True, may_run_twice=False),
+    # ZeRO-3 gathers and releases parameters.
+    HookOrigin("deepspeed.", keeps_values=True, may_run_twice=True),
+    # accelerate moves inputs and parameters between devices.
+    HookOrigin("accelerate.", keeps_values=True, may_run_twice=True),
+    # Tensor and expert parallelism.
+    HookOrigin("transformers.distributed.", keeps_values=True, may_run_twice=True),
+    HookOrigin("transformers.integrations.", keeps_values=True, may_run_twice=True),
+    # These hooks collect the outputs of layers (`output_hidden_states`), and have no effect after the model's call. A
+    # replaced forward may not compute the output that they collect.
+    HookOrigin("transformers.utils.output_capturing", keeps_values=False, may_run_twice=True),
+)
+_KEEPING_VALUES = tuple(origin.prefix for origin in HOOK_ORIGINS if origin.keeps_values)
+_RUNNING_TWICE = tuple(origin.prefix for origin in HOOK_ORIGINS if origin.may_run_twice)
+
+# The attributes that accelerate's `add_hook_to_module` sets on a module: the hook, and the forward that it wraps.
+WRAPPER_ATTRIBUTES = ("_hf_hook", "_old_forward")
+
+
+def keeps_values(hook: Callable) -> bool:
+    """Return True if an engine that shards models defines a hook. Such hooks change no outputs and no gradients."""
+    return origin_of(hook).startswith(_KEEPING_VALUES)
+
+
+def may_run_twice(hook: Callable) -> bool:
+    """Return True if a hook may run a second time in backward without an effect outside of the call."""
+    return origin_of(hook).startswith(_RUNNING_TWICE)
+
+
+def is_hook_of_deepspeed(hook: Callable) -> bool:
+    """Return True if DeepSpeed defines a hook. It puts hooks on every module, also on those without parameters."""
+    return str(getattr(hook, "__module__", "")).startswith("deepspeed.")

@@ -1,0 +1,269 @@
+"""The private names of transformers give their known answers, and Tigon refuses clearly without each of them."""
+
+import itertools
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import tigon
+from tigon.hf import transformers_private
+from tigon.recognition.experts import recognise_experts
+
+transformers = pytest.importorskip("transformers")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+@pytest.fixture
+def model():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
+
+
+def reason_for_stock_loss(model: nn.Module) -> str:
+    """Return the reason why the loss of a patched model is stock."""
+    report = tigon.patch(model)
+    (entry,) = [entry for entry in report.left_alone if entry.part == "loss"]
+    report.restore()
+    return entry.detail
+
+
+# --- known answers ---------------------------------------------------------------------------------
+
+
+def test_the_base_class_of_all_models_is_recognised(model):
+    names = [cls.__name__ for cls in type(model).__mro__ if transformers_private.is_code_of_base_class(cls)]
+    assert "PreTrainedModel" in names
+    assert "LlamaForCausalLM" not in names
+
+
+def test_the_slot_of_the_loss_function_holds_an_assigned_function(model):
+    stock, slot = model.loss_function, transformers_private.loss_slot(model)
+    assert slot not in vars(model)
+    model.loss_function = function = lambda *args: None
+    assert vars(model)[slot] is model.loss_function is function
+    del vars(model)[slot]
+    assert model.loss_function is stock
+
+
+def test_the_loss_type_chooses_the_loss_function(model):
+    assert transformers_private.loss_type(model) == "ForCausalLM"
+    stock = model.loss_function
+    model.loss_type = "ForMaskedLM"
+    assert transformers_private.loss_type(model) == "ForMaskedLM"
+    assert model.loss_function is not stock
+
+
+def test_the_slot_of_a_model_without_a_property_is_the_attribute_itself():
+    assert transformers_private.loss_slot(nn.Linear(1, 1)) == "loss_function"
+
+
+def test_the_function_of_the_switch_calls_every_checkpointed_layer(model):
+    assert transformers_private.checkpoint_refusal(model) is None
+    layers = model.model.layers
+    assert all(map(transformers_private.has_checkpoint_switch, layers))
+    assert not transformers_private.has_checkpoint_switch(model.lm_head)
+    assert all(map(transformers_private.is_checkpoint_layer, layers))
+    assert not transformers_private.is_checkpoint_layer(model.lm_head)
+    states = [transformers_private.switch_state(layer) for layer in layers]
+    handles = transformers_private.pop_input_hooks(model)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    transformers_private.restore_input_hooks(model, handles)
+    assert not model.get_input_embeddings()._forward_hooks
+    assert all(map(transformers_private.is_switched_on, layers))
+    calls = []
+
+    def call(function, *args):
+        calls.append(function)
+        return function(*args)
+
+    for layer in layers:
+        assert transformers_private.checkpoint_function(layer) is not None
+        transformers_private.set_checkpoint_function(layer, call)
+    model(input_ids=torch.tensor([[1, 2, 3]]), use_cache=False)
+    assert len(calls) == len(layers)
+    for layer, state in zip(layers, states, strict=True):
+        transformers_private.restore_switch(layer, state)
+        assert transformers_private.switch_state(layer) == state
+    assert not any(map(transformers_private.is_switched_on, layers))
+
+
+def test_input_hooks_of_the_user_survive(model):
+    model.enable_input_require_grads()
+    hooks = list(model.get_input_embeddings()._forward_hooks)
+    handles = transformers_private.pop_input_hooks(model)
+    assert handles
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    transformers_private.restore_input_hooks(model, handles)
+    assert list(model.get_input_embeddings()._forward_hooks) == hooks
+    model.disable_input_require_grads()
+    assert not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.parametrize("name", transformers_private.constructors())
+def test_every_constructor_is_a_method_of_models(name):
+    assert callable(getattr(transformers.PreTrainedModel, name))
+
+
+def test_from_config_calls_the_private_constructor(monkeypatch):
+    calls = []
+    stock = transformers.LlamaForCausalLM._from_config
+    record = lambda cls, *args, **kwargs: calls.append(cls) or stock(*args, **kwargs)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "_from_config", classmethod(record))
+    transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES))
+    assert calls == [transformers.LlamaForCausalLM]
+
+
+def test_the_mappings_lead_from_a_config_to_its_models():
+    mappings = transformers_private.model_mappings()
+    classes = {mapping[transformers.LlamaConfig] for mapping in mappings if transformers.LlamaConfig in mapping}
+    assert {transformers.LlamaModel, transformers.LlamaForCausalLM} <= classes
+
+
+def test_the_auto_classes_have_the_configs_of_their_models():
+    assert transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig)
+    assert not transformers_private.auto_class_has("AutoModelForCausalLM", transformers.SiglipConfig)
+    assert transformers_private.auto_class_has("AutoModel", transformers.SiglipConfig)
+
+
+def test_the_types_of_causal_language_models_are_listed():
+    model_types = transformers_private.causal_lm_types()
+    assert model_types == sorted(model_types)
+    assert {"gpt2", "llama", "mixtral", "qwen3"} <= set(model_types)
+    assert "siglip" not in model_types
+
+
+def test_the_classes_of_layers_are_named(model):
+    assert transformers_private.layer_classes(model) == {"LlamaDecoderLayer"}
+
+
+def test_experts_have_the_marks_that_recognition_reads():
+    sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
+    experts = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")
+    assert (experts.has_gate, experts.has_bias, experts.is_transposed) == (True, False, False)
+    assert experts._apply_gate(torch.ones(1, 4)).shape == (1, 2)
+    assert experts.config._experts_implementation == "grouped_mm"
+    assert str(recognise_experts(experts)).startswith("moe_mlp")
+
+
+# --- a transformers without the names --------------------------------------------------------------
+
+
+def test_the_loss_is_stock_if_the_slot_is_not_found(model, monkeypatch):
+    chosen = model.loss_function
+    monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", property(lambda self: chosen))
+    assert transformers_private.loss_slot(model) is None
+    assert "in a way that Tigon does not know" in reason_for_stock_loss(model)
+
+
+def test_the_loss_is_stock_if_a_model_of_transformers_has_no_loss_type(model):
+    del model.loss_type
+    assert transformers_private.loss_slot(model) is None
+    assert "in a way that Tigon does not know" in reason_for_stock_loss(model)
+
+
+def test_a_slot_of_another_name_is_found_and_restored(model, monkeypatch):
+    chosen = model.loss_function
+    read = lambda self: getattr(self, "another_name", chosen)
+    write = lambda self, function: setattr(self, "another_name", function)
+    monkeypatch.setattr(transformers.PreTrainedModel, "loss_function", property(read, write))
+    assert transformers_private.loss_slot(model) == "another_name"
+    report = tigon.patch(model)
+    assert "another_name" in vars(model)
+    report.restore()
+    assert "another_name" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("_set_gradient_checkpointing", "_gradient_checkpointing_func"),
+        ("enable_input_require_grads", "_require_grads_hooks"),
+    ],
+)
+def test_checkpointing_is_refused_by_name_if_the_model_has_another_switch(model, monkeypatch, method, name):
+    monkeypatch.setattr(transformers.PreTrainedModel, method, lambda self, *args, **kwargs: None)
+    with pytest.raises(ValueError, match=f"memory='checkpoint' .*transformers .* has no {name} in PreTrainedModel"):
+        tigon.patch(model, memory="checkpoint")
+
+
+def test_the_last_layer_is_checkpointed_too_if_layers_are_not_recognised(model):
+    base = next(cls for cls in type(model.model.layers[0]).__mro__ if cls.__name__ == "GradientCheckpointingLayer")
+    base.__name__ = "AnotherLayer"
+    try:
+        assert not transformers_private.is_checkpoint_layer(model.model.layers[0])
+        assert "except the last" not in " ".join(tigon.patch(model, memory="checkpoint").notes)
+    finally:
+        base.__name__ = "GradientCheckpointingLayer"
+
+
+def test_patching_a_type_is_refused_without_the_private_constructor(monkeypatch):
+    monkeypatch.delattr(transformers.PreTrainedModel, "_from_config")
+    with pytest.raises(RuntimeError, match=r"transformers .* has no PreTrainedModel\._from_config, which Tigon needs"):
+        tigon.patch("llama")
+
+
+def test_patching_a_type_is_refused_without_the_mappings(monkeypatch):
+    from transformers.models.auto import modeling_auto
+
+    monkeypatch.delattr(modeling_auto, "MODEL_MAPPING")
+    with pytest.raises(RuntimeError, match=r"has no models\.auto\.modeling_auto\.MODEL_MAPPING"):
+        tigon.patch("llama")
+
+
+def test_a_missing_mapping_of_an_auto_class_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "_model_mapping", None)
+    with pytest.raises(RuntimeError, match=r"has no AutoModelForCausalLM\._model_mapping"):
+        transformers_private.auto_class_has("AutoModelForCausalLM", transformers.LlamaConfig)
+
+
+def test_the_types_are_read_from_the_public_table_without_the_private_one(monkeypatch):
+    from transformers.models.auto import modeling_auto
+
+    model_types = set(transformers_private.causal_lm_types())
+    monkeypatch.delattr(modeling_auto, "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES")
+    public = set(transformers_private.causal_lm_types())
+    assert "llama" in public
+    assert public <= model_types
+
+
+def test_a_model_that_does_not_name_its_layers_is_refused():
+    with pytest.raises(RuntimeError, match=r"has no PreTrainedModel\._no_split_modules"):
+        transformers_private.layer_classes(types.SimpleNamespace())
+
+
+# --- one file --------------------------------------------------------------------------------------
+
+
+def test_no_other_file_uses_these_names():
+    """The same name elsewhere would fail there, without its reason and without its refusal."""
+    names = (
+        "_gradient_checkpointing_func",
+        "_require_grads_hook",
+        "_set_gradient_checkpointing",
+        "GradientCheckpointingLayer",
+        r"\b_loss_function\b",
+        "_model_mapping",
+        "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        "modeling_auto",
+        "modeling_utils",
+        "_no_split_modules",
+        r"\b_from_config\b",
+    )
+    pattern = re.compile("|".join(names))
+    source = Path(transformers_private.__file__).parents[1]
+    files = itertools.chain.from_iterable((source / folder).rglob("*.py") for folder in ("hf", "tools"))
+    without_comments = lambda file: re.sub(r"#.*", "", file.read_text())
+    users = [file.name for file in files if pattern.search(without_comments(file))]
+    assert users == ["transformers_private.py"]

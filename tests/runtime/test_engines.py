@@ -1,0 +1,82 @@
+"""The table of engines recognises real hooks of the installed engines, and answers two questions about each hook."""
+
+import functools
+import importlib
+import importlib.util
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tigon.runtime.engines import (
+    HOOK_ORIGINS,
+    WRAPPER_ATTRIBUTES,
+    is_hook_of_deepspeed,
+    keeps_values,
+    may_run_twice,
+)
+
+pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
+
+
+def hook_of(module: str):
+    """Return a hook that the Python module of this name defines."""
+    hook = lambda *args: None
+    hook.__module__ = module
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("module", "values", "twice"),
+    [
+        ("torch.distributed.fsdp._fully_shard._fsdp_state", True, True),
+        ("torch.utils.flop_counter", True, False),
+        ("deepspeed.runtime.zero.parameter_offload", True, True),
+        ("accelerate.hooks", True, True),
+        ("transformers.distributed.tensor_parallel", True, True),
+        ("transformers.integrations.tensor_parallel", True, True),
+        ("transformers.utils.output_capturing", False, True),
+        ("transformers.models.llama.modeling_llama", False, False),
+        ("torchvision.ops", False, False),
+        ("__main__", False, False),
+    ],
+)
+@pytest.mark.parametrize("wrap", [lambda hook: hook, functools.partial], ids=["function", "partial"])
+def test_each_hook_has_both_answers(module, values, twice, wrap):
+    hook = wrap(hook_of(module))
+    assert (keeps_values(hook), may_run_twice(hook)) == (values, twice)
+
+
+def test_only_hooks_of_deepspeed_are_its_own():
+    assert is_hook_of_deepspeed(hook_of("deepspeed.runtime.engine"))
+    assert not is_hook_of_deepspeed(hook_of("accelerate.hooks"))
+
+
+@pytest.mark.parametrize("prefix", [origin.prefix.rstrip(".") for origin in HOOK_ORIGINS])
+def test_each_prefix_names_a_package_of_the_installed_engine(prefix):
+    pytest.importorskip(prefix.partition(".")[0])
+    assert importlib.util.find_spec(prefix) is not None
+
+
+def test_the_hooks_of_fsdp_are_recognised(tmp_path):
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    if not dist.is_available() or dist.is_initialized():
+        pytest.skip("The test needs a process group of its own.")
+    dist.init_process_group("gloo", rank=0, world_size=1, init_method=f"file://{tmp_path}/store")
+    try:
+        layer = nn.Linear(4, 4)
+        fsdp.fully_shard(layer, mesh=torch.distributed.init_device_mesh("cpu", (1,)))
+        hooks = [*layer._forward_pre_hooks.values(), *layer._forward_hooks.values()]
+    finally:
+        dist.destroy_process_group()
+    assert hooks
+    assert all(keeps_values(hook) and may_run_twice(hook) for hook in hooks)
+
+
+def test_accelerate_sets_the_known_attributes():
+    hooks = pytest.importorskip("accelerate.hooks")
+    layer = nn.Linear(4, 4)
+    before = vars(layer).keys() | {"forward"}
+    hooks.add_hook_to_module(layer, hooks.ModelHook())
+    assert vars(layer).keys() - before == set(WRAPPER_ATTRIBUTES)
