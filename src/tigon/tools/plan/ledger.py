@@ -15,11 +15,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from tigon.runtime.device import Device, simulated
-from tigon.runtime.torch_private import DisableTorchFunction, grouped_mm, is_in_place, read_scalar, storage_id
+from tigon.runtime.torch_private import (
+    DisableTorchFunction,
+    DispatchMode,
+    grouped_mm,
+    is_in_place,
+    read_scalar,
+    storage_id,
+)
 
 __all__ = ["H200", "Ledger", "Work"]
 
@@ -89,7 +95,7 @@ class Work:
         return Work(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-class Ledger(TorchDispatchMode):
+class Ledger(DispatchMode):
     """A block in which meta tensors are counted as if they were on a GPU.
 
     Attributes:
