@@ -425,5 +425,5 @@ def test_unsupported_levels_are_refused(monkeypatch):
     assert attributes(model) == before
     model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
     for level in ("lean+mlp", "offload"):
-        with pytest.raises(ValueError, match=rf"memory='{level.replace('+', '.')}' cannot be had .* 'default' can"):
+        with pytest.raises(ValueError, match=rf"memory='{level.replace('+', '.')}' is not possible .* 'default' can"):
             tigon.patch(model, memory=level)
