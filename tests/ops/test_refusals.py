@@ -190,11 +190,12 @@ ACCEPTED: dict[str, set[str]] = {
     # A device of None is the CPU.
     "device": OPTIONAL if DEVICE == "cpu" else set(),
     "foreach": FLAG | OPTIONAL, "fused": FLAG | OPTIONAL,
+    "scaling": NUMBER, "lora_bias": OPTIONAL, "dropout": {"float"},
 }  # fmt: skip
 RATE = {"float", "int", "1e60", "2**70", "np.float32", "np.int64", "scalar", "scalar of int"}
 OF_OP: dict[tuple[str, str], set[str]] = {
     **{(op, "x"): ANY_SHAPE for op in ("relu2", "softmax", "Softmax")},
-    **{(op, "x"): LEADING for op in ("glu_mlp", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
+    **{(op, "x"): LEADING for op in ("glu_mlp", "lora_linear", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "bias"): FLAG for op in ("LayerNorm", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "dtype"): OPTIONAL | {"torch.float32"} for op in ("SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "ignore_index"): {"int", "-1", "None"} for op in ("cross_entropy", "linear_cross_entropy", "ValidRows")},
@@ -207,6 +208,8 @@ OF_OP: dict[tuple[str, str], set[str]] = {
     ("RMSNorm", "eps"): POSITIVE | OPTIONAL,
     ("add_rms_norm", "x"): FLOAT,
     ("moe_mlp", "x"): FLOAT,
+    ("lora_linear", "bias"): OPTIONAL,
+    ("lora_linear", "weight"): set(),
     ("moe_mlp", "transposed"): {"False"},
     ("rope", "k"): OPTIONAL | FLOAT,
     ("rope", "dtype"): OPTIONAL | {"torch.float32", "torch.float16"},

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 import tigon
+from tigon.ops.adapters.lora import Adapter, Projection
+from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.logits.token import kernels as token_loss
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.logits import EVERY_TERM
@@ -64,12 +66,26 @@ def _adamw(n: int, dtype: torch.dtype, **options: Any) -> None:
     tigon.AdamW([parameter], **options).step()
 
 
+def _lora_glu_mlp(hidden: int, inner: int, rank: int) -> None:
+    """Run the MLP with adapters on its three projections; recognition calls it, and it has no public name yet."""
+
+    def projection(outputs: int, inputs: int) -> Projection:
+        a, b = torch.zeros(rank, inputs, requires_grad=True), torch.zeros(outputs, rank, requires_grad=True)
+        return Projection(torch.zeros(outputs, inputs, dtype=torch.bfloat16), adapters=(Adapter(a, b),))
+
+    gate, up, down = projection(inner, hidden), projection(inner, hidden), projection(hidden, inner)
+    y = lora_glu_mlp(torch.zeros(2, hidden, dtype=torch.bfloat16, requires_grad=True), gate, up, down)
+    y.backward(y.detach())
+
+
 _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
         128000, 256000, token_scaling=True, **EVERY_TERM
     ),
     "linear_cross_entropy rows that count": _valid_rows,
+    "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
+    "lora_linear MLP 8192 r 32": lambda: _lora_glu_mlp(2048, 8192, 32),
     "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
     "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
 }

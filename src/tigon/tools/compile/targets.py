@@ -66,6 +66,7 @@ TYPES = {
     torch.float16: "fp16",
     torch.int64: "i64",
     torch.int32: "i32",
+    torch.uint8: "u8",
 }
 
 
