@@ -1,8 +1,8 @@
 """Recognise the hooks and attributes that training engines put on modules.
 
 An engine (FSDP, DeepSpeed, accelerate, tensor parallelism in transformers) registers hooks on modules, to gather and
-shard parameters or to convert what goes in and out. The Python module that defines a hook shows whose hook it is. Two
-questions about a hook have different answers, so each prefix of the table answers both:
+shard parameters or to convert inputs and outputs. The Python module that defines a hook shows which engine the hook
+belongs to. Two questions about a hook may have different answers, so each row of the table answers both:
 
 - Does the hook keep the values of outputs and gradients? Then a recipe may replace the forward of its module.
 - May the hook run a second time? Then backward may call its module again to recompute a projection.

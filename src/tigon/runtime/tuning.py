@@ -23,7 +23,8 @@ _overrides: dict[type, dict[str, Any]] = {}
 class LaunchConfig:
     """The base class of all launch parameters. A subclass is a frozen dataclass with a `heuristic`."""
 
-    # Choices made so far: small models wait for the host, and a heuristic takes microseconds.
+    # The choices of earlier calls. They are cached, because small models wait for the host, and a heuristic takes
+    # microseconds.
     _choices: ClassVar[dict[tuple[tuple, Device], Any]]
 
     def __init_subclass__(cls) -> None:
@@ -32,7 +33,7 @@ class LaunchConfig:
 
     @staticmethod
     def heuristic(problem: Any, device: Device) -> Any:
-        """Return the launch parameters for a problem on a device: a pure function.
+        """Return the launch parameters for a problem on a device. This must be a pure function.
 
         None means that the kernel cannot run there, or that another kernel is faster. Launchers of such a kernel call
         `find` instead of `choose`.
@@ -83,21 +84,23 @@ def tuned(cls: type[LaunchConfig], **fields: Any) -> Iterator[None]:
     for name in fields:
         if name not in names:
             raise TypeError(f"tuned: {cls.__name__} has the fields {', '.join(names)}, got {name!r}")
-    before = _overrides.get(cls)
-    _overrides[cls] = {**(before or {}), **fields}
+    previous = _overrides.get(cls)
+    _overrides[cls] = {**(previous or {}), **fields}
     cls._choices.clear()
     try:
         yield
     finally:
         cls._choices.clear()
-        if before is None:
+        if previous is None:
             del _overrides[cls]
         else:
-            _overrides[cls] = before
+            _overrides[cls] = previous
 
 
 def rung(ladder: Sequence[tuple[int, Value]], size: int) -> Value:
-    """Return the value beside the first limit that is at least `size`; limits ascend, and the last value has none.
+    """Return the value of the first pair (limit, value) whose limit is at least `size`, or else the last value.
+
+    The limits ascend.
 
     Example:
         >>> rung([(1024, 4), (4096, 8), (8192, 16)], 3000)

@@ -161,7 +161,7 @@ def test_rows_that_are_too_wide_for_32_bit_columns_launch_no_kernel(features):
         device = EMULATED
         launches = 0
 
-        def launched(self, arguments):
+        def count_launch(self, arguments):
             self.launches += 1
 
     counter = Counter()

@@ -334,7 +334,7 @@ def test_rope_refuses_bad_input():
         tigon.rope(q, k, cos, sin, table="once")
     with pytest.raises(ValueError, match="rope: sections need table 'halves', got 'pairs'"):
         tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=(2, 3, 3), table="pairs")
-    with pytest.raises(TypeError, match=r"rope: dtype must be of floating point \(.*\), got torch.int64"):
+    with pytest.raises(TypeError, match=r"rope: dtype must be a floating-point dtype \(.*\), got torch.int64"):
         tigon.rope(q, k, cos, sin, dtype=torch.long)
     with pytest.raises(ValueError, match=r"rope: q must have 4 dimensions, got shape \(4, 3, 16\)"):
         tigon.rope(q[0], k, cos, sin)

@@ -40,7 +40,7 @@ from tigon.memory.lean import (
 from tigon.ops.mlps.glu import geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, frees_saved, without_autocast
+from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.products import multiply
 from tigon.runtime.torch_private import keeps_graph
@@ -213,7 +213,7 @@ class _GLUMLP(torch.autograd.Function):
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
         # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
-        if is_recomputed or (ctx.may_overwrite and frees_saved(gate)):
+        if is_recomputed or (ctx.may_overwrite and may_overwrite_saved(gate)):
             dgate, dup = gate, up
             # If this backward raises an error, another attempt must not read the overwritten tensors.
             torch.autograd.graph.increment_version((gate, up))

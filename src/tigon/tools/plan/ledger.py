@@ -188,11 +188,11 @@ class Ledger(DispatchMode):
 
     # --- events of Tigon's ops -------------------------------------------------------------------
 
-    def launched(self, arguments: tuple) -> None:
+    def count_launch(self, arguments: tuple) -> None:
         """Count the traffic of a kernel that would run."""
         self.work.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
 
-    def copied(self, made: Tensor, out: bool) -> None:
+    def count_copy(self, made: Tensor, out: bool) -> None:
         """Count a copy to the host (`out`) or back. Memory of the host is not memory of the GPU."""
         self.work.to_host += made.nbytes
         if out:
