@@ -183,8 +183,10 @@ def _direct_launch_agrees(device: int) -> bool:
     if not agrees:
         _log.warning(
             "On device %d, Triton %s launches kernels in another way than Tigon expects. Each launch therefore goes "
-            "through Triton and takes about 10 us more of the host's time. Results are unaffected.", device, triton.__version__
-        )  # fmt: skip
+            "through Triton and takes about 10 us more of the host's time. Results are unaffected.",
+            device,
+            triton.__version__,
+        )
     return agrees
 
 

@@ -199,8 +199,8 @@ CastBackward, AccumulateGrad = _node_types()
 # --- storages --------------------------------------------------------------------------------------
 
 # The address of the storage object. Tensors have the same address if and only if they share memory; unlike
-# `data_ptr()`, this holds for meta tensors too. Seen in 2.8 to 2.13. Without it: `tigon.lean` and `tigon plan` refuse to
-# run.
+# `data_ptr()`, this holds for meta tensors too. Seen in 2.8 to 2.13. Without it: `tigon.lean` and `tigon plan` refuse
+# to run.
 if hasattr(torch.UntypedStorage, "_cdata"):
     storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 else:

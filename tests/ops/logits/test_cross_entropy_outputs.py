@@ -101,12 +101,12 @@ def test_classes_with_a_logit_of_minus_infinity_contribute_nothing(at, scaled):
     masked[:, at] = values[:, at]
     masked.requires_grad_()
     few = values[:, at].clone().requires_grad_()
-    got, expected = _run(masked, target, token_scaling=scaled), _run(few, target - at.start, token_scaling=scaled)
-    for a, b in zip(got, expected, strict=True):
+    actual, expected = _run(masked, target, token_scaling=scaled), _run(few, target - at.start, token_scaling=scaled)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    upstream = [torch.rand_like(y) + 1 for y in got]
+    upstream = [torch.rand_like(y) + 1 for y in actual]
     (gradient,), (finite_gradient,) = (
-        torch.autograd.grad(got, masked, upstream),
+        torch.autograd.grad(actual, masked, upstream),
         torch.autograd.grad(expected, few, upstream),
     )
     torch.testing.assert_close(gradient[:, at], finite_gradient, rtol=1e-5, atol=1e-6)
@@ -175,8 +175,8 @@ def test_token_scaling_is_a_constant_factor():
     torch.testing.assert_close(scaled.loss, p * plain.loss)
     torch.testing.assert_close(scaled.z_loss, p * plain.z_loss)
     assert scaled.log_probs is None
-    got, expected = (torch.autograd.grad(y.sum(), logits)[0] for y in (scaled.loss, p * plain.loss))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+    actual, expected = (torch.autograd.grad(y.sum(), logits)[0] for y in (scaled.loss, p * plain.loss))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_inplace_does_not_change_logits_that_outputs_need():
@@ -216,7 +216,7 @@ def test_module_returns_outputs_and_refuses_bad_input():
 
 
 class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records the largest number of bytes that the tensors created in the block hold at one time."""
+    """A mode that records the largest number of bytes that the tensors created in the block hold at one time."""
 
     live = peak = 0
 
