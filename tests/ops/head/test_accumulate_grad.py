@@ -144,7 +144,8 @@ def test_dw_is_added_to_main_grad(reduction, has_flag):
             tigon.linear_cross_entropy(x.detach(), wide, target, reduction=reduction).sum().backward()
         expected += wide.grad
     assert w.main_grad.data_ptr() == place
-    torch.testing.assert_close(w.main_grad, expected, rtol=1e-6, atol=1e-6)  # no rounding to bf16 on the way
+    # The tolerance excludes a rounding to bf16.
+    torch.testing.assert_close(w.main_grad, expected, rtol=1e-6, atol=1e-6)
     if has_flag:
         assert w.grad_added_to_main_grad is True
         assert (w.grad == 0).all()
@@ -204,7 +205,8 @@ def test_nothing_is_added_without_gradients_or_valid_tokens():
         _loss(x, w, target)
     _loss(x, w, torch.full_like(target, -100)).backward()
     assert (x.grad == 0).all()
-    _loss(x, w, target, reduction="none")  # dW would be computed in backward, which does not run
+    # This loss would compute dW in backward, which does not run.
+    _loss(x, w, target, reduction="none")
     w.requires_grad_(False)
     _loss(x, w, target).backward()
     assert (w.grad == 1).all()
@@ -305,7 +307,8 @@ def test_buffer_set_to_zero_between_forward_and_backward_becomes_nan():
         zero()
         loss.backward()
         assert w.grad.isnan().all()
-    w.grad = torch.zeros_like(w)  # zero before is right
+    # Setting the buffer to zero before the forward pass is correct.
+    w.grad = torch.zeros_like(w)
     tigon.linear_cross_entropy(x, w, target, accumulate_grad=True).backward()
     assert w.grad.isfinite().all()
 

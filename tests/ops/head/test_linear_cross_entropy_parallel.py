@@ -42,7 +42,7 @@ OPTIONS = {
 }
 if INTERPRETED:
     OPTIONS = {name: OPTIONS[name] for name in ("plain", "all, none")}
-ASKED = {
+RESULT_FLAGS = {
     "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
     "return_log_probs": True, "return_entropy": True,
 }  # fmt: skip
@@ -142,7 +142,7 @@ def everything_returned() -> None:
     for v in _sizes():
         for options in ({}, {"reduction": "none", "label_smoothing": 0.1}, OPTIONS["all, none"]):
             for parts in (("loss",), ("loss", "log_probs", "entropy"), ("entropy",), ("log_probs",)):
-                compare(v, parts, **ASKED, **options)
+                compare(v, parts, **RESULT_FLAGS, **options)
 
 
 def several_chunks() -> None:
@@ -155,7 +155,7 @@ def several_chunks() -> None:
         for v in _sizes():
             for options in ({}, {"reduction": "none"}, {"acc_dtype": torch.float32}):
                 compare(v, **options)
-            compare(v, ("loss", "log_probs", "entropy"), **ASKED)
+            compare(v, ("loss", "log_probs", "entropy"), **RESULT_FLAGS)
 
 
 def ignored_tokens() -> None:

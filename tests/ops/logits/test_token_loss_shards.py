@@ -171,7 +171,8 @@ def test_logits_of_a_shard_may_all_be_minus_infinity(smoothing, sizes):
     outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
     for actual, expected in zip(outputs, result[:1] + result[2:], strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
-    if not smoothing:  # with it a class of probability zero costs infinitely much
+    # With label smoothing, a class of probability zero makes the loss infinite.
+    if not smoothing:
         (actual,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
         assert actual.isfinite().all()
         assert (actual[:, 2090:] == 0).all()

@@ -1,4 +1,4 @@
-r"""Root-mean-square normalisation over the last dimension, of an input or of a sum (Zhang and Sennrich, 1910.07467).
+r"""Root-mean-square normalisation of an input, or of a sum of two (Zhang and Sennrich, arXiv:1910.07467).
 
     rstd  = (mean(x^2) + eps)^-1/2                        (fp32)
     y     = (offset + w) * x * rstd

@@ -43,7 +43,7 @@ __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 
 
 def _normalises_together(size: int, *weights: Tensor | None) -> bool:
-    """Return whether all heads of a token are normalised together, which is so if a weight is wider than one head."""
+    """Return whether all heads of a token are normalised together. A weight wider than one head requests this."""
     return any(weight is not None and tuple(weight.shape) != (size,) for weight in weights)
 
 
