@@ -132,7 +132,7 @@ def test_a_change_that_the_host_cannot_see_raises(make_model, batch, monkeypatch
     assert is_fused(outputs := model(**batch))
     assert not outputs.loss.isnan()
     monkeypatch.setitem(FACTORS, "scale", scale)
-    with pytest.raises(RuntimeError, match="changes the logits otherwise than when the model was patched"):
+    with pytest.raises(RuntimeError, match="does not change the logits as it did when the model was patched"):
         model(**batch)
 
 
