@@ -224,7 +224,7 @@ def test_another_forward_that_is_set_later_runs(monkeypatch):
 
 def test_a_decorator_without_functools_wraps_is_reported():
     (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "fused_statements")
-    assert entry.detail == "its forward is behind a decorator that does not name what it wraps"
+    assert entry.detail == "its forward is behind a decorator that does not name the function that it wraps"
 
 
 # --- residuals with other uses ---------------------------------------------------------------------
