@@ -29,7 +29,7 @@ __all__ = ["RopeRecipe", "recognise_rope"]
 
 
 class _FusedRope:
-    """Takes the place of the stock function. It runs the op for arguments that the op accepts, else the stock function."""
+    """Takes the place of the stock function. It runs the op where the op accepts the arguments, else this function."""
 
     def __init__(self, stock: types.FunctionType, form: Form, guard: FunctionGuard) -> None:
         call = Call.of(stock)

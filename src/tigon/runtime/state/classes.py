@@ -43,9 +43,9 @@ class ClassSearch(Record):
             # An object of this class may hold a size of the input under such a name.
             if probed := sorted(PROBED & names_of_fields(cls) & self.names):
                 self.reach.decisions.append(f"reads .{probed[0]}, which {cls.__qualname__} defines too")
-        before, self.owns_input = self.owns_input, is_plain
+        before, self.self_holds_inputs = self.self_holds_inputs, is_plain
         self.visit_class_attributes(cls, sorted(names), path, cls)
-        self.owns_input = before
+        self.self_holds_inputs = before
 
     def visit_class_attributes(self, cls: type, names: list[str], path: str, owner: Any) -> None:
         """Watch those of the names that a class or one of its bases defines.
@@ -99,9 +99,9 @@ class ClassSearch(Record):
             with contextlib.suppress(AttributeError):
                 self.watch(value, "attribute", name, getattr(value, name), f"{path}.{name}")
         special = {name for name in special_methods(kind) if self.may_call(kind, name)}
-        before, self.owns_input = self.owns_input, False
+        before, self.self_holds_inputs = self.self_holds_inputs, False
         self.visit_class_attributes(kind, sorted({*missing, *special} - slots), path, value)
-        self.owns_input = before
+        self.self_holds_inputs = before
         if hasattr(value, "__dict__"):
             self.watch_absence(attributes, [n for n in missing if defines(kind, n) or n in self.uses.optional], path)
             self.reach.places += [
