@@ -345,7 +345,8 @@ def test_a_residual_with_other_uses_has_the_stock_results(name, dtype):
     if isinstance(results[0], str):
         assert results[0] == results[1]
     else:
-        # The eager norm rounds its gradient in another order. A hook that sees a part of the gradient errs by a factor.
+        # The eager norm rounds its gradient in another order. If a hook received only a part of the gradient, the error
+        # would be much larger than a rounding error.
         atol = (1e-5 if dtype == torch.float32 else 2**-7) * results[0].abs().max().item()
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=atol)
 
