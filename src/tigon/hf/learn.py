@@ -228,9 +228,9 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
 
     The cases are calls with each of the loss options that the model passes to its loss.
     """
-    labels, other = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
+    labels, shifted_labels = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
     cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
-    cases += [{"shift_labels": other}, {"ignore_index": int(labels[0, 1])}]
+    cases += [{"shift_labels": shifted_labels}, {"ignore_index": int(labels[0, 1])}]
     weight = normal(7, spec.vocabulary, FEATURES) * 20
     tensors = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, spec.vocabulary)})
     for case in cases:

@@ -347,9 +347,8 @@ def patch(
         detail = finding.reason or str(finding.result)
         report.add(finding.part, type(finding.module).__name__, not finding.reason, detail, finding.name)
     new_modules = {finding.module for finding in findings if finding.recipe is not None}
-    earlier_count = sum(
-        recipe is not None and module not in new_modules for module, recipe in installed_recipes.items()
-    )
+    patched_modules = {module for module, recipe in installed_recipes.items() if recipe is not None}
+    earlier_count = len(patched_modules - new_modules)
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
     has_ops = earlier_count or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
     level = memory if has_ops or memory in ("checkpoint", "offload") else "default"

@@ -123,8 +123,8 @@ class GLUSubject:
         real_hidden, real_inner, real_out = gate.in_features, down.in_features, down.out_features
         gate_out = self.widths.inner * (2 if self.wiring.up is None else 1)
         # Sizes differ, so that a wrong wiring fails. The output has the input's size only if the original's output has.
-        hidden, inner, other = self.widths
-        out = hidden if real_out == real_hidden else other
+        hidden, inner, other_out = self.widths
+        out = hidden if real_out == real_hidden else other_out
         training = seed % 2 == 1 if training is None else training
         calls: list[str] = []
         children: dict[str, nn.Module | None] = {}

@@ -113,10 +113,10 @@ class ClassSearch(Record):
     def may_call(self, kind: type, name: str) -> bool:
         """Return True if the code may call a special method of an object that exists already."""
         if name in TRIGGERS:
-            return TRIGGERS[name] in self.known.operations
+            return TRIGGERS[name] in self.known_uses.operations
         function = getattr(kind, name, None)
         by_dataclass = isinstance(function, types.FunctionType) and function.__code__.co_filename == "<string>"
-        return not (name in COMPARISONS and by_dataclass) or "compare" in self.known.operations
+        return not (name in COMPARISONS and by_dataclass) or "compare" in self.known_uses.operations
 
     def visit_subclass(self, value: tuple | frozenset, path: str) -> None:
         """Visit a tuple or frozenset whose class the user wrote, as an object with attributes."""

@@ -115,8 +115,8 @@ class ContainerSearch(ClassSearch):
         """Accept objects of torch that are constants, and scripted functions that only compute."""
         self.entries.append((path, "opaque", stable_repr(value)))
         if isinstance(value, torch.jit.ScriptFunction):
-            if other := find_impure_statement(value):
-                self.reach.unwatchable.append(f"calls {path}, a scripted function with {other}")
+            if statement := find_impure_statement(value):
+                self.reach.unwatchable.append(f"calls {path}, a scripted function with {statement}")
         elif isinstance(value, OPERATOR_TYPES):
             self.refuse_foreign_namespace(str(value), path)
         elif not isinstance(value, CONSTANTS_OF_TORCH):

@@ -88,8 +88,8 @@ def find_impure_statement(function: torch.jit.ScriptFunction) -> str | None:
         "prim::ListConstruct",
         "prim::ListUnpack",
     }
-    other = (k for k in sorted(kinds - harmless) if not k.startswith("aten::") or k.endswith("_"))
-    return next(other, None)
+    impure_kinds = (k for k in sorted(kinds - harmless) if not k.startswith("aten::") or k.endswith("_"))
+    return next(impure_kinds, None)
 
 
 def stable_repr(value: Any) -> str:

@@ -180,10 +180,10 @@ def explore(
 
     Children that hold tensors are not searched: the recipe that replaces the forward calls them as the forward does.
     """
-    skipped, known = frozenset(("training", *live)), Uses()
+    skipped, known_uses = frozenset(("training", *live)), Uses()
     while True:
-        search = _Search(module, skipped, frozenset(choices), inputs, known)
+        search = _Search(module, skipped, frozenset(choices), inputs, known_uses)
         search.run()
-        if known.contains(search.uses):
+        if known_uses.contains(search.uses):
             return search.reach
-        known = known.union(search.uses)
+        known_uses = known_uses.union(search.uses)

@@ -43,16 +43,16 @@ class Uses:
 class Record:
     """The results of one pass over everything that is reachable.
 
-    `known` holds the uses of earlier passes, which decide which attributes this pass reads. `uses` collects the uses of
-    this pass. Some of them may be new.
+    `known_uses` holds the uses of earlier passes, which decide which attributes this pass reads. `uses` collects the
+    uses of this pass. Some of them may be new.
     """
 
     def __init__(
-        self, module: Any, live: frozenset[str], choices: frozenset[str], inputs: int | None, known: Uses
+        self, module: Any, live: frozenset[str], choices: frozenset[str], inputs: int | None, known_uses: Uses
     ) -> None:
         self.module, self.live, self.choices, self.inputs = module, live, choices, inputs
-        self.names, self.strings, self.all_names = frozenset(known.names), known.strings, known.all_names
-        self.known, self.uses = known, Uses(all_names=known.all_names)
+        self.names, self.strings, self.all_names = frozenset(known_uses.names), known_uses.strings, known_uses.all_names
+        self.known_uses, self.uses = known_uses, Uses(all_names=known_uses.all_names)
         self.reach = Reach()
         # The parts of the fingerprint. It is a tuple that compares the state by value.
         self.entries: list[tuple] = []
