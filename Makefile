@@ -26,7 +26,7 @@ VERSION_TESTS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests
 # the interpreter.
 KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py
 INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py \
-	tests/tools/plan/test_plan.py::test_kept_is_what_a_step_saves
+	tests/tools/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves
 WORKERS := --numprocesses 2 --dist worksteal
 
 # There are two workers for two cores, so more threads in each would only wait for each other.

@@ -352,11 +352,11 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
     run("tigon again", stock, parts=every)
     compare("stock in halves", run("stock in halves", stock, halves=True))
     for seed in range(options.seeds):
-        moved = run(f"stock moved {seed}", stock, seed=seed)
+        moved_stock = run(f"stock moved {seed}", stock, seed=seed)
         # The distance of two runs that begin at the same moved parameters: another sample of what Tigon does.
-        run(f"tigon from moved {seed}", moved, parts=every, seed=seed)
-        run(f"stock in halves from moved {seed}", moved, halves=True, seed=seed)
-        del moved
+        run(f"tigon from moved {seed}", moved_stock, parts=every, seed=seed)
+        run(f"stock in halves from moved {seed}", moved_stock, halves=True, seed=seed)
+        del moved_stock
     run("stock moved at every step", stock, seed=100, always=True)
     if not options.quick:
         lines = result["report"].splitlines()
@@ -373,8 +373,8 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
 
 def marks(values: list[float]) -> str:
     """Show a curve's distance at a few steps."""
-    shown = sorted({0, 1, 2, 4, 8, 16, len(values) - 1} & set(range(len(values))))
-    return " ".join(f"{i}:{values[i]:.0e}" for i in shown)
+    steps = sorted({0, 1, 2, 4, 8, 16, len(values) - 1} & set(range(len(values))))
+    return " ".join(f"{i}:{values[i]:.0e}" for i in steps)
 
 
 def table(model_type: str, result: dict) -> str:
@@ -474,8 +474,8 @@ def main() -> None:
         except Exception as error:  # Measure the other types all the same.
             traceback.print_exc()
             text += f"\n== {model_type} FAILED: {error!r}\n"
-        saved = {"options": {k: str(v) for k, v in vars(options).items()}, "results": results}
-        options.out.write_text(json.dumps(saved))
+        document = {"options": {k: str(v) for k, v in vars(options).items()}, "results": results}
+        options.out.write_text(json.dumps(document))
         options.out.with_suffix(".txt").write_text(text)
         print(flush=True)
     print(text)

@@ -99,11 +99,11 @@ class Trainer(Rank):
         if job.ranks > 1:
             dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
         self.model = build(job, self.device)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trainable_parameters = [p for p in self.model.parameters() if p.requires_grad]
         if job.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
+            self.optimizer = torch.optim.AdamW(trainable_parameters, lr=1e-5, weight_decay=0.0, fused=True)
         else:
-            self.optimizer = torch.optim.SGD(trained, lr=1e-3)
+            self.optimizer = torch.optim.SGD(trainable_parameters, lr=1e-3)
         # The tokens are bytes of source code, so that no tokenizer is needed.
         data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
         self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
@@ -123,7 +123,7 @@ class Trainer(Rank):
         """Train one step and return its loss and seconds."""
         ids = self.ids(length)
         self.synchronise()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         loss = self.model(ids)
         loss.backward()
         self.optimizer.step()
@@ -131,7 +131,7 @@ class Trainer(Rank):
         self.steps += 1
         value = loss.item()
         self.synchronise()
-        return value, time.perf_counter() - started
+        return value, time.perf_counter() - start_time
 
     def state_bytes(self) -> int:
         """Return the bytes of parameters, gradients of trained parameters, and optimizer states."""
@@ -162,12 +162,12 @@ class Trainer(Rank):
                 torch.cuda.reset_peak_memory_stats(self.device)
             results.append(self.step(length))
             if i == 0:
-                started = time.perf_counter()
-            elif self.is_over(time.perf_counter() - started):
+                start_time = time.perf_counter()
+            elif self.is_over(time.perf_counter() - start_time):
                 break
-        timed = results[self.job.warmup :] or results[-1:]
+        timed_results = results[self.job.warmup :] or results[-1:]
         return {
-            "seconds": [seconds for _, seconds in timed], "losses": [loss for loss, _ in results],
+            "seconds": [seconds for _, seconds in timed_results], "losses": [loss for loss, _ in results],
             "peak_bytes": self.peak_bytes(), "state_bytes": self.state_bytes(),
         }  # fmt: skip
 

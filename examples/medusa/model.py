@@ -83,6 +83,6 @@ class Medusa(nn.Module):
         logits = torch.stack([self.heads[k](hidden) for k in places])  # [K, B, S, V]
         results = []
         for i, k in enumerate(places):
-            shifted = logits[i, :, : -(k + 1)].contiguous().view(-1, logits.shape[-1])
-            results.append(F.cross_entropy(shifted.float(), labels[:, k + 1 :].reshape(-1)))
+            shifted_logits = logits[i, :, : -(k + 1)].contiguous().view(-1, logits.shape[-1])
+            results.append(F.cross_entropy(shifted_logits.float(), labels[:, k + 1 :].reshape(-1)))
         return results

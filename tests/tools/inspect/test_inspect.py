@@ -125,7 +125,7 @@ def test_a_model_without_a_head_is_reported(run):
     result = run("siglip")
     assert result.exit_code == 0
     assert "no class with a language head for siglip" in result.output
-    assert "loss none found" in result.output
+    assert "loss none recognised" in result.output
     assert "Head:" not in result.output
 
 

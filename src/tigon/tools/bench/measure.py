@@ -99,11 +99,11 @@ class Meter:
         self.prepare(bound)
         start = time.perf_counter()
         result = bound()
-        returned = time.perf_counter()
+        return_time = time.perf_counter()
         self.synchronize()
-        done = time.perf_counter()
+        end_time = time.perf_counter()
         del result
-        return (done - start) * 1e3, (returned - start) * 1e3
+        return (end_time - start) * 1e3, (return_time - start) * 1e3
 
     def peak_bytes(self, bound: BoundProvider) -> int | None:
         """Return the largest sum of live allocations during a call, its results included."""

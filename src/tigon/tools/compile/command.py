@@ -117,12 +117,12 @@ def resources(
         if usage.problem:
             text = f"{usage.kernel}, {usage.case}, {usage.chip}: {usage.problem}"
             console.print(text, style="bold red", markup=False, soft_wrap=True)
-    failed = sum(bool(usage.problem) for usage in usages)
-    console.print(f"{len(usages)} kernels compiled, {failed} with a problem.")
+    problem_count = sum(bool(usage.problem) for usage in usages)
+    console.print(f"{len(usages)} kernels compiled, {problem_count} with a problem.")
     if out is not None:
         write_file(out, _json(usages) if out.suffix == ".json" else _markdown(usages), "--out")
         say_written(console, out)
-    if interrupted or failed:
+    if interrupted or problem_count:
         raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 

@@ -31,10 +31,10 @@ def _introduce(console: "Console", plan: "DemoPlan") -> None:
         f"on {escape(device_name(job.device))}"
     )
     cut = f", its first {corpus.characters / 1e6:.0f} MB" if corpus.truncated else ""
-    cached = ", cached" if tokens.cached else ""
+    cache_note = ", cached" if tokens.cached else ""
     console.print(
         f"Text: {escape(corpus.name)}{cut}, {len(corpus.documents):,} files, {tokens.count:,} tokens "
-        f"(BPE of {tokens.entries:,} entries trained on it{cached})"
+        f"(BPE of {tokens.entries:,} entries trained on it{cache_note})"
     )
     if tokens.entries < preset.vocab_size:
         console.print(
@@ -76,9 +76,10 @@ def _conclude(
             console.print(f"[bold red]{run.title} failed[/] after {len(run.losses)} steps: {escape(run.failure)}")
             code = RUN_FAILED
     if interrupted:
-        done = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
+        step_counts = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
         console.print(
-            f"[bold yellow]Interrupted[/]: of {plan.first.preset.steps} steps were done: {done}. The report has them."
+            f"[bold yellow]Interrupted[/]: of {plan.first.preset.steps} steps were done: {step_counts}. "
+            "The report has them."
         )
         code = INTERRUPTED
     console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")

@@ -18,7 +18,7 @@ from tigon.tools.presets import PRESETS, preset_config
 
 __all__ = ["NotInspected", "build", "default_config", "find_config", "find_preset", "quietly"]
 
-# Auto classes of transformers. The class that trains the whole model with its loss comes first.
+# These are auto classes of transformers. The class that trains the whole model with its loss comes first.
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 MODEL_RULE = "must be a model type, owner/name on the hub, or a file or folder that exists"
 

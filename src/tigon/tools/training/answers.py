@@ -108,16 +108,16 @@ class Rank:
     def merge_ranks(self, fields: dict[str, Any]) -> dict[str, Any]:
         """Return the mean of "losses" and the maximum of each other field over all ranks; of lists for each item."""
         ranks = self.gather(fields)
-        merged: dict[str, Any] = {}
+        merged_fields: dict[str, Any] = {}
         for name, field in fields.items():
             values = [rank[name] for rank in ranks]
             if name == "losses":
-                merged[name] = [sum(losses) / len(losses) for losses in zip(*values, strict=True)]
+                merged_fields[name] = [sum(losses) / len(losses) for losses in zip(*values, strict=True)]
             elif isinstance(field, list):
-                merged[name] = [max(items) for items in zip(*values, strict=True)]
+                merged_fields[name] = [max(items) for items in zip(*values, strict=True)]
             else:
-                merged[name] = None if field is None else max(values)
-        return merged
+                merged_fields[name] = None if field is None else max(values)
+        return merged_fields
 
     def next_line(self, lines: Iterator[str]) -> str:
         """Return the next line of rank 0, or "" at the end."""

@@ -27,35 +27,35 @@ class Search:
     resolution: int | None = None
     limit: int | None = None
     bisections: int = 0
-    fitted: list[int] = field(default_factory=list)
+    fitting_sizes: list[int] = field(default_factory=list)
     too_large: list[int] = field(default_factory=list)
-    stopped: bool = False
+    is_stopped: bool = False
 
     @property
     def largest(self) -> int | None:
-        """The largest size that fitted."""
-        return max(self.fitted, default=None)
+        """Return the largest size that fitted."""
+        return max(self.fitting_sizes, default=None)
 
     def record(self, size: int, fits: bool) -> None:
-        (self.fitted if fits else self.too_large).append(size)
+        (self.fitting_sizes if fits else self.too_large).append(size)
 
     def stop(self) -> None:
         """Let `next` return None from now on."""
-        self.stopped = True
+        self.is_stopped = True
 
     def next(self) -> int | None:
         """Return the next size, or None at the end."""
-        if self.stopped:
+        if self.is_stopped:
             return None
         if self.too_large:
             return self._between()
-        tried = len(self.fitted)
-        if tried < len(self.sizes):
-            return self.sizes[tried]
+        tried_count = len(self.fitting_sizes)
+        if tried_count < len(self.sizes):
+            return self.sizes[tried_count]
         # There may be no sizes at all: a second round tries those that fitted in the first.
         if not self.doubling:
             return None
-        twice = 2 * max(self.fitted)
+        twice = 2 * max(self.fitting_sizes)
         return twice if self.limit is None or twice <= self.limit else None
 
     def _between(self) -> int | None:

@@ -120,7 +120,7 @@ class Trainer(Rank):
     """A model, its optimizer, and the steps that they have made."""
 
     def __init__(self, job: Job, rank: int, say: Say) -> None:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         super().__init__(job.device, rank, job.ranks)
         self.job, self._say = job, say
         self.ends_without_memory = self.keeps_gradients = job.turns
@@ -128,7 +128,7 @@ class Trainer(Rank):
         torch.manual_seed(job.seed)
         model: nn.Module = random_model(read_config(job.config), job.dtype, self.device)
         parameters, attention = sum(p.numel() for p in model.parameters()), model.config._attn_implementation  # type: ignore[union-attr]
-        applied = self.provider.apply(model, job.checkpointing, self.device.type)
+        description = self.provider.apply(model, job.checkpointing, self.device.type)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -147,8 +147,8 @@ class Trainer(Rank):
         self._meter.start()
         say(
             "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=state_bytes,
-            attention=attention, threads=torch.get_num_threads(), applied=applied,
-            seconds=time.perf_counter() - started,
+            attention=attention, threads=torch.get_num_threads(), applied=description,
+            seconds=time.perf_counter() - start_time,
         )  # fmt: skip
 
     def free(self) -> None:
@@ -190,10 +190,10 @@ class Trainer(Rank):
         meter, data = self._meter, self._data
         losses, step_seconds = [], 0.0
         for step in range(point.warmup):
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             # `item` waits for the step.
             losses.append(self._step(next(data)).item())
-            step_seconds = time.perf_counter() - started
+            step_seconds = time.perf_counter() - start_time
             self._say("step", step=step, loss=losses[-1], timed=False)
         steps = self.agree(self._affordable_steps(point, step_seconds))
         losses_on_host = torch.empty(steps, pin_memory=self.device.type == "cuda")
@@ -210,18 +210,18 @@ class Trainer(Rank):
         for index in range(steps):
             if index:
                 ids = next(data)
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             losses_on_host[index].copy_(self._step(ids), non_blocking=True)
             meter.mark()
-            host_seconds.append(time.perf_counter() - started)
+            host_seconds.append(time.perf_counter() - start_time)
             # Report the step before, so that the device always has work.
             if index:
                 report_step(index - 1)
         report_step(steps - 1)
-        allocated, reserved = meter.peaks()
+        allocated_peak, reserved_peak = meter.peaks()
         return self.merge_ranks({
-            "seconds": meter.seconds(), "host_seconds": host_seconds, "losses": losses, "allocated": allocated,
-            "reserved": reserved,
+            "seconds": meter.seconds(), "host_seconds": host_seconds, "losses": losses, "allocated": allocated_peak,
+            "reserved": reserved_peak,
         })  # fmt: skip
 
     @staticmethod

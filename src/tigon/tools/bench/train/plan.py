@@ -186,9 +186,11 @@ def _check(options: TrainOptions, sizes: list[int]) -> None:
     if options.budget is not None and not options.budget > 0:
         raise ValueError(f"bench train: budget must be a positive number of seconds, got {options.budget}")
     if options.gpus > 1:
-        seen = torch.cuda.device_count()
-        if options.device != "cpu" and options.gpus > seen:
-            raise ValueError(f"bench train: gpus must be at most those that torch sees, {seen}, got {options.gpus}")
+        gpu_count = torch.cuda.device_count()
+        if options.device != "cpu" and options.gpus > gpu_count:
+            raise ValueError(
+                f"bench train: gpus must be at most those that torch sees, {gpu_count}, got {options.gpus}"
+            )
         if options.device not in ("cpu", "cuda"):
             raise ValueError(f"bench train: several gpus are those from the first on, got device {options.device!r}")
         if message := unmet("accelerate"):
