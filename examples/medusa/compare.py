@@ -155,7 +155,7 @@ def main(words: list[str] | None = None) -> int:
     report: dict[str, Any] = {"options": options, "runs": []}
     for stage in arguments.stages:
         for heads in arguments.heads:
-            # The results of the first variant for which any length fitted.
+            # These are the results of the first variant for which any length fitted.
             reference: list[dict[str, Any]] = []
             for variant in arguments.variants:
                 job = MedusaJob(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import tigon
-from tigon.tools.training.answers import Rank, Say, answer, answer_points
+from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.records import Record
 from tigon.tools.training.text import read_text
 
@@ -93,7 +93,7 @@ def local_bytes(x: Tensor) -> int:
 class Trainer(Rank):
     """A model, its optimizer, and the text."""
 
-    def __init__(self, job: MedusaJob, rank: int = 0, say: Say = lambda *_, **__: None) -> None:
+    def __init__(self, job: MedusaJob, rank: int = 0, write_event: WriteEvent = lambda *_, **__: None) -> None:
         super().__init__(job.device, rank, job.ranks)
         self.job = job
         if job.ranks > 1:
@@ -110,7 +110,9 @@ class Trainer(Rank):
         self.place = rank * len(self.text) // job.ranks
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
-        say("ready", device=device, memory_bytes=memory, parameters=sum(p.numel() for p in self.model.parameters()))
+        write_event(
+            "ready", device=device, memory_bytes=memory, parameters=sum(p.numel() for p in self.model.parameters())
+        )
 
     def ids(self, length: int) -> Tensor:
         """Return the next tokens of the text, [batch, length]. After its end the text begins again."""
@@ -182,7 +184,12 @@ class Trainer(Rank):
 def main(path: str) -> int:
     job = MedusaJob.from_json(Path(path).read_text(encoding="utf-8"))
     lines = iter(sys.stdin.readline, "")
-    return answer(lambda rank, say: answer_points(lambda speak: Trainer(job, rank, speak), rank, lines, say), job.ranks)
+    return answer(
+        lambda rank, write_event: answer_points(
+            lambda write_group_event: Trainer(job, rank, write_group_event), rank, lines, write_event
+        ),
+        job.ranks,
+    )
 
 
 if __name__ == "__main__":

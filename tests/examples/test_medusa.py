@@ -229,10 +229,10 @@ def test_a_rank_that_runs_out_of_memory_takes_the_next_length():
     class Small(measure.Trainer):
         model = torch.nn.Linear(2, 2)
 
-        def __init__(self, job, rank, say) -> None:
+        def __init__(self, job, rank, write_event) -> None:
             measure.Rank.__init__(self, job.device, rank, job.ranks)
             self.free_calls = 0
-            say("ready")
+            write_event("ready")
 
         def train(self, line: str) -> dict:
             if int(line) > 100:
@@ -246,8 +246,8 @@ def test_a_rank_that_runs_out_of_memory_takes_the_next_length():
     job = measure.MedusaJob("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu")
     assert measure.MedusaJob.from_json(job.to_json()) == job
     events, lines = [], iter(["50\n", "500\n", "70\n", ""])
-    say = lambda event, **fields: events.append((event, fields))
-    assert measure.answer_points(lambda speak: Small(job, 0, speak), 0, lines, say)
+    write_event = lambda event, **fields: events.append((event, fields))
+    assert measure.answer_points(lambda write_group_event: Small(job, 0, write_group_event), 0, lines, write_event)
     assert [(event, fields.get("length")) for event, fields in events[1:]] == [
         ("point", 50), ("out of memory", None), ("point", 70),
     ]  # fmt: skip

@@ -39,7 +39,8 @@ COLOURS = ("#8a8f98", "#e8731c")
 class Tolerance:
     """The largest difference that the losses of a step may have, relative to the loss.
 
-    It is `first` at the first step and grows tenfold every 30 steps, because training amplifies rounding; at most 3 %.
+    It is `first` at the first step and grows tenfold every 30 steps, because training amplifies rounding. It is at
+    most 3 %.
     """
 
     first: float
@@ -80,7 +81,8 @@ class DemoComparison:
     """The second run against the first, over the steps that both have done.
 
     `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where a loss is not finite. `largest`
-    is the index of the largest difference, `worst` of the one that is largest relative to its tolerance.
+    is the index of the largest difference, and `worst` the index of the difference that is largest relative to its
+    tolerance.
     """
 
     differences: list[float]
@@ -199,7 +201,7 @@ def write_report(
             "source": corpus.name,
             "documents": len(corpus.documents),
             "characters": corpus.characters,
-            "truncated": corpus.truncated,
+            "truncated": corpus.is_truncated,
             "tokens": tokens.count,
             "bpe_entries": tokens.entries,
         },

@@ -100,8 +100,8 @@ class Measurement:
 def loss_differences(losses: Sequence[float], reference: Sequence[float], relative: bool = False) -> list[float]:
     """Return |loss - reference| for each step that both have; infinite where one of the two is not finite.
 
-    `relative`: divide by the reference, or by 1 where the reference is smaller. A loss is a difference of logits and
-    rounds as they do, so a loss near zero has few correct digits, or none.
+    With `relative`, divide by the reference, or by 1 where the reference is smaller. A loss is a difference of logits
+    and rounds as they do, so a loss near zero has few correct digits, or none.
     """
     return [
         abs(a - b) / (max(abs(b), 1.0) if relative else 1.0) if math.isfinite(a) and math.isfinite(b) else math.inf

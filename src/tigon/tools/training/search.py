@@ -8,11 +8,12 @@ __all__ = ["Search"]
 
 @dataclass
 class Search:
-    """The sizes of one run. Call `next`, try the size, and `record` whether it fitted; None is the end.
+    """The sizes of one run. Call `next`, try the size, and `record` whether it fitted; None ends the search.
 
     `sizes` are tried in order. With `doubling`, twice the last size follows until one does not fit or passes `limit`.
-    Then the gap between the largest size that fitted and the smallest that did not is halved: with a `resolution` in
-    multiples of it, until the gap is no wider; with `bisections` that many times.
+    Then the gap between the largest size that fitted and the smallest that did not is halved. With a `resolution`, the
+    sizes are multiples of it, and the search ends when the gap is at most as wide. With `bisections`, the gap is halved
+    that many times.
 
     >>> search, tried = Search([4], doubling=True, resolution=2), []
     >>> while (size := search.next()) is not None:

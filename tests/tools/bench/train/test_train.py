@@ -128,7 +128,7 @@ def test_a_sweep_ends_where_the_text_ends(options):
     [
         ({"model": "llame"}, "model must be tiny, Llama-3-8B, .* got 'llame'"),
         ({"model": "t5"}, "must be a causal language model, got 't5'"),
-        ({"layers": 3}, "layers must be between 1 and 2, the model's own, got 3"),
+        ({"layers": 3}, "layers must be between 1 and 2, the number of the model's layers, got 3"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"seq": 1}, "seq must be at least 2, got 1"),
         ({"seq": 10**6}, "text must hold a sequence of 1000000 tokens"),

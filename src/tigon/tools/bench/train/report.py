@@ -204,7 +204,7 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
         lines += [*markdown_table(*_curve_cells(curves), LEFT), ""]
     patch_reports = settings.get("applied", {})
     if patch_reports:
-        lines += ["## What was applied", ""]
+        lines += ["## Changes to the model", ""]
         for name, text in patch_reports.items():
             lines += [f"{name}:", "", "```text", text, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
