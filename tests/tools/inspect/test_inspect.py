@@ -306,14 +306,14 @@ def test_the_page_is_up_to_date(model_type):
 
 def test_the_totals_of_the_page_agree_with_its_rows():
     text, rows = page_text(), [row.split(" | ") for name, row in page_rows().items() if name in causal_lm_types()]
-    failed = {name.replace("\\", "") for name in re.findall(r"^- (\S+): ", PAGE.read_text("utf-8"), flags=re.M)}
+    failures = {name.replace("\\", "") for name in re.findall(r"^- (\S+): ", PAGE.read_text("utf-8"), flags=re.M)}
     assert f"Of {len(causal_lm_types())} types, {len(rows)} can be built" in text
-    assert {row[0].strip("| ") for row in rows} | failed == set(causal_lm_types())
-    replaced = [[not cell.startswith(("–", "*left*")) for cell in row[2:]] for row in rows]
-    for group, column in zip(GROUPS, zip(*replaced, strict=True), strict=True):
+    assert {row[0].strip("| ") for row in rows} | failures == set(causal_lm_types())
+    is_replaced = [[not cell.startswith(("–", "*left*")) for cell in row[2:]] for row in rows]
+    for group, column in zip(GROUPS, zip(*is_replaced, strict=True), strict=True):
         assert f"| {group} | {sum(column)} |" in text
-    assert f"replaced in {sum(map(all, replaced))} types, at least one in {sum(map(any, replaced))}." in text
+    assert f"replaced in {sum(map(all, is_replaced))} types, at least one in {sum(map(any, is_replaced))}." in text
     assert f"the {len(TYPES)} decoders of transformers 5.17" in text
     assert f"the tests build {len(TYPES) - len(WITHOUT)} small" in text
-    assert len(failed & set(TYPES) - set(WITHOUT)) == 6
+    assert len(failures & set(TYPES) - set(WITHOUT)) == 6
     assert "The tests build six of these" in text

@@ -478,7 +478,7 @@ def test_plot_has_a_line_for_each_level(tmp_path):
     plans = list(plan(transformers.LlamaConfig(**SIZES), settings, levels=levels, lengths=(128, 256), search=False))
     draw(tmp_path / "plan.svg", "tiny", plans, settings)
     plot = (tmp_path / "plan.svg").read_text()
-    assert all(f"<!-- {name} -->" in plot for name in (*levels, "what tensors get"))
+    assert all(f"<!-- {name} -->" in plot for name in (*levels, "memory for tensors"))
 
 
 @pytest.mark.parametrize(

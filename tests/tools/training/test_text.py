@@ -1,4 +1,4 @@
-"""Text, tokenizer, cache and batches."""
+"""Tests of the text, the tokenizer, the cache and the batches."""
 
 from itertools import islice
 from pathlib import Path

@@ -50,14 +50,14 @@ def test_wrong_providers_are_refused(names, checkpointing, message):
 @pytest.fixture
 def liger(monkeypatch):
     """Install a Liger Kernel that knows llama alone; return the list of models that it was applied to."""
-    applied = []
+    models = []
     package = types.ModuleType("liger_kernel.transformers")
-    package._apply_liger_kernel_to_instance = lambda model: applied.append(model)
+    package._apply_liger_kernel_to_instance = lambda model: models.append(model)
     table = types.ModuleType("liger_kernel.transformers.monkey_patch")
     table.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
     for module in (types.ModuleType("liger_kernel"), package, table):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return applied
+    return models
 
 
 def make_model(model_type: str) -> types.SimpleNamespace:
