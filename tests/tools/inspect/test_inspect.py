@@ -220,7 +220,7 @@ def test_a_config_that_builds_no_model_is_refused(run, tmp_path):
     transformers.LlamaConfig(**SIZE).save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "nonsense"}))
-    assert "no llama can be built from LlamaConfig as it is" in message_of(run(tmp_path))
+    assert "no llama can be built from this LlamaConfig" in message_of(run(tmp_path))
 
 
 def test_a_type_that_is_only_a_part_of_others_is_refused(run):

@@ -212,8 +212,9 @@ class Verdict:
 def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0) -> Verdict:
     """Compare every output and gradient, and name the first that breaks the rule.
 
-    Eager code can get a single number right by luck, and then its error sets no useful limit. So its error in a loss
-    counts as at least `typical`, its standard error, in the ratios, and as at least twice that in the rule.
+    Eager code can compute a single number exactly by chance, and then its error sets no useful limit. In the ratios,
+    its error in a loss therefore counts as at least `typical`, its standard error, and in the rule as at least twice
+    that.
     """
     wrong = ""
     errors: dict[str, Errors] = {}

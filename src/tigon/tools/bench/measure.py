@@ -291,7 +291,7 @@ _NOT_WORK = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event", "
 
 @contextlib.contextmanager
 def _quiet_profile(activities: list[ProfilerActivity], **options: Any) -> Iterator[profile]:
-    # Otherwise Kineto writes lines between those of the progress bar.
+    # Without this setting, Kineto writes lines between those of the progress bar.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with warnings.catch_warnings():
         # torch warns that a profile without a schedule has one cycle only.

@@ -82,7 +82,7 @@ def _compiled(op: str) -> Callable[[Case], Run]:
     return lambda case: torch.compile(load(case), dynamic=False)
 
 
-# These notes say what eager code is where a reader would not guess it.
+# These notes describe eager code that a reader would not expect.
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
     "moe_mlp": "expert by expert, waiting for each",

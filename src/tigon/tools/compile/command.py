@@ -58,7 +58,7 @@ def compile_case(case: str, chip_name: str) -> list[Usage]:
     from tigon.tools.compile.targets import resources as resources_of
 
     chip = next(chip for chip in CHIPS if chip.name == chip_name)
-    # A dict keeps the order of the kernels and has each once.
+    # A dict keeps the order of the kernels and holds each kernel once.
     usages: dict[Usage, None] = {}
     with recorded(chip) as launches:
         try:

@@ -113,7 +113,7 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
 
 
 def _source(launch: Launch) -> ASTSource:
-    """Return what Triton compiles for the launch, specialised as for tensors whose addresses are aligned."""
+    """Return the source that Triton compiles for the launch, specialised for tensors whose addresses are aligned."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], object] = {}
     attributes: dict[tuple[int], list] = {}

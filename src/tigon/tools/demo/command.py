@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-# Exit codes. Bad input is 2.
+# These are exit codes. The exit code for bad input is 2.
 CURVES_DIFFER, RUN_FAILED = 1, 3
 
 

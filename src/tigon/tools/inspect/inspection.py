@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "Inspection", "inspect_config"]
 
-# Groups of parts, as a reader knows them. A report lists the parts.
+# The table shows these groups of parts. The report lists the parts.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "relu2", "experts"),

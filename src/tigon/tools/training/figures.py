@@ -202,7 +202,7 @@ def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlab
     ticks = {size for line in lines for size, _ in line.points} | {
         line.failed_size for line in lines if line.failed_size
     }
-    axes.set_xticks(_spaced(sorted(ticks)))
+    axes.set_xticks(_select_spaced(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 and x % 256 == 0 else f"{x:g}")
@@ -213,7 +213,7 @@ def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlab
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
 
 
-def _spaced(sizes: Iterable[float]) -> list[float]:
+def _select_spaced(sizes: Iterable[float]) -> list[float]:
     """Select sizes, in ascending order, so that their labels do not overlap on a logarithmic axis."""
     ticks: list[float] = []
     for size in sizes:

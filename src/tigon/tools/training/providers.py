@@ -101,7 +101,7 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
     `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
     Raises:
-        ValueError: a name is unknown, comes twice, or means another level than `checkpointing` requires.
+        ValueError: a name is unknown, is named twice, or means another level than `checkpointing` requires.
 
     >>> [provider.level for provider in select("stock,tigon,tigon-lean")]
     [None, 'default', 'lean']
@@ -129,5 +129,7 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
     if not chosen_providers:
         raise ValueError(f"bench train: providers must name at least one of {', '.join(known_providers)}")
     if checkpointing and "checkpoint" not in levels() and any(p.level for p in chosen_providers):
-        raise ValueError("bench train: --checkpointing needs a level 'checkpoint' of tigon.patch, which has none")
+        raise ValueError(
+            "bench train: --checkpointing needs the level 'checkpoint', which this tigon.patch does not have"
+        )
     return chosen_providers
