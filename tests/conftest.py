@@ -42,7 +42,7 @@ THOROUGH = {
 
 
 def _repair_the_interpreter() -> None:
-    """Let the smaller of a number and NaN be the number in Triton's interpreter, as it is in compiled kernels.
+    """Let the smaller of a number and NaN be the number in Triton's interpreter, as in compiled kernels.
 
     The interpreter of Triton 3.7 returns NaN, which compiled code does only if it is told to propagate NaN.
     """
@@ -60,8 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
-def shows_something(item: pytest.Item) -> bool:
-    """Return True if the markers of a test say that it shows something in this run."""
+def runs_here(item: pytest.Item) -> bool:
+    """Return True if the markers of a test allow it in this run."""
     if INTERPRETED and item.get_closest_marker("no_interpreter"):
         return False
     if item.get_closest_marker("interpreter") and not INTERPRETED:
@@ -78,10 +78,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         case = getattr(getattr(item, "callspec", None), "id", None)
         if case in THOROUGH.get(getattr(item, "originalname", ""), ()):
             item.add_marker(pytest.mark.thorough)
-    deselected = [item for item in items if not shows_something(item)]
+    deselected = [item for item in items if not runs_here(item)]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if shows_something(item)]
+        items[:] = [item for item in items if runs_here(item)]
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def poisoned():
 
 @pytest.fixture
 def one_thread():
-    """Use one thread: with tensors this small more threads wait for each other, and tests take three times as long."""
+    """Use one thread. With small tensors, several threads wait for each other and take three times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
