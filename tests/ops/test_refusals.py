@@ -193,7 +193,8 @@ ACCEPTED: dict[str, set[str]] = {
 }  # fmt: skip
 RATE = {"float", "int", "1e60", "2**70", "np.float32", "np.int64", "scalar", "scalar of int"}
 ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
-    **{(op, "x"): ANY_SHAPE for op in ("relu2", "softmax", "Softmax")},
+    **{(workload.name, name): ANY_SHAPE for workload in WORKLOADS.values() for name in workload.any_shape},
+    ("Softmax", "x"): ANY_SHAPE,
     **{(op, "x"): LEADING for op in ("glu_mlp", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "bias"): FLAG for op in ("LayerNorm", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "dtype"): OPTIONAL | {"torch.float32"} for op in ("SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},

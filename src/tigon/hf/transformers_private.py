@@ -13,11 +13,14 @@ Nothing here imports transformers before a function is called.
 """
 
 import inspect
+import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+
+LOGGER = logging.getLogger("tigon")
 
 __all__ = [
     "auto_class_has",
@@ -86,6 +89,7 @@ def loss_slot(model: nn.Module) -> str | None:
     try:
         attribute.__set__(probe, marker)
     except Exception:
+        LOGGER.debug("The loss function of %s cannot be assigned to.", type(model).__name__, exc_info=True)
         return None
     slot = next((name for name, value in vars(probe).items() if value is marker), None)
     is_stock = str(getattr(attribute.fget, "__module__", "")).startswith("transformers.")

@@ -283,12 +283,18 @@ class Plan:
 
 
 # The length of the last chunk depends on the number of valid tokens, so there are many plans, and old ones are dropped.
-@functools.lru_cache(maxsize=512)
 def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
     """Return the plan of a product with one of the tiles, or None if the device or the library has none."""
+    # A handle cannot be created while a graph is captured, so its absence then is not remembered.
+    return None if _handle(device) is None else _plan(device, problem, tiles)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
     handle = _handle(device)
+    assert handle is not None
     try:
-        return None if handle is None else Plan(handle, problem, tiles)
+        return Plan(handle, problem, tiles)
     except RuntimeError:
         # This version of the library does not know an attribute or a value.
         return None

@@ -40,6 +40,7 @@ __all__ = [
     "engine_run_backward",
     "grouped_mm",
     "has_active_transform",
+    "has_gradient_hooks",
     "has_init_group",
     "increment",
     "is_checkpoint_hook",
@@ -282,6 +283,15 @@ read_scalar: Any = getattr(torch.ops.aten, "_local_scalar_dense", None)
 _KINDS = "forward_pre", "forward", "backward_pre", "backward"
 _GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global_{kind}_hooks", None) for kind in _KINDS)
 _KNOWS_GLOBAL_HOOKS = None not in _GLOBAL_HOOKS
+
+
+def has_gradient_hooks(x: Tensor) -> bool:
+    """Return whether autograd calls hooks with the gradient of x, or after it has accumulated the gradient.
+
+    torch keeps them in two private attributes, seen in 2.8 to 2.13. If one of them is missing the answer is True, so
+    the caller refuses to bypass autograd.
+    """
+    return any(getattr(x, name, True) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
 
 
 def any_global_hook() -> bool:

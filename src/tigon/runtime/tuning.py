@@ -47,10 +47,13 @@ class LaunchConfig:
             return cls._choices[problem, device]
         except KeyError:
             pass
-        config, fields = cls.heuristic(problem, device), _overrides.get(cls)
+        # A `tuned` block that begins or ends meanwhile in another thread takes another dictionary, so what follows
+        # cannot store a choice that no longer holds.
+        choices, fields = cls._choices, _overrides.get(cls)
+        config = cls.heuristic(problem, device)
         if fields is not None:
             config = cls(**fields) if config is None else dataclasses.replace(config, **fields)
-        cls._choices[problem, device] = config
+        choices[problem, device] = config
         return config
 
     @classmethod
@@ -86,15 +89,15 @@ def tuned(cls: type[LaunchConfig], **fields: Any) -> Iterator[None]:
             raise TypeError(f"tuned: {cls.__name__} has the fields {', '.join(names)}, got {name!r}")
     previous = _overrides.get(cls)
     _overrides[cls] = {**(previous or {}), **fields}
-    cls._choices.clear()
+    cls._choices = {}
     try:
         yield
     finally:
-        cls._choices.clear()
         if previous is None:
             del _overrides[cls]
         else:
             _overrides[cls] = previous
+        cls._choices = {}
 
 
 def rung(ladder: Sequence[tuple[int, Value]], size: int) -> Value:

@@ -5,6 +5,7 @@ written under a temporary name and renamed, so that a reader never sees an incom
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import sysconfig
@@ -128,6 +129,7 @@ def _find(folder: Path) -> Tokens | None:
         return _load(folder, is_cached=True)
     except Exception:
         # `tokenizers` raises plain Exception if the file is absent or damaged.
+        logging.getLogger("tigon").debug("There are no tokens in %s.", folder, exc_info=True)
         return None
 
 

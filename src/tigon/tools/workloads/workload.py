@@ -91,6 +91,8 @@ class Workload:
     # An op that `has_cpu_code` does not run its reference on a CPU.
     test_variants: tuple[Variant, ...] = ()
     is_loss: bool = False
+    # These arguments may have any shape, such as that of a scalar or of an empty tensor, and any dtype.
+    any_shape: tuple[str, ...] = ()
     has_cpu_code: bool = False
 
     # The compiler compiles these.
