@@ -4,30 +4,32 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# Another version of transformers than that of constraints.txt, by default the newest that was tested, in its own venv.
+# `make test-transformers` installs this version of transformers into its own venv, by default the newest tested one.
 TRANSFORMERS ?= 5.23.0
 DEEPSPEED ?= 0.19.8
-OTHER := .venv-transformers-$(TRANSFORMERS)
+OTHER_VENV := .venv-transformers-$(TRANSFORMERS)
 
-# The lowest versions that pyproject.toml admits, but for those in PINS, in their own venv.
-LOWEST := .venv-lowest
+# `make test-lowest` installs the lowest versions that pyproject.toml allows into its own venv. PINS replaces some.
+LOWEST_VENV := .venv-lowest
 PINS ?=
 
-# What runs with other versions: all that meets transformers, or a part of it with PART=1 (three minutes on two cores).
+# These tests run with other versions: all tests that use transformers, or with PART=1 some of them (three minutes on
+# two cores).
 PART ?=
 TYPES := afmoe deepseek_v3 falcon gemma2 gemma3_text glm4_moe gpt2 gpt_oss granitemoe llama llama4_text mamba mixtral \
 	olmo2 phi3 qwen3 qwen3_next
-TRAINED := $(TYPES:%='tests/hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact[%]')
-WITH_OTHERS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests/tools/bench/test_plots.py tests/recognition \
-	$(if $(PART),tests/hf/test_patch.py tests/hf/test_by_type.py $(TRAINED),tests/hf)
+TRAINING_TESTS := $(TYPES:%='tests/hf/test_all_types.py::test_loss_and_gradients_are_stock_and_restore_is_exact[%]')
+VERSION_TESTS = tests/runtime/test_requirements.py tests/tools/test_cli.py tests/tools/bench/test_plots.py tests/recognition \
+	$(if $(PART),tests/hf/test_patch.py tests/hf/test_by_type.py $(TRAINING_TESTS),tests/hf)
 
-# What runs the kernels: in Triton's interpreter, and those of it that a GPU can run.
-ON_KERNELS := tests/ops tests/recognition/test_fused_statements.py
-BY_KERNELS := $(ON_KERNELS) tests/memory/test_bytes.py tests/memory/test_lean.py \
-	tests/tools/plan/test_plan.py::test_kept_is_what_a_step_saves
+# KERNEL_TESTS run the kernels on a GPU or in Triton's interpreter. INTERPRETER_TESTS also have tests that run only in
+# the interpreter.
+KERNEL_TESTS := tests/ops tests/recognition/test_fused_statements.py
+INTERPRETER_TESTS := $(KERNEL_TESTS) tests/memory/test_bytes.py tests/memory/test_lean.py \
+	tests/tools/plan/test_plan.py::test_saved_bytes_are_what_a_step_saves
 WORKERS := --numprocesses 2 --dist worksteal
 
-# Two workers on two cores: more threads in each would only wait for each other.
+# There are two workers for two cores, so more threads in each would only wait for each other.
 test test-thorough: export OMP_NUM_THREADS = 1
 
 .PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench models lint install clean
@@ -35,7 +37,7 @@ test test-thorough: export OMP_NUM_THREADS = 1
 install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
-	@echo "Installing into $(VENV): torch and what the project needs. The first time takes some minutes."
+	@echo "Installing into $(VENV): torch and all other packages of the project. The first time takes some minutes."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --editable '.[dev]' --constraint constraints.txt
 	touch $(STAMP)
@@ -43,34 +45,34 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)  ## train a Llama twice, stock and patched, and plot both
 	$(BIN)/tigon demo $(ARGS)
 
-test: $(STAMP)  ## everything a machine without a GPU can show
+test: $(STAMP)  ## run all tests that need no GPU, except the thorough ones
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m 'not thorough' $(WORKERS) $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(BY_KERNELS) -m 'not thorough' $(WORKERS) $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m 'not thorough' $(WORKERS) $(ARGS)
 
-test-thorough: $(STAMP)  ## more sizes, chips, models, engines and graphs of the same
+test-thorough: $(STAMP)  ## run the thorough tests: more sizes, chips, models, engines and graphs
 	$(BIN)/python -m pytest tests --ignore tests/gpu -m thorough $(WORKERS) $(ARGS)
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(BY_KERNELS) -m thorough $(WORKERS) $(ARGS)
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest $(INTERPRETER_TESTS) -m thorough $(WORKERS) $(ARGS)
 
-test-transformers:  ## what meets transformers, with another version: make test-transformers TRANSFORMERS=5.23.0
-	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
-	grep -Ev '^(transformers|huggingface_hub|tokenizers|safetensors)==' constraints.txt > $(OTHER)/constraints.txt
-	$(OTHER)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
-		'transformers==$(TRANSFORMERS)' --constraint $(OTHER)/constraints.txt
-	$(OTHER)/bin/python -m pytest $(WITH_OTHERS) --numprocesses 2 $(ARGS)
+test-transformers:  ## test another version of transformers: make test-transformers TRANSFORMERS=5.23.0
+	test -x $(OTHER_VENV)/bin/python || $(PYTHON) -m venv $(OTHER_VENV)
+	grep -Ev '^(transformers|huggingface_hub|tokenizers|safetensors)==' constraints.txt > $(OTHER_VENV)/constraints.txt
+	$(OTHER_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+		'transformers==$(TRANSFORMERS)' --constraint $(OTHER_VENV)/constraints.txt
+	$(OTHER_VENV)/bin/python -m pytest $(VERSION_TESTS) --numprocesses 2 $(ARGS)
 
-test-lowest:  ## the same with the lowest versions, on Python 3.11: make test-lowest PINS='torch==2.13.0 triton==3.7.1'
-	test -x $(LOWEST)/bin/python || $(PYTHON) -m venv $(LOWEST)
-	$(LOWEST)/bin/python tests/lowest_versions.py $(PINS) > $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
-		--constraint $(LOWEST)/constraints.txt
-	$(LOWEST)/bin/python -m pytest $(WITH_OTHERS) --numprocesses 2 $(ARGS)
+test-lowest:  ## test the lowest versions, on Python 3.11: make test-lowest PINS='torch==2.13.0 triton==3.7.1'
+	test -x $(LOWEST_VENV)/bin/python || $(PYTHON) -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python tests/lowest_versions.py $(PINS) > $(LOWEST_VENV)/constraints.txt
+	$(LOWEST_VENV)/bin/pip install --quiet --disable-pip-version-check --editable '.[dev]' \
+		--constraint $(LOWEST_VENV)/constraints.txt
+	$(LOWEST_VENV)/bin/python -m pytest $(VERSION_TESTS) --numprocesses 2 $(ARGS)
 
-test-deepspeed: $(STAMP)  ## ZeRO-3 by DeepSpeed on two ranks; DeepSpeed is installed beside the rest
+test-deepspeed: $(STAMP)  ## install DeepSpeed and test its ZeRO-3 on two ranks
 	$(BIN)/pip install --quiet --disable-pip-version-check 'deepspeed==$(DEEPSPEED)' --constraint constraints.txt
 	$(BIN)/python -m pytest tests/hf/test_two_ranks.py tests/examples/test_engines.py -m deepspeed $(ARGS)
 
-test-gpu: $(STAMP)  ## the ops and what only a GPU can show
-	$(BIN)/python -m pytest $(ON_KERNELS) tests/gpu $(ARGS)
+test-gpu: $(STAMP)  ## run the tests of the ops and those that need a GPU
+	$(BIN)/python -m pytest $(KERNEL_TESTS) tests/gpu $(ARGS)
 
 bench: $(STAMP)  ## time every op against its peers
 	$(BIN)/tigon bench $(ARGS)
@@ -85,4 +87,4 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* $(LOWEST) build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-transformers-* $(LOWEST_VENV) build dist src/*.egg-info .pytest_cache .ruff_cache

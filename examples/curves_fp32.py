@@ -40,7 +40,7 @@ SIZES = {
     "small": {"hidden": 1024, "inter": 2048, "layers": 4, "heads": 16, "kv": 4, "head": 64, "vocab": 4096},
     "tiny": {"hidden": 64, "inter": 96, "layers": 2, "heads": 4, "kv": 2, "head": 16, "vocab": 512},
 }
-# The number of experts per token.
+# The number of experts per token for each type.
 MIXTURES = {"gpt_oss": 2, "llama4_text": 1}
 EXPERTS = 8
 
@@ -77,7 +77,7 @@ def build(model_type: str, size: str, length: int, attention: str, seed: int) ->
 
 
 class Fp64(TorchFunctionMode):
-    """Replace casts to fp32 by no cast, except in the rotary tables, which every run computes in fp32."""
+    """A mode that ignores casts to fp32, except in the rotary tables, which every run computes in fp32."""
 
     inside_tables = False
 
@@ -132,7 +132,7 @@ def step_in_fp64(base: nn.Module, batch: Tensor) -> tuple[float, dict[str, Tenso
 
 
 class Routers:
-    """Record the logits of every router at every step."""
+    """Records the logits of every router at every step."""
 
     def __init__(self, model: nn.Module, choices: int | None) -> None:
         self.logits: list[Tensor] = []
@@ -307,7 +307,7 @@ def by_pattern(ours: dict, stock: dict) -> dict[str, dict]:
 
 def measure(model_type: str, options: argparse.Namespace) -> dict:
     """Run everything for one model type."""
-    began = time.time()
+    start_time = time.time()
     choices, layers = MIXTURES.get(model_type), SIZES[options.size]["layers"]
     base = build(model_type, options.size, options.length, options.attention, options.seed).to(options.device)
     generator = torch.Generator().manual_seed(1)
@@ -329,7 +329,8 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
             "parameters_last": parameters_apart(curve, reference, "last", options.lr),
             "flips": flips(curve, reference, choices, layers, how.get("halves", False)),
         }  # fmt: skip
-        last = f"\r  {model_type} {len(runs)} runs, {name}: {runs[name]['max']:.1e} apart, {time.time() - began:.0f} s"
+        seconds = time.time() - start_time
+        last = f"\r  {model_type} {len(runs)} runs, {name}: {runs[name]['max']:.1e} apart, {seconds:.0f} s"
         print(last.ljust(100) if sys.stdout.isatty() else last[1:] if len(runs) % 10 == 1 else "", flush=True, end="")
         return curve
 
@@ -352,11 +353,11 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
     run("tigon again", stock, parts=every)
     compare("stock in halves", run("stock in halves", stock, halves=True))
     for seed in range(options.seeds):
-        moved = run(f"stock moved {seed}", stock, seed=seed)
-        # The distance of two runs that begin at the same moved parameters: another sample of what Tigon does.
-        run(f"tigon from moved {seed}", moved, parts=every, seed=seed)
-        run(f"stock in halves from moved {seed}", moved, halves=True, seed=seed)
-        del moved
+        moved_stock = run(f"stock moved {seed}", stock, seed=seed)
+        # Two runs that begin at the same moved parameters are another sample of the distance between Tigon and stock.
+        run(f"tigon from moved {seed}", moved_stock, parts=every, seed=seed)
+        run(f"stock in halves from moved {seed}", moved_stock, halves=True, seed=seed)
+        del moved_stock
     run("stock moved at every step", stock, seed=100, always=True)
     if not options.quick:
         lines = result["report"].splitlines()
@@ -364,17 +365,17 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
         for part in replaced_parts:
             compare(f"only {part}", run(f"only {part}", stock, parts=every | {p: p == part for p in PARTS}))
             run(f"without {part}", stock, parts=every | {part: False})
-    result["seconds"] = time.time() - began
+    result["seconds"] = time.time() - start_time
     return result
 
 
 # --- report --------------------------------------------------------------------------------------
 
 
-def marks(values: list[float]) -> str:
+def distances_at_steps(values: list[float]) -> str:
     """Show a curve's distance at a few steps."""
-    shown = sorted({0, 1, 2, 4, 8, 16, len(values) - 1} & set(range(len(values))))
-    return " ".join(f"{i}:{values[i]:.0e}" for i in shown)
+    steps = sorted({0, 1, 2, 4, 8, 16, len(values) - 1} & set(range(len(values))))
+    return " ".join(f"{i}:{values[i]:.0e}" for i in steps)
 
 
 def table(model_type: str, result: dict) -> str:
@@ -398,7 +399,7 @@ def table(model_type: str, result: dict) -> str:
             flip_text += f" logits apart {first['logits_apart']:.0e}"
         add(
             f"{name:30s} {r['max']:.1e} | params {r['parameters_first']:.1e} {r['parameters_last']:.1e} "
-            f"| {marks(r['apart'])}{flip_text}"
+            f"| {distances_at_steps(r['apart'])}{flip_text}"
         )
 
     maxima = lambda prefix: [runs[n]["max"] for n in runs if n.startswith(prefix)]
@@ -471,11 +472,12 @@ def main() -> None:
         try:
             results[model_type] = measure(model_type, options)
             text += table(model_type, results[model_type]) + "\n"
-        except Exception as error:  # Measure the other types all the same.
+        # After an error, measure the other types nevertheless.
+        except Exception as error:
             traceback.print_exc()
             text += f"\n== {model_type} FAILED: {error!r}\n"
-        saved = {"options": {k: str(v) for k, v in vars(options).items()}, "results": results}
-        options.out.write_text(json.dumps(saved))
+        document = {"options": {k: str(v) for k, v in vars(options).items()}, "results": results}
+        options.out.write_text(json.dumps(document))
         options.out.with_suffix(".txt").write_text(text)
         print(flush=True)
     print(text)

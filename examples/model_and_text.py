@@ -83,7 +83,7 @@ class Meter:
         if device.type == "cuda":
             # Leave out the peak of the model before it was sharded.
             torch.cuda.reset_peak_memory_stats(device)
-        self.started = time.perf_counter()
+        self.start_time = time.perf_counter()
 
     def step(self, loss: Tensor | float, tokens: int) -> None:
         """Print the step that has just been queued; `tokens` counts those of this rank."""
@@ -100,7 +100,7 @@ class Meter:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         self.steps += 1
         if os.environ.get("RANK", "0") == "0":
-            speed = tokens * self.ranks / (now - self.started)
+            speed = tokens * self.ranks / (now - self.start_time)
             line = f"step {self.steps}  loss {value:.5f}  {speed:,.0f} tokens/s  peak {peak / 2**30:.2f} GiB"
             print(line, flush=True)
-        self.started = now
+        self.start_time = now

@@ -35,11 +35,11 @@ def measure(name: str, step: Callable[[], object], parameters: int) -> None:
     for _ in range(12):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         start.record()
         step()
         end.record()
-        host.append((time.perf_counter() - started) * 1e3)
+        host.append((time.perf_counter() - start_time) * 1e3)
         end.synchronize()
         device.append(start.elapsed_time(end))
     ms = statistics.median(device[2:])

@@ -33,11 +33,20 @@ ON_GPU = torch.cuda.is_available() and not INTERPRETED
 THOROUGH = {
     "test_two_ranks": ("more ways", "sharded and lean", "Trainer", "FSDP2 by accelerate"),
     "test_no_type_breaks_the_graph": ("qwen2", "qwen3", "gemma2", "phi3"),
-    "test_a_graph_of_a_stock_and_a_patched_model_keeps_them_apart": ("stock",),
+    "test_a_compiled_function_tells_stock_and_patched_models_apart": ("stock",),
     "test_compiled": ("checkpoint-0.8",),
     "test_compiled_code_agrees": ("jsd",),
     "test_the_kernels_train_as_stock_in_the_interpreter": ("qwen3", "phi3"),
-    "test_the_page_is_current": ("cohere", "falcon_mamba", "gpt2", "gpt_neox", "mixtral", "olmo", "qwen3_moe", "zamba"),
+    "test_the_page_is_up_to_date": (
+        "cohere",
+        "falcon_mamba",
+        "gpt2",
+        "gpt_neox",
+        "mixtral",
+        "olmo",
+        "qwen3_moe",
+        "zamba",
+    ),
 }
 
 
@@ -77,8 +86,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{name}: {meaning}")
 
 
-def shows_something(item: pytest.Item) -> bool:
-    """Return True if the markers of a test say that it shows something in this run."""
+def runs_here(item: pytest.Item) -> bool:
+    """Return True if the markers of a test allow it in this run."""
     if INTERPRETED and item.get_closest_marker("no_interpreter"):
         return False
     if item.get_closest_marker("interpreter") and not INTERPRETED:
@@ -95,10 +104,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         case = getattr(getattr(item, "callspec", None), "id", None)
         if case in THOROUGH.get(getattr(item, "originalname", ""), ()):
             item.add_marker(pytest.mark.thorough)
-    deselected = [item for item in items if not shows_something(item)]
+    deselected = [item for item in items if not runs_here(item)]
     if deselected:
         config.hook.pytest_deselected(items=deselected)
-        items[:] = [item for item in items if shows_something(item)]
+        items[:] = [item for item in items if runs_here(item)]
 
 
 @pytest.fixture
@@ -115,7 +124,7 @@ def poisoned():
 
 @pytest.fixture
 def one_thread():
-    """Use one thread: with tensors this small more threads wait for each other, and tests take three times as long."""
+    """Use one thread. With small tensors, several threads wait for each other and take three times as long."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -95,8 +95,8 @@ def assert_as_accurate_as_eager(
     """Check every output and gradient by the oracle.
 
     The reference computes the eager result in the dtype of the inputs, and the exact result in fp64. If the gradient is
-    a difference of terms of the size `terms`, its tolerance is in units of this size, and that of the loss in units of
-    4.
+    a difference of terms of the size `terms`, its tolerance is in units of this size, and the tolerance of the loss is
+    in units of 4.
     """
     wide_tensors = [
         x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in tensors
@@ -123,18 +123,20 @@ def every_case(test: Callable) -> Callable:
 
 
 def one_in(parts: int, **axes: dict | list) -> Callable:
-    """Parametrise a test with the product of the axes, of which `make test` runs one case in so many.
+    """Parametrise a test with the product of the axes, of which `make test` runs one case in `parts`.
 
     The cases whose indices add up to a multiple of `parts` run there: every value of every axis is among them, and so
     is every pair of values if another axis has at least `parts` values. `make test-thorough` runs the others.
 
     Args:
-        parts: One case in so many runs in `make test`.
+        parts: `make test` runs one case out of this number.
         axes: The values of each argument of the test: a list, or a dict from the id of a value to the value.
     """
-    named = [list(x.items()) if isinstance(x, dict) else [(str(value), value) for value in x] for x in axes.values()]
+    values_with_ids = [
+        list(x.items()) if isinstance(x, dict) else [(str(value), value) for value in x] for x in axes.values()
+    ]
     params = []
-    for case in itertools.product(*(list(enumerate(values)) for values in named)):
+    for case in itertools.product(*(list(enumerate(values)) for values in values_with_ids)):
         is_quick = sum(i for i, _ in case) % parts == 0
         values = [value for _, (_, value) in case]
         name = "-".join(id for _, (id, _) in case)

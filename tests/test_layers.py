@@ -1,4 +1,4 @@
-"""Imports run one way, from the tools down to the runtime. Few families of ops import another one."""
+"""Imports run one way, from the tools down to the runtime. Few families of ops import another family."""
 
 import ast
 from pathlib import Path
@@ -23,11 +23,11 @@ FAMILIES = {
     ("fp8", "norms"): "norms are quantised where they are computed",
 }
 
-# The files beside the folders: the public names and the accuracy check.
+# These files are beside the folders: the public names and the accuracy check.
 ROOT_FILES = {"__init__", "testing"}
 
 
-def _imported(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:
+def _imports_of(file: Path, within_functions: bool = True) -> list[tuple[int, str]]:
     """Return the names that a file imports from Tigon, with their lines."""
     tree = ast.parse(file.read_text("utf-8"))
     nodes = ast.walk(tree) if within_functions else iter(tree.body)
@@ -48,7 +48,7 @@ def _files() -> list[Path]:
 @pytest.mark.parametrize("file", _files(), ids=lambda file: file.relative_to(PACKAGE).as_posix())
 def test_a_file_imports_only_from_its_own_and_lower_folders(file):
     layer, *rest = file.relative_to(PACKAGE).with_suffix("").parts
-    for line, name in _imported(file):
+    for line, name in _imports_of(file):
         parts = name.split(".")[1:]
         # The other names are public names of `tigon`, or `tigon.testing`.
         if not parts or parts[0] not in LAYERS:
@@ -62,7 +62,7 @@ def test_a_file_imports_only_from_its_own_and_lower_folders(file):
 def test_only_the_tools_import_the_public_names(layer):
     """A file of the package that imports `tigon` itself would be part of an import circle."""
     for file in (PACKAGE / layer).rglob("*.py"):
-        public = [line for line, name in _imported(file) if name.count(".") == 0 or not _is_module(name)]
+        public = [line for line, name in _imports_of(file) if name.count(".") == 0 or not _is_module(name)]
         assert not public, f"{file}: line {public[0]}"
 
 
@@ -81,17 +81,17 @@ def test_imports_at_the_top_of_files_form_no_circle():
         """Return the module that has an imported name. The name may itself be that of a module."""
         return name if name in modules else name.rpartition(".")[0]
 
-    graph = {name: {module_of(x) for _, x in _imported(file, False)} - {name} for name, file in modules.items()}
-    done, path = set(), []
+    graph = {name: {module_of(x) for _, x in _imports_of(file, False)} - {name} for name, file in modules.items()}
+    visited_modules, path = set(), []
 
     def visit(name: str) -> None:
         assert name not in path, " -> ".join((*path[path.index(name) :], name))
-        if name in done or name not in graph:
+        if name in visited_modules or name not in graph:
             return
         path.append(name)
         for other in sorted(graph[name]):
             visit(other)
-        done.add(path.pop())
+        visited_modules.add(path.pop())
 
     for name in sorted(graph):
         visit(name)

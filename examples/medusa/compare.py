@@ -90,8 +90,8 @@ def make_search(reference: list[dict[str, Any]], arguments: argparse.Namespace) 
     """
     if not reference:
         return Search([arguments.first], doubling=True, limit=arguments.longest, bisections=arguments.bisections)
-    fitted = sorted(result["length"] for result in reference if "seconds" in result)
-    lengths = fitted + [fitted[-1] * multiple for multiple in sorted(set(arguments.multiples))]
+    fitting_lengths = sorted(result["length"] for result in reference if "seconds" in result)
+    lengths = fitting_lengths + [fitting_lengths[-1] * multiple for multiple in sorted(set(arguments.multiples))]
     return Search([length for length in lengths if length <= arguments.longest])
 
 
@@ -155,7 +155,7 @@ def main(words: list[str] | None = None) -> int:
     report: dict[str, Any] = {"options": options, "runs": []}
     for stage in arguments.stages:
         for heads in arguments.heads:
-            # The results of the first variant for which any length fitted.
+            # These are the results of the first variant for which any length fitted.
             reference: list[dict[str, Any]] = []
             for variant in arguments.variants:
                 job = MedusaJob(

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import tigon
-from tigon.tools.training.answers import Rank, Say, answer, answer_points
+from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.records import Record
 from tigon.tools.training.text import read_text
 
@@ -93,24 +93,26 @@ def local_bytes(x: Tensor) -> int:
 class Trainer(Rank):
     """A model, its optimizer, and the text."""
 
-    def __init__(self, job: MedusaJob, rank: int = 0, say: Say = lambda *_, **__: None) -> None:
+    def __init__(self, job: MedusaJob, rank: int = 0, write_event: WriteEvent = lambda *_, **__: None) -> None:
         super().__init__(job.device, rank, job.ranks)
         self.job = job
         if job.ranks > 1:
             dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
         self.model = build(job, self.device)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
+        trainable_parameters = [p for p in self.model.parameters() if p.requires_grad]
         if job.optimizer == "adamw":
-            self.optimizer = torch.optim.AdamW(trained, lr=1e-5, weight_decay=0.0, fused=True)
+            self.optimizer = torch.optim.AdamW(trainable_parameters, lr=1e-5, weight_decay=0.0, fused=True)
         else:
-            self.optimizer = torch.optim.SGD(trained, lr=1e-3)
+            self.optimizer = torch.optim.SGD(trainable_parameters, lr=1e-3)
         # The tokens are bytes of source code, so that no tokenizer is needed.
         data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
         self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
         self.place = rank * len(self.text) // job.ranks
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
-        say("ready", device=device, memory_bytes=memory, parameters=sum(p.numel() for p in self.model.parameters()))
+        write_event(
+            "ready", device=device, memory_bytes=memory, parameters=sum(p.numel() for p in self.model.parameters())
+        )
 
     def ids(self, length: int) -> Tensor:
         """Return the next tokens of the text, [batch, length]. After its end the text begins again."""
@@ -123,7 +125,7 @@ class Trainer(Rank):
         """Train one step and return its loss and seconds."""
         ids = self.ids(length)
         self.synchronise()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         loss = self.model(ids)
         loss.backward()
         self.optimizer.step()
@@ -131,7 +133,7 @@ class Trainer(Rank):
         self.steps += 1
         value = loss.item()
         self.synchronise()
-        return value, time.perf_counter() - started
+        return value, time.perf_counter() - start_time
 
     def state_bytes(self) -> int:
         """Return the bytes of parameters, gradients of trained parameters, and optimizer states."""
@@ -162,12 +164,12 @@ class Trainer(Rank):
                 torch.cuda.reset_peak_memory_stats(self.device)
             results.append(self.step(length))
             if i == 0:
-                started = time.perf_counter()
-            elif self.is_over(time.perf_counter() - started):
+                start_time = time.perf_counter()
+            elif self.is_over(time.perf_counter() - start_time):
                 break
-        timed = results[self.job.warmup :] or results[-1:]
+        timed_results = results[self.job.warmup :] or results[-1:]
         return {
-            "seconds": [seconds for _, seconds in timed], "losses": [loss for loss, _ in results],
+            "seconds": [seconds for _, seconds in timed_results], "losses": [loss for loss, _ in results],
             "peak_bytes": self.peak_bytes(), "state_bytes": self.state_bytes(),
         }  # fmt: skip
 
@@ -182,7 +184,12 @@ class Trainer(Rank):
 def main(path: str) -> int:
     job = MedusaJob.from_json(Path(path).read_text(encoding="utf-8"))
     lines = iter(sys.stdin.readline, "")
-    return answer(lambda rank, say: answer_points(lambda speak: Trainer(job, rank, speak), rank, lines, say), job.ranks)
+    return answer(
+        lambda rank, write_event: answer_points(
+            lambda write_group_event: Trainer(job, rank, write_group_event), rank, lines, write_event
+        ),
+        job.ranks,
+    )
 
 
 if __name__ == "__main__":

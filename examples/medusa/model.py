@@ -31,7 +31,7 @@ class Head(nn.Module):
         self.block = nn.Linear(hidden, hidden) if block else None
         self.output = nn.Linear(hidden, vocabulary, bias=False)
         if block:
-            # The block is the identity at first.
+            # The block begins as the identity.
             nn.init.zeros_(self.block.weight)
             nn.init.zeros_(self.block.bias)
 
@@ -46,8 +46,8 @@ class Head(nn.Module):
 class Medusa(nn.Module):
     """A trunk of transformers, its own head and K more heads; the forward pass returns the loss of a stage.
 
-    `fused`: each head computes its loss, one head after the other, and only a chunk of one head's logits exists at a
-    time. Otherwise the losses are those of Medusa's training code: the logits of all heads are one tensor, and slices
+    With `fused`, each head computes its loss, one head after the other, and only a chunk of one head's logits exists at
+    a time. Otherwise the losses are those of Medusa's training code: the logits of all heads are one tensor, and slices
     of it go to the loss in fp32.
     """
 
@@ -83,6 +83,6 @@ class Medusa(nn.Module):
         logits = torch.stack([self.heads[k](hidden) for k in places])  # [K, B, S, V]
         results = []
         for i, k in enumerate(places):
-            shifted = logits[i, :, : -(k + 1)].contiguous().view(-1, logits.shape[-1])
-            results.append(F.cross_entropy(shifted.float(), labels[:, k + 1 :].reshape(-1)))
+            shifted_logits = logits[i, :, : -(k + 1)].contiguous().view(-1, logits.shape[-1])
+            results.append(F.cross_entropy(shifted_logits.float(), labels[:, k + 1 :].reshape(-1)))
         return results

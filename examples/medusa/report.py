@@ -52,10 +52,10 @@ def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write medusa.md and the pictures."""
     lines = [
         "# Medusa", "", f"{describe(report)}.", "",
-        "State: parameters, gradients, optimizer. The peak contains it whatever the code, so there are ratios with and "
-        "without it.", "",
-        "| stage | heads | variant | against | at length | tokens/s | peak | peak above state | longest | loss, "
-        "first length: difference |",
+        "The state is the parameters, gradients and optimizer states. Every peak contains it, so there are ratios with "
+        "and without it.", "",
+        "| stage | heads | variant | against | at length | tokens/s | peak | peak above state | longest | "
+        "difference of the losses at the first length |",
         "|---|---|---|---|---:|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
     for row in compare_variants(report):

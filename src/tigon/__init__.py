@@ -1,9 +1,10 @@
-"""Tigon: GPU kernels that make LLM training faster and lighter, exactly.
+"""Tigon: GPU kernels that make LLM training faster and reduce its memory, without approximations.
 
-import tigon
-tigon.patch(model)   # replaces norms, MLPs, rotary embeddings and the loss of any decoder of transformers
+    # Replace norms, MLPs, rotary embeddings and the loss of any decoder of transformers.
+    tigon.patch(model)
 
-This module has the ops as functions and modules. Names that need transformers are imported when they are first used.
+This package exports the ops as functions and modules. Names that need transformers are imported when they are first
+used.
 """
 
 # ruff: noqa: E402 - The versions are checked before the imports that fail with an older torch or triton.

@@ -14,21 +14,22 @@ RMS_ULPS, RMS_COUNT = 1.0, 64
 def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, smallest: float = 0.0, msg: str = "") -> None:
     """Check that the error of `actual` is at most twice that of `eager`, plus two units in the last place.
 
-    The limit holds for the largest error. The root mean square of the errors has one unit in place of two (rounding to
-    nearest causes 0.2 to 0.3). So the check fails for one bad element among many, and also for a small bias of all.
+    The limit holds for the largest error. For the root mean square of the errors it is one unit instead of two, where
+    rounding to nearest causes 0.2 to 0.3 units. So the check fails for one bad element among many, and also for a small
+    bias of all elements.
 
     Args:
         actual: The result under test, of any shape, fp32 | bf16 | fp16.
         eager: The result of eager code in the same dtype.
         exact: The result in fp32 or fp64.
-        smallest: Smaller values have the units in the last place of a value of this size. For losses it is 1.0, because
-            the logarithm of a sum near one is no more precise than the sum. The error of a single loss that eager code
-            computes exactly by chance is no measure.
-        msg: The name of the result, which the error contains.
+        smallest: A value that is smaller than this gets the unit in the last place of this number. For losses it is
+            1.0, because the logarithm of a sum near one is no more precise than the sum. Eager code may also compute a
+            single loss exactly by chance, and then its error gives no useful limit.
+        msg: The name of the result, for the error message.
 
     Raises:
-        AssertionError: An error is too large, the message says where and how large it is. Or shapes or dtypes differ,
-            or NaN and infinities are not at the positions where `exact` has them.
+        AssertionError: An error is too large (the message contains its position and size), shapes or dtypes differ, or
+            NaN and infinities are not at the positions where `exact` has them.
 
     Example:
         >>> x = torch.randn(4, 64)
@@ -47,8 +48,8 @@ def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, smallest: f
     finite = exact.isfinite()
     differs = torch.where(finite, ~actual.isfinite(), ~torch.isclose(actual, exact, equal_nan=True))
     if differs.any():
-        where = tuple(differs.nonzero()[0].tolist())
-        raise AssertionError(f"{prefix}at {where} got {actual[where].item()}, expected {exact[where].item()}")
+        index = tuple(differs.nonzero()[0].tolist())
+        raise AssertionError(f"{prefix}at {index} got {actual[index].item()}, expected {exact[index].item()}")
     zero = torch.zeros_like(exact)
     size = torch.where(finite, exact.abs().clamp(min=smallest), zero)
     error = torch.where(finite, (actual - exact).abs(), zero)
@@ -57,10 +58,10 @@ def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, smallest: f
 
     limit = 2 * eager_error.max() + ULPS * eps * size
     if (error > limit).any():
-        where = tuple(int(i) for i in torch.unravel_index((error - limit).argmax(), error.shape))
+        index = tuple(int(i) for i in torch.unravel_index((error - limit).argmax(), error.shape))
         raise AssertionError(
-            f"{prefix}at {where} got {actual[where].item():.9g}, exact is {exact[where].item():.9g}: error "
-            f"{error[where].item():.3g} over {limit[where].item():.3g} "
+            f"{prefix}at {index} got {actual[index].item():.9g}, exact is {exact[index].item():.9g}: error "
+            f"{error[index].item():.3g} over {limit[index].item():.3g} "
             f"(eager's largest {eager_error.max().item():.3g})"
         )
     rms = lambda x: x.square().mean().sqrt().item()

@@ -21,11 +21,11 @@ def initialise_with_sharding(self, *args, fsdp_plugin=None, **options) -> None:
 
 
 def prepare_and_check(self, *args, **options):
-    prepared = prepare(self, *args, **options)
-    model = prepared[0]
+    results = prepare(self, *args, **options)
+    model = results[0]
     assert isinstance(model, FSDPModule)
     assert all(isinstance(layer, FSDPModule) for layer in model.model.layers)
-    return prepared
+    return results
 
 
 AcceleratorState.__init__, Accelerator.prepare = initialise_with_sharding, prepare_and_check

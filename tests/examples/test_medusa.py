@@ -52,16 +52,18 @@ def test_losses_and_gradients_are_those_of_stock(stage):
         loss.backward()
         losses.append(loss.item())
         gradients.append({name: p.grad for name, p in model.named_parameters()})
-    stock, patched = gradients
+    stock, patched_gradients = gradients
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
-    assert {name for name, g in patched.items() if g is None} == {name for name, g in stock.items() if g is None}
-    trained = {name: g for name, g in stock.items() if g is not None}
+    assert {name for name, g in patched_gradients.items() if g is None} == {
+        name for name, g in stock.items() if g is None
+    }
+    stock_gradients = {name: g for name, g in stock.items() if g is not None}
     if stage == 1:
-        assert {name.split(".")[1] for name in trained} == {"1", "2", "3"}
+        assert {name.split(".")[1] for name in stock_gradients} == {"1", "2", "3"}
     else:
-        assert len(trained) == len(stock)
-    for name, g in trained.items():
-        torch.testing.assert_close(patched[name], g, rtol=0, atol=2e-5 * float(g.abs().max()), msg=name)
+        assert len(stock_gradients) == len(stock)
+    for name, g in stock_gradients.items():
+        torch.testing.assert_close(patched_gradients[name], g, rtol=0, atol=2e-5 * float(g.abs().max()), msg=name)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -75,9 +77,9 @@ def test_the_loss_is_that_of_the_paper(stage):
         for k, head in enumerate(model.heads):
             h = hidden if k == 0 else hidden + torch.nn.functional.silu(head.block(hidden))
             log_probs = (h @ head.output.weight.T).log_softmax(-1)
-            picked = [-log_probs[b, t, ids[b, t + k + 1]] for b in range(2) for t in range(12 - k - 1)]
+            target_losses = [-log_probs[b, t, ids[b, t + k + 1]] for b in range(2) for t in range(12 - k - 1)]
             weight = (0.0 if stage == 1 else 1.0) if k == 0 else 0.8**k * (1.0 if stage == 1 else 0.2)
-            expected += weight * torch.stack(picked).mean().item()
+            expected += weight * torch.stack(target_losses).mean().item()
         assert model(ids).item() == pytest.approx(expected, rel=1e-5)
 
 
@@ -119,10 +121,10 @@ def test_the_first_step_is_not_timed(monkeypatch):
         def state_bytes(self) -> int:
             return 0
 
-    for seconds, timed, count in ((0.5, 1, 2), (2.5, 2, 4), (9.0, 3, 5)):
+    for seconds, timed_steps, count in ((0.5, 1, 2), (2.5, 2, 4), (9.0, 3, 5)):
         trainer = Slow(seconds)
         result = trainer.measure(64)
-        assert result["seconds"] == [1.0] * timed
+        assert result["seconds"] == [1.0] * timed_steps
         assert (result["losses"][0], trainer.count) == (1.0, count)
 
 
@@ -229,10 +231,10 @@ def test_a_rank_that_runs_out_of_memory_takes_the_next_length():
     class Small(measure.Trainer):
         model = torch.nn.Linear(2, 2)
 
-        def __init__(self, job, rank, say) -> None:
+        def __init__(self, job, rank, write_event) -> None:
             measure.Rank.__init__(self, job.device, rank, job.ranks)
             self.free_calls = 0
-            say("ready")
+            write_event("ready")
 
         def train(self, line: str) -> dict:
             if int(line) > 100:
@@ -246,8 +248,8 @@ def test_a_rank_that_runs_out_of_memory_takes_the_next_length():
     job = measure.MedusaJob("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu")
     assert measure.MedusaJob.from_json(job.to_json()) == job
     events, lines = [], iter(["50\n", "500\n", "70\n", ""])
-    say = lambda event, **fields: events.append((event, fields))
-    assert measure.answer_points(lambda speak: Small(job, 0, speak), 0, lines, say)
+    write_event = lambda event, **fields: events.append((event, fields))
+    assert measure.answer_points(lambda write_group_event: Small(job, 0, write_group_event), 0, lines, write_event)
     assert [(event, fields.get("length")) for event, fields in events[1:]] == [
         ("point", 50), ("out of memory", None), ("point", 70),
     ]  # fmt: skip

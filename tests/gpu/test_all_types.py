@@ -23,12 +23,12 @@ BUILT = [name for name in TYPES if name not in WITHOUT]
 def test_a_step_in_fp32_agrees_with_stock(model_type):
     model, batch = tiny_model(model_type).cuda(), make_batch(VOCABULARY, device="cuda")
     expected = step(model, batch)
-    allowed = noise(model, batch, expected)
+    limits = noise(model, batch, expected)
     # Some sums have no fixed order, so two stock steps differ too.
     for name, value in step(model, batch).items():
-        allowed[name] = max(allowed[name], (value - expected[name]).abs().max().item())
+        limits[name] = max(limits[name], (value - expected[name]).abs().max().item())
     report = tigon.patch(model)
-    assert_within_noise(step(model, batch), expected, allowed, report)
+    assert_within_noise(step(model, batch), expected, limits, report)
 
 
 def relative_errors(actual: Step, exact: Step) -> dict[str, float]:
@@ -61,8 +61,8 @@ def assert_as_accurate(actual: list[Step], stock: list[Step], exact: list[Step],
         ours, theirs = ([batch[name] + 2**-9 for batch in batches] for batches in (errors, stock_errors))
         assert exp(mean(map(log, ours))) <= largest_mean(theirs), f"{name}: {ours}, stock {theirs}\n{report}"
     losses = [torch.stack([result["loss"].float() for result in results]) for results in (actual, stock, exact)]
-    error, allowed = ((loss - losses[2]).square().mean().sqrt().item() for loss in losses[:2])
-    assert error <= 2 * allowed + 1e-3 * losses[2].mean().item(), f"{losses}\n{report}"
+    error, limits = ((loss - losses[2]).square().mean().sqrt().item() for loss in losses[:2])
+    assert error <= 2 * limits + 1e-3 * losses[2].mean().item(), f"{losses}\n{report}"
 
 
 def compare(model: nn.Module, batches: list[dict]) -> None:

@@ -26,7 +26,7 @@ SIZE = {
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory) -> list[torch.Tensor]:
-    """STEPS batches of the sources of Python's standard library."""
+    """Return `STEPS` batches of the sources of Python's standard library."""
     tokens = tokenise(read_text(), VOCABULARY, tmp_path_factory.mktemp("text"))
     stream = batches(tokens.path, ROWS, LENGTH, 0)
     return [next(stream).cuda() for _ in range(STEPS)]
@@ -62,13 +62,13 @@ def test_a_patched_model_trains_as_stock(model_type, text):
     stock = _curve(model_type, text, rows)
     # These runs sum over rows in another order, and have products of other sizes, which cuBLAS sums in another order.
     others = [_curve(model_type, text, rows[::-1]), _curve(model_type, text, rows[3:] + rows[:3], parts=2)]
-    patched = _curve(model_type, text, rows, patched=True)
+    patched_losses = _curve(model_type, text, rows, patched=True)
     noise = torch.stack([(other - stock).abs() for other in others])
-    distance = (patched - stock).abs()
+    distance = (patched_losses - stock).abs()
     print(f"{model_type}: {stock[0]:.3f} -> {stock[-1]:.3f}, distance {distance.max():.1e}, noise {noise.max():.1e}")
     # The model learns.
     assert stock[-1] < stock[0] - 1.0
     # The noise of one step is random, so the sizes over the whole run are compared. Another order of the rows does not
-    # change the forward of a row, but the patch rounds every layer differently. Hence the factor is three.
+    # change the forward of a row, but the patch rounds every layer differently. The factor is therefore three.
     assert distance.square().mean().sqrt() <= 3.0 * noise.square().mean().sqrt() + 1e-4
     assert distance.max() <= 3.0 * noise.max()

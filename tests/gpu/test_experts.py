@@ -48,10 +48,13 @@ def _patched(module: nn.Module) -> nn.Module:
 
 
 def _step(module: nn.Module, inputs: list[Tensor], dy: Tensor | None = None) -> dict[str, Tensor]:
-    named = {"hidden": inputs[0], "weights": inputs[2], **dict(module.named_parameters())}
+    tensors_by_name = {"hidden": inputs[0], "weights": inputs[2], **dict(module.named_parameters())}
     y = module(*inputs)
     dy = torch.ones_like(y) if dy is None else dy
-    return {"y": y.detach(), **dict(zip(named, torch.autograd.grad(y, named.values(), dy), strict=True))}
+    return {
+        "y": y.detach(),
+        **dict(zip(tensors_by_name, torch.autograd.grad(y, tensors_by_name.values(), dy), strict=True)),
+    }
 
 
 @pytest.mark.parametrize("router", [BF16, torch.float32], ids=str)
@@ -93,13 +96,13 @@ def test_experts_run_in_a_cuda_graph_with_other_indices():
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = _step(module, static)
+        replay_results = _step(module, static)
     with torch.no_grad():
         for x, y in zip(static, other, strict=True):
             x.copy_(y)
     graph.replay()
     for name, value in _step(module, static).items():
-        assert torch.equal(replayed[name], value), name
+        assert torch.equal(replay_results[name], value), name
 
 
 @pytest.mark.parametrize("flavour", ["qwen3_moe", "gpt_oss"])
@@ -108,9 +111,9 @@ def test_experts_compile_without_a_graph_break(flavour):
     torch._dynamo.reset()
     stock, inputs = _experts(flavour), _inputs()
     dy = torch.randn(T, H, device="cuda", dtype=BF16)
-    compiled = torch.compile(_patched(copy.deepcopy(stock)), fullgraph=True)
+    compiled_module = torch.compile(_patched(copy.deepcopy(stock)), fullgraph=True)
     wide = [x.detach().float().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in inputs]
-    actual, eager = _step(compiled, inputs, dy), _step(stock, inputs, dy)
+    actual, eager = _step(compiled_module, inputs, dy), _step(stock, inputs, dy)
     exact = _step(copy.deepcopy(stock).float(), wide, dy.float())
     for name, value in exact.items():
         result = actual[name] if name in actual else actual[f"_orig_mod.{name}"]
@@ -139,11 +142,11 @@ def test_experts_save_only_the_first_product():
     _step(module, inputs)
     before = torch.cuda.memory_allocated()
     y = module(*inputs)
-    saved = torch.cuda.memory_allocated() - before - y.nbytes
+    saved_bytes = torch.cuda.memory_allocated() - before - y.nbytes
     rows = 8192 * K
     # The product, and the slot, the choice and the expert of each row.
     expected = rows * 2 * INNER * 2 + rows * (8 + 8 + 2)
-    assert expected <= saved <= expected + 2**14
+    assert expected <= saved_bytes <= expected + 2**14
 
 
 def test_experts_need_less_memory_than_stock():

@@ -204,12 +204,12 @@ def test_the_loss_runs_in_a_cuda_graph(shape):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = step(valid_rows=early)
+        replay_results = step(valid_rows=early)
     for labels in (target.clone(), others, torch.full_like(target, -100), target.clone()):
         target.copy_(labels)
         graph.replay()
-        assert (replayed[1][target == -100] == 0).all()
-        for actual, expected in zip(replayed, step(), strict=True):
+        assert (replay_results[1][target == -100] == 0).all()
+        for actual, expected in zip(replay_results, step(), strict=True):
             size = expected.float().abs().max().item()
             torch.testing.assert_close(actual, expected, rtol=0.02, atol=2e-3 * size)
 
@@ -309,8 +309,10 @@ def test_a_chunk_beyond_32_bits():
         exact = F.cross_entropy(rows @ w.detach().double().t(), target[part], reduction="none")
         torch.testing.assert_close(losses[part], exact.float(), rtol=0.02, atol=0.2)
         assert _error(dx[part], torch.autograd.grad(exact.sum(), rows)[0]) < 0.02
-    chunked = tigon.linear_cross_entropy(x, w, target, reduction="sum", acc_dtype=torch.float32, max_logits_mib=512)
-    assert _error(dw, torch.autograd.grad(chunked, w)[0].double()) < 0.01
+    chunked_loss = tigon.linear_cross_entropy(
+        x, w, target, reduction="sum", acc_dtype=torch.float32, max_logits_mib=512
+    )
+    assert _error(dw, torch.autograd.grad(chunked_loss, w)[0].double()) < 0.01
 
 
 # --- two devices ---------------------------------------------------------------------------------
@@ -342,12 +344,12 @@ def _rank(rank: int, store: str) -> None:
     for options in ({}, {"softcap": 30.0, "z_loss": 1e-4}, {"reduction": "none", "label_smoothing": 0.1}):
         whole = tigon.linear_cross_entropy(x, w, target, max_logits_mib=64, **options)
         dx, dw = torch.autograd.grad(whole.sum(), (x, w))
-        sharded = tigon.linear_cross_entropy(
+        sharded_loss = tigon.linear_cross_entropy(
             x, shard, target, max_logits_mib=64, process_group=dist.group.WORLD, vocab_size=v, **options
         )
-        gradients = torch.autograd.grad(sharded.sum(), (x, shard))
+        gradients = torch.autograd.grad(sharded_loss.sum(), (x, shard))
         # Products of other shapes sum in another order, so a logit may be rounded to another bf16 value.
-        torch.testing.assert_close(sharded, whole, rtol=1e-2, atol=2e-2)
+        torch.testing.assert_close(sharded_loss, whole, rtol=1e-2, atol=2e-2)
         assert _error(gradients[0], dx.double()) < 0.01
         assert _error(gradients[1], (dw[:16001] if rank == 0 else dw[16001:]).double()) < 0.01
     dist.destroy_process_group()

@@ -54,10 +54,10 @@ def take_step(model: nn.Module, batch: dict) -> tuple[list[Tensor], int, int]:
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     loss = model(**batch).loss
-    saved = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
+    saved_bytes = torch.cuda.memory_stats()["requested_bytes.all.current"] - before
     loss.backward()
     peak = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
-    return [loss.detach(), *(p.grad for p in model.parameters())], saved, peak
+    return [loss.detach(), *(p.grad for p in model.parameters())], saved_bytes, peak
 
 
 def recomputed_bytes(layers: int = 2, product: bool = False) -> int:
@@ -95,12 +95,14 @@ def test_lean_needs_less_memory(model_type):
         take_step(model, batch)
         results.append(take_step(model, batch)[1:])
         del model
-    (lean_saved, lean_peak), (saved, peak) = results
-    assert saved - lean_saved >= 0.98 * recomputed_bytes()
+    (lean_saved_bytes, lean_peak), (saved_bytes, peak) = results
+    assert saved_bytes - lean_saved_bytes >= 0.98 * recomputed_bytes()
     assert peak - lean_peak >= 0.8 * recomputed_bytes()
     # The other model type has more norms.
     if model_type == "llama":
-        assert saved - lean_saved <= 1.02 * (recomputed_bytes() + TOKENS[0] * TOKENS[1] * 2 * SIZE["hidden_size"])
+        assert saved_bytes - lean_saved_bytes <= 1.02 * (
+            recomputed_bytes() + TOKENS[0] * TOKENS[1] * 2 * SIZE["hidden_size"]
+        )
 
 
 def test_lean_mlp_saves_neither_gate_nor_up():
@@ -118,13 +120,13 @@ def test_lean_mlp_saves_neither_gate_nor_up():
 
 
 @pytest.fixture
-def narrow(monkeypatch):
+def small_window(monkeypatch):
     """Use a window of one or two tensors. The window of a large model would hold all tensors of these tests."""
     monkeypatch.setattr(offload, "WINDOW", 2**22)
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
 
 
-def test_offload_moves_the_saved_tensors_to_the_host(narrow):
+def test_offload_moves_the_saved_tensors_to_the_host(small_window):
     """The device holds a window and tensors of less than 1 MiB. lean+mlp saves about 150 MiB for these 8 layers."""
     results = []
     for memory in ("offload", "lean+mlp"):
@@ -136,7 +138,7 @@ def test_offload_moves_the_saved_tensors_to_the_host(narrow):
     assert results[0] < 0.35 * results[1]
 
 
-def test_offload_never_makes_the_host_wait(narrow):
+def test_offload_never_makes_the_host_wait(small_window):
     model, batch = make_model("offload", attention="sdpa"), make_batch()
     take_step(model, batch)
     torch.cuda.set_sync_debug_mode("error")
@@ -146,7 +148,7 @@ def test_offload_never_makes_the_host_wait(narrow):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_pinned_memory_is_reused(narrow):
+def test_pinned_memory_is_reused(small_window):
     model, batch = make_model("offload", attention="sdpa"), make_batch()
     for _ in range(3):
         take_step(model, batch)
@@ -166,7 +168,7 @@ def squares(x: Tensor, w: Tensor, layers: int) -> Tensor:
 
 
 @pytest.mark.parametrize("how", ["once", "twice", "one gradient", "dropped", "another stream", "busy"])
-def test_copies_and_computation_are_ordered(narrow, how):
+def test_copies_and_computation_are_ordered(small_window, how):
     """Freed memory is filled with NaN at once, so a read that comes too late would see NaN."""
     w = torch.randn(2048, 2048, device="cuda").div_(50).requires_grad_()
     x = torch.randn(4096, 2048, device="cuda", requires_grad=True)
@@ -205,7 +207,7 @@ def test_copies_and_computation_are_ordered(narrow, how):
         assert_same_bits(gradients(True), expected)
 
 
-def test_nothing_is_offloaded_during_the_capture_of_a_graph(narrow):
+def test_nothing_is_offloaded_during_the_capture_of_a_graph(small_window):
     w = torch.randn(512, 512, device="cuda", requires_grad=True)
     x = torch.randn(1024, 512, device="cuda")
 
@@ -222,10 +224,10 @@ def test_nothing_is_offloaded_during_the_capture_of_a_graph(narrow):
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = gradient()
+        replay_results = gradient()
     x.normal_()
     graph.replay()
-    assert torch.equal(replayed, gradient())
+    assert torch.equal(replay_results, gradient())
 
 
 # --- every op --------------------------------------------------------------------------------------
@@ -258,8 +260,8 @@ def test_the_norm_of_a_sum_is_recomputed_from_the_sum(n, dtypes):
             # The norm is saved if the weight has another dtype than the sum.
             assert len(tigon.memory.lean._block().by_storage) == (dtypes[2] == torch.promote_types(*dtypes[:2]))
             del y
-        (recomputed,) = torch.autograd.grad(z.sum(), one)
-        assert torch.equal(recomputed, expected)
+        (recomputed_norm,) = torch.autograd.grad(z.sum(), one)
+        assert torch.equal(recomputed_norm, expected)
 
 
 @pytest.mark.parametrize("n", [64, 1000, 4096, 8192])
@@ -300,10 +302,10 @@ def test_a_captured_lean_step_is_replayed_on_other_values():
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = gradients(True)
+        replay_results = gradients(True)
     x.normal_()
     graph.replay()
-    assert_same_bits(list(replayed), list(gradients(False)))
+    assert_same_bits(list(replay_results), list(gradients(False)))
 
 
 def test_a_product_on_another_stream_recomputes_its_own_input():
@@ -345,9 +347,9 @@ def test_save_on_cpu_moves_the_tensors_that_lean_saves(deterministic):
         with hooks if memory == "lean" else contextlib.nullcontext():
             results.append(take_step(model, batch))
         del model
-    (actual, lean_saved, _), (expected, saved, _) = results
+    (actual, lean_saved_bytes, _), (expected, saved_bytes, _) = results
     assert_same_bits(actual, expected)
-    assert lean_saved < 0.3 * saved
+    assert lean_saved_bytes < 0.3 * saved_bytes
 
 
 @pytest.mark.parametrize("reentrant", [False, True], ids=["non-reentrant", "reentrant"])
@@ -361,9 +363,9 @@ def test_one_layer_of_a_lean_model_may_be_checkpointed(reentrant, deterministic)
         take_step(model, batch)
         results.append(take_step(model, batch))
         del model
-    (actual, lean_saved, _), (expected, saved, _) = results
+    (actual, lean_saved_bytes, _), (expected, saved_bytes, _) = results
     assert_same_bits(actual, expected)
-    assert saved - lean_saved >= 0.98 * recomputed_bytes(layers=1)
+    assert saved_bytes - lean_saved_bytes >= 0.98 * recomputed_bytes(layers=1)
 
 
 def test_a_captured_backward_may_be_replayed_alone():
@@ -380,11 +382,11 @@ def test_a_captured_backward_may_be_replayed_alone():
         expected = [g.clone() for g in torch.autograd.grad(y, leaves, dy, retain_graph=True)]
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            replayed = torch.autograd.grad(y, leaves, dy)
+            replay_results = torch.autograd.grad(y, leaves, dy)
     for _ in range(2):
         graph.replay()
         torch.cuda.synchronize()
-        assert_same_bits(list(replayed), expected)
+        assert_same_bits(list(replay_results), expected)
 
 
 def test_a_compiled_lean_model_saves_less():
@@ -393,12 +395,12 @@ def test_a_compiled_lean_model_saves_less():
     for memory in ("lean", "default"):
         torch._dynamo.reset()
         model, batch = make_model(memory, attention="sdpa"), make_batch()
-        compiled = torch.compile(model, fullgraph=True)
-        take_step(compiled, batch)
-        results.append(take_step(compiled, batch))
-        del model, compiled
+        compiled_model = torch.compile(model, fullgraph=True)
+        take_step(compiled_model, batch)
+        results.append(take_step(compiled_model, batch))
+        del model, compiled_model
     torch._dynamo.reset()
-    (actual, lean_saved, _), (expected, saved, _) = results
-    assert saved - lean_saved >= 0.9 * recomputed_bytes(product=True)
+    (actual, lean_saved_bytes, _), (expected, saved_bytes, _) = results
+    assert saved_bytes - lean_saved_bytes >= 0.9 * recomputed_bytes(product=True)
     for a, b in zip(actual, expected, strict=True):
         assert (a.float() - b.float()).norm() <= 0.02 * b.float().norm()

@@ -60,11 +60,11 @@ def test_loss_and_every_gradient_are_as_accurate_as_stock(model_type):
     stock, stock_losses = _step(model, batch), _losses(model)
     report = tigon.patch(model)
     assert {entry.part for entry in report.replaced} == PARTS, str(report)
-    patched = _step(model, batch)
+    patched_results = _step(model, batch)
     assert_accurate(_losses(model), stock_losses, exact_losses, smallest=1.0, msg="losses")
     for name, value in exact.items():
         if name != "loss":
-            assert_accurate(patched[name], stock[name], value, msg=name)
+            assert_accurate(patched_results[name], stock[name], value, msg=name)
     report.restore()
     # The backward of attention sums in no fixed order, so two stock runs differ in their last bits too.
     torch.testing.assert_close(_step(model, batch)["loss"], stock["loss"], rtol=1e-6, atol=0)
@@ -107,8 +107,8 @@ def test_a_patched_model_compiles_in_one_graph():
     exact, stock = _step(copy.deepcopy(model).float(), batch), _step(model, batch)
     stock_losses, exact_losses = _losses(model), _losses(copy.deepcopy(model).float())
     tigon.patch(model)
-    compiled = _step(torch.compile(model, fullgraph=True), batch)
-    actual = {name.removeprefix("_orig_mod."): value for name, value in compiled.items()}
+    compiled_results = _step(torch.compile(model, fullgraph=True), batch)
+    actual = {name.removeprefix("_orig_mod."): value for name, value in compiled_results.items()}
     assert actual.keys() == exact.keys()
     # One loss of the stock model may be exact by chance, so its largest error over several batches is the limit.
     assert abs(actual.pop("loss") - exact["loss"]) <= 2 * (stock_losses - exact_losses).abs().max()

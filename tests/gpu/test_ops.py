@@ -76,12 +76,12 @@ def test_an_op_runs_in_a_cuda_graph(case: Case):
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        replayed = step()
+        replay_results = step()
     with torch.no_grad():
         for x, y in zip(static, other, strict=True):
             x.copy_(y)
     graph.replay()
-    for a, b in zip(replayed, step(), strict=True):
+    for a, b in zip(replay_results, step(), strict=True):
         assert torch.equal(a, b)
 
 

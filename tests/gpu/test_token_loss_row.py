@@ -16,14 +16,14 @@ OPTIONS = [{}, {"z_loss": 1e-3, "logit_scale": 0.7}, {"reduction": "sum"}, {"tok
 
 @pytest.fixture
 def launches(monkeypatch):
-    """The configs of all launches of the kernel."""
+    """Return a list that receives the configs of all launches of the kernel."""
     configs, row_losses = [], kernels.row_losses
 
-    def recorded(*arguments):
+    def record_launch(*arguments):
         configs.append(arguments[-2])
         row_losses(*arguments)
 
-    monkeypatch.setattr(kernels, "row_losses", recorded)
+    monkeypatch.setattr(kernels, "row_losses", record_launch)
     return configs
 
 

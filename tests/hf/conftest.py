@@ -54,7 +54,10 @@ def model_type(request) -> str:
 
 @pytest.fixture
 def make_model():
-    """Return make_model(model_type, dtype, **config): it builds a model in training mode with fixed weights."""
+    """Return the function make_model(model_type, dtype, **config).
+
+    It builds a model in training mode with fixed weights.
+    """
 
     def make(model_type: str = "llama", dtype: torch.dtype = torch.float32, **config) -> nn.Module:
         config = transformers.AutoConfig.for_model(model_type, **SIZE | CONFIGS.get(model_type, {}) | config)

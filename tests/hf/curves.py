@@ -1,15 +1,17 @@
-"""Compare the fp32 training curve of a run with the stock curve, and with stock moved by one unit in the last place.
+"""Compare the fp32 training curve of a run with the curve of the stock model.
 
 A curve holds, for every step, the loss and two numbers for every parameter's gradient: its norm, and its projection on
 a fixed vector of random signs. The loss alone cannot show a wrong gradient: AdamW divides each gradient by its own
 size, so a gradient that is scaled by a constant gives the same updates.
 
-The limit comes from stock itself. Stock is trained several times from parameters that are moved to a neighbouring
-number in fp32, and a correct run lies no further from stock than a small factor times the furthest of these.
+The limit comes from the stock model. In several *moved* runs, it is trained from parameters that are moved by one unit
+in the last place, to a neighbouring number in fp32. The distance of a correct run from stock is at most a small factor
+times the distance of the furthest moved run.
 
-A mixture's router chooses experts by the size of its scores. At a near tie, one unit in the last place sends a token
-to another expert, and from there on the two runs train different functions. Curves are therefore compared up to the
-first flip, and the flip must be a near tie: the gap between the scores is no larger than what one unit does to them.
+A mixture's router chooses experts by the size of its scores. If two scores are almost equal, one unit in the last place
+sends a token to another expert, and from there on the two runs train different functions. Such a choice is called a
+*flip*. Curves are compared up to the first flip, and the gap between the scores of this flip must not be larger than
+the change of the scores by one unit in the last place, times a small factor.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ EPS = torch.finfo(torch.float32).eps
 # and by 4e-5 at 1e-4. The check sees a relative error of 1e-4 in every step only at the lower rate.
 STEPS, RATE, SEEDS = 32, 1e-4, 4
 
-# The furthest of four moved runs is itself a matter of chance. In 139 types on a CPU, a fifth moved run reached at most
+# The distance of the furthest of four moved runs is random. In 139 types on a CPU, a fifth moved run reached at most
 # 0.43 of the loss's limit and 0.87 of a gradient's limit.
 FACTOR = 3.0
-LOSS_FLOOR = 4 * EPS  # 5e-7 of the loss
-GRADIENT_FLOOR = 64 * EPS  # 8e-6 of the gradient's norm
+# The smallest limits: 5e-7 of the loss, and 8e-6 of the gradient's norm.
+LOSS_FLOOR = 4 * EPS
+GRADIENT_FLOOR = 64 * EPS
 
 Change = Callable[[nn.Module], object]
 
@@ -74,37 +77,45 @@ class Curve:
     norms: Tensor  # [steps, parameters], fp64
     projections: Tensor  # [steps, parameters], fp64
     choices: Choices
-    ends: list[int]  # the number of choices that were made up to the end of each step
+    # For each step, the number of choices up to its end.
+    ends: list[int]
 
 
 @dataclass
 class Flip:
-    """The first choice that differs from stock's."""
+    """The first choice of a run that differs from the choice of the stock run."""
 
     choice: int
     step: int
-    gap: float  # largest gap between the last chosen and the first unchosen score of the tokens that flipped
+    # The largest gap, over the tokens with another choice, between the last chosen and the first unchosen score.
+    gap: float
 
 
 @dataclass
 class Comparison:
-    """The distance of a run from stock, and the distance of stock that is moved by one unit in the last place.
+    """The distance of a run from stock, and the distances of the moved runs from stock.
 
-    A share is the distance divided by the limit, at the step where it is largest; the run passes up to 1.
+    A share is the distance divided by the limit, at the step where the quotient is largest. The run passes if all
+    shares are at most 1.
     """
 
-    steps: int  # compared, before the first flip
-    loss: float  # largest relative distance of the losses
-    loss_moved: list[float]  # the same for each moved run
+    # The number of compared steps, which are those before the first flip.
+    steps: int
+    # The largest relative distance of the losses, for the run and for each moved run.
+    loss: float
+    loss_moved: list[float]
     loss_share: float
-    gradients: dict[str, float]  # largest distance of each parameter's gradient, in its norm
-    gradients_moved: dict[str, float]  # the same for the furthest of the moved runs
+    # The largest distance of each parameter's gradient, relative to its norm, for the run and the furthest moved run.
+    gradients: dict[str, float]
+    gradients_moved: dict[str, float]
     gradient_shares: dict[str, float]
     first_loss: float
     last_loss: float
     flip: Flip | None
-    flip_limit: float | None  # FACTOR times what one unit in the last place does to the scores of that choice
-    flips_moved: list[int]  # step of the first flip of each moved run that flips
+    # FACTOR times the change of the scores of the flip by one unit in the last place.
+    flip_limit: float | None
+    # The step of the first flip of each moved run that has a flip.
+    flips_moved: list[int]
 
     def failures(self) -> list[str]:
         """Return a sentence for every limit that the run exceeds."""
@@ -135,7 +146,7 @@ def move(model: nn.Module, seed: int) -> None:
         for p in model.parameters():
             up = (torch.rand(p.shape, generator=generator) < 0.5).to(p.device)
             neighbour = torch.nextafter(p, torch.where(up, torch.inf, -torch.inf))
-            # The neighbour of zero is a subnormal number, which training cannot tell from zero.
+            # Zeros stay, because the neighbour of zero is a subnormal number, which training treats as zero.
             p.copy_(torch.where(p == 0, p, neighbour))
 
 
@@ -180,7 +191,7 @@ def first_flip(run: Curve, stock: Curve) -> Flip | None:
             continue
         count = positions.shape[-1]
         gaps = _gaps(stock_scores, count)
-        # Among scores that are exactly equal in both runs, as masked ones are, any choice means the same.
+        # If scores are exactly equal in both runs, as masked scores are, another choice among them has no effect.
         different &= (gaps > 0) | (_gaps(scores, count) > 0)
         if different.any():
             step = next(s for s, end in enumerate(stock.ends) if i < end)
@@ -225,7 +236,7 @@ def compare(
     horizon = min(steps if flip is None else flip.step, max(ends))
     flip_limit = None
     if flip is not None:
-        # Until its own first flip, a moved run shows what one unit in the last place does to the scores.
+        # Until its own first flip, a moved run shows how one unit in the last place changes the scores.
         unit = [
             (m.choices.scores[flip.choice] - stock.choices.scores[flip.choice]).abs().nan_to_num(0.0).max().item()
             for m, f in zip(moved, flips, strict=True)
@@ -235,7 +246,7 @@ def compare(
     apart = _distances(run, stock)[:horizon]
     noise = torch.stack([_distances(m, stock)[:horizon] for m in moved])  # [seeds, steps, 1 + parameters]
     for i, end in enumerate(ends):
-        # After its flip, a moved run shows no rounding errors.
+        # After its flip, a moved run trains another function, so its distance is no longer a rounding error.
         noise[i, end:] = 0.0
     floor = torch.full((len(names) + 1,), GRADIENT_FLOOR, dtype=noise.dtype)
     floor[0] = LOSS_FLOOR

@@ -1,4 +1,4 @@
-"""Record the parts that `tigon.patch` replaces in the tiny model of every decoder type. All counts come from it.
+"""Record the parts that `tigon.patch` replaces in the tiny model of every decoder type.
 
 `make models` writes the record, parts.json. The test of each type compares its model with the record, and the numbers
 in README.md and docs/patching.md are compared with its totals, so no test builds every type to count.

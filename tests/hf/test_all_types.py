@@ -37,7 +37,7 @@ def test_loss_and_gradients_are_stock_and_restore_is_exact(model_type):
 
 @pytest.mark.parametrize("model_type", BUILT)
 def test_replaced_parts_agree_with_the_record(model_type):
-    """The test fails for a type that loses or gains a part. `make models` writes the record anew."""
+    """The test fails for a type that loses or gains a part. `make models` writes the record again."""
     assert replaced_parts(model_type) == recorded_parts()[model_type]
 
 

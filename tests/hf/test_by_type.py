@@ -48,7 +48,7 @@ def patch_type():
 
 
 @pytest.fixture
-def saved(make_model, tmp_path):
+def saved_model(make_model, tmp_path):
     """Return the folder of a saved model whose head is tied to its embeddings."""
     make_model("llama", tie_word_embeddings=True).save_pretrained(tmp_path)
     return tmp_path
@@ -92,11 +92,11 @@ def test_training_gives_the_results_of_stock(patch_type, make_model, batch, asse
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": torch.bfloat16}, {"device_map": "cpu"}], ids=str)
-def test_from_pretrained_patches_after_the_weights_are_loaded(saved, patch_type, batch, step, options):
-    direct = transformers.AutoModelForCausalLM.from_pretrained(saved, **options).train()
+def test_from_pretrained_patches_after_the_weights_are_loaded(saved_model, patch_type, batch, step, options):
+    direct = transformers.AutoModelForCausalLM.from_pretrained(saved_model, **options).train()
     tigon.patch(direct)
     patch_type("llama")
-    model = transformers.AutoModelForCausalLM.from_pretrained(saved, **options).train()
+    model = transformers.AutoModelForCausalLM.from_pretrained(saved_model, **options).train()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     outputs = model(**batch)
     assert outputs.logits is SKIPPED_LOGITS
@@ -105,7 +105,7 @@ def test_from_pretrained_patches_after_the_weights_are_loaded(saved, patch_type,
 
 
 @pytest.mark.parametrize("build", ["from_pretrained", "from_config"])
-def test_the_patch_runs_after_the_constructor_has_restored_all_modes(saved, patch_type, monkeypatch, build):
+def test_the_patch_runs_after_the_constructor_has_restored_all_modes(saved_model, patch_type, monkeypatch, build):
     """The weights are loaded, and the default device and dtype are those of the user again."""
     states = []
     module = sys.modules["tigon.hf.patch"]
@@ -119,16 +119,16 @@ def test_the_patch_runs_after_the_constructor_has_restored_all_modes(saved, patc
     monkeypatch.setattr(module, "patch", patch)
     patch_type("llama")
     if build == "from_pretrained":
-        transformers.AutoModelForCausalLM.from_pretrained(saved, dtype=torch.bfloat16)
+        transformers.AutoModelForCausalLM.from_pretrained(saved_model, dtype=torch.bfloat16)
     else:
         config = transformers.LlamaConfig(**SIZE, tie_word_embeddings=True)
         transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     assert states == [({"cpu"}, torch.float32, True)]
 
 
-def test_from_pretrained_with_loading_info_is_patched(saved, patch_type):
+def test_from_pretrained_with_loading_info_is_patched(saved_model, patch_type):
     patch_type("llama")
-    model, info = transformers.LlamaForCausalLM.from_pretrained(saved, output_loading_info=True)
+    model, info = transformers.LlamaForCausalLM.from_pretrained(saved_model, output_loading_info=True)
     assert is_patched(model)
     assert not info["missing_keys"]
 
@@ -157,10 +157,10 @@ class DerivedModel(transformers.LlamaForCausalLM):
         self.extra = nn.Linear(2, 2)
 
 
-def test_a_derived_class_is_patched(patch_type, saved):
+def test_a_derived_class_is_patched(patch_type, saved_model):
     patch_type("llama")
     assert is_patched(DerivedModel(transformers.LlamaConfig(**SIZE)))
-    assert is_patched(DerivedModel.from_pretrained(saved))
+    assert is_patched(DerivedModel.from_pretrained(saved_model))
 
 
 def test_a_model_that_is_built_in_a_thread_is_patched(patch_type):

@@ -282,7 +282,7 @@ def test_other_labels_in_the_loss_than_in_the_call_raise(pair, batch):
             return super().forward(*args, labels=labels.roll(1, 1), **kwargs)
 
     model.__class__ = Shifted
-    with pytest.raises(RuntimeError, match="other arguments than it was called with"):
+    with pytest.raises(RuntimeError, match="other arguments than the model itself received"):
         model(**batch)
 
 
@@ -350,7 +350,7 @@ class HalfOfTheGradient(torch.autograd.Function):
 def test_a_model_that_halves_the_gradient_of_its_logits_stays_stock(make_model):
     model = make_model()
     with_logits_of(lambda head, x: HalfOfTheGradient.apply(head(x)))(model)
-    assert detail_of_loss(model) == "the gradients of its loss are not those of the standard one"
+    assert detail_of_loss(model) == "the gradients of its loss are not those of the standard loss"
 
 
 def test_a_model_that_interpolates_its_logits_stays_stock(make_model):

@@ -1,4 +1,4 @@
-"""If the forward of a patched model is replaced later, one warning says that loss and memory level are not used."""
+"""If the forward of a patched model is replaced later, one warning says that the loss and the level are not used."""
 
 import functools
 import types

@@ -307,7 +307,7 @@ def test_a_model_that_passes_other_arguments_to_its_loss_raises(pair, batch):
             return stock_forward(self, *args, num_items_in_batch=99, **kwargs)
 
     model.__class__ = Meddling
-    with pytest.raises(RuntimeError, match="other arguments than it was called with"):
+    with pytest.raises(RuntimeError, match="other arguments than the model itself received"):
         model(**batch, num_items_in_batch=3)
 
 
@@ -440,7 +440,7 @@ def test_another_loss_of_transformers_stays_stock(make_model):
         "def loss(logits, labels, vocab_size, **kwargs):\n"
         "    return nn.functional.cross_entropy(logits.view(-1, vocab_size), labels.view(-1))"
     )
-    assert "its loss is not the standard one" in reason_for_stock_loss(model)
+    assert "its loss is not the standard loss" in reason_for_stock_loss(model)
 
 
 def test_a_standard_loss_with_another_option_is_fused_in_calls_without_it(make_model, batch, clone):

@@ -49,13 +49,13 @@ def test_skip_logits_without_labels_changes_nothing(pair, batch, training):
 
 def test_skip_logits_never_reaches_the_stock_forward(pair, batch, monkeypatch):
     model, _ = pair()
-    seen = []
+    calls = []
     forward = type(model).forward
-    monkeypatch.setattr(type(model), "forward", lambda self, **kwargs: seen.append(kwargs) or forward(self, **kwargs))
+    monkeypatch.setattr(type(model), "forward", lambda self, **kwargs: calls.append(kwargs) or forward(self, **kwargs))
     for labels in (batch["labels"], None):
         model(**{**batch, "labels": labels}, skip_logits=True)
-    assert len(seen) == 2
-    assert not any("skip_logits" in kwargs for kwargs in seen)
+    assert len(calls) == 2
+    assert not any("skip_logits" in kwargs for kwargs in calls)
 
 
 # --- labels that are shifted already -------------------------------------------------------------

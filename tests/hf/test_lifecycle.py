@@ -87,7 +87,7 @@ def test_a_deleted_model_is_freed_at_once(patched, batch):
     model = patched()
     model(**batch).loss.backward()
     gc.collect()
-    # No reference cycle may hold the weights until the collector runs.
+    # The memory must be free before the garbage collector runs, so no reference cycle may hold the weights.
     gc.disable()
     try:
         weights = [weakref.ref(parameter) for parameter in model.parameters()]
@@ -144,16 +144,16 @@ def test_a_compiled_function_tells_stock_and_patched_models_apart(patched, make_
     models = {"stock": make_model(), "patched": patched(loss=False)}
     marked = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
     monkeypatch.setattr("tigon.recognition.rope_forms.rope", marked)
-    seen = []
+    targets = []
 
     def backend(graph, inputs):
-        seen.extend(str(node.target) for node in graph.graph.nodes)
+        targets.extend(str(node.target) for node in graph.graph.nodes)
         return graph
 
     order = [models.pop(first), *models.values()]
     compiled = torch.compile(lambda x: [model(x).logits for model in order], fullgraph=True, backend=backend)
     stock, other = compiled(batch["input_ids"])[:: 1 if first == "stock" else -1]
-    assert sum("erfinv" in target for target in seen) == 2 * 2
+    assert sum("erfinv" in target for target in targets) == 2 * 2
     assert torch.equal(stock, make_model()(batch["input_ids"]).logits)
     assert not torch.equal(stock, other)
     # The guards of the graphs hold.
@@ -240,40 +240,40 @@ def hooks():
 
 def add_hooks(hooks, model: nn.Module) -> list[str]:
     """Add a hook to every module that has parameters, and return the list of the calls that the hooks record."""
-    seen = []
+    called_names = []
 
     class Count(hooks.ModelHook):
         def __init__(self, name):
             self.name = name
 
         def pre_forward(self, module, *args, **kwargs):
-            seen.append(self.name)
+            called_names.append(self.name)
             return args, kwargs
 
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList):
             hooks.add_hook_to_module(module, Count(name))
-    return seen
+    return called_names
 
 
 @pytest.mark.parametrize("order", ["hooks first", "patch first"])
 def test_hooks_of_accelerate_and_patches_do_not_remove_each_other(make_model, batch, assert_same_step, hooks, order):
     model, stock = make_model(), make_model()
     if order == "hooks first":
-        seen = add_hooks(hooks, model)
+        called_names = add_hooks(hooks, model)
         report = tigon.patch(model)
     else:
         report = tigon.patch(model)
-        seen = add_hooks(hooks, model)
+        called_names = add_hooks(hooks, model)
     assert not report.left_alone
     assert model(**batch).logits is SKIPPED_LOGITS
-    assert {"", "lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn"} <= set(seen)
+    assert {"", "lm_head", "model.norm", "model.layers.0.mlp", "model.layers.1.self_attn"} <= set(called_names)
     assert_same_step(model, stock, batch)
 
     report.restore()
-    seen.clear()
+    called_names.clear()
     assert model(**batch).logits is not SKIPPED_LOGITS
-    assert {"", "lm_head", "model.norm"} <= set(seen)
+    assert {"", "lm_head", "model.norm"} <= set(called_names)
     hooks.remove_hook_from_submodules(model)
     assert not any(find_replacement(m) for m in model.modules())
     assert_same_step(model, stock, batch)

@@ -1,4 +1,4 @@
-"""Fused training keeps what a model adds to its outputs, and logits that do not exist raise when they are used."""
+"""Fused training keeps what a model adds to its outputs. Any use of the logits that do not exist raises an error."""
 
 import copy
 import dataclasses
@@ -317,8 +317,8 @@ def test_recognition_does_not_change_the_objects_of_the_user(make_model, batch, 
     model.register_buffer("steps", torch.zeros((), dtype=torch.long))
     HISTORY.clear()
     tigon.patch(model)
-    seen = {"instance": model.history, "class": type(model).shared, "global": HISTORY}
-    assert all(each == [] for each in seen.values())
+    records = {"instance": model.history, "class": type(model).shared, "global": HISTORY}
+    assert all(each == [] for each in records.values())
     assert model.steps == 0
     model(**batch)
-    assert model.steps == 1 if where == "buffer" else len(seen[where]) == 1
+    assert model.steps == 1 if where == "buffer" else len(records[where]) == 1

@@ -28,8 +28,10 @@ def outputs_of(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
     outputs, handles = {}, []
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList):
-            keep = lambda m, args, out, name=name: outputs.update({name: out[0] if isinstance(out, tuple) else out})
-            handles.append(module.register_forward_hook(keep))
+            store_output = lambda m, args, out, name=name: outputs.update(
+                {name: out[0] if isinstance(out, tuple) else out}
+            )
+            handles.append(module.register_forward_hook(store_output))
     with torch.no_grad():
         outputs["logits"] = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
     for handle in handles:
@@ -58,7 +60,7 @@ def test_replaced_modules_run_the_ops(make_model, model_type, batch, monkeypatch
     }
     for op, path in (("rms_norm", "norms.rms_norm"), ("glu", "mlps.glu"), ("rope", "rotary.rope")):
         module = sys.modules[f"tigon.ops.{path}"]
-        count = lambda *x, op=op, asked=module.runs_kernels: calls.update({op: calls[op] + 1}) or asked(*x)
+        count = lambda *x, op=op, stock=module.runs_kernels: calls.update({op: calls[op] + 1}) or stock(*x)
         monkeypatch.setattr(module, "runs_kernels", count)
     model(**batch)
     assert calls == expected
@@ -317,8 +319,8 @@ def test_an_activation_that_was_changed_is_called(make_model, batch, assert_same
         change(each.model.layers[1].mlp)
     assert_same_step(model, stock, batch)
     if when == "before the patch":
-        left = tigon.patch(model).left_alone
-        assert [(entry.part, entry.names) for entry in left] == [("glu", ["model.layers.1.mlp"])]
+        entries = tigon.patch(model).left_alone
+        assert [(entry.part, entry.names) for entry in entries] == [("glu", ["model.layers.1.mlp"])]
         assert_same_step(model, stock, batch)
 
 
@@ -330,9 +332,9 @@ def test_the_report_names_what_it_left_alone_and_why(make_model):
     model.model.norm.register_buffer("seen", torch.zeros(64))
     model.model.layers[1].mlp.act_fn = nn.ReLU()
     report = tigon.patch(model)
-    left = {(entry.part, entry.module, *entry.names): entry.detail for entry in report.left_alone}
-    assert left.keys() == {("rms_norm", "LlamaRMSNorm", "model.norm"), ("glu", "LlamaMLP", "model.layers.1.mlp")}
-    assert "more state than a norm" in left["rms_norm", "LlamaRMSNorm", "model.norm"]
+    entries = {(entry.part, entry.module, *entry.names): entry.detail for entry in report.left_alone}
+    assert entries.keys() == {("rms_norm", "LlamaRMSNorm", "model.norm"), ("glu", "LlamaMLP", "model.layers.1.mlp")}
+    assert "more state than a norm" in entries["rms_norm", "LlamaRMSNorm", "model.norm"]
     for entry in report.entries:
         assert entry.module in str(report)
         assert entry.detail in str(report)
@@ -372,8 +374,8 @@ class BrokenNorm(nn.RMSNorm):
 def test_errors_of_recognition_are_logged_with_their_traceback(caplog):
     model = nn.Sequential(BrokenNorm(16), nn.LayerNorm(16))
     with caplog.at_level(logging.DEBUG, logger="tigon"):
-        (left,) = tigon.patch(model).left_alone
-    assert left.detail == "cannot be run by itself (RuntimeError: this norm is broken)"
+        (entry,) = tigon.patch(model).left_alone
+    assert entry.detail == "cannot be run by itself (RuntimeError: this norm is broken)"
     records = [record for record in caplog.records if record.exc_info and "norm is broken" in str(record.exc_info[1])]
     assert records
     assert {(record.name, record.levelno) for record in records} == {("tigon", logging.DEBUG)}
@@ -393,8 +395,8 @@ def test_only_apply_changes_the_model(make_model):
     assert set(installed.values()) == {None}
     assert not any("forward" in vars(m) for m in model.modules())
     undo = _apply(findings)
-    changed = {finding.module for finding in findings if finding.recipe is not None}
-    assert {m for m in model.modules() if "forward" in vars(m)} - changed == {model.lm_head}
+    replaced_modules = {finding.module for finding in findings if finding.recipe is not None}
+    assert {m for m in model.modules() if "forward" in vars(m)} - replaced_modules == {model.lm_head}
     for step in reversed(undo):
         step()
     assert not any("forward" in vars(m) for m in model.modules())

@@ -132,7 +132,7 @@ def test_a_change_that_the_host_cannot_see_raises(make_model, batch, monkeypatch
     assert is_fused(outputs := model(**batch))
     assert not outputs.loss.isnan()
     monkeypatch.setitem(FACTORS, "scale", scale)
-    with pytest.raises(RuntimeError, match="changes the logits otherwise than when the model was patched"):
+    with pytest.raises(RuntimeError, match="does not change the logits as it did when the model was patched"):
         model(**batch)
 
 
@@ -145,7 +145,7 @@ def test_a_change_that_the_host_cannot_see_raises(make_model, batch, monkeypatch
     [("gemma2", "final_logit_softcapping"), ("cohere", "logit_scale"), ("granite", "logits_scaling")],
 )
 def test_rounding_is_not_taken_for_a_change(make_model, batch, monkeypatch, model_type, name, value, dtype):
-    """Neither rounding errors of fp32 nor a cast to a smaller dtype, which an engine may add to the head, raise."""
+    """Rounding errors of fp32 raise no error, and neither does a cast that an engine may add to the head."""
     model = make_model(model_type, **{name: value})
     model.lm_head.weight.data /= 1000.0
     tigon.patch(model)

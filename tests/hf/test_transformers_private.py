@@ -1,4 +1,4 @@
-"""The private names of transformers give their known answers, and Tigon refuses clearly without each of them."""
+"""The functions of `transformers_private` return known results, and without a private name Tigon raises an error."""
 
 import itertools
 import re
@@ -247,7 +247,7 @@ def test_a_model_that_does_not_name_its_layers_is_refused():
 
 
 def test_no_other_file_uses_these_names():
-    """The same name elsewhere would fail there, without its reason and without its refusal."""
+    """A private name in another file would raise an error there that does not say which name is missing, and why."""
     names = (
         "_gradient_checkpointing_func",
         "_require_grads_hook",

@@ -144,9 +144,9 @@ def test_dropout_of_adapters_uses_the_random_numbers_of_stock(make_model, batch,
     patch(model)
     model, stock = with_lora(model, lora_dropout=0.3), with_lora(stock, lora_dropout=0.3)
     torch.manual_seed(1)
-    given = step(model, batch)
+    actual = step(model, batch)
     torch.manual_seed(1)
     expected = step(stock, batch)
-    assert given.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(given[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))
+        torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-5 * float(value.abs().max()))

@@ -39,15 +39,15 @@ def test_no_type_breaks_the_graph(make_model, model_type, batch, step):
 
 @pytest.mark.thorough
 def test_many_lengths_need_two_graphs(make_model, batch, step):
-    """In the second graph, sizes are symbols, so a third length needs no third graph."""
+    """The second graph has symbolic sizes, so a third length needs no third graph."""
     model, stock = (make_model("qwen3", **ONE_LAYER) for _ in range(2))
     tigon.patch(model)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    cut = lambda length: {name: value[:, :length].contiguous() for name, value in batch.items()}
-    step(compiled, cut(11)), step(compiled, cut(9))
+    shorten = lambda length: {name: value[:, :length].contiguous() for name, value in batch.items()}
+    step(compiled, shorten(11)), step(compiled, shorten(9))
     with torch._dynamo.config.patch(error_on_recompile=True):
         for length in (7, 10):
-            assert_close_to_stock(step(compiled, cut(length)), step(stock, cut(length)))
+            assert_close_to_stock(step(compiled, shorten(length)), step(stock, shorten(length)))
 
 
 def test_adapters_give_the_results_of_stock(make_model, batch, step):

@@ -1,6 +1,6 @@
 """Weights that exist only during the forward and the backward of their own module, as in ZeRO-3.
 
-An emulation in one process, of what matters to a patch; test_two_ranks.py has the library itself.
+This file emulates, in one process, the effects of ZeRO-3 on a patched model. test_two_ranks.py runs DeepSpeed itself.
 """
 
 from collections import OrderedDict
@@ -88,8 +88,8 @@ def test_empty_weights_give_the_results_of_stock(make_model, batch, monkeypatch,
     assert not report.left_alone, report
     if order == "patch first":
         engine(model)
-    calls, asked = [], tigon.ops.mlps.glu.runs_kernels
-    monkeypatch.setattr("tigon.ops.mlps.glu.runs_kernels", lambda *x: calls.append(x) or asked(*x))
+    calls, runs_kernels = [], tigon.ops.mlps.glu.runs_kernels
+    monkeypatch.setattr("tigon.ops.mlps.glu.runs_kernels", lambda *x: calls.append(x) or runs_kernels(*x))
     actual = step(model, batch)
     assert len(calls) == 2, "hooks on an activation that move no weights turned off the gated MLPs"
     loss = stock(**batch).loss

@@ -17,8 +17,8 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def same(distribute: Callable, saved: list[str]) -> Callable[[int], None]:
-    """Return a setup with adapters on every layer. The modules named in `saved` are trained as a whole."""
+def same(distribute: Callable, trained_modules: list[str]) -> Callable[[int], None]:
+    """Return a setup with adapters on every layer. The modules in `trained_modules` are trained as a whole."""
 
     def way(rank: int) -> None:
         steps = []
@@ -27,7 +27,12 @@ def same(distribute: Callable, saved: list[str]) -> Callable[[int], None]:
             if patched:
                 patch(model)
             torch.manual_seed(0)
-            options = {"r": 4, "target_modules": "all-linear", "modules_to_save": saved, "init_lora_weights": False}
+            options = {
+                "r": 4,
+                "target_modules": "all-linear",
+                "modules_to_save": trained_modules,
+                "init_lora_weights": False,
+            }
             model = distribute(peft.get_peft_model(model, peft.LoraConfig(**options, task_type="CAUSAL_LM")))
             steps.append(step(model, patched, **batch(rank)))
         assert_same(*steps)

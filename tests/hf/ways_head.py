@@ -1,4 +1,4 @@
-"""Tensor parallelism cuts the head by rows: two ranks, each with half of the vocabulary, compute stock's loss."""
+"""Tensor parallelism shards the head by rows: two ranks, each with half of the vocabulary, compute the stock loss."""
 
 import copy
 import inspect
@@ -30,11 +30,11 @@ def transformers_plan(model: nn.Module) -> nn.Module:
 
 
 def torch_plan(**options) -> Callable[[nn.Module], nn.Module]:
-    def cut(model: nn.Module) -> nn.Module:
+    def shard(model: nn.Module) -> nn.Module:
         plan = {"lm_head": ColwiseParallel(output_layouts=Replicate(), **options)}
         return parallelize_module(model, init_device_mesh(DEVICE, (2,)), plan)
 
-    return cut
+    return shard
 
 
 def under_fsdp2(model: nn.Module) -> nn.Module:
@@ -44,7 +44,9 @@ def under_fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh["dp"], ignored_params=set(model.model.parameters()))
 
 
-def cut(distribute: Callable, patch_after: bool = False, stock_runs: bool = True, **config) -> Callable[[int], None]:
+def shard_head(
+    distribute: Callable, patch_after: bool = False, stock_runs: bool = True, **config
+) -> Callable[[int], None]:
     """Return a setup with a sharded head. With `stock_runs`, the sharded stock model computes its loss too."""
 
     def way(rank: int) -> None:
@@ -70,12 +72,12 @@ def cut(distribute: Callable, patch_after: bool = False, stock_runs: bool = True
 
 
 WAYS = {
-    "the plan of transformers": cut(transformers_plan),
-    "the plan of transformers, on a model as it is loaded": cut(transformers_plan, patch_after=True),
-    "the plan of transformers, tied": cut(transformers_plan, patch_after=True, tie_word_embeddings=True),
-    "the plan of torch": cut(torch_plan()),
-    "the plan of torch, logits as a DTensor": cut(
+    "the plan of transformers": shard_head(transformers_plan),
+    "the plan of transformers, on a model as it is loaded": shard_head(transformers_plan, patch_after=True),
+    "the plan of transformers, tied": shard_head(transformers_plan, patch_after=True, tie_word_embeddings=True),
+    "the plan of torch": shard_head(torch_plan()),
+    "the plan of torch, logits as a DTensor": shard_head(
         torch_plan(use_local_output=False), patch_after=True, stock_runs=False
     ),
-    "the plan of torch under FSDP2": cut(under_fsdp2),
+    "the plan of torch under FSDP2": shard_head(under_fsdp2),
 }

@@ -14,7 +14,7 @@ from hf.ways_sharded import checkpointed, ddp, fsdp1, fsdp2
 
 
 def norms_apart(model: nn.Module) -> nn.Module:
-    """Make each norm a unit. Its weight is not gathered while the layers around it run their backward."""
+    """Make each norm a unit of FSDP2. Its weight is not gathered during the backward of the layers around it."""
     for layer in model.model.layers:
         for name, child in layer.named_children():
             if "norm" in name:
@@ -30,7 +30,7 @@ def some_checkpointed(model: nn.Module) -> nn.Module:
 
 
 def linears_apart(model: nn.Module) -> nn.Module:
-    """Make each projection a unit. It is called again while another one runs its backward."""
+    """Make each projection a unit of FSDP2. Backward calls it again during the backward of another projection."""
     for layer in model.model.layers:
         for child in layer.mlp.children():
             if isinstance(child, nn.Linear):
@@ -41,7 +41,7 @@ def linears_apart(model: nn.Module) -> nn.Module:
 def count_calls(model: nn.Module) -> list:
     """Count the calls of the gate and up projections by a hook that looks like an engine's.
 
-    Any other hook that counts would keep these modules from a second run.
+    Modules with any other hook run only once, because a second run might differ.
     """
     calls = []
 

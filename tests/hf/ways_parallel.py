@@ -37,13 +37,13 @@ def by_plan(model: nn.Module) -> nn.Module:
     dist.barrier()
     if dist.get_rank() == 0:
         shutil.rmtree(folder[0])
-    cut = {name.split(".")[-2] for name, p in model.named_parameters() if hasattr(p, "placements")}
-    assert {"lm_head", "o_proj", "down_proj"} <= cut, cut
+    sharded_modules = {name.split(".")[-2] for name, p in model.named_parameters() if hasattr(p, "placements")}
+    assert {"lm_head", "o_proj", "down_proj"} <= sharded_modules, sharded_modules
     return model
 
 
 def by_layers(model: nn.Module, local: bool) -> nn.Module:
-    """Shard a model by the styles of torch: norms by the sequence (as DTensors), and MLPs by the features."""
+    """Shard a model with the parallel styles of torch: norms by the sequence (as DTensors), MLPs by the features."""
     mesh = dist.init_device_mesh(DEVICE, (2,))
     whole, sequence = Replicate(), Shard(1)
     for layer in model.model.layers:
@@ -62,7 +62,7 @@ def by_layers(model: nn.Module, local: bool) -> nn.Module:
 
 
 def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) -> Callable[[int], None]:
-    """Return a setup in which both ranks get the same batch. Stock is compared both sharded and whole."""
+    """Return a setup in which both ranks get the same batch. It compares with a sharded and a whole stock model."""
 
     def way(rank: int) -> None:
         steps = []
@@ -121,11 +121,11 @@ def context_parallel(valid: int) -> Callable[[int], None]:
             if patched:
                 patch(model)
             model.set_attn_implementation("attend_to_all")
-            own = step(model, patched, **part, num_items_in_batch=items)
-            assert (rank == 1 and valid <= 6) == (own["loss"] == 0)
-            for value in own.values():
+            local_results = step(model, patched, **part, num_items_in_batch=items)
+            assert (rank == 1 and valid <= 6) == (local_results["loss"] == 0)
+            for value in local_results.values():
                 dist.all_reduce(value)
-            steps.append(own)
+            steps.append(local_results)
         assert_same(*steps)
         assert_same(steps[0], step(build("llama"), False, **whole, num_items_in_batch=items))
 

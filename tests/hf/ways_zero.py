@@ -26,20 +26,20 @@ def zero3(patch_after: bool = False, memory: str = "default", **config) -> Calla
             "zero_force_ds_cpu_optimizer": False,
         }
         # As long as this object exists, models are built with empty parameters.
-        keep = HfDeepSpeedConfig(options)
+        hf_config = HfDeepSpeedConfig(options)
         model = build(**config)
         assert model.lm_head.weight.numel() == 0
         with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
             randomise(model)
-        del keep
+        del hf_config
         if patched and not patch_after:
             patch(model, memory=memory)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=options)
         if patched and patch_after:
             patch(model, memory=memory)
-        result, calls, asked = {}, [], glu.runs_kernels
-        glu.runs_kernels = lambda *x: calls.append(x) or asked(*x)
+        result, calls, runs_kernels = {}, [], glu.runs_kernels
+        glu.runs_kernels = lambda *x: calls.append(x) or runs_kernels(*x)
         for i in range(2):
             outputs = engine(**batch(rank, seed=i))
             assert (outputs.logits is SKIPPED_LOGITS) == patched
@@ -47,7 +47,7 @@ def zero3(patch_after: bool = False, memory: str = "default", **config) -> Calla
             result[f"loss {i}"] = outputs.loss.detach()
             result |= {f"{name} {i}": safe_get_full_grad(p).clone() for name, p in model.named_parameters()}
             engine.step()
-        glu.runs_kernels = asked
+        glu.runs_kernels = runs_kernels
         # The other levels compute the products twice.
         times = 1 if memory == "default" else 2
         assert len(calls) == (4 * times if patched else 0), (

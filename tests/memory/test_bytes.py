@@ -53,30 +53,30 @@ def units(lean: bool, **options: bool) -> float:
     layer, batch, length = Layer(), 2, 24
     weights = {p.untyped_storage()._cdata for p in layer.parameters()}
     angles = torch.randn(1, length, HIDDEN // HEADS)
-    x, saved = torch.randn(batch, length, HIDDEN, requires_grad=True), {}
+    x, storages = torch.randn(batch, length, HIDDEN, requires_grad=True), {}
     tables = angles.cos(), angles.sin()
     # All layers share the tables.
     weights |= {t.untyped_storage()._cdata for t in tables}
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage()._cdata not in weights:
-            saved[t.untyped_storage()._cdata] = t.untyped_storage()
+            storages[t.untyped_storage()._cdata] = t.untyped_storage()
         return t.detach()
 
     with saved_tensors_hooks(pack, lambda t: t), block(lean, **options):
         layer(x * 1, *tables)
-    sizes = [storage.nbytes() for storage in saved.values() if storage.nbytes() > batch * length * 4 * 2]
+    sizes = [storage.nbytes() for storage in storages.values() if storage.nbytes() > batch * length * 4 * 2]
     return sum(sizes) / (x.numel() * 4)
 
 
 def bytes_saved_by_graph(lean: bool, **options: bool) -> int:
     """Return the bytes that a compiled MLP saves for backward, with kernels that write nothing."""
     norm, mlp, x = tigon.RMSNorm(HIDDEN), tigon.SwiGLUMLP(HIDDEN, INNER), torch.randn(48, HIDDEN)
-    weights, saved = {p.untyped_storage()._cdata for p in (*norm.parameters(), *mlp.parameters())}, {}
+    weights, storages = {p.untyped_storage()._cdata for p in (*norm.parameters(), *mlp.parameters())}, {}
 
     def pack(t: Tensor) -> Tensor:
         if t.untyped_storage()._cdata not in weights:
-            saved[t.untyped_storage()._cdata] = t.untyped_storage()
+            storages[t.untyped_storage()._cdata] = t.untyped_storage()
         return t.detach()
 
     def forward(x: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ def bytes_saved_by_graph(lean: bool, **options: bool) -> int:
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
     with saved_tensors_hooks(pack, lambda t: t):
         compiled(x)
-    return sum(storage.nbytes() for storage in saved.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 @pytest.mark.no_interpreter("It calls no kernel.")

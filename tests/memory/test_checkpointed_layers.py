@@ -217,15 +217,15 @@ def test_an_engine_may_add_a_hook_between_forward_and_backward():
 
 
 def test_with_a_hook_of_all_modules_layers_run_once():
-    model, seen = build("llama"), []
+    model, called_modules = build("llama"), []
     tigon.patch(model, memory="checkpoint")
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: seen.append(module))
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: called_modules.append(module))
     try:
         with pytest.warns(UserWarning, match="is not checkpointed, .* a hook of all modules is registered"):
             model(**batch(0)).loss.backward()
     finally:
         handle.remove()
-    assert seen.count(gates(model)[0]) == 1
+    assert called_modules.count(gates(model)[0]) == 1
 
 
 def test_a_compiled_layer_with_a_hook_from_after_the_patch_runs_once():

@@ -47,19 +47,19 @@ def compare(forward, **options) -> tuple[set[str], set[str]]:
 
 def test_three_products_share_one_recomputed_result():
     """The first product recomputes it. It is freed after the third one, before the backward of the norm itself."""
-    step, norm, seen = Step(), Counted(), []
+    step, norm, live_results = Step(), Counted(), []
     with tigon.lean():
         x = step.x()
-        x.register_hook(lambda _: seen.append(norm.alive()))
+        x.register_hook(lambda _: live_results.append(norm.alive()))
         y = norm.recomputed_norm(x, step.weight())
         # This hook runs after all three products.
-        y.register_hook(lambda _: seen.append(norm.alive()))
+        y.register_hook(lambda _: live_results.append(norm.alive()))
         loss = total(step.product(y), step.product(y), step.product(y))
         del y
     assert norm.alive() == []
     loss.backward()
     assert len(norm.results) == 2
-    assert seen == [[], []]
+    assert live_results == [[], []]
 
 
 class Twice(torch.autograd.Function):
@@ -165,10 +165,10 @@ def test_casts_of_autocast_are_recomputed(dtype):
         return total(*z)
 
     compare(forward, dtype=dtype)
-    step, saved = Step(dtype), []
-    with saved_tensors_hooks(lambda t: saved.append((t.dtype, t.shape[-1])) or t, lambda t: t), tigon.lean():
+    step, saved_tensors = Step(dtype), []
+    with saved_tensors_hooks(lambda t: saved_tensors.append((t.dtype, t.shape[-1])) or t, lambda t: t), tigon.lean():
         forward(step)
-    casts = [(d, n) for d, n in saved if d == torch.bfloat16 and n == WIDTH and dtype == torch.float32]
+    casts = [(d, n) for d, n in saved_tensors if d == torch.bfloat16 and n == WIDTH and dtype == torch.float32]
     assert not casts
 
 
@@ -216,15 +216,15 @@ def write(y: Tensor) -> None:
     [write, lambda y: write(y.detach()), lambda y: write(y.view(-1)), lambda y: y.add_(1)],
     ids=["without gradient", "detached", "a view", "with gradient"],
 )
-@pytest.mark.parametrize("saved", [lambda y: y, lambda y: y.data], ids=["itself", "data"])
-def test_results_that_were_written_before_they_are_saved_are_kept(change, saved):
-    """The call would recompute the old values."""
+@pytest.mark.parametrize("alias", [lambda y: y, lambda y: y.data], ids=["itself", "data"])
+def test_results_that_were_written_before_they_are_saved_stay_saved(change, alias):
+    """Otherwise backward would recompute the values from before the write."""
 
     def forward(step: Step) -> Tensor:
         y = tigon.rms_norm(step.x(), step.weight())
         change(y)
         step.watch(y=y)
-        return total(step.product(saved(y)), y)
+        return total(step.product(alias(y)), y)
 
     assert compare(forward)[1] == {"y"}
 
@@ -238,26 +238,26 @@ def test_each_node_gets_the_values_that_it_saved():
         write(y)
         two = step.product(y)
     total(one, two).backward()
-    for leaf, saved, z in zip(step.leaves[1:], (expected, expected + 1), (one, two), strict=True):
-        torch.testing.assert_close(leaf.grad, torch.einsum("abi,abj->ij", 2 * z, saved))
+    for leaf, saved_input, z in zip(step.leaves[1:], (expected, expected + 1), (one, two), strict=True):
+        torch.testing.assert_close(leaf.grad, torch.einsum("abi,abj->ij", 2 * z, saved_input))
 
 
 @pytest.mark.parametrize("when", ["before it is saved", "after"])
 def test_backward_refuses_inputs_that_were_written(when):
-    """It does so without lean too. A product that saved the result itself still has the right gradient."""
+    """Without lean, autograd raises the error too. A product that saved the result itself has the right gradient."""
     step = Step()
     with tigon.lean():
         x, w = step.x(), step.weight()
         y = tigon.rms_norm(x, w)
         if when == "before it is saved":
             write(x)
-        z, saved = step.product(y), y.detach().clone()
+        z, saved_input = step.product(y), y.detach().clone()
         if when == "after":
             write(x)
         del y
     if when == "before it is saved":
         (gradient,) = torch.autograd.grad(total(z), step.leaves[2], retain_graph=True)
-        torch.testing.assert_close(gradient, torch.einsum("abi,abj->ij", 2 * z, saved))
+        torch.testing.assert_close(gradient, torch.einsum("abi,abj->ij", 2 * z, saved_input))
     with pytest.raises(RuntimeError, match="modified by an inplace operation.* at version 1; expected version 0"):
         total(z).backward()
 

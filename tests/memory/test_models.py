@@ -32,17 +32,17 @@ def step(model: nn.Module, **inputs) -> list[Tensor | None]:
 
 def saved_bytes(model: nn.Module, **inputs) -> int:
     """Return the bytes of the storages that a forward pass saves for backward, without parameters."""
-    saved, weights = {}, {p.untyped_storage()._cdata for p in model.parameters()}
+    storages, weights = {}, {p.untyped_storage()._cdata for p in model.parameters()}
 
     def pack(t: Tensor) -> Tensor:
         storage = t.untyped_storage()
         if storage._cdata not in weights:
-            saved[storage._cdata] = storage
+            storages[storage._cdata] = storage
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
         model(**(inputs or batch(0)))
-    return sum(storage.nbytes() for storage in saved.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def pair(model_type: str = "llama", change=lambda model: model, **config) -> tuple[nn.Module, nn.Module]:
@@ -56,7 +56,7 @@ def pair(model_type: str = "llama", change=lambda model: model, **config) -> tup
 
 
 def assert_lean(lean: nn.Module, default: nn.Module, least: float = 0.1, **inputs) -> None:
-    """Check that both have the same bits, and that at least the fraction `least` of the bytes is not saved."""
+    """Check that both models have the same bits, and that at least the fraction `least` of the bytes is not saved."""
     assert saved_bytes(lean, **inputs) <= (1 - least) * saved_bytes(default, **inputs)
     assert_same_bits(step(lean, **inputs), step(default, **inputs))
 

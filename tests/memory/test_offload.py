@@ -219,7 +219,7 @@ def test_a_tensor_may_be_written_after_its_copy(record):
 
 
 def test_a_tensor_that_is_far_larger_stays_on_the_device(record, monkeypatch):
-    """The gradient of a head is such a tensor. It does not widen the window."""
+    """The gradient of a head may be such a tensor. It does not widen the window."""
     monkeypatch.setattr(offload, "WINDOW_TENSORS", 2)
 
     def forward(step: Step) -> Tensor:

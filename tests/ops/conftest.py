@@ -6,7 +6,7 @@ from tigon.runtime.tuning import tuned
 
 @pytest.fixture(autouse=True)
 def _poison(poisoned):
-    """An output or gradient that an op does not write fails its test."""
+    """Fail each test in which an op does not write an output or a gradient."""
 
 
 @pytest.fixture(autouse=True)

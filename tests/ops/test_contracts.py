@@ -1,4 +1,4 @@
-"""Every op keeps its contracts: it is exact, writes nothing of the caller, and computes only what is needed."""
+"""Every op is accurate, does not write to tensors of the caller, and computes only the gradients that are needed."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ def group(tmp_path):
 
 
 def test_an_op_waits_for_the_result_of_a_collective(group):
-    """The result is a wrapper without memory, so a kernel that used its address would read at address 0."""
+    """The result is a wrapper without memory, so a kernel that used its address would read from address 0."""
     from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 
     def reduced(x):

@@ -106,7 +106,8 @@ def test_every_option_is_passed_on(run: Callable, reference: Callable, tensors: 
         others = {key: value for key, value in options.items() if key != name}
         if name == "from_logits":
             others.pop("temperature")
-        if name == "sections":  # The tables have one more axis then.
+        # With sections the tables have one more axis.
+        if name == "sections":
             others["sections"] = (1, 1, 2)
         plain = as_list(run(*tensors, **others))
         pairs = zip(plain, results, strict=True)

@@ -1,4 +1,4 @@
-"""Every public function and module refuses what it does not document: in its own name, and before it writes anything.
+"""Every public function and module refuses undocumented values. The error names the op and precedes every write.
 
 Each argument of each call is replaced by each of `VALUES` in turn. A call that raises must raise a TypeError or a
 ValueError whose message begins with the name of the op. A call that works must be one that `ACCEPTED` lists, so that no
@@ -155,8 +155,8 @@ COMPUTED_BY = {
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "Softmax": "softmax", "CrossEntropyLoss": "cross_entropy",
     "LinearCrossEntropyLoss": "linear_cross_entropy", "KLDivLoss": "kl_div", "JSDLoss": "jsd", "TVDLoss": "tvd",
 }  # fmt: skip
-# Other files test these, because they take models or blocks of code, or are results.
-ELSEWHERE = {"patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput"}
+# Other files test these names, because they take models or blocks of code, or are results.
+TESTED_IN_OTHER_FILES = {"patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput"}
 
 FLAG = {"True", "False"}
 POSITIVE = {"float", "int", "2**70"}
@@ -171,8 +171,8 @@ FLAGS = {
     "amsgrad", "maximize", "capturable", "differentiable",
 }  # fmt: skip
 
-# The values that an argument of this name is documented to take, unless `OF_OP` says otherwise. A name that is missing
-# here takes none.
+# The values that an argument of this name is documented to take, unless `ACCEPTED_BY_OP` has other values for the op. A
+# name that is missing here takes none of `VALUES`.
 ACCEPTED: dict[str, set[str]] = {
     **dict.fromkeys(FLAGS, FLAG),
     "x": LEADING | FLOAT,
@@ -193,8 +193,9 @@ ACCEPTED: dict[str, set[str]] = {
     "scaling": NUMBER, "lora_bias": OPTIONAL, "dropout": {"float"},
 }  # fmt: skip
 RATE = {"float", "int", "1e60", "2**70", "np.float32", "np.int64", "scalar", "scalar of int"}
-OF_OP: dict[tuple[str, str], set[str]] = {
-    **{(op, "x"): ANY_SHAPE for op in ("relu2", "softmax", "Softmax")},
+ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
+    **{(workload.name, name): ANY_SHAPE for workload in WORKLOADS.values() for name in workload.any_shape},
+    ("Softmax", "x"): ANY_SHAPE,
     **{(op, "x"): LEADING for op in ("glu_mlp", "lora_linear", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "bias"): FLAG for op in ("LayerNorm", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "dtype"): OPTIONAL | {"torch.float32"} for op in ("SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
@@ -220,7 +221,7 @@ OF_OP: dict[tuple[str, str], set[str]] = {
 
 
 def _calls() -> dict[str, tuple[str, Callable, dict[str, object], list[str]]]:
-    """Return, by test id: the op, the call, arguments that work, and the parameters that the signature hides."""
+    """Return for each test id the op, the call, arguments that work, and the parameters that the signature hides."""
     calls = {}
     for name, arguments in FUNCTIONS.items():
         calls[name] = name, getattr(tigon, name), arguments, HIDDEN.get(name, "").split()
@@ -252,9 +253,9 @@ def _fresh(arguments: dict[str, object]) -> dict[str, object]:
     def copy(x: object) -> object:
         if not isinstance(x, Tensor):
             return x
-        copied = x.detach().clone().requires_grad_(x.requires_grad)
-        copied.grad = None if x.grad is None else x.grad.clone()
-        return copied
+        duplicate = x.detach().clone().requires_grad_(x.requires_grad)
+        duplicate.grad = None if x.grad is None else x.grad.clone()
+        return duplicate
 
     return {name: copy(x) for name, x in arguments.items()}
 
@@ -277,7 +278,7 @@ def test_an_argument_is_documented_or_refused(op, run, arguments, hidden):
     beginnings = tuple(f"{name}: " for name in (op, COMPUTED_BY.get(op)) if name)
     problems = []
     for parameter, kind, value in _attempts(run, arguments, hidden):
-        documented = kind in OF_OP.get((op, parameter), ACCEPTED.get(parameter, set()))
+        documented = kind in ACCEPTED_BY_OP.get((op, parameter), ACCEPTED.get(parameter, set()))
         copies, argument = _fresh(arguments), f"{parameter}={kind}"
         versions = [x._version for x in _tensors(copies)]
         try:
@@ -299,7 +300,7 @@ def test_an_argument_is_documented_or_refused(op, run, arguments, hidden):
 
 
 def test_every_public_name_is_tested():
-    assert set(FUNCTIONS) | set(MODULES) | ELSEWHERE == set(tigon.__all__)
+    assert set(FUNCTIONS) | set(MODULES) | TESTED_IN_OTHER_FILES == set(tigon.__all__)
 
 
 MESSAGES = {

@@ -82,9 +82,9 @@ def test_a_call_that_is_replaced_on_the_class_of_the_activation_is_used(monkeypa
     stock = mlp(x)
     with tigon.patched(mlp):
         monkeypatch.setattr(cls, name, doubled, raising=False)
-        changed = mlp(x)
-        assert torch.equal(changed, MLP.forward(mlp, x))
-        assert not torch.allclose(changed, stock)
+        y = mlp(x)
+        assert torch.equal(y, MLP.forward(mlp, x))
+        assert not torch.allclose(y, stock)
 
 
 def test_an_mlp_whose_activation_has_another_call_stays_stock():
@@ -92,7 +92,7 @@ def test_an_mlp_whose_activation_has_another_call_stays_stock():
     replace_the_call_of_the_activation(mlp)
     with pytest.warns(UserWarning, match="nothing was replaced"):
         (entry,) = tigon.patch(mlp).left_alone
-    assert entry.detail == "has hooks on act, or another call or forward there"
+    assert entry.detail == "has hooks on act, or their call or forward was replaced"
 
 
 def test_modules_that_differ_in_a_setting_are_recognised_separately():

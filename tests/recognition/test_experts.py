@@ -129,7 +129,7 @@ def test_choices_of_experts_on_other_ranks_have_no_effect(flavour):
     index[::2, 1], index[4] = E, E
     inputs = inputs[0], index, weights.masked_fill(index == E, 0.0).requires_grad_()
     results, expected = _step(module, inputs), _step(stock, inputs)
-    # The stock gradient of a weight of another rank is 0, or comes from unwritten memory.
+    # The stock gradient of a weight on another rank is 0, or undefined, because the memory was never written.
     is_local = index < E
     results["weights"], expected["weights"] = (x["weights"] * is_local for x in (results, expected))
     _assert_same(results, expected)
@@ -164,7 +164,7 @@ def test_autocast_gives_the_stock_output_and_gradients(chosen, dtype):
 
 
 def test_the_choice_of_the_config_is_respected():
-    """`generate` chooses batched_mm for its duration, and users may register a function of their own."""
+    """While `generate` runs, it selects batched_mm. Users may also register an implementation."""
     moe = pytest.importorskip("transformers.integrations.moe")
     module, inputs, calls = _patched(_experts()), _inputs(), []
     moe.ALL_EXPERTS_FUNCTIONS.register("theirs", lambda self, *args: calls.append(self))

@@ -132,7 +132,7 @@ def test_a_norm_of_each_head_is_no_norm_of_the_whole_width():
 
 
 def test_a_norm_of_each_head_with_one_weight_runs_its_own_forward_for_many_heads():
-    """For an input as wide as its weight it is a plain norm."""
+    """If the input is as wide as the weight, this module computes a plain norm."""
     norm = Norm(lambda x, w, eps: rms(x.unflatten(-1, (-1, 48)), w, eps).flatten(-2))
     x = torch.randn(3, 4 * 48)
     expected = norm(x)

@@ -150,7 +150,7 @@ def test_a_norm_with_a_gate_before_it_is_refused():
 
 
 class Centred(AnyNorm):
-    """A layer norm that is written out in steps."""
+    """A layer norm that computes its mean and variance in separate statements."""
 
     def __init__(self) -> None:
         super().__init__(lambda x, w, eps: (w.float() * x_hat(x.float() - x.float().mean(-1, True), eps)).to(x.dtype))

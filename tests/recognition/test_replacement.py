@@ -44,7 +44,7 @@ def zeroed(module: nn.Module) -> nn.Module:
 
 
 def test_a_method_made_of_the_forward_runs_the_module_that_it_is_bound_to(layer):
-    """accelerate makes such a method for mixed precision. A deep copy of a closure would run the original module."""
+    """accelerate binds the forward as a method for mixed precision. A copied closure would run the original module."""
     undo = install(layer, twice)
     function = layer.forward.__func__
     layer.forward = types.MethodType(lambda module, *args: function(module, *args), layer)

@@ -69,7 +69,7 @@ def test_a_rope_is_recognised_by_what_it_computes(attention, name, form):
 @pytest.mark.parametrize("partial", [False, True], ids=["whole head", "a part"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_form_is_recognised_as_itself(form, partial, tensors):
-    """No form is recognised as another one. Two forms with the same bits would be one too many."""
+    """No form is recognised as another one, so no two forms compute the same bits."""
 
     def both(q, k, cos, sin, unsqueeze_dim=1):
         width = cos.shape[-1] * (2 if form.table == "once" else 1)

@@ -224,7 +224,7 @@ def test_another_forward_that_is_set_later_runs(monkeypatch):
 
 def test_a_decorator_without_functools_wraps_is_reported():
     (entry,) = (entry for entry in tigon.patch(Hidden()).left_alone if entry.part == "fused_statements")
-    assert entry.detail == "its forward is behind a decorator that does not name what it wraps"
+    assert entry.detail == "its forward is behind a decorator that does not name the function that it wraps"
 
 
 # --- residuals with other uses ---------------------------------------------------------------------
@@ -345,7 +345,8 @@ def test_a_residual_with_other_uses_has_the_stock_results(name, dtype):
     if isinstance(results[0], str):
         assert results[0] == results[1]
     else:
-        # The eager norm rounds its gradient in another order. A hook that sees a part of the gradient errs by a factor.
+        # The eager norm rounds its gradient in another order. If a hook received only a part of the gradient, the error
+        # would be much larger than a rounding error.
         atol = (1e-5 if dtype == torch.float32 else 2**-7) * results[0].abs().max().item()
         torch.testing.assert_close(results[1], results[0], rtol=0, atol=atol)
 

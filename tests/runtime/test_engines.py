@@ -32,6 +32,7 @@ def hook_of(module: str):
     [
         ("torch.distributed.fsdp._fully_shard._fsdp_state", True, True),
         ("torch.utils.flop_counter", True, False),
+        ("torch.ao.quantization.quantize", False, False),
         ("deepspeed.runtime.zero.parameter_offload", True, True),
         ("accelerate.hooks", True, True),
         ("transformers.distributed.tensor_parallel", True, True),

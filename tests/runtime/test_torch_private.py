@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+import types
 import weakref
 from pathlib import Path
 
@@ -444,7 +445,7 @@ def test_no_assertion_runs_on_the_device_if_torch_has_none(monkeypatch):
 def test_unknown_checkpoint_hooks_count_as_foreign_and_are_reported(monkeypatch):
     with monkeypatch.context() as patches:
         patches.delattr(torch.utils.checkpoint, "_recomputation_hook")
-        with pytest.warns(RuntimeWarning, match="names the hooks of torch.utils.checkpoint otherwise"):
+        with pytest.warns(RuntimeWarning, match="names the hooks of torch.utils.checkpoint in another way"):
             module = _imported_again()
     monkeypatch.setattr(torch_private, "_KNOWS_CHECKPOINT", module._KNOWS_CHECKPOINT)
     answers = []
@@ -518,6 +519,18 @@ def test_tracing_is_recognised_publicly_without_the_private_class(monkeypatch):
 # --- one file --------------------------------------------------------------------------------------
 
 
+def test_hooks_of_a_gradient_are_seen():
+    x = torch.zeros(2, requires_grad=True)
+    assert not torch_private.has_gradient_hooks(x)
+    for register in (x.register_hook, x.register_post_accumulate_grad_hook):
+        handle = register(lambda *_: None)
+        assert torch_private.has_gradient_hooks(x)
+        handle.remove()
+        assert not torch_private.has_gradient_hooks(x)
+    # Without the attributes, a caller must assume hooks.
+    assert torch_private.has_gradient_hooks(types.SimpleNamespace())
+
+
 def test_no_other_file_uses_these_names():
     """Elsewhere, a missing name would fail without its reason and its replacement."""
     names = (
@@ -541,6 +554,7 @@ def test_no_other_file_uses_these_names():
         r"nn\.Module\._call_impl",
         r"triton\.runtime",
         r"triton\.knobs",
+        "_post_accumulate_grad_hooks",
     )
     pattern = re.compile("|".join(names))
     folders = ("runtime", "memory", "ops", "recognition", "hf", "tools/plan", "tools/inspect")

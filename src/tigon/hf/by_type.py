@@ -1,7 +1,8 @@
 """`tigon.patch("llama")`: patch every model of a type when it is built.
 
-The patch runs at the end of the outermost of the constructor, `from_pretrained` and `from_config`. Weights are loaded,
-tied, quantised and placed by then, as they are when a user patches the model.
+A model is built by its constructor, by `from_pretrained` or by `from_config`, and these may call each other. The patch
+runs at the end of the outermost call. By then the weights are loaded, tied, quantised and on their devices, as they are
+when a user patches the model.
 """
 
 import difflib
@@ -93,11 +94,11 @@ class ConstructorPatch:
 
 
 def patch_type(model_type: str, patch: Callable[[nn.Module], Report]) -> Report:
-    """Run `patch` on every new model of the type. The report describes the last one, and its `restore()` ends this.
+    """Run `patch` on every new model of the type, until `restore()` of the report. The report describes the last model.
 
     Raises:
         ImportError: transformers is missing or too old.
-        RuntimeError: transformers lacks a private name that this needs.
+        RuntimeError: transformers lacks a private name that this function needs.
         ValueError: transformers has no such type, or builds it only as a part of other models.
     """
     config, report = config_class(model_type, "patch: model must be a model type"), Report(f"every new {model_type}")

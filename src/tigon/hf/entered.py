@@ -1,8 +1,8 @@
 """Warn once if a model no longer runs the forward that `tigon.patch` gave it.
 
 A trainer may replace the forward of a causal language model after the patch. TRL's trainer assigns a function that
-calls the model's body and computes the loss itself. Norms, MLPs and attentions stay patched. But the loss in the head
-and the block of `tigon.lean` around the model are not used then, and no result would show that. Therefore the body of a
+calls the model's body and computes the loss itself. Norms, MLPs and attentions then stay patched, but the loss in the
+head and the block of `tigon.lean` around the model are not used. The results do not show this. Therefore the body of a
 patched model checks at each call that the model still has the forward that `tigon.patch` installed.
 """
 
@@ -18,7 +18,7 @@ from torch import nn
 from tigon.recognition.replacement import Replacement, exchange, find_replacement, foreign_forward, install
 from tigon.runtime.stock import written_in
 
-__all__ = ["watch_entry"]
+__all__ = ["watch_forward"]
 
 
 def _leads_to_replacement(function: Any) -> bool:
@@ -36,13 +36,13 @@ def _leads_to_replacement(function: Any) -> bool:
 class WatchedBody:
     """Recipe for the body of a model: it checks the forward of the model, then runs the body's earlier forward."""
 
-    def __init__(self, model: nn.Module | None, lost: str, inner: Callable | None) -> None:
+    def __init__(self, model: nn.Module | None, lost_features: str, inner: Callable | None) -> None:
         # A copy of the body does not know its model, so it checks nothing.
         self.model: weakref.ref[nn.Module] | None = None if model is None else weakref.ref(model)
-        self.lost, self.inner = lost, inner
+        self.lost_features, self.inner = lost_features, inner
 
     def __reduce__(self) -> tuple:
-        return WatchedBody, (None, self.lost, self.inner)
+        return WatchedBody, (None, self.lost_features, self.inner)
 
     def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not torch.compiler.is_compiling():
@@ -61,21 +61,22 @@ class WatchedBody:
         name = type(model).__name__
         origin = f"by {written_in(forward)}" if forward is not None else "by the forward of its class"
         warnings.warn(
-            f"tigon: the forward of {name} was replaced ({origin}) after tigon.patch, so {self.lost} not used; "
-            "norms, MLPs and attentions stay patched",
+            f"tigon: the forward of {name} was replaced ({origin}) after tigon.patch, so {self.lost_features} not "
+            "used; norms, MLPs and attentions stay patched",
             stacklevel=4,
         )
 
 
-def watch_entry(model: nn.Module, lost: str) -> Callable[[], None]:
+def watch_forward(model: nn.Module, lost_features: str) -> Callable[[], None]:
     """Let the body of a patched model check that the model's forward stays installed; return a function to undo this.
 
-    `lost` names the features that only this forward has, as the beginning of a clause: "the loss in its head is".
+    `lost_features` names what only this forward does, as the subject and the verb of a clause: "the loss in its head
+    is". The warning continues it with "not used".
     """
     body = getattr(model, "base_model", None)
     if not isinstance(body, nn.Module) or body is model or find_replacement(model) is None:
         return lambda: None
-    installed = find_replacement(body)
-    if installed is not None:
-        return exchange(installed, WatchedBody(model, lost, installed.recipe))
-    return (lambda: None) if foreign_forward(body) else install(body, WatchedBody(model, lost, None))
+    replacement = find_replacement(body)
+    if replacement is not None:
+        return exchange(replacement, WatchedBody(model, lost_features, replacement.recipe))
+    return (lambda: None) if foreign_forward(body) else install(body, WatchedBody(model, lost_features, None))

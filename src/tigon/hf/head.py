@@ -49,7 +49,7 @@ from tigon.runtime.device import PLAIN
 from tigon.runtime.stock import calls_are_stock, linears_are_stock
 from tigon.runtime.torch_private import any_global_hook, assert_on_device, has_active_transform, is_replica
 
-__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "called_head", "cut_by_rows"]
+__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "called_head", "is_sharded_by_rows"]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -59,7 +59,7 @@ MODULE_STATE = vars(nn.Module()).keys()
 FP32_TOLERANCE, CAST_TOLERANCE = 2e-5, 0.01
 # CUDA accepts messages of up to 254 characters.
 LOGITS_CHANGED = (
-    "tigon: the model or a hook changes the logits otherwise than when the model was patched, but the loss was "
+    "tigon: the model or a hook does not change the logits as it did when the model was patched, but the loss was "
     "computed without logits; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
 )
 
@@ -101,7 +101,7 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
     return result.head if type(result) is _HeadCall and result.argument is argument else None
 
 
-def cut_by_rows(x: Any, *head: Any) -> bool:
+def is_sharded_by_rows(x: Any, *head: Any) -> bool:
     """Return whether tensor parallelism has sharded a head by rows over one mesh on which `x` is replicated.
 
     Args:
@@ -110,8 +110,8 @@ def cut_by_rows(x: Any, *head: Any) -> bool:
     """
     if any(not hasattr(t, "placements") or t.device_mesh != x.device_mesh for t in (x, *head) if t is not None):
         return False
-    is_sharded = all(t is None or t.placements[0].is_shard(0) for t in head)
-    return x.device_mesh.ndim == 1 and x.placements[0].is_replicate() and is_sharded
+    has_row_shards = all(t is None or t.placements[0].is_shard(0) for t in head)
+    return x.device_mesh.ndim == 1 and x.placements[0].is_replicate() and has_row_shards
 
 
 @dataclass
@@ -170,14 +170,14 @@ class FusedLoss(threading.local):
         # The model also calls copies of the head, which adapter libraries train. They share this state.
         return self
 
-    def is_place(self, place: Any) -> bool:
+    def is_shared_by(self, function: Any) -> bool:
         """Return whether a recipe or a loss function is one of the replacements that share this state."""
-        return isinstance(place, (HeadForward, LossFunction)) and place.fused is self
+        return isinstance(function, (HeadForward, LossFunction)) and function.fused is self
 
     def is_head(self, module: nn.Module) -> bool:
         """Return True for the head, or a copy of it, if its class and forward are those that were recognised."""
         replacement = find_replacement(module)
-        if replacement is None or not self.is_place(replacement.recipe):
+        if replacement is None or not self.is_shared_by(replacement.recipe):
             return False
         return linears_are_stock() and replacement.holds()
 
@@ -194,9 +194,9 @@ class FusedLoss(threading.local):
     def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
         """Return the call whose loss the head computes, or None if the stock code must run."""
         spec, skip_logits = self.spec, kwargs.pop("skip_logits", None)
-        by_position = dict(zip(spec.positional, args, strict=False))
+        by_position = dict(zip(spec.positional_arguments, args, strict=False))
         has_labels = kwargs.get("labels") is not None or "labels" in by_position
-        if skip_logits and not has_labels and "shift_labels" in spec.forwarded:
+        if skip_logits and not has_labels and "shift_labels" in spec.forwarded_options:
             # Without labels the model would not call its loss.
             kwargs["labels"] = kwargs.get("shift_labels")
         arguments = {**by_position, **kwargs}
@@ -208,7 +208,7 @@ class FusedLoss(threading.local):
         loss_function: Any = model.loss_function
         # The loss function may have been replaced since the patch. The call is then stock. It is also stock under
         # torch.func and forward-mode derivatives, which work only on torch's own operators.
-        if not self.is_place(loss_function) or has_active_transform():
+        if not self.is_shared_by(loss_function) or has_active_transform():
             return None
         if (change := loss_function.change(model) or self.changed_setting(model)) is not None:
             if not torch.compiler.is_compiling():
@@ -222,10 +222,10 @@ class FusedLoss(threading.local):
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
-        options = {name: arguments[name] for name in spec.forwarded if name in arguments}
+        options = {name: arguments[name] for name in spec.forwarded_options if name in arguments}
         num_items = options.get("num_items_in_batch")
         is_number = num_items.dim() == 0 if isinstance(num_items, Tensor) else type(num_items) in (int, float)
-        if any(name in arguments for name in spec.unknown) or not (is_number or num_items is None):
+        if any(name in arguments for name in spec.unknown_arguments) or not (is_number or num_items is None):
             return None
         # An engine may gather the weight of the head later, so its shape cannot be read here.
         multiplications = labels.numel() * spec.vocabulary * head.in_features
@@ -235,7 +235,10 @@ class FusedLoss(threading.local):
 
 @dataclass(eq=False)
 class CausalLMForward:
-    """Recipe for the model's forward. After a fused call, the logits of the output, or tuple, are `SKIPPED_LOGITS`."""
+    """Recipe for the model's forward. After a fused call, `SKIPPED_LOGITS` take the place of the logits in the output.
+
+    The output is an object with the attribute `logits`, a dict or a tuple.
+    """
 
     fused: FusedLoss
 
@@ -250,14 +253,14 @@ class CausalLMForward:
         if call is None or call.loss is None:
             return outputs
         # nn.DataParallel gathers the outputs of its replicas, and accepts only tensors and None.
-        skipped = None if is_replica(model) else SKIPPED_LOGITS
+        no_logits = None if is_replica(model) else SKIPPED_LOGITS
         if isinstance(outputs, tuple):
-            return tuple(skipped if is_placeholder(x) else x for x in outputs)
+            return tuple(no_logits if is_placeholder(x) else x for x in outputs)
         # The output is changed in place, because a model may have added keys or attributes to it.
         if isinstance(outputs, dict):
-            outputs["logits"] = skipped
+            outputs["logits"] = no_logits
         else:
-            outputs.logits = skipped
+            outputs.logits = no_logits
         return outputs
 
 
@@ -272,7 +275,7 @@ class HeadForward:
     def __call__(self, head: Any, hidden: Tensor) -> Tensor:
         """Return the placeholder of a fused call, or logits. The head is a module that computes a linear layer."""
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
-        is_sharded = cut_by_rows(hidden, weight, head.bias)
+        is_sharded = is_sharded_by_rows(hidden, weight, head.bias)
         if (
             call is None
             or call.head is not head
@@ -280,7 +283,7 @@ class HeadForward:
             or hidden.shape[:-1] != call.targets.shape
             # A shard of the weight gives only a part of the logits.
             or weight.shape != (spec.vocabulary, hidden.shape[-1])
-            # The weight may be another DTensor or quantised.
+            # The weight may be a DTensor with other placements, or quantised.
             or not (is_sharded or type(weight) in PLAIN)
         ):
             return type(head).forward(head, hidden)
@@ -336,7 +339,7 @@ class _WithoutSlot:
 
 
 class LossFunction:
-    """The replacement of `model.loss_function`: it returns the loss of the head in a fused call, else the stock loss.
+    """The replacement of `model.loss_function`. It returns the loss of the head in a fused call, else the stock loss.
 
     The stock function is the one that was assigned to the model before the patch. If none was assigned, it is the one
     that the model's class chooses now, by its property, its `loss_type` and transformers' table of losses.
@@ -373,7 +376,10 @@ class LossFunction:
         return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
 
     def stock(self) -> Callable:
-        """Return the loss function that the model would use without this one; the last one if the model was deleted."""
+        """Return the loss function that the model would use without this one.
+
+        If the model was deleted, return the one that it used last.
+        """
         model = self.model()
         if model is not None and not torch.compiler.is_compiling():
             return self.choose(model)
@@ -421,8 +427,8 @@ class LossFunction:
             or call.read_versions() != call.versions
         ):
             raise RuntimeError(
-                "tigon: the head has computed the loss already, and then the model called its loss function with "
-                "other arguments than it was called with, or wrote into its labels between the head and the loss "
+                "tigon: the head has computed the loss already, but then the model passed its loss function other "
+                "arguments than the model itself received, or wrote into its labels between the head and the loss "
                 "function, or called its head twice; use tigon.patch(model, loss=False) for this model"
             )
         token = logits[..., 1]

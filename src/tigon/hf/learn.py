@@ -58,7 +58,7 @@ BATCH, LENGTH, FEATURES = 2, 5, 4
 
 
 class NotUnderstood(Exception):
-    """The reason why a model's loss stays stock."""
+    """The loss of a model stays stock. The message is the reason."""
 
 
 class _BodyOutputs(tuple):
@@ -71,7 +71,7 @@ class _BodyOutputs(tuple):
 
 
 class _Stub:
-    """A stand-in for a child of the model. It returns its first floating-point argument, or `outputs` without one.
+    """A stand-in for a child of the model. It returns its first floating-point argument, or `outputs` if it has none.
 
     Its attributes are those of the child. Its children are stubs. Its tensors are on meta, so that a loss that depends
     on their values raises an error and stays stock.
@@ -94,9 +94,9 @@ class _Stub:
 
 
 def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Tensor | None = None) -> nn.Module:
-    """Return a stand-in of the model: its head is `new_head`, and stubs replace its other children with parameters.
+    """Return a stand-in of the model. Its head is `new_head`. Stubs replace all other children that have parameters.
 
-    Tensors of the model itself are random.
+    Tensors of the model itself, not of a child, are random.
     """
     outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES) if hidden is None else hidden,))
     stub = lambda child: child if child is None or without_parameters(child) else _Stub(child, outputs)
@@ -111,7 +111,7 @@ def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Te
 
 
 def _run(twin: nn.Module, **kwargs: Any) -> Any:
-    """Run a stand-in of the model on tokens, the last two of which are padding in one of the sequences."""
+    """Run a stand-in of the model on a batch of tokens. With a mask, the last two tokens of a sequence are padding."""
     parameters = inspect.signature(type(twin).forward).parameters
     # The model's own code computes auxiliary outputs (a router's loss) from values that only the real body has.
     inputs: dict[str, Any] = {name: False for name in parameters if name.startswith("output_")}
@@ -166,27 +166,27 @@ def _observe(model: nn.Module, head: str, logits: Tensor, seed: int) -> tuple[Te
         raise NotUnderstood("its forward changes the labels before the loss")
     if getattr(outputs, "logits", None) is None:
         raise NotUnderstood("its output has no logits")
-    forwarded = frozenset(name for name, value in options.items() if loss_calls[0].get(name) is value)
-    return loss_calls[0]["logits"], forwarded
+    forwarded_options = frozenset(name for name, value in options.items() if loss_calls[0].get(name) is value)
+    return loss_calls[0]["logits"], forwarded_options
 
 
 def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None, float, frozenset[str]]:
-    """Return softcap, logit_scale and the names of the options that reach the loss."""
+    """Return the soft cap or None, the scale of the logits, and the names of the options that reach the loss."""
     results = []
     for seed in (0, 1):
         logits = (normal(seed, BATCH, LENGTH, vocabulary) * torch.logspace(-3, 3, LENGTH)[:, None]).double()
         logits[0, 0, :3] = torch.tensor([1.0, 2.0**-30, (seed + 1) * 1e30])
-        processed, forwarded = _observe(model, head, logits, seed)
-        if processed.shape != logits.shape:
+        logits_at_loss, forwarded_options = _observe(model, head, logits, seed)
+        if logits_at_loss.shape != logits.shape:
             raise NotUnderstood("its forward changes the shape of the logits")
-        one, slope, limit = processed[0, 0, :3].double().tolist()
+        one, slope, limit = logits_at_loss[0, 0, :3].double().tolist()
         softcap = limit if abs(limit) < 1e15 else None
         scale = one if softcap is None else slope * 2.0**30
         scale = 1.0 if abs(scale - 1.0) < 1e-6 else scale
         expected = logits * scale if softcap is None else softcap * torch.tanh(logits * scale / softcap)
-        if scale <= 0 or not torch.allclose(processed.double(), expected, rtol=1e-6, atol=0):
+        if scale <= 0 or not torch.allclose(logits_at_loss.double(), expected, rtol=1e-6, atol=0):
             raise NotUnderstood("its forward does more to the logits than a scale and a soft cap")
-        results.append((softcap, scale, forwarded))
+        results.append((softcap, scale, forwarded_options))
     if results[0] != results[1]:
         raise NotUnderstood("its forward changes the logits in a different way each time")
     return results[0]
@@ -224,14 +224,17 @@ def _leaves(head: Any, x: Tensor) -> list[Tensor]:
 
 
 def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
-    """Raise NotUnderstood if the fused loss of a stand-in of the model is not its stock loss, for any loss options."""
-    labels, other = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
+    """Raise NotUnderstood if the fused loss of a stand-in of the model differs from its stock loss in one case.
+
+    The cases are calls with each of the loss options that the model passes to its loss.
+    """
+    labels, shifted_labels = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
     cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
-    cases += [{"shift_labels": other}, {"ignore_index": int(labels[0, 1])}]
+    cases += [{"shift_labels": shifted_labels}, {"ignore_index": int(labels[0, 1])}]
     weight = normal(7, spec.vocabulary, FEATURES) * 20
     tensors = {"weight": weight} | ({} if head.bias is None else {"bias": normal(8, spec.vocabulary)})
     for case in cases:
-        if not case.keys() <= spec.forwarded:
+        if not case.keys() <= spec.forwarded_options:
             continue
         targets = torch.where(labels == -100, case["ignore_index"], labels) if "ignore_index" in case else labels
         outcomes = []
@@ -249,10 +252,10 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
         if expected.dtype != loss.dtype or not torch.allclose(loss, expected, rtol=1e-5, atol=1e-6):
             options = ", ".join(case) or "labels"
             raise NotUnderstood(
-                f"its loss is not the standard one (it is {float(expected):.6g}, not {float(loss):.6g}, with {options})"
+                f"its loss is not the standard loss: {float(expected):.6g} instead of {float(loss):.6g}, with {options}"
             )
         if not same_gradients(fused, stock):
-            raise NotUnderstood("the gradients of its loss are not those of the standard one")
+            raise NotUnderstood("the gradients of its loss are not those of the standard loss")
 
 
 def _is_linear(head: nn.Module) -> bool:
@@ -289,30 +292,30 @@ def _argument_names(function: Callable) -> list[str]:
     return [p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
-def _own_names(cls: type[nn.Module]) -> set[str]:
-    """Return the attributes that a model's forward loads, and those that the model's own methods load in it."""
+def _names_loaded_by_forward(cls: type[nn.Module]) -> set[str]:
+    """Return the names of the attributes that a model's forward loads, and the methods of its class that it calls."""
     names: set[str] = set()
-    pending, done = ["forward"], set()
+    pending, visited_names = ["forward"], set()
     bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
     bases = [base for base in bases if not is_code_of_base_class(base)]
     while pending:
         name = pending.pop()
-        done.add(name)
+        visited_names.add(name)
         for value in (vars(base)[name] for base in bases if name in vars(base)):
             function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
             if inspect.isfunction(function):
                 attributes = code_use(innermost(function).__code__).attributes
                 names |= attributes
-                pending += sorted(attributes - done)
+                pending += sorted(attributes - visited_names)
     return names
 
 
 def _settings(model: nn.Module, places: list[Place]) -> Settings:
     """Return the numbers that a model's own forward reads from the model and its config. None counts as a number.
 
-    By comparing them, the host notices exactly if a scale or a soft cap is changed later.
+    Before each fused call, the host compares these numbers exactly, so it notices a changed scale or soft cap.
     """
-    names = _own_names(type(model))
+    names = _names_loaded_by_forward(type(model))
     settings: dict[tuple[str, ...], Any] = {}
     for place in places:
         first, *path = place.path.split(".")
@@ -366,17 +369,18 @@ def learn_loss(model: Any) -> Spec | str | None:
                 return f"its head ({type(others[0]).__name__}) is not a plain linear layer"
             if not (type(head.weight) in PLAIN or hasattr(head.weight, "placements")):
                 return f"the weight of its head is a {type(head.weight).__name__}"
-            softcap, scale, forwarded = _measure(model, name, head.out_features)
+            softcap, scale, forwarded_options = _measure(model, name, head.out_features)
             spec = Spec(
                 head=name,
                 vocabulary=head.out_features,
                 softcap=softcap,
                 logit_scale=scale,
-                positional=tuple(_argument_names(type(model).forward)[1:]),
-                forwarded=forwarded,
+                positional_arguments=tuple(_argument_names(type(model).forward)[1:]),
+                forwarded_options=forwarded_options,
                 loss_type=loss_type(model),
                 settings=_settings(model, reach.places),
-                unknown=frozenset(_argument_names(loss_function)) - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
+                unknown_arguments=frozenset(_argument_names(loss_function))
+                - {"logits", "labels", "vocab_size", *LOSS_ARGUMENTS},
             )
             _verify(model, head, spec)
     except NotUnderstood as reason:

@@ -1,6 +1,7 @@
 """The memory levels of `tigon.patch(model, memory=...)`. Each level decides how much a model saves for backward."""
 
 import functools
+import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -27,12 +28,15 @@ from tigon.memory.layers import LayerJudgement
 from tigon.memory.lean import lean
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
-__all__ = ["LEVELS", "LeanForward", "apply_level", "refusal"]
+__all__ = ["LEVELS", "LeanForward", "apply_level", "explain_refusal"]
 
 
 @dataclass(frozen=True)
 class Level:
-    """A memory level: a block of `lean` with these options around the model's forward, or the model's checkpointing."""
+    """A memory level: the model's forward runs in a block of `lean` with these options, or its layers are checkpointed.
+
+    A level without any option changes nothing.
+    """
 
     # The text that the report shows.
     note: str = ""
@@ -73,22 +77,23 @@ class LeanForward:
             return (self.inner or type(model).forward)(model, *args, **kwargs)
 
 
-def _explain_refusal(model: nn.Module, level: str) -> str | None:
+def _find_obstacle(model: nn.Module, level: str) -> str | None:
     """Return why a model cannot have a level; None if it can."""
     if LEVELS[level].checkpoint:
         return _explain_no_checkpoint(model)
     return _explain_no_lean(model) if LEVELS[level].lean else None
 
 
-def refusal(model: nn.Module, level: str) -> str | None:
+def explain_refusal(model: nn.Module, level: str) -> str | None:
     """Return why a model cannot have a level, and which levels it can have; None if it can have this one."""
-    if (reason := _explain_refusal(model, level)) is None:
+    if (reason := _find_obstacle(model, level)) is None:
         return None
-    return f"{reason}; {', '.join(repr(name) for name in LEVELS if _explain_refusal(model, name) is None)} can"
+    possible_levels = ", ".join(repr(name) for name in LEVELS if _find_obstacle(model, name) is None)
+    return f"{reason}; possible levels: {possible_levels}"
 
 
 def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
-    """Apply a level that `refusal` allows; return the function that undoes it, and a note for the report."""
+    """Apply a level that is possible for this model; return the function that undoes it, and a note for the report."""
     if not LEVELS[level].checkpoint:
         return _make_lean(model, LEVELS[level]), LEVELS[level].note
     undo, excludes_last, reasons = _switch_on(model)
@@ -102,7 +107,7 @@ def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
 
 
 def _try_lean() -> str | None:
-    """Return the error of a block of `lean` here; None if it raises none."""
+    """Enter a block of `lean`. Return the message of the error that it raises; None if it raises none."""
     try:
         with lean():
             return None
@@ -131,24 +136,24 @@ def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
 
 # --- checkpointing ---------------------------------------------------------------------------------
 
-# A head is large if it has more than this many times the parameters of a layer. By `tigon plan`, running the last layer
-# once changes the peak of a step by -2 % to +2 % at ratios up to 5 (Llama-3-8B, Llama-3.2-1B, Qwen3-4B), and by +2 % to
-# +14 % at ratios from 8 on.
+# A head is large if the ratio of its parameters to those of a layer exceeds this number. According to `tigon plan`, the
+# peak memory of a step changes by -2 % to +2 % if the last layer runs once and the ratio is at most 5 (Llama-3-8B,
+# Llama-3.2-1B, Qwen3-4B), and by +2 % to +14 % if the ratio is at least 8.
 LARGE_HEAD = 5
 
 
-def _owners(module: nn.Module) -> Iterator[Any]:
+def _transformers_models(module: nn.Module) -> Iterator[Any]:
     """Yield the outermost transformers models in a module. The module may itself be one of them, or contain them."""
     if hasattr(type(module), "gradient_checkpointing_enable"):
         yield module
     else:
         for child in module.children():
-            yield from _owners(child)
+            yield from _transformers_models(child)
 
 
 def _explain_no_checkpoint(model: nn.Module) -> str | None:
     """Return why the model cannot be checkpointed by its own switch; None if it can."""
-    owners = list(_owners(model))
+    owners = list(_transformers_models(model))
     if not owners:
         return (
             "it is not a transformers model, so its layers have no switch; call them by torch.utils.checkpoint yourself"
@@ -160,8 +165,8 @@ def _last_layer(owner: Any) -> nn.Module | None:
     """Return the last layer if it should run only once and save its activations for backward; None otherwise.
 
     The model, or its decoder, must have exactly one stack of layers. The backward of the last layer comes first, so
-    recomputing it would take the same memory a moment later, after the head and its loss. These take less than a layer
-    does in backward, unless the vocabulary is large and the layers are small.
+    recomputing it would take the same memory a moment later, after the head and its loss. The head and its loss take
+    less memory than the backward of a layer, unless the vocabulary is large and the layers are small.
     """
     if _try_lean():
         return None
@@ -175,15 +180,16 @@ def _last_layer(owner: Any) -> nn.Module | None:
 
 
 def call_once(function: Callable, *args: Any) -> Any:
-    """Call a layer once, in a block of `lean`. This replaces the function that checkpoints it."""
+    """Call a layer once, in a block of `lean`. This function takes the place of the one that checkpoints the layer."""
     with lean():
         return function(*args)
 
 
 class LayerCheckpoint:
-    """Checkpoint a layer, or call it once if a second run might differ. This replaces the function of the switch.
+    """A function that checkpoints a layer, or calls it once if a second run might differ.
 
-    The layer may change after the patch, so each call compares the state that the judgement depends on.
+    It takes the place of the function that the layer's switch calls. The layer may change after the patch, so each call
+    compares the state that the judgement depends on.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -215,7 +221,7 @@ class LayerCheckpoint:
         return self.judgement.reason
 
     def _may_repeat(self) -> bool:
-        """Return whether the layer may run twice. Warn if this is no longer so for a new reason."""
+        """Return whether the layer may run twice. Warn if it must not, for a reason that is new."""
         earlier = self.judgement and self.judgement.reason
         reason = self.judge()
         if reason not in (None, earlier):
@@ -247,7 +253,7 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
     """
     undo: list[Callable[[], None]] = []
     reasons: list[str] = []
-    for owner in _owners(model):
+    for owner in _transformers_models(model):
         if any(map(is_switched_on, owner.modules())):
             continue
         states = [(m, switch_state(m)) for m in owner.modules() if has_checkpoint_switch(m)]
@@ -255,16 +261,17 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
         owner.gradient_checkpointing_enable({"use_reentrant": False})
         # Non-reentrant checkpoints need no gradients of layer inputs, so the hooks that require these are removed.
         restore_input_hooks(owner, handles)
-        calls: dict[nn.Module, LayerCheckpoint] = {module: LayerCheckpoint(module) for module, _ in states}
-        for module, call in calls.items():
-            set_checkpoint_function(module, call)
+        checkpoints: dict[nn.Module, LayerCheckpoint] = {module: LayerCheckpoint(module) for module, _ in states}
+        for module, layer_checkpoint in checkpoints.items():
+            set_checkpoint_function(module, layer_checkpoint)
         if (last := _last_layer(owner)) is not None:
             set_checkpoint_function(last, call_once)
         for layer in (m for m in owner.modules() if _is_innermost(m)):
-            if layer is not last and (reason := calls[layer].judge()) is not None:
+            if layer is not last and (reason := checkpoints[layer].judge()) is not None:
                 reasons.append(reason)
         undo += [functools.partial(_restore_switch, m, state, checkpoint_function(m)) for m, state in states]
-    excludes_last = any(checkpoint_function(m) is call_once for owner in _owners(model) for m in owner.modules())
+    modules = itertools.chain.from_iterable(owner.modules() for owner in _transformers_models(model))
+    excludes_last = any(checkpoint_function(m) is call_once for m in modules)
 
     def switch_off() -> None:
         for step in undo:
@@ -273,7 +280,7 @@ def _switch_on(model: nn.Module) -> tuple[Callable[[], None], bool, list[str]]:
     return switch_off, excludes_last, reasons
 
 
-def _restore_switch(module: nn.Module, state: dict[str, Any], ours: Callable | None) -> None:
+def _restore_switch(module: nn.Module, state: dict[str, Any], installed_function: Callable | None) -> None:
     """Restore the switch of a module, unless other code has changed it since the patch."""
-    if checkpoint_function(module) is ours:
+    if checkpoint_function(module) is installed_function:
         restore_switch(module, state)

@@ -36,7 +36,7 @@ class LogitsSkippedError(AttributeError, RuntimeError):
 
 
 def refuse(use: str) -> NoReturn:
-    """Raise the error that says why there are no logits, and how to compute them."""
+    """Raise an error which says that the logits do not exist, and how to compute them."""
     raise LogitsSkippedError(
         f"tigon: {use} needs the logits of this call, but they do not exist, because the loss was computed inside the "
         "head without them. Call the model with skip_logits=False to compute them, or patch it with "
@@ -67,7 +67,9 @@ class SkippedLogits:
         refuse(f"torch's `{getattr(function, '__name__', function)}`")
 
 
-def _refusing(name: str) -> Any:
+def _make_refusing_method(name: str) -> Any:
+    """Return a special method of `SkippedLogits` that raises the error."""
+
     def method(self: SkippedLogits, *args: Any) -> NoReturn:
         refuse(f"`{name}` of the logits")
 
@@ -81,7 +83,7 @@ for _name in (
     *(f"{side}{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul") for side in "r"),
     *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
 ):
-    setattr(SkippedLogits, f"__{_name}__", _refusing(f"__{_name}__"))
+    setattr(SkippedLogits, f"__{_name}__", _make_refusing_method(f"__{_name}__"))
 
 SKIPPED_LOGITS = SkippedLogits()
 

@@ -12,9 +12,9 @@ from typing import Any, Literal, ParamSpec, get_args
 from torch import nn
 
 from tigon.hf.by_type import patch_type
-from tigon.hf.entered import watch_entry
+from tigon.hf.entered import watch_forward
 from tigon.hf.learn import attach, learn_loss
-from tigon.hf.levels import LEVELS, apply_level, refusal
+from tigon.hf.levels import LEVELS, apply_level, explain_refusal
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.experts import recognise_experts
 from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_norms, recognise_fused_statements
@@ -38,11 +38,11 @@ LOGGER = logging.getLogger("tigon")
 class Part:
     """How modules of one part are recognised and replaced."""
 
-    # It returns a recipe, the reason why a module of this kind has none, or None for a module of another kind.
+    # The function that returns a recipe, the reason why a module of this kind has none, or None for another kind.
     recognise: Callable[[nn.Module], Any]
-    # It installs the recipe and returns the function that undoes this.
+    # The function that installs the recipe and returns the function that undoes this.
     install: Callable[[nn.Module, Any], Callable[[], None]]
-    # Which modules are compared with the op, for `report.why`.
+    # The text with which `report.why` explains that the op is compared only with certain modules.
     candidates: str
 
 
@@ -79,7 +79,7 @@ def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -
         raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
 
 
-# These recipes run the code of a module's class. One module may have one of each, joined into one recipe.
+# Recipes of these classes run the code of a module's class. One recipe of each class can be joined into one recipe.
 JOINABLE_RECIPES = RopeRecipe, FusedStatementsRecipe
 
 
@@ -103,7 +103,7 @@ class Finding:
 
     @property
     def is_listed(self) -> bool:
-        """The report lists a module that is replaced, and one that resembles the part."""
+        """True if the report lists the module, because it is replaced or because it resembles the part."""
         return self.recipe is not None or bool(self.reason)
 
     def outcome(self) -> Outcome:
@@ -116,19 +116,18 @@ class Finding:
 
 
 def _installed_recipes(model: nn.Module) -> dict[nn.Module, Any]:
-    """Return the recipe of every module. It is None where no recipe is installed."""
+    """Return the recipe of every module; None for a module without an installed recipe."""
     return {module: getattr(find_replacement(module), "recipe", None) for module in model.modules()}
 
 
-def _find(model: nn.Module, parts: list[str], installed: dict[nn.Module, Any]) -> list[Finding]:
+def _find(model: nn.Module, parts: list[str], installed_recipes: dict[nn.Module, Any]) -> list[Finding]:
     """Try every part on every module that may get another recipe. Modules of one kind are tried once."""
-    modules = [
-        (name, m) for name, m in model.named_modules() if isinstance(installed[m], (*JOINABLE_RECIPES, type(None)))
-    ]
+    replaceable = (*JOINABLE_RECIPES, type(None))
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(installed_recipes[m], replaceable)]
     kinds = {module: _kind_or_itself(module) for _, module in modules}
     results: dict[tuple, tuple[Any, Trials]] = {}
-    # Modules that raised an error when they were read. Only the first error of a module is a reason.
-    unreadable: set[nn.Module] = set()
+    # Modules that raised an error when they were read. Only the first error of a module is reported.
+    unreadable_modules: set[nn.Module] = set()
     findings = []
     for part in parts:
         recognise = PARTS[part].recognise
@@ -136,73 +135,79 @@ def _find(model: nn.Module, parts: list[str], installed: dict[nn.Module, Any]) -
             if (key := (recognise, kinds[module])) not in results:
                 with recording() as trials:
                     result = _read(recognise, module)
-                repeats = isinstance(result, _Unreadable) and module in unreadable
-                unreadable |= {module} if isinstance(result, _Unreadable) else set()
-                results[key] = None if repeats else result, trials
+                is_repeated = isinstance(result, _Unreadable) and module in unreadable_modules
+                unreadable_modules |= {module} if isinstance(result, _Unreadable) else set()
+                results[key] = None if is_repeated else result, trials
             result, trials = results[key]
             findings.append(Finding(part, name, module, result, trials=trials))
     return findings
 
 
-def _decide(findings: list[Finding], installed: dict[nn.Module, Any], overwritten: dict[nn.Module, str]) -> None:
-    """Set the recipe of each finding that is replaced, and the reason of each that resembles its part and is not.
+def _decide(
+    findings: list[Finding], installed_recipes: dict[nn.Module, Any], overwrite_reasons: dict[nn.Module, str]
+) -> None:
+    """Decide for each finding whether its module is replaced.
+
+    If it is, set the recipe of the finding. If it is not, but the module resembles the part, set the reason.
 
     Args:
         findings: The results of recognition, in the order of the parts.
-        installed: The recipe that each module has already, or None.
-        overwritten: Norms whose input is changed in place after they have run, with the reason for the report.
+        installed_recipes: The recipe that each module has already, or None.
+        overwrite_reasons: The reasons for the report, by norm, for all norms whose input is changed in place after
+            they have run.
     """
-    recipes = dict(installed)
+    recipes = dict(installed_recipes)
     # The first part of each recogniser. One function may recognise several parts.
     first_parts: dict[Callable, str] = {}
     for finding in findings:
         part, module, result = PARTS[finding.part], finding.module, finding.result
         first_part = first_parts.setdefault(part.recognise, finding.part)
         # A recipe belongs to one part. The reason why there is no recipe is reported for the first part only.
-        expected = first_part if isinstance(result, str) else getattr(result, "part", finding.part)
-        before = recipes[module]
+        reported_part = first_part if isinstance(result, str) else getattr(result, "part", finding.part)
+        earlier_recipe = recipes[module]
         if result is None and first_part == finding.part:
             note = finding.trials.note
             finding.note = f"not replaced: {note}" if note else f"not tried: {part.candidates}"
             continue
-        if result is None or expected != finding.part:
-            finding.note = f"see {first_part if result is None else expected}"
+        if result is None or reported_part != finding.part:
+            finding.note = f"see {first_part if result is None else reported_part}"
             continue
-        if before is not None and _join(before, result) is None:
+        if earlier_recipe is not None and _join(earlier_recipe, result) is None:
             finding.note = "another part replaces the forward of this module"
             continue
-        result = (before is None and _read(foreign_forward, module)) or result
+        result = (earlier_recipe is None and _read(foreign_forward, module)) or result
         if finding.part in ("rms_norm", "layer_norm"):
-            result = overwritten.get(module, result)
+            result = overwrite_reasons.get(module, result)
         if isinstance(result, str):
             finding.reason = str(result)
         else:
-            finding.recipe = recipes[module] = result if before is None else _join(before, result)
+            finding.recipe = recipes[module] = result if earlier_recipe is None else _join(earlier_recipe, result)
 
 
 def _apply(findings: list[Finding]) -> list[Callable[[], None]]:
-    """Install the recipes that were decided. Return the functions that undo this."""
-    # A later finding for a module has the recipe that joins both.
-    last = {finding.module: finding for finding in findings if finding.recipe is not None}
-    return [PARTS[finding.part].install(module, finding.recipe) for module, finding in last.items()]
+    """Install the recipes of the findings. Return the functions that undo this."""
+    # If a module has two findings, the later one has the recipe that joins both.
+    last_findings = {finding.module: finding for finding in findings if finding.recipe is not None}
+    return [PARTS[finding.part].install(module, finding.recipe) for module, finding in last_findings.items()]
 
 
 def _outcomes(model: nn.Module, findings: list[Finding]) -> dict[str, ModuleOutcomes]:
     """Return what `report.why` says about every module, by its name."""
     outcomes = {name: ModuleOutcomes(type(module).__name__) for name, module in model.named_modules()}
-    # Modules of one kind share the text.
-    shared: dict[Outcome, Outcome] = {}
+    # Equal outcomes are stored once, because modules of one kind have the same text.
+    unique_outcomes: dict[Outcome, Outcome] = {}
     for finding in findings:
         outcome = finding.outcome()
-        outcomes[finding.name].parts.append(shared.setdefault(outcome, outcome))
+        outcomes[finding.name].parts.append(unique_outcomes.setdefault(outcome, outcome))
     return outcomes
 
 
-def _join(before: Any, recipe: Any) -> RopeRecipe | None:
+def _join(earlier_recipe: Any, recipe: Any) -> RopeRecipe | None:
     """Return one recipe that does what two recipes for one module do; None if they cannot be joined."""
-    ropes = [r for r in (before, recipe) if isinstance(r, RopeRecipe) and not r.fuses_statements]
-    both = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in (before, recipe))
-    return ropes[0].with_fused_statements() if both else None
+    recipes = earlier_recipe, recipe
+    ropes = [r for r in recipes if isinstance(r, RopeRecipe) and not r.fuses_statements]
+    can_join = len(ropes) == 1 and any(isinstance(r, FusedStatementsRecipe) for r in recipes)
+    return ropes[0].with_fused_statements() if can_join else None
 
 
 def _kind_or_itself(module: nn.Module) -> Any:
@@ -230,8 +235,8 @@ def _read(recognise: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         return _Unreadable(f"cannot be read ({describe(error)})")
 
 
-def _lost(level: str, is_fused: bool) -> str:
-    """Name the features that a model loses with another forward, as the beginning of a clause."""
+def _lost_features(level: str, is_fused: bool) -> str:
+    """Name the features that a model loses with another forward, as the subject and the verb of a clause."""
     words = ["the loss in its head"] * is_fused + [f"memory={level!r}"] * LEVELS[level].lean
     return f"{' and '.join(words)} {'are' if len(words) > 1 else 'is'}"
 
@@ -255,8 +260,8 @@ def patch(
 
     Modules are recognised by running small copies of them, so the model may be of any class, and on any device or on
     meta. It can be moved, trained, compiled, copied and saved afterwards as before. A module that computes anything
-    else keeps its own code. A replaced module checks at every call that nothing that its forward reads has changed, and
-    runs its own code otherwise.
+    else keeps its own code. At every call, a replaced module compares the settings that its own forward reads with
+    those at the time of the patch. If one of them has changed, the module runs its own code.
 
     Args:
         model: Any module; a causal language model of transformers profits most. Or a model type such as "llama": from
@@ -268,24 +273,25 @@ def patch(
         relu2: Replace squared ReLUs.
         experts: Replace the experts of a mixture whose weights are one tensor.
         rope: Replace the rotary embeddings of attentions.
-        fused_statements: Replace statements between modules that one op computes together: the sum of a residual and
-            the norm after it, a norm and the residual beside it, and linear layers that have the same input. The source
-            of a layer's forward is rewritten for this. The stock statements run wherever the norm or the linear layers
-            do more than the op.
+        fused_statements: Replace statements of a layer's forward that one op computes together: a residual sum and the
+            norm of this sum, a norm whose input is also the residual, and linear layers that have the same input. The
+            source of the forward is rewritten for this. The stock statements run if the norm or the linear layers do
+            more than the op.
         loss: Replace the head and the loss of a causal language model. In training mode with labels, the loss is
             computed in the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when
             it is used. `skip_logits=True` in a call of the model asks for this in any mode (then also with
             `shift_labels` alone); `skip_logits=False` gives logits in any mode. Evaluation, generation, and calls
-            without labels or with `logits_to_keep` stay stock. While an adapter or a hook on the head takes part, the
-            loss is stock too, with a warning. If the model scales or caps its logits in another way after the patch
-            (another soft cap in the config), the loss is NaN instead of wrong. If it computes anything else from them,
-            it raises at once.
-        memory: The level that says how little is saved for backward. Results have the same bits at every level.
-            "default": what each part saves. "lean": also no output of a norm or a gate. "lean+mlp": also no output of
-            a gate or up projection. "checkpoint": only the input of each layer but the last, by the switch of
-            transformers' models. "offload": as "lean+mlp", with the saved tensors in pinned host memory. Modules that
-            must not be called twice run once at every level.
-        glue: The old name of `fused_statements`. Either of the two leaves this part out if it is False.
+            without labels or with `logits_to_keep` stay stock. While the head has an adapter or a hook that changes its
+            output, the loss is stock too, with a warning. If the model scales or caps its logits in another way after
+            the patch (another soft cap in the config), the loss is NaN instead of wrong. If it computes anything else
+            from them, it raises an error at once.
+        memory: The level that decides what is saved for backward. Results have the same bits at every level. "default":
+            each op saves what its backward reads. "lean": the outputs of norms and gates are not saved either, because
+            backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.
+            "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
+            "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
+            be called twice run once at every level.
+        glue: The old name of `fused_statements`. This part is left out if one of the two is False.
 
     Returns:
         A report: `print(report)` shows what was replaced, what was left alone and why; `report.why(name)` says for any
@@ -333,32 +339,33 @@ def patch(
     if isinstance(model, str):
         return patch_type(model, functools.partial(patch, **options, memory=memory))
     require_for(model)
-    report, installed = Report(type(model).__name__), _installed_recipes(model)
-    findings = _find(model, parts, installed)
-    _decide(findings, installed, overwritten_norms(model))
+    report, installed_recipes = Report(type(model).__name__), _installed_recipes(model)
+    findings = _find(model, parts, installed_recipes)
+    _decide(findings, installed_recipes, overwritten_norms(model))
     report.outcomes = _outcomes(model, findings)
     for finding in filter(lambda finding: finding.is_listed, findings):
         detail = finding.reason or str(finding.result)
         report.add(finding.part, type(finding.module).__name__, not finding.reason, detail, finding.name)
-    replaced = {finding.module for finding in findings if finding.recipe is not None}
-    already = sum(recipe is not None and module not in replaced for module, recipe in installed.items())
+    new_modules = {finding.module for finding in findings if finding.recipe is not None}
+    patched_modules = {module for module, recipe in installed_recipes.items() if recipe is not None}
+    earlier_count = len(patched_modules - new_modules)
     # Levels that only recompute results of Tigon's ops have no effect in a model without such ops.
-    ours = already or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
-    level = memory if ours or memory in ("checkpoint", "offload") else "default"
-    if reason := refusal(model, level):
+    has_ops = earlier_count or report or any(type(m).__module__.startswith("tigon.") for m in model.modules())
+    level = memory if has_ops or memory in ("checkpoint", "offload") else "default"
+    if reason := explain_refusal(model, level):
         raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")
-    # The model is changed only now, when everything is known and nothing was refused.
+    # The model is changed only here, after the last error that this function can raise on purpose.
     report.undo = _apply(findings)
     if level != "default":
         undo, note = apply_level(model, level)
         report.undo.append(undo)
         report.notes.append(note)
-    fused = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
-    report.undo += [watch_entry(module, _lost(level, True)) for module in fused]
-    if LEVELS[level].lean and model not in fused:
-        report.undo.append(watch_entry(model, _lost(level, False)))
-    if already:
-        report.notes.append(f"{already} places were patched already and stay as they are")
+    fused_models = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
+    report.undo += [watch_forward(module, _lost_features(level, True)) for module in fused_models]
+    if LEVELS[level].lean and model not in fused_models:
+        report.undo.append(watch_forward(model, _lost_features(level, False)))
+    if earlier_count:
+        report.notes.append(f"{earlier_count} places were patched already and stay as they are")
     elif not report and level == "default":
         result = "nothing was replaced, see the report for why" if report.entries else "nothing was recognised"
         report.notes.append(f"{result} (requested parts: {', '.join(parts)}); the model was not changed")

@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What `report.why` says about one module and one part."""
+    """The text of `report.why` about one module and one part."""
 
     part: str
     text: str
@@ -42,7 +42,7 @@ class Outcome:
 
 @dataclass
 class ModuleOutcomes:
-    """What `report.why` says about one module."""
+    """The text of `report.why` about one module."""
 
     # The name of the class.
     module: str
@@ -51,7 +51,9 @@ class ModuleOutcomes:
 
 @dataclass
 class Report:
-    """The outcome of `tigon.patch`. It is true if a module was replaced, and its length is the number of these modules.
+    """The outcome of `tigon.patch`.
+
+    `bool(report)` is True if a module was replaced, and `len(report)` is the number of replaced modules.
 
     Example:
         >>> report = tigon.patch(torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)))
@@ -69,9 +71,9 @@ class Report:
     entries: list[Entry] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     undo: list[Callable[[], None]] = field(default_factory=list, repr=False)
-    # What `why` says, by the name of the module.
+    # The texts of `why`, by the name of the module.
     outcomes: dict[str, ModuleOutcomes] = field(default_factory=dict, repr=False)
-    # The title says this if nothing was replaced.
+    # The title of the report if nothing was replaced.
     empty: str = field(default="nothing patched", repr=False)
 
     @property

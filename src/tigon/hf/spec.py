@@ -1,4 +1,4 @@
-"""What Tigon measured of a causal language model in order to compute its loss in its head.
+"""The measured properties of a causal language model by which Tigon computes the loss in the model's head.
 
 `tigon.hf.learn` measures a `Spec`, and `tigon.hf.head` computes losses by it.
 """
@@ -49,15 +49,15 @@ class Spec:
     softcap: float | None
     logit_scale: float
     # The arguments of the model's forward that a caller may pass by position.
-    positional: tuple[str, ...]
-    # Those of LOSS_ARGUMENTS that the model passes to its loss.
-    forwarded: frozenset[str]
+    positional_arguments: tuple[str, ...]
+    # The options in LOSS_ARGUMENTS that the model passes to its loss.
+    forwarded_options: frozenset[str]
     # The loss type of the model. torch.compile compiles another graph when it changes.
     loss_type: str | None
     # The numbers that the model's forward reads.
     settings: Settings
     # Arguments of the model's loss that the standard loss does not have. A call with one of them is stock.
-    unknown: frozenset[str]
+    unknown_arguments: frozenset[str]
 
     @property
     def token(self) -> float:

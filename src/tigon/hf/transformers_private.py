@@ -1,23 +1,26 @@
 """Every private or undocumented name of transformers that Tigon needs, in one place.
 
-Each function states which name it uses, why, and what happens if a transformers does not have the name: a slower way,
-or a refusal that says which name is missing. All names were seen in transformers 5.13 to 5.23.
-`tests/hf/test_transformers_private.py` asks each function for its known answers, so that a new version fails there, by
-name.
+Each function states which name it uses, why, and what happens if the installed transformers does not have the name:
+Tigon uses a slower method, or raises an error that says which name is missing. All names exist in transformers 5.13 to
+5.23. `tests/hf/test_transformers_private.py` compares the result of each function with a known result. If a new version
+of transformers lacks a name, the test of this name fails.
 
 `tigon.recognition.experts` reads further names, because no module of `recognition` imports `hf`: the marks of experts
 (`has_gate`, `has_bias`, `is_transposed`, `_apply_gate`) and the setting `_experts_implementation` of configs. Experts
-without one of them stay stock. The same test asks for these names.
+without one of them stay stock. The same file tests these names.
 
 Nothing here imports transformers before a function is called.
 """
 
 import inspect
+import logging
 import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
+
+LOGGER = logging.getLogger("tigon")
 
 __all__ = [
     "auto_class_has",
@@ -42,7 +45,7 @@ __all__ = [
 
 
 def _missing(name: str) -> RuntimeError:
-    """Return the error that names what the installed transformers does not have."""
+    """Return the error for a name that the installed transformers does not have."""
     import transformers
 
     return RuntimeError(
@@ -62,11 +65,11 @@ def _uses(cls: type, method: str, name: str) -> bool:
 
 
 def is_code_of_base_class(cls: type) -> bool:
-    """Return whether a class is one of those that all models of transformers have as a base.
+    """Return whether a class is a base class that all models of transformers share.
 
-    Such a class is written in the module `transformers.modeling_utils`. What its methods read does not belong to one
-    model. If the module has another name, the numbers that these methods read count as settings of the model, so the
-    loss is stock after more changes than necessary.
+    Such a class is defined in the module `transformers.modeling_utils`. The numbers that its methods read are not
+    settings of one model. If the module has another name, these numbers count as settings of the model, and the loss is
+    stock after more changes than necessary.
     """
     return cls.__module__ == "transformers.modeling_utils"
 
@@ -75,7 +78,7 @@ def loss_slot(model: nn.Module) -> str | None:
     """Return the attribute of a model that holds the function assigned to `model.loss_function`.
 
     In `PreTrainedModel`, `loss_function` is a property. It stores an assigned function in `_loss_function`, and chooses
-    one by `loss_type` if none was assigned. The name of the slot is found by an assignment to an empty object. The
+    one by `loss_type` if none was assigned. An assignment to an empty object shows the name of the slot. The
     result is None, and the loss of the model stays stock, if the slot is not found or if the model has no `loss_type`:
     the choice then depends on something that Tigon does not know.
     """
@@ -86,6 +89,7 @@ def loss_slot(model: nn.Module) -> str | None:
     try:
         attribute.__set__(probe, marker)
     except Exception:
+        LOGGER.debug("The loss function of %s cannot be assigned to.", type(model).__name__, exc_info=True)
         return None
     slot = next((name for name, value in vars(probe).items() if value is marker), None)
     is_stock = str(getattr(attribute.fget, "__module__", "")).startswith("transformers.")
@@ -144,12 +148,12 @@ def checkpoint_function(module: nn.Module) -> Callable | None:
 
 
 def set_checkpoint_function(module: nn.Module, function: Callable) -> None:
-    """Let a function call a checkpointed module."""
+    """Set the function that calls a checkpointed module."""
     setattr(module, _SWITCH[1], function)
 
 
 def switch_state(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of the switch that the module itself has, in place of those of its class."""
+    """Return the attributes of the switch that are set on the module itself, not only on its class."""
     return {name: vars(module)[name] for name in _SWITCH if name in vars(module)}
 
 
@@ -161,7 +165,7 @@ def restore_switch(module: nn.Module, before: dict[str, Any]) -> None:
 
 
 def pop_input_hooks(model: nn.Module) -> dict[str, Any]:
-    """Take the handles of input hooks out of a model and return them. The hooks stay registered."""
+    """Remove the handles of input hooks from the attributes of a model and return them. The hooks stay registered."""
     return {name: vars(model).pop(name) for name in _INPUT_HOOKS if name in vars(model)}
 
 
@@ -177,8 +181,8 @@ def restore_input_hooks(model: nn.Module, handles: dict[str, Any]) -> None:
 def is_checkpoint_layer(module: nn.Module) -> bool:
     """Return whether a module is a layer of a stack that transformers checkpoints layer by layer.
 
-    The name of the base class marks it: `GradientCheckpointingLayer`. Without this name, the last layer of a model is
-    checkpointed like the others, which takes more time.
+    Such a layer has a base class with the name `GradientCheckpointingLayer`. Without this name, the last layer of a
+    model is checkpointed like all other layers, which takes more time.
     """
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
@@ -249,9 +253,9 @@ def causal_lm_types() -> list[str]:
 
 
 def layer_classes(model: Any) -> set[str]:
-    """Return the names of the classes of a model's layers: accelerate makes each such layer a unit of FSDP.
+    """Return the names of the classes of a model's layers. accelerate makes each such layer a unit of FSDP.
 
-    They are in the attribute `_no_split_modules`. It is empty or None if the model names no layer.
+    The names are in the attribute `_no_split_modules`, which is empty or None if the model names no layer.
 
     Raises:
         RuntimeError: The model has no such attribute.

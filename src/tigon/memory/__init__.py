@@ -1,1 +1,1 @@
-"""Less memory for backward: saved tensors that backward recomputes, and saved tensors that move to the host."""
+"""Save less memory for backward: recompute saved tensors, move them to the host, or run layers twice."""

@@ -16,7 +16,10 @@ __all__ = ["Block"]
 
 
 class _Entry:
-    """A live tensor, its version, and the source of its values: result `index` of a recomputation, or a packed one."""
+    """A live tensor, its version, and the source of its values.
+
+    The source is a recomputation, of which the tensor is result `index`, or a packed tensor.
+    """
 
     __slots__ = ("index", "node", "ref", "source", "version")
 
@@ -28,7 +31,7 @@ class _Entry:
         self.ref, self.version, self.source, self.index = weakref.ref(x, forget), x._version, source, index
         self.node = x.grad_fn, x.output_nr
 
-    def current(self, t: Tensor) -> Tensor | None:
+    def find_unchanged(self, t: Tensor) -> Tensor | None:
         """Return the tensor if its values are unchanged and `t`, which shares its storage, has its dtype; else None."""
         x = self.ref()
         is_unchanged = x is not None and x._version == self.version == t._version and x.dtype == t.dtype
@@ -39,18 +42,19 @@ class Block:
     """The saved-tensor hooks of one block of `lean`."""
 
     def __init__(self, outer: tuple[Callable, Callable] | None) -> None:
+        # The saved-tensor hooks around the block, as (pack, unpack), or None.
         self.outer = outer
         # True if the gate and up projections are recomputed too.
         self.mlp = False
-        # Moves the remaining saved tensors to the host.
+        # The object that moves the remaining saved tensors to the host, or None.
         self.offloader: Offloader | None = None
-        # Finds an entry by the storage of its tensor.
+        # The entries by the storage of their tensors.
         self.by_storage: dict[int, _Entry] = {}
-        # Finds an entry by the autograd node that computed its tensor. Casts of the tensor are recognised by it.
+        # The entries by the autograd node that computed their tensors. Casts of a tensor are recognised by this node.
         self.by_node: dict[tuple, _Entry] = {}
 
     def add(self, x: Tensor, source: Recomputation | PackedTensor, index: int = 0) -> None:
-        """Note from which source backward gets the values of `x`."""
+        """Record the source from which backward gets the values of `x`."""
         key = storage_id(x.untyped_storage())
 
         def forget(ref: weakref.ref | None = None) -> None:
@@ -63,7 +67,7 @@ class Block:
             self.by_node[entry.node] = entry
 
     def register(self, results: Tensor | tuple, function: Callable, args: tuple) -> None:
-        """Note that `function(*args)` recomputes `results`."""
+        """Record that `function(*args)` recomputes `results`."""
         results = results if isinstance(results, tuple) else (results,)
         recomputation = None
         for i, y in enumerate(results):
@@ -87,7 +91,7 @@ class Block:
     def find(self, t: Tensor) -> tuple[_Entry, Tensor] | None:
         """Return the entry of `t`, or of the tensor that `t` is a view of, and the tensor of that entry."""
         entry = self.by_storage.get(storage_id(t.untyped_storage()))
-        if entry is None or (x := entry.current(t)) is None:
+        if entry is None or (x := entry.find_unchanged(t)) is None:
             return None
         return entry, x
 
@@ -107,7 +111,9 @@ class Block:
             return None
         entry = self.by_node.get(node.next_functions[0])
         y = None if entry is None else entry.ref()
-        if entry is None or y is None or entry.current(y) is None or y.device != base.device or y.shape != base.shape:
+        if entry is None or y is None or entry.find_unchanged(y) is None:
+            return None
+        if y.device != base.device or y.shape != base.shape:
             return None
         self.add(base, Recomputation(cast, (y, base.dtype), (base,), base.device))
         return self.find(t)
@@ -131,9 +137,9 @@ class Block:
         """Return what autograd saves for a tensor that is not recomputed."""
         if self.outer is None:
             if self.offloader is not None and type(t) is Tensor and t.layout is torch.strided:
-                saved = self.offloader.save(t)
-                if saved is not None:
-                    return saved
+                view = self.offloader.save(t)
+                if view is not None:
+                    return view
             # Leaves are saved themselves, because FSDP and ZeRO swap the data of parameters. Other tensors are
             # detached: the graph of such a tensor may contain the node that saves it, which would be a reference cycle.
             return t if t.is_leaf else t.detach(), t._version

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from tigon.memory.lean import is_checkpoint_recomputation
-from tigon.memory.repeating import REPEATING, foreign_hook
+from tigon.memory.repeating import REPEATABLE_PACKAGES, foreign_hook
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import written_in
@@ -24,7 +24,10 @@ __all__ = ["LayerJudgement"]
 
 
 def _reference(forward: Any) -> Any:
-    """Return a weak reference, which equals any other to the same object; the object itself if it allows none."""
+    """Return a weak reference to an object, or the object itself if it supports none.
+
+    All weak references to the same object are equal.
+    """
     try:
         return weakref.ref(forward)
     except TypeError:
@@ -49,18 +52,18 @@ def _read_code(layer: nn.Module) -> tuple[list, list]:
 
 
 def _is_trusted(package: str) -> bool:
-    return package.partition(".")[0] in REPEATING
+    return package.partition(".")[0] in REPEATABLE_PACKAGES
 
 
 def _explore_module(module: nn.Module) -> Reach | None:
-    """Return the state that the forward of a module's class can reach; None if its package is in `REPEATING`."""
+    """Return the state that the forward of a module's class can reach; None if its package is trusted."""
     is_trusted = _is_trusted(type(module).__module__) and _is_trusted(written_in(type(module).forward))
     return None if is_trusted else explore(module)
 
 
 def _explore_assigned(module: nn.Module) -> list[Reach]:
     """Return the state that functions assigned to a module as its forward can reach."""
-    # accelerate wraps a forward, and stores the wrapped one under the second name.
+    # accelerate wraps a forward, and stores the original forward under the second name.
     forwards = (vars(module).get(slot) for slot in ("forward", "_old_forward"))
     return [explore(forward) for forward in forwards if forward is not None and not _is_trusted(written_in(forward))]
 
@@ -117,6 +120,6 @@ class LayerJudgement:
         if code != self.code:
             return "a module in it, or the class or the forward of one, was replaced"
         if hooks != self.hooks:
-            # Engines may have added hooks, which do no harm.
+            # Training engines may have added hooks that allow a second run.
             return LayerJudgement(layer).reason
         return None

@@ -122,7 +122,7 @@ def registers_recomputations() -> bool:
 
 
 def register_recomputation(results: Tensor | tuple[Tensor | None, ...], function: Callable, *args: Any) -> None:
-    """Note that `function(*args)` recomputes `results` with the same bits."""
+    """Record that `function(*args)` recomputes `results` with the same bits."""
     if _open and not torch.compiler.is_compiling() and (block := _block()) is not None:
         block.register(results, function, args)
 
@@ -165,8 +165,8 @@ def recomputed_by_call(function: Callable | None = None, *, inputs: int = 0) -> 
 def call_projection(module: nn.Module, x: Tensor) -> Any:
     """Return `module(x)` for a gate or up projection. Backward recomputes it if `recomputes_mlp()` is true.
 
-    The result is saved all the same if a second call might give other values or have side effects. That is so for a
-    module that draws random numbers or writes its buffers, and for one with hooks that were not added to shard it.
+    Backward does not recompute it if a second call might give other values or have side effects. That is so for a
+    module that draws random numbers or writes its buffers, and for a module with hooks that do not only shard it.
     """
     is_recomputed = recomputes_mlp() and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     block = _block() if is_recomputed else None
@@ -222,7 +222,7 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     Example:
         >>> x, norm, linear = torch.randn(2, 8, requires_grad=True), tigon.RMSNorm(8), torch.nn.Linear(8, 4)
         >>> with tigon.lean():
-        ...     y = linear(norm(x))  # saves x, and not the output of the norm
+        ...     y = linear(norm(x))  # Autograd saves x, but not the output of the norm.
         >>> y.sum().backward()
     """
     global _open, _open_mlp
@@ -242,13 +242,13 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     if offload:
         require("lean: offload=True", *NAMES_FOR_OFFLOAD)
     outer = saved_tensor_hooks(True)
-    # A checkpoint saves nothing in any case, and it counts the saved tensors.
+    # A checkpointed region saves no tensors in any case, and the checkpoint counts the tensors that its hooks receive.
     if in_checkpoint():
         yield
         return
     enclosing = _block()
     block = enclosing or Block(outer)
-    before = block.mlp, block.offloader
+    previous = block.mlp, block.offloader
     block.mlp = mlp or block.mlp
     block.offloader = Offloader() if offload and block.offloader is None else block.offloader
     with _lock:
@@ -257,9 +257,9 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         with contextlib.nullcontext() if enclosing else saved_tensors_hooks(block.pack, unpack):
             yield
     finally:
-        if block.offloader is not None and block.offloader is not before[1]:
+        if block.offloader is not None and block.offloader is not previous[1]:
             block.offloader.end()
-        block.mlp, block.offloader = before
+        block.mlp, block.offloader = previous
         if enclosing is None:
             block.by_storage.clear()
             block.by_node.clear()

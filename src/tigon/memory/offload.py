@@ -37,12 +37,12 @@ SMALLEST = 2**20
 WINDOW = 2**29
 # The window holds at least this many tensors of the second largest size, because an attention unpacks them together.
 WINDOW_TENSORS = 4
-# In bytes, as the allocator of the device aligns its blocks.
-ALIGNED = 512
+# In bytes: the allocator of the device aligns its blocks to this number.
+ALIGNMENT = 512
 
 
 def can_offload(device: torch.device) -> bool:
-    """Return whether tensors of a device go to the host. Only those of a GPU that captures no CUDA graph now do."""
+    """Return whether saved tensors can move from a device to the host: from a GPU that captures no CUDA graph now."""
     if simulation_of(device) is not None:
         return True
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -58,15 +58,15 @@ def _side_stream(device: torch.device, direction: str) -> torch.cuda.Stream:
 
 
 def _copy(source: Tensor, direction: str, device: torch.device, stream: torch.cuda.Stream | None) -> tuple[Any, Any]:
-    """Copy bytes "out" to the host or "back" on a side stream, after the present work of `stream`.
+    """Copy bytes "out" to the host or "back" to the device on a side stream, after the work queued on `stream`.
 
     Returns:
-        The copy, and the event of its end.
+        The copy, and the event that marks the end of the copy.
     """
     if stream is None:
         copy = source.clone()
         if (simulation := simulation_of(device)) is not None:
-            simulation.copied(copy, direction == "out")
+            simulation.count_copy(copy, direction == "out")
         return copy, None
     empty = functools.partial(torch.empty, source.shape, dtype=source.dtype)
     copy = empty(device="cpu", pin_memory=True) if direction == "out" else empty(device=device)
@@ -89,7 +89,7 @@ def _is_weight(t: Tensor) -> bool:
 def _byte_range(t: Tensor) -> tuple[int, int]:
     """Return the bytes of its storage that a tensor needs, or the whole storage if it needs at least half of it."""
     size, whole = t.element_size(), t.untyped_storage().nbytes()
-    start = t.storage_offset() * size // ALIGNED * ALIGNED
+    start = t.storage_offset() * size // ALIGNMENT * ALIGNMENT
     last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
     end = int(t.storage_offset() + last + 1) * size
     return (0, whole) if 2 * (end - start) >= whole else (start, end)
@@ -125,7 +125,7 @@ class _Segment:
         self.host_data, self.event = _copy(self.device_data, "out", self.device, self.stream)
 
     def check_version(self) -> None:
-        """Note whether the saved tensor has been written since: the copy may hold the values before or after that."""
+        """Record whether the tensor was written after it was saved. The copy may then have other values."""
         self.was_written = self.was_written or (self.alias is not None and self.alias._version != self.version)
 
     def wait_for_copy(self) -> None:
@@ -195,7 +195,7 @@ def _data_for_stream(segment: _Segment, stream: torch.cuda.Stream) -> Tensor:
 
 
 class _SavedView:
-    """What a node saves in place of a tensor: a view of a segment."""
+    """The object that a node saves in place of a tensor: a view of a segment."""
 
     __slots__ = ("dtype", "generation", "offset", "segment", "shape", "strides")
 
@@ -230,7 +230,7 @@ class _Queue:
         self.size += segment.size
         while self.size > limit and len(self.segments) > 1:
             if (first := self.segments.popleft()()) is None:
-                # This segment was freed since, and perhaps others too.
+                # This segment has been freed, and perhaps other segments too.
                 self.size = sum(s.size for ref in self.segments if (s := ref()) is not None)
             else:
                 self.size -= first.size
@@ -238,7 +238,7 @@ class _Queue:
 
 
 class Offloader:
-    """Moves the saved tensors of the forward passes in a block to the host."""
+    """The object that moves the saved tensors of the forward passes in a block to the host."""
 
     def __init__(self) -> None:
         # All segments, in the order in which they were saved.
@@ -293,12 +293,14 @@ class Offloader:
             return
         while self.prefetched_bytes < self.window and index > 0:
             index -= 1
-            before = self.segments[index]()
-            if before is None or before.device_data is not None or before.was_written or before.last_backward == task:
+            earlier = self.segments[index]()
+            if earlier is None or earlier.device_data is not None:
                 continue
-            if before.device == segment.device and before.stream == stream:
-                before.copy_back()
-                before.is_prefetched, self.prefetched_bytes = True, self.prefetched_bytes + before.size
+            if earlier.was_written or earlier.last_backward == task:
+                continue
+            if earlier.device == segment.device and earlier.stream == stream:
+                earlier.copy_back()
+                earlier.is_prefetched, self.prefetched_bytes = True, self.prefetched_bytes + earlier.size
 
     def end(self) -> None:
         """End the forward pass. Segments that are on the device stay there, because backward unpacks them first."""

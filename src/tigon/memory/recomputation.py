@@ -1,4 +1,4 @@
-"""What lean activations save for backward in place of a tensor: the call that recomputes it, or a packed tensor."""
+"""The objects that `lean` saves for backward in place of a tensor: the call that recomputes it, or a packed tensor."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,7 @@ def _stream(device: torch.device) -> int:
 
 
 def _autocast(device: torch.device) -> torch.dtype | None:
-    # Autocast does not exist on meta.
+    # Autocast does not exist on the meta device.
     if device.type == "meta":
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
@@ -67,7 +67,7 @@ class Recomputation:
         return True
 
     def recompute(self, is_forward_stream: bool) -> list[Any]:
-        """Recompute all results on the current stream, which is or is not the stream of the forward pass."""
+        """Recompute all results on the current stream, which is that of the forward pass if `is_forward_stream`."""
         args = self.args.copy()
         assert self.saved_args is not None
         for i, packed in self.saved_args.items():
@@ -113,7 +113,7 @@ def _with_strides(y: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 class SavedResult:
-    """What one autograd node saves in place of `t`, which is the result `y` of a recomputation or a view of it."""
+    """The object that a node saves in place of `t`, which is the result `y` of a recomputation or a view of it."""
 
     __slots__ = ("generation", "index", "recomputation", "view")
 

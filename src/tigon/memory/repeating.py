@@ -22,11 +22,13 @@ from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
 from tigon.runtime.torch_private import any_global_hook
 
-__all__ = ["REPEATING", "CallWatch", "RepeatedCall", "foreign_hook"]
+__all__ = ["REPEATABLE_PACKAGES", "CallWatch", "RepeatedCall", "foreign_hook"]
 
 # Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's
 # random numbers and of buffers, which `CallWatch` compares.
-REPEATING = frozenset(("torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "deepspeed", "tigon"))
+REPEATABLE_PACKAGES = frozenset(
+    ("torch", "transformers", "peft", "bitsandbytes", "torchao", "accelerate", "deepspeed", "tigon")
+)
 
 
 # --- the first call --------------------------------------------------------------------------------
@@ -77,17 +79,19 @@ def _read_call_state(module: nn.Module, x: Tensor) -> tuple | None:
 def _is_same_state(before: tuple, after: tuple | None) -> bool:
     if after is None or before[:2] != after[:2]:
         return False
-    one, two = before[2], after[2]
-    return torch.equal(one, two) if isinstance(one, Tensor) else one == two
+    generator_before, generator_after = before[2], after[2]
+    if isinstance(generator_before, Tensor):
+        return torch.equal(generator_before, generator_after)
+    return generator_before == generator_after
 
 
 class _ReachableState:
     """A snapshot of the Python state that a call of a module and of its children can reach."""
 
     def __init__(self, module: nn.Module) -> None:
-        parts = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in REPEATING]
+        parts = [m for m in module.modules() if type(m).__module__.partition(".")[0] not in REPEATABLE_PACKAGES]
         reaches = [explore(part) for part in parts]
-        # Random number generators and iterators change without a sign that could be compared.
+        # Random number generators and iterators have no state that a snapshot could compare.
         self.is_watchable = not any(reach.unwatchable for reach in reaches)
         self.checks = [(weakref.ref(p), r.check()) for p, r in zip(parts, reaches, strict=True)]
 
@@ -188,7 +192,7 @@ class _TensorState:
         self.layout = None if base is None else _layout(x)
 
     def change(self, x: Any) -> str | None:
-        """Return how the tensor, which now is `x`, was changed since; None if its values are the same."""
+        """Return a clause on how the tensor, which is now `x`, has changed; None if its values are the same."""
         if isinstance(x, Tensor) and self.ref() is x:
             return None if _version(x) == self.version else "was written in place"
         # Engines swap a shard for the whole tensor, and replace a tensor on the host by an empty one.

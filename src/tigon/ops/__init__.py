@@ -1,1 +1,1 @@
-"""The ops, a folder for each family; what all of them stand on is in `tigon.runtime`."""
+"""The ops, in one folder for each family. The code that all of them use is in `tigon.runtime`."""

@@ -37,10 +37,11 @@ def has_conditions(reach: Reach) -> bool:
 
 
 def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
-    """Return True unless the code evidently cannot learn the size of a tensor. Code that cannot needs no symbolic run.
+    """Return True unless the names in the code show that it cannot learn the size of a tensor.
 
-    Names of attributes and functions of the model's author are harmless, unless torch uses them too: the code that they
-    lead to is among the code that the search has read.
+    If the result is False, the forward needs no run with symbolic sizes. Names of attributes and functions of the
+    model's author are harmless, because the search has read the code of these functions too. A name that torch or
+    Python also uses is not harmless.
     """
     codes = _codes(reach)
     names_of_author = {code.co_name for code in codes}
@@ -51,7 +52,7 @@ def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
 
 
 def _is_of_torch(name: str) -> bool:
-    """Return True if torch or Python gives a name a meaning."""
+    """Return True if torch or Python defines this name."""
     return any(hasattr(owner, name) for owner in (torch.Tensor, torch, torch.nn.functional, builtins))
 
 

@@ -2,7 +2,8 @@
 
 transformers marks such modules with their layout (`has_gate`, `has_bias`, `is_transposed`), and the config names the
 implementation that computes them. If that is "grouped_mm" (the default) or "eager", and `moe_mlp` computes the same,
-`moe_mlp` replaces it. Another choice, for good or for the duration of a generation, has its effect at every call.
+`moe_mlp` replaces it. The recipe reads the config at every call. If the config names another implementation by then,
+permanently or during a generation, the stock forward runs.
 """
 
 import logging
@@ -41,11 +42,11 @@ def _parameter_names(module: Any) -> list[str]:
 class ExpertsRecipe:
     """Recipe: `moe_mlp` on the module's parameters.
 
-    The activation is one of the op. If it is None, the op calls the module's own activation.
+    `activation` is the name of an activation of the op. If it is None, the op calls the module's own activation.
     """
 
     activation: str | None
-    # The implementations that the config may name and that compute the same.
+    # The implementations for which the recipe replaces the forward, because they compute the same.
     choices: tuple[str, ...]
     live: ClassVar[tuple[str, ...]] = ("_experts_implementation", "_experts_implementation_internal")
 

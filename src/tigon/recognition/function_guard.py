@@ -13,8 +13,8 @@ class FunctionGuard:
     """Compares a function, and the state that it reads, with those that were recognised.
 
     `holds` compares by identity first. If anything differs, the guard reads the state again and compares it by value.
-    So the same function in another process, of an unpickled model, counts as the same, and a function that was replaced
-    before the model was copied does not.
+    So the guard of an unpickled model also accepts the same function in another process. It does not accept a function
+    that was replaced before the model was copied.
     """
 
     def __init__(self, function: Callable) -> None:

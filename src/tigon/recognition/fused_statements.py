@@ -3,7 +3,7 @@
 There are three patterns: a sum and the norm of that sum, a norm whose input is also the residual, and several linear
 layers with the same input. All other statements stay as their author wrote them (`tigon.recognition.rewriting`). The
 functions that replace the statements check at every call that the norm and the linear layers compute what their op
-computes. Otherwise they do what the statements did.
+computes. If one of them does not, the functions compute what the stock statements compute.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from tigon.recognition.overwriting import overwritten_inputs
 from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
-from tigon.recognition.trials import explain_none, unrecorded
+from tigon.recognition.trials import explain_none, not_recording
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.reach import explore
 
@@ -31,9 +31,10 @@ __all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_norms", "rec
 
 
 def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
-    """Return weight, epsilon and options of a patched norm whose call does nothing else; None if its op refuses x.
+    """Return weight, epsilon and options for the op of a patched norm; None if the op cannot compute the norm of x.
 
-    `norm` may also be a method or a function, because the forward may call any attribute.
+    A norm with hooks is not computed by the op. `norm` may also be a method or a function, because the forward may call
+    any attribute.
     """
     forward = getattr(norm, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
@@ -100,7 +101,7 @@ class FusedStatementsRecipe:
             result = fuse_statements(forward) if is_stock else None
             self.forwards[forward] = result if isinstance(result, FunctionType) else None
             self.states[forward] = code_state(forward) if is_stock else ()
-        # A debugger may give a function other code. The rewritten form then is that of the old code.
+        # A debugger may give a function other code. The rewritten form then belongs to the old code and must not run.
         return self.forwards[forward] if is_unchanged(self.states[forward]) else None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -163,7 +164,7 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
     if function is None:
         explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
         return None
-    with unrecorded():
+    with not_recording():
         has_rms_norm = any(map(_is_rms_norm, children))
     if not (has_projections or has_rms_norm):
         explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two plain linear layers")

@@ -3,8 +3,8 @@
     down(silu(gate(x)) * up(x))            three projections
     down(silu(a) * b), a, b = gate(x)      two projections, packed
 
-The gate may be silu, gelu or gelu by tanh. The module may have other children, such as an activation or a dropout that
-changes nothing, but no other parameters.
+The gate may be silu, gelu, or gelu in its tanh approximation. The module may have other children, such as an activation
+or a dropout that changes nothing, but no other parameters.
 """
 
 import logging
@@ -51,7 +51,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     if extra:
         return f"has more state than a gated MLP ({', '.join(extra)})"
     if changed_children := [name for name, child in others.items() if is_changed(child)]:
-        return f"has hooks on {', '.join(changed_children)}, or another call or forward there"
+        return f"has hooks on {', '.join(changed_children)}, or their call or forward was replaced"
     sizes = {size for layer in projections.values() for size in (layer.in_features, layer.out_features)}
     # Children of one size may be the projections of an attention, which need no reason in the report.
     may_be_attention = len(sizes) == 1

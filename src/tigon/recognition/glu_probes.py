@@ -19,9 +19,9 @@ from tigon.recognition.glu_recipe import GLURecipe
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
-    agrees_by_circumstances,
+    agrees_in_circumstances,
     agrees_in_product,
-    reads_of_input,
+    explain_reads_of_input,
     runs_without_contiguity,
 )
 from tigon.recognition.standin import (
@@ -122,9 +122,9 @@ class GLUSubject:
         gate, down = self.projections[self.wiring.gate], self.projections[self.wiring.down]
         real_hidden, real_inner, real_out = gate.in_features, down.in_features, down.out_features
         gate_out = self.widths.inner * (2 if self.wiring.up is None else 1)
-        # Sizes differ, so that a wrong wiring fails. Only the output has the input's size if the original has it so.
-        hidden, inner, other = self.widths
-        out = hidden if real_out == real_hidden else other
+        # Sizes differ, so that a wrong wiring fails. The output has the input's size only if the original's output has.
+        hidden, inner, other_out = self.widths
+        out = hidden if real_out == real_hidden else other_out
         training = seed % 2 == 1 if training is None else training
         calls: list[str] = []
         children: dict[str, nn.Module | None] = {}
@@ -226,14 +226,14 @@ def confirm(recipe: GLURecipe, subject: GLUSubject, reach: Reach) -> GLURecipe |
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
     pairs = [(dtype, dtype) for dtype in DTYPES]
     if not (
-        agrees_by_circumstances(recipe, subject, subject.inputs)
+        agrees_in_circumstances(recipe, subject, subject.inputs)
         and _agrees_on_weights(recipe, subject)
         and _agrees_on_mixed_dtypes(recipe, subject)
         and _agrees_beyond(recipe, subject, largest_number(reach))
         and (not conditional or agrees_in_product(recipe, subject, subject.inputs, pairs))
     ):
         return DIFFERENT
-    if reason := reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+    if reason := explain_reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
         return reason
     if may_see_sizes(reach, subject.module) and (reason := _size_use(recipe, subject, conditional)):
         return reason
@@ -241,7 +241,7 @@ def confirm(recipe: GLURecipe, subject: GLUSubject, reach: Reach) -> GLURecipe |
 
 
 def _agrees_on_weights(recipe: GLURecipe, subject: GLUSubject) -> bool:
-    """Compare for weights of zeros and ones, and for weights of one sign, which let outputs overflow to infinity."""
+    """Compare for weights of zeros and ones, and for weights of one sign, with which outputs overflow to infinity."""
 
     def align(name: str, weight: Tensor) -> None:
         weight.abs_()
@@ -259,13 +259,13 @@ def _agrees_on_weights(recipe: GLURecipe, subject: GLUSubject) -> bool:
 
 
 def _agrees_on_mixed_dtypes(recipe: GLURecipe, subject: GLUSubject) -> bool:
-    """Return False if the module accepts an input of another dtype than its weights, and the op does not."""
+    """Return False if the op differs for an input whose dtype is not that of the weights, but the module accepts it."""
     pairs = (FP32, BF16), (BF16, FP32), (FP16, FP32), (FP32, FP16)
     return all(agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 4)) is not False for x, w in pairs)
 
 
 def _agrees_beyond(recipe: GLURecipe, subject: GLUSubject, number: int) -> bool:
-    """Compare at widths beyond a number in the code, which may separate features from others."""
+    """Compare at widths beyond a number in the code. The code may treat features beyond this index in another way."""
     large = number + 8
     if not 32 < large <= 65536:
         return True

@@ -57,7 +57,7 @@ class GLURecipe:
     down: str
     # Numbers of dimensions of inputs for which the module was compared with the op.
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
-    # True if the module calls `up` before `gate`. The order shows in hooks, and in random numbers of the children.
+    # True if the module calls `up` before `gate`. The order affects hooks and the random numbers of the children.
     up_first: bool = field(default=False, compare=False)
     # True if the stock forward computes inputs that are not contiguous.
     contiguous: bool = field(default=False, compare=False)

@@ -53,7 +53,7 @@ def _add_guard_of_frame(context: Any) -> None:
         frame, (guard, module) = locals_of_caller(context, "self", "module")
         holds = guard.value.holds_for_graph(module.value, guard.value.fingerprint)
         if holds and guard.source is not None and not _is_mutated(frame, guard.value.owners(module.value)):
-            install_guard(guard.source, _creator(guard.value.fingerprint))
+            install_guard(guard.source, _make_comparison(guard.value.fingerprint))
             _decision.holds = True
     except DYNAMO_ERRORS:
         pass
@@ -73,7 +73,7 @@ def add_guard_of_object(guard: Any) -> bool:
     try:
         # The graph lives as long as the code that was compiled, so it must not keep a model alive.
         source = global_source("__tigon_guard", weakref.ref(guard))
-        install_guard(source, _creator(guard.fingerprint))
+        install_guard(source, _make_comparison(guard.fingerprint))
     except DYNAMO_ERRORS:
         return False
     return True
@@ -81,17 +81,19 @@ def add_guard_of_object(guard: Any) -> bool:
 
 # Dynamo drops a second guard that has the same source and the same function.
 @functools.cache
-def _creator(fingerprint: tuple) -> Callable[[Any, Any], None]:
+def _make_comparison(fingerprint: tuple) -> Callable[[Any, Any], None]:
     return functools.partial(_add_comparison, fingerprint=fingerprint)
 
 
 def _add_comparison(builder: Any, dynamo_guard: Any, fingerprint: tuple) -> None:
     """Add the comparison to the guards of a graph. Dynamo calls this when the graph is complete."""
 
-    # The guard belongs to the Guard object, not to the module, because Dynamo skips guards below a module whose
-    # `__dict__` is unchanged, and a setting may be somewhere else.
+    # Dynamo skips guards below a module whose `__dict__` is unchanged, but a setting may be outside of this dict.
+    # Therefore the guard is added below the Guard object, not below the module.
     def is_unchanged(value: Any) -> bool:
         guard = value() if isinstance(value, weakref.ref) else value
         return guard is not None and guard.holds_for_graph(None, fingerprint)
 
-    add_lambda_guard(builder, dynamo_guard, is_unchanged, "tigon: what the replaced forward reads is unchanged")
+    add_lambda_guard(
+        builder, dynamo_guard, is_unchanged, "tigon: the state that the replaced forward reads is unchanged"
+    )

@@ -34,9 +34,9 @@ class Guard:
         self.is_unchanged = True
 
     def _read_state(self, module: nn.Module) -> tuple | None:
-        """Read the current state and use it for later comparisons by identity.
+        """Read the current state, use it for later comparisons by identity, and return its fingerprint.
 
-        Return its fingerprint, or None if it cannot be watched.
+        The result is None if the state cannot be watched.
         """
         reach = explore(module, self.live, self.choices)
         self.check = reach.check()
@@ -70,7 +70,7 @@ class Guard:
         return module is not None and is_same and self.holds(module)
 
     def owners(self, module: nn.Module) -> Iterator[int]:
-        """Yield the ids of the objects that the forward reads, to find those that a traced function has changed."""
+        """Yield the ids of the objects that the forward reads. The caller looks for objects that Dynamo has changed."""
         yield id(module)
         for place in self.places:
             yield id(place.owner)

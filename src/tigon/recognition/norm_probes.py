@@ -19,9 +19,9 @@ from tigon.recognition.norm_recipes import LAYER_NORM_FORMULAS, LayerNormRecipe,
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
-    agrees_by_circumstances,
+    agrees_in_circumstances,
     agrees_in_product,
-    reads_of_input,
+    explain_reads_of_input,
     runs_without_contiguity,
 )
 from tigon.recognition.standin import (
@@ -37,7 +37,7 @@ from tigon.recognition.standin import (
     unusual_values,
 )
 from tigon.recognition.symbolic import find_size_use
-from tigon.recognition.trials import unrecorded
+from tigon.recognition.trials import not_recording
 from tigon.runtime.state.places import Reach
 
 __all__ = ["NormSubject", "confirm", "norm_candidates", "select_by_dims", "select_by_values"]
@@ -59,7 +59,7 @@ CASES = [
 class NormSubject:
     """Builds stand-ins of a norm and inputs for them.
 
-    `names` are those of the parameters. A gated norm takes a second input.
+    `names` are the names of the parameters. A gated norm takes a second input.
     """
 
     module: nn.Module
@@ -76,7 +76,7 @@ class NormSubject:
         return [normal(60 + i, *shape, self.width, dtype=dtype) for i in range(1 + self.gated)]
 
     def with_weights(self, make_weight: Callable[[int], Tensor], training: bool = True) -> nn.Module:
-        """Return a stand-in with the weights that a function returns for their numbers."""
+        """Return a stand-in whose parameter number i is `make_weight(i)`."""
         weights = {name: make_weight(i) for i, name in enumerate(self.names)}
         return stand_in(self.module, weights, training=training)
 
@@ -193,12 +193,12 @@ def confirm(recipe: NormRecipe, subject: NormSubject, dims: frozenset[int], reac
     """
     pairs, module = _agreeing_pairs(recipe, subject), subject.module
     conditional = has_conditions(reach)
-    if not (agrees_by_circumstances(recipe, subject, subject.inputs) and _agrees_on_weights(recipe, subject)):
+    if not (agrees_in_circumstances(recipe, subject, subject.inputs) and _agrees_on_weights(recipe, subject)):
         return None
     if conditional and not agrees_in_product(recipe, subject, subject.inputs, pairs):
         return None
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
-    if reason := reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+    if reason := explain_reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
         return reason
     if may_see_sizes(reach, module):
         reason = _size_use(recipe, subject, pairs if conditional else [(FP32, FP32)], dims, conditional)
@@ -213,9 +213,9 @@ def confirm(recipe: NormRecipe, subject: NormSubject, dims: frozenset[int], reac
 
 
 def _agreeing_pairs(recipe: NormRecipe, subject: NormSubject) -> list[Pair]:
-    """Return the pairs of dtypes that the module accepts and for which both agree."""
+    """Return the pairs of dtypes that the module accepts and for which the recipe agrees with it."""
     pairs = list(PAIRS) if subject.names else [(dtype, dtype) for dtype in DTYPES]
-    with unrecorded():
+    with not_recording():
         return [(x, w) for x, w in pairs if agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 8))]
 
 
@@ -253,12 +253,12 @@ def _size_use(
 
 
 def _uses_eps_unchanged(recipe: NormRecipe, subject: NormSubject) -> bool:
-    """Return True if the module uses any epsilon as the op does. It may limit epsilon or replace a zero."""
+    """Return True if the module uses any epsilon as the op does. Other modules limit epsilon or replace a zero."""
     if not isinstance(recipe.eps, str):
         return True
     x, *gate = subject.inputs(FP32, 8)
     x = x * torch.logspace(-8, 4, 8)[:, None]
     x[0] = 0
     attributes: list[dict[str, Any]] = [{recipe.eps: eps} for eps in (0.0, 1e-12, 1e-3, 0.5, 10.0)]
-    with unrecorded():
+    with not_recording():
         return all(agrees(recipe, functools.partial(subject, FP32, **each), [x, *gate]) for each in attributes)

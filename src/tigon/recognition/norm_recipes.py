@@ -16,7 +16,7 @@ from tigon.runtime.device import PLAIN, runs_kernels
 
 __all__ = ["LAYER_NORM_FORMULAS", "LayerNormRecipe", "NormRecipe", "RMSNormRecipe", "Scope"]
 
-# The words of a recipe that leaves calls with a second argument to the stock forward.
+# This text follows the name of a recipe if the stock forward computes calls with a second argument.
 ONE_ARGUMENT = ", in calls with one argument"
 
 
@@ -116,8 +116,8 @@ class RMSNormRecipe:
 
 # --- layer norms -----------------------------------------------------------------------------------
 
-# Modules compute a layer norm in several ways that round once, but differ in the last bit. These functions, besides the
-# reference of the op, are the candidates.
+# Modules compute a layer norm by several formulas that round once, but differ in the last bit. These functions and the
+# reference of the op are the candidates.
 
 
 def _layer_norm_in_fp32(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
@@ -188,7 +188,7 @@ def _resolve(module: nn.Module, name: str | float | None) -> Any:
 
 
 def _is_set(name: str | None, weight: Tensor | None, eps: Any) -> bool:
-    """Return True if the module has a weight exactly if the recipe names one, and epsilon is a number."""
+    """Return True if epsilon is a number, and the module has a weight if and only if the recipe names one."""
     return (name is None) == (weight is None) and type(eps) in (float, int)
 
 

@@ -2,8 +2,8 @@
 
 A module without children, with one or two parameters of one size, is compared with every recipe of
 `tigon.recognition.norm_recipes`: RMS norms with and without an offset of the weight, with the rounding before or after
-the weight, with and without a gate, and layer norms. The module's name plays no part, except for a norm without
-parameters and without an epsilon.
+the weight, with and without a gate, and layer norms. The name of the module's class has no effect, except for a norm
+without parameters or without an epsilon.
 """
 
 import logging
@@ -69,13 +69,13 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
 def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
     """Return widths to try for a norm without a weight.
 
-    It may check its input's width against an attribute, or normalise parts of that width. The last width is beyond
-    every number in its code.
+    Such a norm may compare its input's width with an attribute, or normalise parts of the input that have this width.
+    The last width is larger than every number in its code.
     """
     values = [v[0] if isinstance(v, tuple) and len(v) == 1 else v for v in vars(module).values()]
     likely_widths = [size for size in values if type(size) is int and 1 < size <= 65536] + [96]
-    beyond = [size + 8 for size in [largest_number(reach)] if 96 <= size <= 65536]
-    return [factor * size for size in likely_widths for factor in (1, 2)] + beyond
+    largest = largest_number(reach)
+    return [factor * size for size in likely_widths for factor in (1, 2)] + [largest + 8] * (96 <= largest <= 65536)
 
 
 def _find_recipe(subjects: list[NormSubject], candidates: list[NormRecipe], reach: Reach) -> NormRecipe | str:

@@ -27,7 +27,7 @@ class _Values:
         # The names of the children that have read a tensor.
         self.readers: dict[int, set[str]] = {}
         # The line of the first write, by the name of the child.
-        self.overwritten: dict[str, int] = {}
+        self.first_writes: dict[str, int] = {}
         self.count = 0
 
     def of(self, name: str) -> frozenset[int]:
@@ -45,7 +45,7 @@ class _Values:
         """Record a write in place to the tensors that a variable may hold."""
         for number in self.of(name):
             for child in self.readers.get(number, ()):
-                self.overwritten.setdefault(child, line)
+                self.first_writes.setdefault(child, line)
 
     def visit_block(self, statements: list[ast.stmt]) -> None:
         for statement in statements:
@@ -68,7 +68,7 @@ class _Values:
             self.assign(statement)
 
     def visit_branches(self, blocks: list[list[ast.stmt]], is_loop: bool) -> None:
-        """Visit each block from the same state. Then a variable may hold what it holds at the end of any block."""
+        """Visit each block from the same state. Afterwards, a variable may hold its tensors at the end of any block."""
         before, states = self.numbers, [self.numbers]
         for block in blocks:
             self.numbers = dict(before)
@@ -117,4 +117,4 @@ def overwritten_inputs(function: FunctionType) -> dict[str, int]:
         return {}
     values = _Values()
     values.visit_block(definition.body)
-    return values.overwritten
+    return values.first_writes

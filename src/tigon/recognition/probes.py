@@ -1,4 +1,4 @@
-"""Compare a candidate with a forward beyond plain outputs: in other modes, layouts and devices, by special gradients.
+"""Compare a candidate with a forward in other modes, layouts and devices, and with special upstream gradients.
 
 A *subject* is a function `subject(dtype, training=True)` that returns a fresh stand-in with parameters of that dtype.
 The forward and the candidate run on their own stand-ins, so that a forward that changes its module cannot influence the
@@ -20,9 +20,9 @@ from tigon.recognition.trials import record
 __all__ = [
     "DTYPES",
     "agrees",
-    "agrees_by_circumstances",
+    "agrees_in_circumstances",
     "agrees_in_product",
-    "reads_of_input",
+    "explain_reads_of_input",
     "runs_without_contiguity",
 ]
 
@@ -46,29 +46,32 @@ def agrees(
     inputs: Sequence[Tensor],
     *,
     needs_grad: bool = False,
-    special: bool = False,
+    has_special_upstream: bool = False,
     compares_values: bool = True,
-    required: bool = False,
+    must_run: bool = False,
 ) -> bool | None:
     """Return True if a candidate computes what the forward computes, and None if the forward raises an exception.
 
     `make` returns a fresh stand-in. The forward and the candidate get one each. With `needs_grad`, gradients are
-    compared too. With `special`, the upstream gradient holds NaN and infinities. Without `compares_values`, only the
-    kind of the output is compared. With `required`, the record of comparisons counts an exception of the forward as a
-    mismatch.
+    compared too. With `has_special_upstream`, the upstream gradient holds NaN and infinities. Without
+    `compares_values`, only the type, dtype, shape and layout of the output are compared. With `must_run`, the record of
+    comparisons counts an exception of the forward as a mismatch.
     """
-    mode = " ".join(["special"] * special + ["gradients"] * needs_grad + ["kind of the output"] * (not compares_values))
+    words = ["special"] * has_special_upstream + ["gradients"] * needs_grad
+    mode = " ".join(words + ["kind of the output"] * (not compares_values))
     stock, copy = make(), make()
     try:
-        expected = _results(stock, functools.partial(type(stock).forward, stock), inputs, needs_grad, special)
+        stock_run = functools.partial(type(stock).forward, stock)
+        expected = _results(stock, stock_run, inputs, needs_grad, has_special_upstream)
     except Exception as error:
         LOGGER.debug("the forward of %s refuses a probe", type(stock).__name__, exc_info=True)
-        if required:
+        if must_run:
             text = f"its forward raises {describe(error)}"
             record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
         return None
     try:
-        results = _results(copy, functools.partial(candidate, copy, reference=True), inputs, needs_grad, special)
+        run = functools.partial(candidate, copy, reference=True)
+        results = _results(copy, run, inputs, needs_grad, has_special_upstream)
     except Exception as error:
         text = f"the candidate raises {describe(error)}"
         record(False, candidate, stock, inputs, None, None, mode=mode, text=text)
@@ -80,7 +83,9 @@ def agrees(
     return record(is_same, candidate, stock, inputs, results[1:], expected[1:], mode=mode)
 
 
-def _results(twin: nn.Module, run: Callable, inputs: Sequence[Tensor], needs_grad: bool, special: bool) -> list:
+def _results(
+    twin: nn.Module, run: Callable, inputs: Sequence[Tensor], needs_grad: bool, has_special_upstream: bool
+) -> list:
     """Return an output and, with `needs_grad`, the gradients of the inputs and of the parameters."""
     leaves = [x.detach().clone().requires_grad_(needs_grad or x.requires_grad) for x in inputs]
     if not needs_grad:
@@ -90,13 +95,14 @@ def _results(twin: nn.Module, run: Callable, inputs: Sequence[Tensor], needs_gra
         y = run(*leaves)
     if not (isinstance(y, Tensor) and y.requires_grad):
         return [y]
-    return [y, *torch.autograd.grad(y, [*leaves, *parameters], _upstream(y, special), allow_unused=True)]
+    dy = _upstream(y, has_special_upstream)
+    return [y, *torch.autograd.grad(y, [*leaves, *parameters], dy, allow_unused=True)]
 
 
-def _upstream(y: Tensor, special: bool) -> Tensor:
+def _upstream(y: Tensor, is_special: bool) -> Tensor:
     """Return an upstream gradient. A special one has rows of very different sizes, NaN and infinities."""
     dy = normal(9, *y.shape, dtype=y.dtype)
-    if special:
+    if is_special:
         for i, row in enumerate(dy.view(-1, dy.shape[-1])):
             row *= (1.0, 1e-3, 1e4, 1.0, 1e8, 1.0, 0.0, 1.0)[i % 8]
             if i % 8 in (3, 5, 7):
@@ -115,7 +121,7 @@ def _same_output(a: Any, b: Any, compares_values: bool) -> bool:
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Return the strides of dimensions with several elements. The others do not matter."""
+    """Return the strides of dimensions with several elements. The strides of other dimensions have no effect."""
     return [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1 and x.numel()]
 
 
@@ -136,24 +142,24 @@ def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a.isfinite().all(-1), is_finite) and bool((~is_finite | (difference <= bound)).all())
 
 
-def agrees_by_circumstances(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:
+def agrees_in_circumstances(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:
     """Compare special gradients, small sizes, autocast, no_grad for inputs that require gradients, and devices."""
     in_fp32 = functools.partial(subject, FP32)
     x, x_bf16 = inputs(FP32, 2, 4), inputs(BF16, 2, 4)
     in_bf16 = functools.partial(subject, BF16)
-    required = functools.partial(agrees, candidate, required=True)
+    runs_and_agrees = functools.partial(agrees, candidate, must_run=True)
     results = [
-        required(in_fp32, inputs(FP32, 4, 4), needs_grad=True, special=True) is True,
-        required(in_bf16, inputs(BF16, 4, 4), needs_grad=True, special=True) is True,
+        runs_and_agrees(in_fp32, inputs(FP32, 4, 4), needs_grad=True, has_special_upstream=True) is True,
+        runs_and_agrees(in_bf16, inputs(BF16, 4, 4), needs_grad=True, has_special_upstream=True) is True,
         # Under `no_grad`, the output must not require gradients although the inputs do.
-        required(in_fp32, [t.clone().requires_grad_() for t in x]) is True,
+        runs_and_agrees(in_fp32, [t.clone().requires_grad_() for t in x]) is True,
     ]
     results += [agrees(candidate, in_fp32, inputs(FP32, *shape)) is not False for shape in SMALL_SHAPES]
     with torch.autocast("cpu", BF16):
         results += [agrees(candidate, in_fp32, each) is not False for each in (x, x_bf16)]
     on_meta = lambda training=True: _to_meta(subject(FP32, training))
     results += [
-        required(on_meta, [t.to("meta") for t in x]) is True,
+        runs_and_agrees(on_meta, [t.to("meta") for t in x]) is True,
         # A forward that moves its input gives an output on another device. `F.linear` of tensors on different devices
         # raises no error, and its values are undefined.
         agrees(candidate, on_meta, x, compares_values=False) is not False,
@@ -176,7 +182,7 @@ def agrees_in_product(
 ) -> bool:
     """Compare in every combination of mode, dtypes, number of dimensions and gradients.
 
-    A condition may ask for several of them at once.
+    A condition in the forward may depend on several of them at once.
     """
     for training, (dtype, weight_dtype), shape in itertools.product((True, False), pairs, SHAPES):
         make, x = functools.partial(subject, weight_dtype, training), inputs(dtype, *shape)
@@ -200,8 +206,8 @@ def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Input
         return False
 
 
-def reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
-    """Return the reason if a forward looks for an attribute of its input that tensors do not have, otherwise None."""
+def explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
+    """Return a reason if a forward looks for an attribute of its input that plain tensors do not have, or None."""
     names: list[str] = []
 
     class Recorder(Tensor):

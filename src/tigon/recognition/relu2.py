@@ -14,9 +14,9 @@ from tigon.recognition.code_facts import largest_number, may_see_sizes
 from tigon.recognition.glu_recipe import is_plain_input
 from tigon.recognition.probes import (
     DTYPES,
-    agrees_by_circumstances,
+    agrees_in_circumstances,
     agrees_in_product,
-    reads_of_input,
+    explain_reads_of_input,
     runs_without_contiguity,
 )
 from tigon.recognition.standin import (
@@ -36,7 +36,7 @@ from tigon.recognition.standin import (
     without_parameters,
 )
 from tigon.recognition.symbolic import find_size_use
-from tigon.recognition.trials import explain_none, recorded, recording
+from tigon.recognition.trials import current_trials, explain_none, recording
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 
@@ -76,7 +76,7 @@ def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
     reach, recipe = explore(module, inputs=1), ReLU2Recipe()
     result: ReLU2Recipe | str
     try:
-        with reach.preserved(), probing(), recording(recorded()) as trials:
+        with reach.preserved(), probing(), recording(current_trials()) as trials:
             if not _agrees_on_values(module, recipe):
                 result = DIFFERENT
             else:
@@ -89,7 +89,7 @@ def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
     if isinstance(result, ReLU2Recipe):
         return result
     name = type(module).__name__.lower()
-    if trials.passed[recipe] or "relu2" in name or ("relu" in name and "squared" in name):
+    if trials.agreements[recipe] or "relu2" in name or ("relu" in name and "squared" in name):
         return result
     explain_none(result)
     return None
@@ -111,15 +111,15 @@ def _agrees_on_values(module: nn.Module, recipe: ReLU2Recipe) -> bool:
 def _confirm(module: nn.Module, reach: Reach) -> ReLU2Recipe | str:
     """Compare a squared ReLU in all other circumstances. Return a recipe, or the reason why there is none."""
     recipe, number = ReLU2Recipe(), largest_number(reach)
-    # The inputs are wider than a number in the code, which may separate features from others.
+    # The code may treat features beyond an index that it contains in another way, so the inputs are wider than that.
     width = number + 8 if 24 <= number <= 65536 else 24
     subject = lambda dtype=FP32, training=True: stand_in(module, training=training)
     inputs = lambda dtype, *shape: [normal(60, *shape, width, dtype=dtype)]
     pairs = [(dtype, dtype) for dtype in DTYPES]
     accepts_strides = runs_without_contiguity(recipe, subject, inputs)
-    if not agrees_by_circumstances(recipe, subject, inputs) or not agrees_in_product(recipe, subject, inputs, pairs):
+    if not agrees_in_circumstances(recipe, subject, inputs) or not agrees_in_product(recipe, subject, inputs, pairs):
         return DIFFERENT
-    if reason := reads_of_input(subject(), inputs(FP32, 2, 4)):
+    if reason := explain_reads_of_input(subject(), inputs(FP32, 2, 4)):
         return reason
     if may_see_sizes(reach, module):
         run, reference = (functools.partial(f, subject()) for f in (type(module).forward, recipe))

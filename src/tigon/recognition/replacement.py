@@ -41,7 +41,7 @@ class Replacement:
 
     This is a plain object that refers to its module. `copy.deepcopy` and `pickle` of the module treat it as a part of
     the module's state, so the forward of a copy reads the parameters of the copy. A bound method could not be pickled.
-    The reference to the module is weak, so that the memory of a deleted model is freed at once, as that of a stock one.
+    The reference to the module is weak, so that the memory of a deleted model is freed at once.
     """
 
     def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
@@ -123,11 +123,14 @@ class Replacement:
         return inspect.signature(type(self.__self__).forward.__get__(self.__self__))
 
 
-# --- where a forward is ------------------------------------------------------------------------------
+# --- the attribute that holds a forward --------------------------------------------------------------
 
 
 def _slot(module: nn.Module) -> str:
-    """Return the attribute for the forward of the model's author: accelerate's hooks move it to `_old_forward`."""
+    """Return the name of the attribute that holds the forward of the model's author.
+
+    Hooks of accelerate move this forward to `_old_forward`.
+    """
     # torch.compile can trace this expression.
     is_hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
     return "_old_forward" if is_hooked else "forward"
@@ -136,8 +139,8 @@ def _slot(module: nn.Module) -> str:
 def wrapped_forward(module: nn.Module) -> CellType | None:
     """Return the cell in which a function that was assigned as forward holds the forward that it calls.
 
-    The tensor parallelism of transformers wraps a module so. The forward of its class then receives the tensors of this
-    rank.
+    The tensor parallelism of transformers assigns such a function. The forward of the class then receives tensors of
+    this rank.
     """
     assigned = vars(module).get("forward")
     is_forward = lambda f: isinstance(f, Replacement) or getattr(f, "__func__", None) is type(module).forward
@@ -161,7 +164,7 @@ def find_replacement(module: nn.Module) -> Replacement | None:
     return cell.cell_contents if cell and isinstance(cell.cell_contents, Replacement) else None
 
 
-# --- what changes a call -----------------------------------------------------------------------------
+# --- hooks and other forwards ------------------------------------------------------------------------
 
 
 def _assigned_forward(module: nn.Module) -> Callable | None:
@@ -183,8 +186,8 @@ def is_changed(module: nn.Module) -> bool:
 def foreign_hook(module: nn.Module) -> str | None:
     """Return the Python module that defines a hook which may change outputs or gradients; None without such a hook.
 
-    The hooks of the descendants count too. Hooks before the forward do not, because the forward receives what they
-    return. Nor do the hooks of engines that shard models, which change no values.
+    The hooks of the descendants count too. Hooks before the forward do not count, because the forward receives their
+    results. Hooks of engines that shard models do not count, because they change no values.
     """
     for each in module.modules():
         for group in (each._forward_hooks, each._backward_hooks, each._backward_pre_hooks):

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from types import FunctionType
 from typing import NamedTuple
 
-from tigon.recognition.source import NotReadable, cached_by_code, compiled, definition_of, innermost
+from tigon.recognition.source import NotReadable, cached_by_code, compile_definition, definition_of, innermost
 
 __all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "child_call", "rewrite"]
 
@@ -116,7 +116,7 @@ class _Match(NamedTuple):
 
 
 def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match | None:
-    """Match a sum or a residual, followed by its norm; None if the first statements do not match.
+    """Return the match of a sum or a residual, followed by its norm; None if the first statements do not match.
 
     `variables` are the local variables of the function.
     """
@@ -145,8 +145,8 @@ def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match
     if h not in (last.target, residual):
         replacement.append(_assign([h], _name(residual)))
     # Tracebacks show the line of the norm.
-    located = [ast.copy_location(new, statements[count - 1]) for new in replacement]
-    return _Match(count, located, call.child, frozenset((residual, h)) - {last.target})
+    replacement = [ast.copy_location(statement, statements[count - 1]) for statement in replacement]
+    return _Match(count, replacement, call.child, frozenset((residual, h)) - {last.target})
 
 
 class _ProductCalls(ast.NodeTransformer):
@@ -165,7 +165,7 @@ class _ProductCalls(ast.NodeTransformer):
         return ast.IfExp(_name(self.products), product, node)
 
 
-# An expression inside one of these may be evaluated never, several times, or with another value of a name.
+# An expression inside one of these nodes may never be evaluated, or several times, or with another value of a name.
 UNCERTAIN = (
     *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -175,9 +175,9 @@ DESCRIPTIVE = "shape", "size", "dim", "ndim", "dtype", "device"
 
 
 def _only_call(statement: ast.stmt) -> ChildCall | None:
-    """Return the call of a child if a statement calls one child, and certainly calls it once.
+    """Return the call of a child if a statement calls one child, and certainly calls it once; None otherwise.
 
-    Apart from that call, the statement may only read attributes in `DESCRIPTIVE` of the argument. None otherwise.
+    Apart from that call, the statement must use the argument only to read attributes in `DESCRIPTIVE`.
     """
     nodes = list(ast.walk(statement))
     calls = [call for call in map(child_call, nodes) if call is not None]
@@ -193,7 +193,10 @@ def _only_call(statement: ast.stmt) -> ChildCall | None:
 
 
 def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
-    """Match consecutive assignments that each call one child with the same input. `number` makes a name unique."""
+    """Return the match of consecutive assignments that each call one child with the same input, or None.
+
+    `number` makes the name of the variable that holds the products unique.
+    """
     argument, count = "", 0
     children: set[str] = set()
     for statement in statements:
@@ -209,9 +212,9 @@ def _match_products(statements: list[ast.stmt], number: int) -> _Match | None:
         return None
     products = f"_tigon_products_{number}_"
     transformer = _ProductCalls(argument, products)
-    rewritten = [transformer.visit(statement) for statement in statements[:count]]
+    new_statements = [transformer.visit(statement) for statement in statements[:count]]
     fused_call = ast.Call(_name(PRODUCTS), [_name(argument), *map(_attribute, transformer.children)], [])
-    return _Match(count, [ast.copy_location(_assign([products], fused_call), statements[0]), *rewritten])
+    return _Match(count, [ast.copy_location(_assign([products], fused_call), statements[0]), *new_statements])
 
 
 class _Rewriter:
@@ -224,7 +227,7 @@ class _Rewriter:
         self.refusal: str | None = None
 
     def match_norm(self, statements: list[ast.stmt]) -> _Match | None:
-        """Match as `_match_norm` does, but refuse a residual that the function uses for more than arithmetic."""
+        """Return the match of `_match_norm`, but refuse a residual that the function uses for more than arithmetic."""
         match = _match_norm(statements, self.variables)
         if match is None:
             return None
@@ -276,7 +279,9 @@ def _parents(definition: ast.FunctionDef) -> dict[ast.AST, ast.AST]:
     return {child: node for node in ast.walk(definition) for child in ast.iter_child_nodes(node)}
 
 
-def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozenset[str] = frozenset()) -> str | None:
+def _other_use(
+    definition: ast.FunctionDef, name: str, norm: str, visited_names: frozenset[str] = frozenset()
+) -> str | None:
     """Describe a use of a variable that may depend on more than the values of its tensor; None if there is none.
 
     After rewriting, the residual and the input of the norm are two tensors with the same values. A hook on the
@@ -295,7 +300,9 @@ def _other_use(definition: ast.FunctionDef, name: str, norm: str, seen: frozense
             continue
         if isinstance(parent, ast.Assign) and len(parent.targets) == 1 and isinstance(parent.targets[0], ast.Name):
             alias = parent.targets[0].id
-            if alias in seen or alias == name or (use := _other_use(definition, alias, norm, seen | {name})) is None:
+            if alias in visited_names or alias == name:
+                continue
+            if (use := _other_use(definition, alias, norm, visited_names | {name})) is None:
                 continue
             return use
         if isinstance(parent, ast.Compare) and not any(isinstance(op, (ast.Is, ast.IsNot)) for op in parent.ops):
@@ -317,7 +324,7 @@ def _is_function_of_torch(function: ast.expr) -> bool:
 
 # --- functions -------------------------------------------------------------------------------------
 
-# These functions show the local variables of a function. The rewritten function has more of them.
+# These functions return the local variables of a function. The rewritten function has more local variables.
 FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe", "currentframe"))
 
 
@@ -339,6 +346,7 @@ def rewrite(
         definition.body = rewriter.rewrite_block(definition.body)
         if not rewriter.count:
             return rewriter.refusal
-        return compiled(definition, function, dict(zip(NAMES, (add_norm, norm_pass, products), strict=True)))
+        helpers = dict(zip(NAMES, (add_norm, norm_pass, products), strict=True))
+        return compile_definition(definition, function, helpers)
     except NotReadable as error:
         return f"its forward {error}"

@@ -4,10 +4,10 @@
         ...
         q, k = apply_rotary_pos_emb(q, k, cos, sin)   # a global of the file
 
-Another function in the globals of that file would change every other model of the process. On a GPU those models would
-then compute other bits, because the kernel rounds once where eager code rounds three times. Instead, the recipe of each
-attention runs the code object of its class over a copy of the globals, in which that one name is the op. Nothing
-outside of the recipe changes.
+The function is not replaced in the globals of that file, because this would change every other model of the process: on
+a GPU those models would compute other bits, because the kernel rounds once where eager code rounds three times.
+Instead, the recipe of each attention runs the code object of its class with a copy of the globals, in which that one
+name is the op. Nothing outside of the recipe changes.
 """
 
 import inspect
@@ -22,18 +22,18 @@ from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.fused_statements import fuse_statements
 from tigon.recognition.rope_forms import Call, Form
 from tigon.recognition.rope_function import recognise_function
-from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuilt
+from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuild_wrappers
 from tigon.runtime.state.bytecode import code_use
 
 __all__ = ["RopeRecipe", "recognise_rope"]
 
 
 class _FusedRope:
-    """Stands for the stock function: it runs the op for arguments that the op accepts, else the stock function."""
+    """Takes the place of the stock function. It runs the op where the op accepts the arguments, else this function."""
 
     def __init__(self, stock: types.FunctionType, form: Form, guard: FunctionGuard) -> None:
         call = Call.of(stock)
-        assert call is not None, "recognition has found a form, so the function has the arguments of one"
+        assert call is not None, "recognition found a form, so the function has the arguments of a rotary embedding"
         self.stock, self.form, self.call, self.guard = stock, form, call, guard
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,10 +109,10 @@ class RopeRecipe:
         self.scope = scope
         inner = types.FunctionType(stock.__code__, scope, stock.__name__, stock.__defaults__, stock.__closure__)
         inner.__kwdefaults__, inner.__module__ = stock.__kwdefaults__, stock.__module__
-        self.forward = rebuilt(function, inner)
+        self.forward = rebuild_wrappers(function, inner)
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The class may have another forward by now, or its forward other code.
+        # The class may have another forward by now, or its forward may have other code.
         is_stock = type(module).forward is self.stock
         if not (is_stock and (self._refresh_for_graph() if torch.compiler.is_compiling() else self._refresh())):
             return type(module).forward(module, *args, **kwargs)
@@ -169,7 +169,7 @@ def _restore_recipe(*arguments: Any) -> RopeRecipe | StockForward:
 
 
 def _written_globals(function: types.FunctionType) -> list[str]:
-    """Return the globals that a function writes. It would write them to the copy of the globals that holds the op."""
+    """Return the globals that a function writes. A rebuilt forward would write them to its copy of the globals."""
     return [target for target, _ in code_use(function.__code__).writes if target.startswith("the global")]
 
 
@@ -205,10 +205,10 @@ def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
             reasons.append(f"{name}: {form}")
     if not forms:
         return "; ".join(reasons) or None
-    if written := _written_globals(forward):
-        return f"its forward writes {written[0]}"
+    if targets := _written_globals(forward):
+        return f"its forward writes {targets[0]}"
     try:
-        rebuilt(stock, forward)
+        rebuild_wrappers(stock, forward)
     except NotReadable as error:
         return f"its forward {error}"
     return RopeRecipe(type(module), tuple(forms))

@@ -13,8 +13,8 @@ from tigon.runtime.device import runs_kernels
 
 __all__ = ["FORMS", "Call", "Form"]
 
-# The dtype of the result: "promoted" as torch promotes q and cos, "cast" to that of q, or "fp32" for a computation in
-# fp32 whose result is cast to the dtype of q.
+# The dtype of the result. "promoted": the dtype to which torch promotes q and cos. "cast": the dtype of q. "fp32": the
+# dtype of q, and the computation is in fp32.
 Result = Literal["promoted", "cast", "fp32"]
 
 
@@ -25,7 +25,7 @@ class Form:
     layout: Layout
     table: Table
     result: Result
-    # True if the rotation is by the negative angle.
+    # True if the function rotates by the negative angle.
     flipped: bool = False
     # True if the function also accepts tables that are narrower than the heads, and rotates a part of each head.
     partial: bool = False

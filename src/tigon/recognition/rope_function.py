@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tigon.recognition.rope_forms import FORMS, Call, Form
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
-from tigon.recognition.trials import Trials, record, recorded, recording, unrecorded
+from tigon.recognition.trials import Trials, current_trials, not_recording, record, recording
 from tigon.runtime.state.reach import explore
 
 __all__ = ["recognise_function"]
@@ -30,9 +30,10 @@ FEATURES, HEADS = 16, (4, 2)
 
 
 def recognise_function(function: types.FunctionType) -> Form | str | None:
-    """Return the form that computes what a function computes, the reason why there is none, or None.
+    """Return the form that computes what a function computes, or the reason why there is none.
 
-    The comparisons use heads of 16 features. They also try tables for a part of the head.
+    The result is None if the function has not the arguments of a rotary embedding. The comparisons use heads of 16
+    features. They also try tables for a part of the head.
     """
     # A function is compared once for all layers, and again if anything that it reads has been replaced.
     reach = explore(function)
@@ -40,8 +41,8 @@ def recognise_function(function: types.FunctionType) -> Form | str | None:
         return reach.reason
     with reach.preserved():
         form, trials = _recognise(function, reach.fingerprint)
-    if (current := recorded()) is not None:
-        current.passed.update(trials.passed)
+    if (current := current_trials()) is not None:
+        current.agreements.update(trials.agreements)
         current.mismatches.update(trials.mismatches)
     return reach.reason or form
 
@@ -69,7 +70,7 @@ def _find_form(function: types.FunctionType) -> Form | str | None:
                 failure = f"cannot be run by itself ({describe(error)})" if width == FEATURES else failure
                 continue
             try:
-                with unrecorded():
+                with not_recording():
                     form = replace(form, partial=comparison.agrees(form, width // 2))
             except Exception:
                 LOGGER.debug("%s refuses tables narrower than the head", function.__qualname__, exc_info=True)
@@ -98,7 +99,7 @@ class _Comparison:
         """Return True if a form has the results and the gradients of the function, for tables of this width."""
         for number in range(len(self.cases)):
             inputs, tables = self.prepare(number, width)
-            ours, expected = self.run_form(form, number, inputs, tables), self.expected(number, width)
+            ours, expected = self.run_form(form, number, inputs, tables), self.stock_results(number, width)
             pairs = zip(expected, ours, strict=True)
             is_same = all(a is b or (b is not None and same_bits(a, b)) for a, b in pairs)
             if not record(is_same, form, None, [*inputs, *tables], ours, expected):
@@ -117,7 +118,7 @@ class _Comparison:
         inputs = [normal(100 * number + n, *shape, dtype=dtype) for n, shape in enumerate(shapes)]
         return inputs, [normal(100 * number + n, batch, 5, width, dtype=table_dtype) for n in (7, 8)]
 
-    def expected(self, number: int, width: int) -> tuple[Tensor, Tensor | None]:
+    def stock_results(self, number: int, width: int) -> tuple[Tensor, Tensor | None]:
         """Return the results of the function in a case. They are computed once for all forms."""
         if (number, width) not in self.results:
             inputs, tables = self.prepare(number, width)

@@ -4,8 +4,8 @@ The file of a function may have changed since it was imported. So the whole file
 used only if the resulting code object equals the loaded one: constants, names, instructions, jumps and lines. This
 module does not depend on particular instructions of the bytecode, so it works with every version of Python.
 
-A function may stand behind wrappers (`functools.wraps`), as transformers wraps the forward of decoder layers. Then the
-innermost function is read and replaced, and each wrapper is built again around it, with its own code and closure.
+Wrappers (`functools.wraps`) may hide a function: transformers wraps the forward of decoder layers. Then the innermost
+function is read and replaced, and a copy of each wrapper, with the wrapper's code, is built around the new function.
 """
 
 import ast
@@ -21,11 +21,11 @@ __all__ = [
     "NotReadable",
     "cached_by_code",
     "code_state",
-    "compiled",
+    "compile_definition",
     "definition_of",
     "innermost",
     "is_unchanged",
-    "rebuilt",
+    "rebuild_wrappers",
 ]
 
 
@@ -102,17 +102,20 @@ def _copy_with(function: FunctionType, code: CodeType, scope: dict, closure: tup
     return result
 
 
-def rebuilt(function: FunctionType, inner: FunctionType) -> FunctionType:
+def rebuild_wrappers(function: FunctionType, inner: FunctionType) -> FunctionType:
     """Return copies of the wrappers of `function` around `inner`, which takes the place of the innermost function.
 
     Raises:
-        NotReadable: A wrapper does not hold the function that it wraps in its closure, so it cannot be replaced there.
+        NotReadable: A wrapper does not hold the function that it wraps in its closure, so another function cannot take
+            its place.
     """
     result = inner
     for wrapped, wrapper in _pairs(function):
         cells = wrapper.__closure__ or ()
         if not any(_contents(cell) is wrapped for cell in cells):
-            raise NotReadable(f"is behind a wrapper ({wrapper.__module__}) that does not hold what it wraps")
+            raise NotReadable(
+                f"is behind a wrapper ({wrapper.__module__}) whose closure does not hold the function that it wraps"
+            )
         closure = tuple(CellType(result) if _contents(cell) is wrapped else cell for cell in cells)
         result = _copy_with(wrapper, wrapper.__code__, wrapper.__globals__, closure)
         vars(result)["__wrapped__"] = inner
@@ -166,7 +169,7 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
     inner = innermost(function)
     code = inner.__code__
     if inner is function and any(isinstance(_contents(cell), FunctionType) for cell in inner.__closure__ or ()):
-        raise NotReadable("is behind a decorator that does not name what it wraps")
+        raise NotReadable("is behind a decorator that does not name the function that it wraps")
     linecache.checkcache(code.co_filename)
     text = "".join(linecache.getlines(code.co_filename, inner.__globals__))
     if not text:
@@ -176,7 +179,7 @@ def definition_of(function: FunctionType) -> ast.FunctionDef:
     except (SyntaxError, ValueError):
         tree = None
     if tree is None:
-        raise NotReadable("was changed in its file since it was imported, or its source does not give its code")
+        raise NotReadable("was changed in its file since it was imported, or its source compiles to other code")
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or node.name != code.co_name:
             continue
@@ -195,22 +198,25 @@ def _clone(node: Any) -> Any:
     return ast.copy_location(type(node)(**fields), node) if hasattr(node, "lineno") else type(node)(**fields)
 
 
-def compiled(definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable]) -> FunctionType:
+def compile_definition(
+    definition: ast.FunctionDef, function: FunctionType, helpers: dict[str, Callable]
+) -> FunctionType:
     """Return `function` with its innermost function replaced by this definition; globals and closure stay the same.
 
     `helpers` holds the additional functions that the definition calls, by name. They become part of its closure.
     """
     inner = innermost(function)
     fields: dict[str, Any] = {name: getattr(definition, name, None) for name in definition._fields}
-    stripped = ast.FunctionDef(**fields)
-    stripped.returns, stripped.decorator_list = None, []
+    bare_definition = ast.FunctionDef(**fields)
+    bare_definition.returns, bare_definition.decorator_list = None, []
     # Annotations are not evaluated again. Default values are copied from the stock function.
-    for argument in ast.walk(stripped.args):
+    for argument in ast.walk(bare_definition.args):
         if isinstance(argument, ast.arg):
             argument.annotation = None
-    stripped = ast.copy_location(stripped, definition)
-    # Python mangles names that begin with two underscores by the name of the class, so the classes are built around it.
-    body: ast.stmt = stripped
+    bare_definition = ast.copy_location(bare_definition, definition)
+    # Python puts the name of the class before names that begin with two underscores, so the definition must be inside
+    # classes of the same names.
+    body: ast.stmt = bare_definition
     for name in reversed(inner.__qualname__.rpartition("<locals>.")[2].split(".")[:-1]):
         body = ast.ClassDef(name=name, bases=[], keywords=[], body=[body], decorator_list=[], **NO_TYPE_PARAMETERS)
     outer_names = [*helpers, *(name for name in inner.__code__.co_freevars if name != "__class__")]
@@ -226,4 +232,4 @@ def compiled(definition: ast.FunctionDef, function: FunctionType, helpers: dict[
     )
     cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
     closure = tuple(CellType(helpers[name]) if name in helpers else cells[name] for name in code.co_freevars)
-    return rebuilt(function, _copy_with(inner, code, inner.__globals__, closure))
+    return rebuild_wrappers(function, _copy_with(inner, code, inner.__globals__, closure))

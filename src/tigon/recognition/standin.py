@@ -96,8 +96,8 @@ def stand_in(
 ) -> ModuleType:
     """Return a shallow copy with these parameters, children and attributes, and without hooks.
 
-    All other parameters are None. Without `children`, the copy has those of the module. So it has all other attributes.
-    Constructors and `register_parameter` are not called, because loaders replace them to build on meta.
+    All other parameters are None. All other attributes are those of the module, and so are the children if `children`
+    is None. Constructors and `register_parameter` are not called, because loaders replace them to build on meta.
     """
     twin = object.__new__(type(module))
     state = twin.__dict__

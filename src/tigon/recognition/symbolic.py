@@ -1,8 +1,8 @@
 """Find decisions on the sizes of an input: run a forward on tensors without values, whose batch sizes are symbols.
 
 A probe shows what a forward computes for the sizes of the probe. A forward may do something else beyond a length that
-no probe reaches, as in `if x.shape[1] > 4096`. If the sizes are symbols, this comparison leaves the guard
-"size(1) > 4096". An operator that takes a size as a number, as in `x / x.shape[1]`, shows the symbol in its arguments.
+no probe reaches, as in `if x.shape[1] > 4096`. If the sizes are symbols, torch records this comparison as the guard
+"size(1) > 4096". An operator that takes a size as a number, as in `x / x.shape[1]`, has the symbol in its arguments.
 """
 
 import logging
@@ -20,7 +20,8 @@ __all__ = ["find_size_use"]
 LOGGER = logging.getLogger("tigon")
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
-# Unusual sizes, with which no code compares. A guard that demands one of them specialises the run to its own size.
+# Unusual sizes, with which no code compares. A guard on one of these numbers therefore comes from torch, which has
+# specialised the run to this size.
 SIZES = (37, 41, 43)
 # The results of these operators depend on positions, although their schemas take sizes.
 BY_POSITION = frozenset(
@@ -56,20 +57,21 @@ def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if not is_size and (size := next((v for v in values if isinstance(v, SYMBOLIC)), None)) is not None:
             return size
     if name in SCANS and isinstance(args[0], Tensor) and len(args) > 1 and type(args[1]) is int and args[0].dim():
-        scanned = args[0].shape[args[1]]
-        return scanned if isinstance(scanned, torch.SymInt) else None
+        scan_size = args[0].shape[args[1]]
+        return scan_size if isinstance(scan_size, torch.SymInt) else None
     return None
 
 
 def find_size_use(run: Callable, reference: Callable, inputs: tuple[Tensor, ...]) -> str | None:
     """Return why a forward may compute something else for inputs of other sizes, or None.
 
-    `reference` computes what the recipe computes. Guards that it leaves too come from torch's operators.
+    `reference` computes what the recipe computes. A guard that a run of the reference also records comes from torch's
+    operators, not from a decision of the forward.
     """
     reason, guards = _run(run, inputs)
     if reason is None and guards:
-        own_guards = sorted(guards - _run(reference, inputs)[1])
-        reason = f"its forward decides by the size of its input ({own_guards[0]})" if own_guards else None
+        new_guards = sorted(guards - _run(reference, inputs)[1])
+        reason = f"its forward decides by the size of its input ({new_guards[0]})" if new_guards else None
     return reason
 
 
@@ -78,11 +80,11 @@ def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str
     tools = symbolic_tools()
     environment = tools.ShapeEnv(duck_shape=False)
     mode = tools.FakeTensorMode(shape_env=environment, allow_non_fake_inputs=True)
-    # The cache of results is global, and the results of these runs are not needed again.
+    # The cache of results is global, and nothing needs the results of these runs a second time.
     mode.cache_enabled = False
     fakes = _with_symbolic_sizes(tools, mode, inputs)
-    # Guards on the strides that creating an input leaves are no decisions of the forward.
-    before = len(environment.guards)
+    # torch records guards on strides when an input is created. These are no decisions of the forward.
+    first_guard = len(environment.guards)
     watch = _ArgumentWatch()
     error: Exception | None = None
     try:
@@ -97,7 +99,7 @@ def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str
     if watch.first is not None:
         operator, size = watch.first
         return f"its forward computes with the size of its input ({operator} of {readable(size)})", set()
-    guards = {readable(guard.expr) for guard in environment.guards[before:]}
+    guards = {readable(guard.expr) for guard in environment.guards[first_guard:]}
     return (None if error is None else _explain(error)), guards
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Mismatch", "Trials", "explain_none", "record", "recorded", "recording", "unrecorded"]
+__all__ = ["Mismatch", "Trials", "current_trials", "explain_none", "not_recording", "record", "recording"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Mismatch:
 
     # The dtypes and shapes of the inputs, the dtype of the weights, and the mode.
     case: str
-    # What differs, in words.
+    # A description of the difference.
     text: str
     # The largest absolute difference of two values. It is infinite if the outputs cannot be compared.
     difference: float
@@ -38,31 +38,31 @@ class Mismatch:
 class Trials:
     """The comparisons that a recogniser made for one module."""
 
-    # The number of comparisons that each candidate passed before its first mismatch.
-    passed: Counter[Any] = field(default_factory=Counter)
+    # The number of comparisons in which each candidate agreed with the module before its first mismatch.
+    agreements: Counter[Any] = field(default_factory=Counter)
     mismatches: dict[Any, Mismatch] = field(default_factory=dict)
     # Why the recogniser returned None, if it compared anything.
     note: str = ""
 
     def add(self, candidate: Any, mismatch: Mismatch | None) -> None:
-        """Count a comparison of a candidate. After its first mismatch, the others do not count."""
+        """Count a comparison of a candidate. Comparisons after its first mismatch are ignored."""
         if candidate not in self.mismatches:
-            self.passed[candidate] += mismatch is None
+            self.agreements[candidate] += mismatch is None
             if mismatch is not None:
                 self.mismatches[candidate] = mismatch
 
     def lines(self) -> list[str]:
-        """Return sentences about the nearest candidate: the one that passed most comparisons."""
-        if not self.passed:
+        """Return sentences about the nearest candidate: the one with the most agreements."""
+        if not self.agreements:
             return []
         difference = lambda c: self.mismatches[c].difference if c in self.mismatches else 0.0
-        nearest = max(self.passed, key=lambda c: (c not in self.mismatches, self.passed[c], -difference(c)))
-        count = self.passed[nearest]
-        agreed = f"{count} comparison{'s' * (count != 1)} agreed"
+        nearest = max(self.agreements, key=lambda c: (c not in self.mismatches, self.agreements[c], -difference(c)))
+        count = self.agreements[nearest]
+        agreement = f"{count} comparison{'s' * (count != 1)} agreed"
         if (mismatch := self.mismatches.get(nearest)) is None:
-            return [f"nearest candidate: {nearest} ({agreed}, none differed)"]
+            return [f"nearest candidate: {nearest} ({agreement}, none differed)"]
         return [
-            f"nearest candidate: {nearest} ({agreed} before the first difference)",
+            f"nearest candidate: {nearest} ({agreement} before the first difference)",
             f"first case that differs: {mismatch.case}: {mismatch.text}",
         ]
 
@@ -82,8 +82,8 @@ def recording(trials: Trials | None = None) -> Iterator[Trials]:
 
 
 @contextlib.contextmanager
-def unrecorded() -> Iterator[None]:
-    """Do not record the comparisons that are made in this block, because a mismatch does not refuse the candidate."""
+def not_recording() -> Iterator[None]:
+    """Record no comparison of this block, because a mismatch in it does not exclude the candidate."""
     token = _current.set(None)
     try:
         yield
@@ -91,7 +91,7 @@ def unrecorded() -> Iterator[None]:
         _current.reset(token)
 
 
-def recorded() -> Trials | None:
+def current_trials() -> Trials | None:
     """Return the current record, or None."""
     return _current.get()
 
@@ -117,13 +117,13 @@ def record(
 
     Args:
         is_same: The candidate does what the module does.
-        candidate: The recipe. It is hashable, and its text is the name that the user reads.
+        candidate: The recipe. It is hashable, and `str(candidate)` is the name that the user reads.
         twin: The stand-in of the module, or None for a function.
         inputs: The inputs of the comparison.
         results: The tensor, or the sequence of tensors, that the candidate computed.
-        expected: The same of the module.
+        expected: The tensor, or the sequence of tensors, that the module computed.
         mode: Further circumstances, such as "gradients".
-        text: What differs, if it is no difference of values.
+        text: A description of the difference, if it is no difference of values.
     """
     if (trials := _current.get()) is not None:
         mismatch = None
@@ -155,7 +155,7 @@ def _dtype(x: Tensor) -> str:
 
 
 def _difference(results: Any, expected: Any) -> tuple[str, float]:
-    """Return in words how results differ, and the largest absolute difference."""
+    """Return a description of how results differ, and the largest absolute difference."""
     results, expected = ([x] if not isinstance(x, (list, tuple)) else list(x) for x in (results, expected))
     if len(results) != len(expected):
         return f"the candidate returns {len(results)} results, the module {len(expected)}", torch.inf

@@ -1,1 +1,1 @@
-"""What every other package stands on. Nothing here imports another package of tigon."""
+"""The code that all other packages of tigon use. It imports none of these packages."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.runtime.torch_private import keeps_graph
 
-__all__ = ["first_order", "frees_saved", "keep_none_gradients", "without_autocast"]
+__all__ = ["first_order", "keep_none_gradients", "may_overwrite_saved", "without_autocast"]
 
 
 def first_order(backward: Callable) -> Callable:
@@ -46,7 +46,7 @@ def without_autocast(backward: Callable) -> Callable:
     return call
 
 
-def frees_saved(x: Tensor) -> bool:
+def may_overwrite_saved(x: Tensor) -> bool:
     """Return whether a backward pass may overwrite the tensors that its forward saved, which are on the device of `x`.
 
     It may not if the graph is retained, nor in a CUDA graph, because its backward may be replayed alone.

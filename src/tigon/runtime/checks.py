@@ -85,7 +85,7 @@ def integer(op: str, **tensors: Tensor) -> None:
 
 
 def flag(op: str, **flags: object) -> None:
-    """Check that each value is True or False. Truth is no criterion, because the string "no" is true."""
+    """Check that each value is a bool. Other values are refused, because the string "no" would count as true."""
     for name, value in flags.items():
         if value is not True and value is not False:
             raise TypeError(f"{op}: {name} must be a bool, got {shown(value)}")
@@ -101,7 +101,7 @@ def number(
     """
     if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
-    # Not math.isfinite: `torch.compile` may have made a symbol of the number.
+    # The comparison replaces `math.isfinite`, which does not accept the symbols that `torch.compile` uses for numbers.
     inside = -_LARGEST <= value <= _LARGEST and (low + _SMALLEST if above else low) <= value and value <= high
     if not inside:
         finite = "finite in float32" if -math.inf < value < math.inf and abs(value) > _LARGEST else "finite"
@@ -171,7 +171,9 @@ def features(op: str, x: Any, count: int) -> None:
 def floating_dtype(op: str, name: str, value: object) -> None:
     """Check that `value` is None or a dtype that the ops compute."""
     if value is not None and not (isinstance(value, torch.dtype) and value in _FLOATING):
-        raise TypeError(f"{op}: {name} must be of floating point (float32, bfloat16 or float16), got {shown(value)}")
+        raise TypeError(
+            f"{op}: {name} must be a floating-point dtype (float32, bfloat16 or float16), got {shown(value)}"
+        )
 
 
 def ignore_index(op: str, value: object) -> int:
@@ -184,7 +186,7 @@ def ignore_index(op: str, value: object) -> int:
 
 
 def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None:
-    """Check that `value` is one of `choices` and has the type of one.
+    """Check that `value` is one of `choices` and has the type of that choice.
 
     True and 1.0 equal 1, but neither is the number of a dimension. A tensor cannot be compared with a choice.
     """

@@ -126,7 +126,7 @@ def _library() -> ctypes.CDLL | None:
 
 
 def state() -> str:
-    """Return whether products may use cuBLASLt, for `tigon env`."""
+    """Return a text for `tigon env` that says whether products may use cuBLASLt."""
     if not is_enabled():
         return "off (TIGON_CUBLASLT=0)"
     if _library() is None:
@@ -157,9 +157,9 @@ def _check(status: int) -> None:
 
 
 class Layout(NamedTuple):
-    """How a matrix is stored."""
+    """The memory layout of a matrix."""
 
-    # whether its columns are contiguous; otherwise its rows are
+    # True if the columns are contiguous, and False if the rows are
     by_columns: bool
     # elements from one column (or row) to the next
     stride: int
@@ -195,7 +195,7 @@ class Plan:
         self.cublaslt: Any = _library()
         self.handle = handle
         # the objects of the library that `__del__` destroys, each with the name of its kind
-        self.owned: list[tuple[str, ctypes.c_void_p]] = []
+        self.library_objects: list[tuple[str, ctypes.c_void_p]] = []
         m, k, n, a_layout, b_layout = problem.m, problem.k, problem.n, problem.a_layout, problem.b_layout
         self.operation = self._create("cublasLtMatmulDesc", COMPUTE_32F, DATA_TYPES[torch.float32])
         for attribute, layout in ((MATMUL_DESC_TRANSA, b_layout), (MATMUL_DESC_TRANSB, a_layout)):
@@ -215,10 +215,10 @@ class Plan:
         self.algorithm = self._choose(preference, tiles)
 
     def _create(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
-        created = ctypes.c_void_p()
-        _check(getattr(self.cublaslt, f"{kind}Create")(ctypes.byref(created), *arguments))
-        self.owned.append((kind, created))
-        return created
+        pointer = ctypes.c_void_p()
+        _check(getattr(self.cublaslt, f"{kind}Create")(ctypes.byref(pointer), *arguments))
+        self.library_objects.append((kind, pointer))
+        return pointer
 
     def _create_layout(self, dtype: torch.dtype, rows: int, columns: int, stride: int) -> ctypes.c_void_p:
         return self._create("cublasLtMatrixLayout", DATA_TYPES[dtype], rows, columns, stride)
@@ -256,9 +256,9 @@ class Plan:
         return next((algorithms[tile] for tile in tiles if tile in algorithms), None)
 
     def _property(self, algorithm: _Algorithm, name: int) -> int:
-        value, written = ctypes.c_int32(-1), ctypes.c_size_t()
+        value, value_size = ctypes.c_int32(-1), ctypes.c_size_t()
         self.cublaslt.cublasLtMatmulAlgoConfigGetAttribute(
-            ctypes.byref(algorithm), name, ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(written)
+            ctypes.byref(algorithm), name, ctypes.byref(value), ctypes.sizeof(value), ctypes.byref(value_size)
         )
         return value.value
 
@@ -278,17 +278,23 @@ class Plan:
         return status == 0
 
     def __del__(self) -> None:
-        for kind, created in self.owned:
-            getattr(self.cublaslt, f"{kind}Destroy")(created)
+        for kind, pointer in self.library_objects:
+            getattr(self.cublaslt, f"{kind}Destroy")(pointer)
 
 
 # The length of the last chunk depends on the number of valid tokens, so there are many plans, and old ones are dropped.
-@functools.lru_cache(maxsize=512)
 def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
     """Return the plan of a product with one of the tiles, or None if the device or the library has none."""
+    # A handle cannot be created while a graph is captured, so its absence then is not remembered.
+    return None if _handle(device) is None else _plan(device, problem, tiles)
+
+
+@functools.lru_cache(maxsize=512)
+def _plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
     handle = _handle(device)
+    assert handle is not None
     try:
-        return None if handle is None else Plan(handle, problem, tiles)
+        return Plan(handle, problem, tiles)
     except RuntimeError:
         # This version of the library does not know an attribute or a value.
         return None

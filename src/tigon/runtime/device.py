@@ -59,8 +59,8 @@ class Device:
 
 HIP = torch.version.hip is not None
 
-# The device of kernels that are launched on CPU tensors: that of the interpreter, or a chip that kernels are compiled
-# for.
+# The properties that stand for a device if kernels are launched on CPU tensors: in the interpreter, or when kernels are
+# only compiled for a chip.
 EMULATED = Device(multiprocessors=4, warp_size=32, shared_memory=65536)
 
 
@@ -70,10 +70,10 @@ class Simulation(Protocol):
     # the device of meta tensors
     device: Device
 
-    def launched(self, arguments: tuple) -> None:
+    def count_launch(self, arguments: tuple) -> None:
         """Count the launch of a kernel with these arguments."""
 
-    def copied(self, copy: Tensor, /, out: bool) -> None:
+    def count_copy(self, copy: Tensor, /, out: bool) -> None:
         """Count a copy of a tensor: to the host with `out`, otherwise back from the host."""
 
 
@@ -84,11 +84,11 @@ _simulation: Simulation | None = None
 def simulated(simulation: Simulation) -> Iterator[None]:
     """Let ops treat meta tensors as tensors of a GPU in the block, in every thread, without running kernels on them."""
     global _simulation
-    before, _simulation = _simulation, simulation
+    previous, _simulation = _simulation, simulation
     try:
         yield
     finally:
-        _simulation = before
+        _simulation = previous
 
 
 def simulation_of(device: torch.device) -> Simulation | None:

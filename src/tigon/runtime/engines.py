@@ -1,8 +1,8 @@
 """Recognise the hooks and attributes that training engines put on modules.
 
 An engine (FSDP, DeepSpeed, accelerate, tensor parallelism in transformers) registers hooks on modules, to gather and
-shard parameters or to convert what goes in and out. The Python module that defines a hook shows whose hook it is. Two
-questions about a hook have different answers, so each prefix of the table answers both:
+shard parameters or to convert inputs and outputs. The Python module that defines a hook shows which engine the hook
+belongs to. Two questions about a hook may have different answers, so each row of the table answers both:
 
 - Does the hook keep the values of outputs and gradients? Then a recipe may replace the forward of its module.
 - May the hook run a second time? Then backward may call its module again to recompute a projection.
@@ -24,9 +24,12 @@ class HookOrigin(NamedTuple):
     may_run_twice: bool
 
 
+# The first origin whose prefix fits counts.
 HOOK_ORIGINS = (
     # FSDP, tensor and pipeline parallelism.
     HookOrigin("torch.distributed.", keeps_values=True, may_run_twice=True),
+    # Observers of quantisation round the values that they see.
+    HookOrigin("torch.ao.", keeps_values=False, may_run_twice=False),
     # Other hooks of torch, such as those of profilers, count calls or collect values, once for each call of the model.
     HookOrigin("torch.", keeps_values=True, may_run_twice=False),
     # ZeRO-3 gathers and releases parameters.
@@ -40,21 +43,26 @@ HOOK_ORIGINS = (
     # replaced forward may not compute the output that they collect.
     HookOrigin("transformers.utils.output_capturing", keeps_values=False, may_run_twice=True),
 )
-_KEEPING_VALUES = tuple(origin.prefix for origin in HOOK_ORIGINS if origin.keeps_values)
-_RUNNING_TWICE = tuple(origin.prefix for origin in HOOK_ORIGINS if origin.may_run_twice)
 
 # The attributes that accelerate's `add_hook_to_module` sets on a module: the hook, and the forward that it wraps.
 WRAPPER_ATTRIBUTES = ("_hf_hook", "_old_forward")
 
 
+def _find_origin(hook: Callable) -> HookOrigin | None:
+    name = origin_of(hook)
+    return next((origin for origin in HOOK_ORIGINS if name.startswith(origin.prefix)), None)
+
+
 def keeps_values(hook: Callable) -> bool:
     """Return True if an engine that shards models defines a hook. Such hooks change no outputs and no gradients."""
-    return origin_of(hook).startswith(_KEEPING_VALUES)
+    origin = _find_origin(hook)
+    return origin is not None and origin.keeps_values
 
 
 def may_run_twice(hook: Callable) -> bool:
     """Return True if a hook may run a second time in backward without an effect outside of the call."""
-    return origin_of(hook).startswith(_RUNNING_TWICE)
+    origin = _find_origin(hook)
+    return origin is not None and origin.may_run_twice
 
 
 def is_hook_of_deepspeed(hook: Callable) -> bool:

@@ -79,7 +79,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         return
     device = arguments[0].get_device()
     if device < 0 and (simulation := simulation_of(arguments[0].device)) is not None:
-        simulation.launched(arguments)
+        simulation.count_launch(arguments)
         return
     # The interpreter has no device, and only Triton calls the hooks of a profiler.
     if device < 0 or is_hooked():
@@ -108,7 +108,7 @@ def in_order(kernel: JITFunction, **arguments: Any) -> list[Any]:
     Kernels with many parameters are launched as `launch(kernel, programs, *in_order(kernel, x_ptr=x, ...), ...)`.
 
     Raises:
-        TypeError: A parameter has no argument, or an argument no parameter.
+        TypeError: A parameter has no argument, or an argument has no parameter.
     """
     names = kernel.arg_names[: len(arguments)]
     try:
@@ -150,7 +150,7 @@ def _launches_directly(kernel: JITFunction, device: int) -> bool:
 
 
 def _may_wait() -> bool:
-    """Return whether the host may wait for the device, and new tensors are ordinary ones.
+    """Return whether the host may wait for the device, and new tensors are ordinary tensors.
 
     Waiting would end the capture of a CUDA graph, and raises in torch's synchronisation debug mode. A dispatch mode
     counts or fakes the tensors that it sees.
@@ -161,7 +161,7 @@ def _may_wait() -> bool:
 
 
 def _check_tensors(device: int) -> tuple[Tensor, Tensor]:
-    """Return the input of the self-check and two outputs. They stay different where the kernel does not write."""
+    """Return the input of the self-check and two outputs, which differ in elements that the kernel does not write."""
     x = torch.arange(600, dtype=torch.float32, device=torch.device("cuda", device))
     return x, torch.stack([torch.full_like(x[:300], value) for value in (-1.0, -2.0)])
 
@@ -182,14 +182,16 @@ def _direct_launch_agrees(device: int) -> bool:
             agrees = False
     if not agrees:
         _log.warning(
-            "On device %d, Triton %s launches kernels otherwise than Tigon expects. Each launch therefore goes through "
-            "Triton and takes about 10 us more of the host's time. Results are unaffected.", device, triton.__version__
-        )  # fmt: skip
+            "On device %d, Triton %s launches kernels in another way than Tigon expects. Each launch therefore goes "
+            "through Triton and takes about 10 us more of the host's time. Results are unaffected.",
+            device,
+            triton.__version__,
+        )
     return agrees
 
 
 def launch_method() -> str:
-    """Return how kernels are launched after the first time, for `tigon env`."""
+    """Return a text for `tigon env` that says how kernels are launched after the first time."""
     if not has_direct_launch():
         return f"through Triton (direct launches were not tested with Triton {triton.__version__})"
     failed = [device for device, passed in _verdicts.items() if not passed]
@@ -299,7 +301,7 @@ def launcher(fake: Callable) -> Callable[[Function], Function]:
     """
 
     def decorate(function: Function) -> Function:
-        guarded = on_device(function)
+        run_on_device = on_device(function)
         annotations = get_type_hints(function)
         result_form = _form(annotations.pop("return"))
         argument_forms = [_form(annotation) for annotation in annotations.values()]
@@ -323,7 +325,7 @@ def launcher(fake: Callable) -> Callable[[Function], Function]:
             call.__signature__ = signature  # type: ignore[attr-defined]
             return call
 
-        operator = library.custom_op(f"tigon::{function.__name__}", as_operator(guarded), mutates_args=())
+        operator = library.custom_op(f"tigon::{function.__name__}", as_operator(run_on_device), mutates_args=())
         operator.register_fake(as_operator(fake))
 
         @functools.wraps(function)
@@ -335,8 +337,8 @@ def launcher(fake: Callable) -> Callable[[Function], Function]:
                 # Tensor parallelism passes tensors that a collective may still compute.
                 args = tuple([_wait_for_collectives(x) for x in args])
             device = args[0].get_device()
-            # This repeats what `guarded` does, without one more call, because small models wait for the host.
-            return function(*args) if device < 0 or device == current_device() else guarded(*args)
+            # The condition repeats that of `run_on_device`, and saves one call, because small models wait for the host.
+            return function(*args) if device < 0 or device == current_device() else run_on_device(*args)
 
         return cast(Function, call)
 

@@ -1,10 +1,11 @@
-"""Matrix products by cuBLAS: those of the head of a language model, and those of its layers with the fastest kernel.
+"""Matrix products of the head and of the layers of a language model, by cuBLAS or by faster kernels of cuBLASLt.
 
 For [T, H] x [H, V] cuBLAS on Hopper picks "cooperative" kernels, whose warps compute a tile together and then write it
 together. While they write, they multiply nothing. In its "ping-pong" kernels, one half of the warps writes while the
-other half multiplies. cuBLAS ranks these kernels lower, but they are faster wherever much is written for each product:
-adding to an fp32 dW by 17-38 %, to a bf16 one by 3-28 %, logits by 3-10 % (chunks of 640 to 3328 tokens, V = 128256,
-151936 and 256000, H200, CUDA 13.0). `product` therefore takes a ping-pong kernel from the list that cuBLASLt proposes.
+other half multiplies. cuBLAS ranks these kernels lower, but they are faster for products that write a large result:
+17-38 % if it is added to an fp32 dW, 3-28 % if it is added to a bf16 dW, and 3-10 % for logits (chunks of 640 to 3328
+tokens, V = 128256, 151936 and 256000, H200, CUDA 13.0). `product` therefore takes a ping-pong kernel from the list that
+cuBLASLt proposes.
 Other chips, dtypes and libraries use `torch.mm`, and so does every product with `TIGON_CUBLASLT=0`. dx of the head is
 always computed by `torch.mm`: these kernels are up to 6 % faster for it alone, but in a loop at the chip's power limit
 the whole loss became up to 3 % slower with them.
@@ -117,22 +118,23 @@ def product(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None
     config = _config(a)
     if config is not None and _run_ping_pong(config, a, b, out, accumulate):
         return
-    # Some versions of torch have no product of mixed dtypes for meta tensors. Every other element of `out` stands in.
+    # Some versions of torch have no product of mixed dtypes for meta tensors, so a view with the dtype of `a` replaces
+    # `out`.
     if out.is_meta and out.dtype != a.dtype:
         out = out.view(a.dtype)[:, ::2]
-    mixed: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
+    dtype_option: dict[str, Any] = {} if out.dtype == a.dtype else {"out_dtype": out.dtype}
     if accumulate:
-        torch.addmm(out, a, b, out=out, **mixed)
+        torch.addmm(out, a, b, out=out, **dtype_option)
     else:
-        torch.mm(a, b, out=out, **mixed)
+        torch.mm(a, b, out=out, **dtype_option)
 
 
 @on_device
 def multiply(a: Tensor, b: Tensor, onto: Tensor | None = None, min_multiplications: int | None = None) -> Tensor:
     """Return a b, or add a b to `onto` and return it.
 
-    torch computes products with fewer than `min_multiplications` multiplications (None: those of the config), and every
-    product that `product` lets torch compute.
+    torch computes products with fewer than `min_multiplications` multiplications (None takes the limit of the config),
+    and every product for which cuBLASLt proposes no ping-pong kernel.
     """
     config = _config(a)
     if config is not None:

@@ -1,8 +1,8 @@
-"""Find out who wrote a function, and whether the code of torch that other libraries replace is still torch's own.
+"""Find the module that defines a function, and check whether other libraries have replaced code of torch.
 
 `module(x)` runs `type(module).__call__`, which runs `module._compiled_call_impl` if it is set, and else
-`module._call_impl`. That runs the hooks and `module.forward`. `nn.Module._wrapped_call_impl` is the function that
-`__call__` was made of; torch does not look it up again.
+`module._call_impl`. That runs the hooks and `module.forward`. torch defines `__call__` as the function
+`nn.Module._wrapped_call_impl` once, and does not look up this name again.
 """
 
 import functools
@@ -17,7 +17,7 @@ __all__ = ["calls_are_stock", "has_stock_call", "linears_are_stock", "origin_of"
 
 
 def origin_of(function: Callable) -> str:
-    """Return the name of the Python module that a function, or what a partial wraps, says that it belongs to."""
+    """Return the name of the Python module that a function states, or that the function in a `partial` states."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", None) or type(function).__module__
@@ -32,7 +32,7 @@ def written_in(function: Callable) -> str:
 
 
 def _stock(function: object, file: str) -> object:
-    """Return a function of torch if torch's own file defines it; None if it was replaced before this import."""
+    """Return `function` if its code is in `file` of torch; None if it was replaced before this import."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename.replace("\\", "/").endswith(file) else None
 

@@ -1,8 +1,8 @@
 """Every private or undocumented name of torch that Tigon needs to run a model, in one place.
 
 Each name states why it is needed, the versions of torch that it was seen in, and what happens without it: another way
-that is slower or keeps more memory, or one clear refusal. `tests/runtime/test_torch_private.py` asks each name for its
-known answers, so that a new version of torch fails there, by name.
+that is slower or takes more memory, or one clear refusal. `tests/runtime/test_torch_private.py` tests the behaviour of
+each name, so that it names what is different in a new version of torch.
 
 The names are bound once, at import, because small models wait for the host.
 """
@@ -40,6 +40,7 @@ __all__ = [
     "engine_run_backward",
     "grouped_mm",
     "has_active_transform",
+    "has_gradient_hooks",
     "has_init_group",
     "increment",
     "is_checkpoint_hook",
@@ -113,14 +114,14 @@ current_raw_stream: Callable[[int], int] = getattr(
 # hand. Seen in 2.8 to 2.13, in builds with CUDA. Without it: the public function.
 current_device: Callable[[], int] = getattr(_C, "_cuda_getDevice", torch.cuda.current_device)
 
-# The number of active dispatch modes, which count, fake or cache what torch does: cuBLASLt and the self-check of
-# launches stay out of them. Seen in 2.8 to 2.13. Without it: 1, so cuBLASLt is not used and no launch is direct.
+# The number of active dispatch modes, which count, fake or cache the operators of torch. cuBLASLt and the self-check of
+# launches do not run inside them. Seen in 2.8 to 2.13. Without it: 1, so cuBLASLt is not used and no launch is direct.
 dispatch_modes: Callable[[], int] = getattr(_C, "_len_torch_dispatch_stack", lambda: 1)
 
 # --- autograd --------------------------------------------------------------------------------------
 
-# Whether the running backward retains its graph: only if not, saved tensors may be overwritten. Seen in 2.8 to 2.13.
-# Without it: True, so gradients are written into new memory.
+# True if the running backward retains its graph. Saved tensors may be overwritten only if it does not. Seen in 2.8 to
+# 2.13. Without it: True, so gradients are written into new memory.
 keeps_graph: Callable[[], bool] = getattr(_C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 
 # A number of the running backward, or -1 outside of any. Seen in 2.8 to 2.13. Without it: `accumulate_grad` and
@@ -128,8 +129,8 @@ keeps_graph: Callable[[], bool] = getattr(_C._autograd, "_get_current_graph_task
 backward_id: Callable[[], int] = _find("_C._current_graph_task_id")
 
 # The innermost hooks of `torch.autograd.graph.saved_tensors_hooks` in this thread, as (pack, unpack), or None. The
-# argument is True. Seen in 2.8 to 2.13; 2.7 has none. Without it: `tigon.lean` refuses to run, and ops believe that
-# foreign hooks see what they save, so they overwrite nothing.
+# argument is True. Seen in 2.8 to 2.13; 2.7 has none. Without it: `tigon.lean` refuses to run, and ops assume that
+# hooks of other libraries receive their saved tensors, so they overwrite none of these tensors.
 _foreign_hooks = (lambda tensor: tensor, lambda tensor: tensor)
 saved_tensor_hooks: Callable[[bool], tuple[Callable, Callable] | None] = _find(
     "_C._autograd._top_saved_tensors_default_hooks", lambda ignored: _foreign_hooks
@@ -152,7 +153,8 @@ _FIRST_RUN, _RECOMPUTE = _pack_hook_name("_checkpoint_hook"), _pack_hook_name("_
 _KNOWS_CHECKPOINT = _FIRST_RUN is not None and _RECOMPUTE is not None
 if not _KNOWS_CHECKPOINT:
     warnings.warn(
-        f"tigon: torch {torch.__version__} names the hooks of torch.utils.checkpoint otherwise than torch 2.8 to 2.13. "
+        f"tigon: torch {torch.__version__} names the hooks of torch.utils.checkpoint in another way than torch 2.8 to "
+        "2.13. "
         "Checkpointed MLPs therefore keep more memory, and changes of a checkpointed layer between its two runs are "
         "not noticed.",
         RuntimeWarning,
@@ -197,8 +199,9 @@ CastBackward, AccumulateGrad = _node_types()
 
 # --- storages --------------------------------------------------------------------------------------
 
-# The address of the storage object, which tensors share exactly if they share memory; unlike `data_ptr()`, it also
-# tells meta tensors apart. Seen in 2.8 to 2.13. Without it: `tigon.lean` and `tigon plan` refuse to run.
+# The address of the storage object. Tensors have the same address if and only if they share memory; unlike
+# `data_ptr()`, this holds for meta tensors too. Seen in 2.8 to 2.13. Without it: `tigon.lean` and `tigon plan` refuse
+# to run.
 if hasattr(torch.UntypedStorage, "_cdata"):
     storage_id: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 else:
@@ -282,6 +285,15 @@ _GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global_{kind}_hooks", None) 
 _KNOWS_GLOBAL_HOOKS = None not in _GLOBAL_HOOKS
 
 
+def has_gradient_hooks(x: Tensor) -> bool:
+    """Return whether autograd calls hooks with the gradient of x, or after it has accumulated the gradient.
+
+    torch keeps them in two private attributes, seen in 2.8 to 2.13. If one of them is missing the answer is True, so
+    the caller refuses to bypass autograd.
+    """
+    return any(getattr(x, name, True) for name in ("_backward_hooks", "_post_accumulate_grad_hooks"))
+
+
 def any_global_hook() -> bool:
     """Return whether a hook is registered for every module, which a fused part would not call.
 
@@ -314,15 +326,15 @@ def _increment_one_by_one(tensors: list[Tensor], value: float) -> None:
 # Add a number to many tensors in few launches. Seen in 2.8 to 2.13. Without it: one launch for each tensor.
 increment: Callable[[list[Tensor], float], Any] = getattr(torch, "_foreach_add_", _increment_one_by_one)
 
-# The same memory in another shape, which autograd does not treat as a view: a view that a node returns beside other
-# outputs may not be overwritten. Seen in 2.8 to 2.13. Without it: a copy.
+# A reshape without a copy whose result autograd does not treat as a view, because a view that a node returns together
+# with other outputs may not be overwritten. Seen in 2.8 to 2.13. Without it: a copy.
 reshape_without_view: Callable[..., Tensor] = getattr(
     torch.ops.aten, "_unsafe_view", lambda x, shape: x.view(shape).clone()
 )
 
 
 def process_group_of(name: str) -> Any:
-    """Return the process group of a name: operators of `torch.compile` have strings among their arguments, not groups.
+    """Return the process group with a name. Operators take the name, because a group cannot be their argument.
 
     Seen in 2.8 to 2.13. Without it, a loss whose vocabulary is sharded refuses to run.
     """
@@ -355,15 +367,15 @@ __all__ += [
 ]
 
 # The function that `module(x)` runs: it calls the hooks and the forward. A replaced one may do anything. Seen in 2.8 to
-# 2.13. Without it: no call counts as torch's own, so modules that such a call decides about stay stock.
+# 2.13. Without it: no call counts as torch's own, so every module whose replacement depends on this check stays stock.
 call_impl: Any = getattr(nn.Module, "_call_impl", None)
 
 # The attributes of an instance that its call looks up and that hold no forward. Seen in 2.8 to 2.13. A torch that looks
 # none of them up ignores them, so watching them is harmless there.
 INSTANCE_CALLS = "_call_impl", "_compiled_call_impl"
 
-# The built-in function behind `F.linear`, to see that nobody has replaced that. Seen in 2.8 to 2.13. Without it:
-# `F.linear` counts as replaced, so projections are called one by one.
+# The built-in function behind `F.linear`. A comparison with it shows whether a library has replaced `F.linear`. Seen in
+# 2.8 to 2.13. Without it: `F.linear` counts as replaced, so projections are called one by one.
 native_linear: Any = getattr(getattr(_C, "_nn", None), "linear", None)
 
 # The types of `torch.ops`, of a namespace in it, of an operator and of one of its overloads. They are taken from
@@ -465,7 +477,7 @@ def is_tracing() -> bool:
 def locals_of_caller(context: Any, *names: str) -> tuple[Any, list[Any]]:
     """Return the traced frame that called the function with the `comptime` call, and Dynamo's variables of these names.
 
-    Each variable has the real object as `value` and the way to that object as `source`.
+    The attribute `value` of a variable is the real object, and `source` says how the graph reaches this object.
     """
     frame = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().parent
     return frame, [frame.symbolic_locals[name].realize() for name in names]
@@ -482,7 +494,7 @@ def changed_objects(frame: Any) -> tuple[set[int], bool]:
 
 
 def global_source(prefix: str, value: Any) -> Any:
-    """Give an object a name among the globals of the graph that Dynamo traces now, and return the way to it."""
+    """Give an object a name among the globals of the graph that Dynamo traces now, and return Dynamo's source of it."""
     from torch._dynamo.source import GlobalSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

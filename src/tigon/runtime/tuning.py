@@ -23,7 +23,8 @@ _overrides: dict[type, dict[str, Any]] = {}
 class LaunchConfig:
     """The base class of all launch parameters. A subclass is a frozen dataclass with a `heuristic`."""
 
-    # Choices made so far: small models wait for the host, and a heuristic takes microseconds.
+    # The choices of earlier calls. They are cached, because small models wait for the host, and a heuristic takes
+    # microseconds.
     _choices: ClassVar[dict[tuple[tuple, Device], Any]]
 
     def __init_subclass__(cls) -> None:
@@ -32,7 +33,7 @@ class LaunchConfig:
 
     @staticmethod
     def heuristic(problem: Any, device: Device) -> Any:
-        """Return the launch parameters for a problem on a device: a pure function.
+        """Return the launch parameters for a problem on a device. This must be a pure function.
 
         None means that the kernel cannot run there, or that another kernel is faster. Launchers of such a kernel call
         `find` instead of `choose`.
@@ -46,10 +47,13 @@ class LaunchConfig:
             return cls._choices[problem, device]
         except KeyError:
             pass
-        config, fields = cls.heuristic(problem, device), _overrides.get(cls)
+        # A `tuned` block that begins or ends meanwhile in another thread takes another dictionary, so what follows
+        # cannot store a choice that no longer holds.
+        choices, fields = cls._choices, _overrides.get(cls)
+        config = cls.heuristic(problem, device)
         if fields is not None:
             config = cls(**fields) if config is None else dataclasses.replace(config, **fields)
-        cls._choices[problem, device] = config
+        choices[problem, device] = config
         return config
 
     @classmethod
@@ -83,21 +87,23 @@ def tuned(cls: type[LaunchConfig], **fields: Any) -> Iterator[None]:
     for name in fields:
         if name not in names:
             raise TypeError(f"tuned: {cls.__name__} has the fields {', '.join(names)}, got {name!r}")
-    before = _overrides.get(cls)
-    _overrides[cls] = {**(before or {}), **fields}
-    cls._choices.clear()
+    previous = _overrides.get(cls)
+    _overrides[cls] = {**(previous or {}), **fields}
+    cls._choices = {}
     try:
         yield
     finally:
-        cls._choices.clear()
-        if before is None:
+        if previous is None:
             del _overrides[cls]
         else:
-            _overrides[cls] = before
+            _overrides[cls] = previous
+        cls._choices = {}
 
 
 def rung(ladder: Sequence[tuple[int, Value]], size: int) -> Value:
-    """Return the value beside the first limit that is at least `size`; limits ascend, and the last value has none.
+    """Return the value of the first pair (limit, value) whose limit is at least `size`, or else the last value.
+
+    The limits ascend.
 
     Example:
         >>> rung([(1024, 4), (4096, 8), (8192, 16)], 3000)

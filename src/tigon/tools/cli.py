@@ -249,7 +249,7 @@ def check_file(path: Path, option: str) -> None:
     """
     import typer
 
-    # Functions of os.path, because those of Path raise for a name that is too long.
+    # The check calls functions of os.path, because those of Path raise for a name that is too long.
     if not os.path.isdir(path.absolute().parent):
         raise typer.BadParameter(f"must be in a folder that exists, got {str(path)!r}", param_hint=option)
     # Opening a pipe would wait for its reader. A terminal needs no check.

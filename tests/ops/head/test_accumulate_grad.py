@@ -29,7 +29,9 @@ def _loss(x: Tensor, w: Tensor, target: Tensor, **options) -> Tensor:
     return tigon.linear_cross_entropy(x, w, target, accumulate_grad=True, **options)
 
 
-def _accumulated(batches: int = 3, dtype: torch.dtype = torch.float32, upstream: float = 1.0, **options) -> Tensor:
+def _accumulate_by_autograd(
+    batches: int = 3, dtype: torch.dtype = torch.float32, upstream: float = 1.0, **options
+) -> Tensor:
     """Return the gradient that autograd accumulates without the option."""
     w = _head(dtype)
     for i in range(batches):
@@ -39,7 +41,7 @@ def _accumulated(batches: int = 3, dtype: torch.dtype = torch.float32, upstream:
 
 
 class _LargestNew(TorchDispatchMode):
-    """Records the number of elements of the largest tensor that is allocated in the block."""
+    """A mode that records the number of elements of the largest tensor that is allocated in the block."""
 
     elements = 0
 
@@ -64,7 +66,7 @@ def test_three_micro_batches_accumulate_in_one_buffer(options):
         tigon.linear_cross_entropy(other, w.detach(), target, **options).backward()
         assert torch.equal(x.grad, other.grad)
     assert len(set(places)) == 1
-    torch.testing.assert_close(w.grad, _accumulated(**options), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(w.grad, _accumulate_by_autograd(**options), rtol=2e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -114,7 +116,7 @@ def test_dw_computed_in_backward_allows_any_upstream_gradient(dtype):
         before = None if w.grad is None else w.grad.clone()
         loss.backward(retain_graph=True)
     tolerance = {"rtol": 2e-6, "atol": 1e-6} if dtype == torch.float32 else {"rtol": 4e-3, "atol": 4e-3}
-    torch.testing.assert_close(w.grad, _accumulated(dtype=dtype, upstream=8.0, **options), **tolerance)
+    torch.testing.assert_close(w.grad, _accumulate_by_autograd(dtype=dtype, upstream=8.0, **options), **tolerance)
     once = w.grad - before
     loss.backward()
     torch.testing.assert_close(w.grad, before + 2 * once, rtol=tolerance["rtol"], atol=8 * tolerance["atol"])
@@ -142,7 +144,8 @@ def test_dw_is_added_to_main_grad(reduction, has_flag):
             tigon.linear_cross_entropy(x.detach(), wide, target, reduction=reduction).sum().backward()
         expected += wide.grad
     assert w.main_grad.data_ptr() == place
-    torch.testing.assert_close(w.main_grad, expected, rtol=1e-6, atol=1e-6)  # no rounding to bf16 on the way
+    # The tolerance excludes a rounding to bf16.
+    torch.testing.assert_close(w.main_grad, expected, rtol=1e-6, atol=1e-6)
     if has_flag:
         assert w.grad_added_to_main_grad is True
         assert (w.grad == 0).all()
@@ -180,7 +183,7 @@ def test_two_losses_of_one_head_are_accumulated():
     w.grad = torch.zeros_like(w)
     batches = [_batch(0), _batch(1)]
     sum(_loss(x, w, target) for x, target in batches).backward()
-    torch.testing.assert_close(w.grad, _accumulated(2), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(w.grad, _accumulate_by_autograd(2), rtol=2e-6, atol=1e-7)
 
 
 def test_tied_embeddings_are_supported():
@@ -202,7 +205,8 @@ def test_nothing_is_added_without_gradients_or_valid_tokens():
         _loss(x, w, target)
     _loss(x, w, torch.full_like(target, -100)).backward()
     assert (x.grad == 0).all()
-    _loss(x, w, target, reduction="none")  # dW would be computed in backward, which does not run
+    # This loss would compute dW in backward, which does not run.
+    _loss(x, w, target, reduction="none")
     w.requires_grad_(False)
     _loss(x, w, target).backward()
     assert (w.grad == 1).all()
@@ -212,7 +216,7 @@ def test_hidden_states_need_no_gradient():
     w, (x, target) = _head(), _batch(0)
     w.grad = torch.zeros_like(w)
     _loss(x.detach(), w, target).backward()
-    torch.testing.assert_close(w.grad, _accumulated(1), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(w.grad, _accumulate_by_autograd(1), rtol=2e-6, atol=1e-7)
 
 
 def test_option_has_no_effect_under_compile():
@@ -221,7 +225,7 @@ def test_option_has_no_effect_under_compile():
     for i in range(2):
         x, target = _batch(i)
         (compiled(x, w, target) * 2).backward()
-    torch.testing.assert_close(w.grad, _accumulated(2, upstream=2.0), rtol=2e-6, atol=1e-7)
+    torch.testing.assert_close(w.grad, _accumulate_by_autograd(2, upstream=2.0), rtol=2e-6, atol=1e-7)
 
 
 # --- what is refused -----------------------------------------------------------------------------
@@ -303,7 +307,8 @@ def test_buffer_set_to_zero_between_forward_and_backward_becomes_nan():
         zero()
         loss.backward()
         assert w.grad.isnan().all()
-    w.grad = torch.zeros_like(w)  # zero before is right
+    # Setting the buffer to zero before the forward pass is correct.
+    w.grad = torch.zeros_like(w)
     tigon.linear_cross_entropy(x, w, target, accumulate_grad=True).backward()
     assert w.grad.isfinite().all()
 

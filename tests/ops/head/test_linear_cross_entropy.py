@@ -70,13 +70,13 @@ def test_inputs_may_have_leading_dimensions_and_gaps():
     shaped = tigon.linear_cross_entropy(x.view(2, 3, 4, 16), w, target.view(2, 3, 4), reduction="none")
     assert torch.equal(shaped, flat.view(2, 3, 4))
     columns = x.detach().t().contiguous().t().requires_grad_()
-    got = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [columns])
+    actual = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [columns])
     expected = outputs_and_gradients(lambda x: tigon.linear_cross_entropy(x, w, target), [x])
-    for a, e in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    for a, e in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, e)
 
 
-@pytest.mark.parametrize("retain", [False, True], ids=["last backward", "graph kept"])
+@pytest.mark.parametrize("retain", [False, True], ids=["last backward", "graph retained"])
 @pytest.mark.parametrize("factor", [1.0, 0.0, -2.5])
 def test_upstream_gradient_may_be_any_number(factor, retain):
     *tensors, target = _inputs()
@@ -84,18 +84,18 @@ def test_upstream_gradient_may_be_any_number(factor, retain):
     expected = torch.autograd.grad(
         linear_cross_entropy_reference(*tensors[:2], target, linear_bias=tensors[2]), tensors
     )
-    got = torch.autograd.grad(run(*tensors), tensors, torch.tensor(factor, device=DEVICE), retain_graph=retain)
-    for a, e in zip(got, expected, strict=True):
+    actual = torch.autograd.grad(run(*tensors), tensors, torch.tensor(factor, device=DEVICE), retain_graph=retain)
+    for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, factor * e, rtol=1e-5, atol=1e-6)
 
 
 def test_loss_may_be_used_twice_in_one_graph():
     x, w, target = _inputs(bias=False)
     both = lambda f: f(x, w, target) + 2 * f(x.flip(0), w, target)
-    got, expected = (
+    actual, expected = (
         torch.autograd.grad(both(f), (x, w)) for f in (tigon.linear_cross_entropy, linear_cross_entropy_reference)
     )
-    for a, e in zip(got, expected, strict=True):
+    for a, e in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
 
 
@@ -193,11 +193,11 @@ def test_values_of_ignored_tokens_do_not_matter():
     with torch.no_grad():
         x[target == -100] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e38], device=DEVICE).repeat(4)
     requested = {"return_entropy": True, "return_log_probs": True, "return_predicted_tokens": True, "reduction": "none"}
-    got, expected = (tigon.linear_cross_entropy(i, w, target, z_loss=0.1, **requested) for i in (x, clean))
-    for a, e in zip(got, expected, strict=True):
+    actual, expected = (tigon.linear_cross_entropy(i, w, target, z_loss=0.1, **requested) for i in (x, clean))
+    for a, e in zip(actual, expected, strict=True):
         assert (a is None and e is None) or torch.equal(a, e)
     total = lambda result: (result.loss + result.entropy + result.log_probs).sum()
-    for a, e in zip(*(torch.autograd.grad(total(r), (i, w)) for r, i in ((got, x), (expected, clean))), strict=True):
+    for a, e in zip(*(torch.autograd.grad(total(r), (i, w)) for r, i in ((actual, x), (expected, clean))), strict=True):
         assert torch.equal(a, e)
 
 
@@ -219,7 +219,7 @@ def test_nan_and_inf_logits_give_a_nan_loss(options, value):
 
 
 class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records the largest number of bytes that the tensors created in the block hold at one time."""
+    """A mode that records the largest number of bytes that the tensors created in the block hold at one time."""
 
     def __init__(self):
         super().__init__()
@@ -292,7 +292,7 @@ def test_error_of_chunked_dw_against_one_product(shape):
     """
     x, w, target = _peaked(*shape)
     exact = _gradients(linear_cross_entropy_reference, *(p.detach().double().requires_grad_() for p in (x, w)), target)
-    error = lambda got: [((g.double() - e).norm() / e.norm()).item() for g, e in zip(got, exact, strict=True)]
+    error = lambda actual: [((g.double() - e).norm() / e.norm()).item() for g, e in zip(actual, exact, strict=True)]
     eager = error(_gradients(linear_cross_entropy_reference, x, w, target))
     for chunks, acc_dtype, limit in (
         (1, None, 1.01), (8, None, 2.0), (30, None, 1.05),
@@ -334,11 +334,11 @@ def test_fp16_gradients_use_the_loss_scale():
     x, w, target = _inputs(24, 16, 5000, bias=False)
     x, w = (p.detach().half().requires_grad_() for p in (x, w * 0.1))
     scale = torch.tensor(65536.0, device=DEVICE)
-    got = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, num_items=8192), (x, w), scale)
+    actual = torch.autograd.grad(tigon.linear_cross_entropy(x, w, target, num_items=8192), (x, w), scale)
     eager = torch.autograd.grad(linear_cross_entropy_reference(x, w, target, num_items=8192), (x, w), scale)
     wide = [p.detach().double().requires_grad_() for p in (x, w)]
     exact = torch.autograd.grad(linear_cross_entropy_reference(*wide, target, num_items=8192), wide, scale.double())
-    for triple in zip(got, eager, exact, strict=True):
+    for triple in zip(actual, eager, exact, strict=True):
         assert_accurate(*triple)
 
 

@@ -42,7 +42,7 @@ OPTIONS = {
 }
 if INTERPRETED:
     OPTIONS = {name: OPTIONS[name] for name in ("plain", "all, none")}
-ASKED = {
+RESULT_FLAGS = {
     "return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True,
     "return_log_probs": True, "return_entropy": True,
 }  # fmt: skip
@@ -70,16 +70,16 @@ def _rows(v: int) -> slice:
     return slice(min(rank * length, v), min((rank + 1) * length, v))
 
 
-def _close(name: str, got: Tensor | None, expected: Tensor | None, rtol: float = 1e-5) -> None:
+def _close(name: str, actual: Tensor | None, expected: Tensor | None, rtol: float = 1e-5) -> None:
     if expected is None:
-        assert got is None, name
+        assert actual is None, name
         return
     if not expected.is_floating_point() or expected.numel() == 0:
-        assert got.shape == expected.shape, name
-        assert torch.equal(got, expected), name
+        assert actual.shape == expected.shape, name
+        assert torch.equal(actual, expected), name
         return
     size = max(1.0, expected.abs().max().item())
-    torch.testing.assert_close(got, expected, rtol=rtol, atol=1e-6 * size, msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-6 * size, msg=lambda m: f"{name}: {m}")
 
 
 def _results(result) -> dict[str, Tensor | None]:
@@ -119,10 +119,10 @@ def compare(v: int, parts: tuple[str, ...] = ("loss",), bias: bool = True, weigh
     total = _total(cut, parts)
     again = torch.autograd.grad(total, [y, *shards], retain_graph=True)
     for gradients in (again, torch.autograd.grad(total, [y, *shards])):
-        for name, got, e in zip(
+        for name, actual, e in zip(
             ("dx", "dw", "db"), gradients, [dx, *(g[rows] for g in expected)], strict=False
         ):  # fmt: skip
-            _close(f"{name} of {v} on {rank}", got, e)
+            _close(f"{name} of {v} on {rank}", actual, e)
 
 
 def _sizes() -> tuple[int, ...]:
@@ -142,11 +142,11 @@ def everything_returned() -> None:
     for v in _sizes():
         for options in ({}, {"reduction": "none", "label_smoothing": 0.1}, OPTIONS["all, none"]):
             for parts in (("loss",), ("loss", "log_probs", "entropy"), ("entropy",), ("log_probs",)):
-                compare(v, parts, **ASKED, **options)
+                compare(v, parts, **RESULT_FLAGS, **options)
 
 
 def several_chunks() -> None:
-    """All ranks must use the same chunks, although some have more rows: they would wait for one another for ever."""
+    """All ranks use the same chunks, although some have more rows. Otherwise they would wait for each other forever."""
     from tigon.ops.head.chunks import ChunkConfig
     from tigon.runtime.tuning import tuned
 
@@ -155,7 +155,7 @@ def several_chunks() -> None:
         for v in _sizes():
             for options in ({}, {"reduction": "none"}, {"acc_dtype": torch.float32}):
                 compare(v, **options)
-            compare(v, ("loss", "log_probs", "entropy"), **ASKED)
+            compare(v, ("loss", "log_probs", "entropy"), **RESULT_FLAGS)
 
 
 def ignored_tokens() -> None:
@@ -173,11 +173,11 @@ def ignored_tokens() -> None:
                 x, shards[0], labels, linear_bias=shards[1], process_group=dist.group.WORLD, vocab_size=v,
                 valid_rows=tigon.ValidRows(labels),
             )  # fmt: skip
-            got = torch.autograd.grad(loss, (x, shards[0]))
+            actual = torch.autograd.grad(loss, (x, shards[0]))
             _close("loss", loss, expected)
-            _close("dx", got[0], dx)
-            _close("dw", got[1], dw[rows])
-            assert (got[0][ignored] == 0).all()
+            _close("dx", actual[0], dx)
+            _close("dw", actual[1], dw[rows])
+            assert (actual[0][ignored] == 0).all()
 
 
 def parts_that_need_no_gradient() -> None:
@@ -209,11 +209,11 @@ def compiled() -> None:
     run = lambda x, w, b: tigon.linear_cross_entropy(
         x, w, target, linear_bias=b, process_group=dist.group.WORLD, vocab_size=10
     )
-    got, expected = (
+    actual, expected = (
         [loss.detach(), *torch.autograd.grad(loss, (x, *shards))]
         for loss in (torch.compile(run, fullgraph=True, backend="aot_eager")(x, *shards), run(x, *shards))
     )
-    for a, e in zip(got, expected, strict=True):
+    for a, e in zip(actual, expected, strict=True):
         _close("compiled", a, e)
 
 
@@ -229,10 +229,10 @@ def half_precision() -> None:
     dx, dw = torch.autograd.grad(nn.functional.cross_entropy(logits, target), exact)
     one = torch.autograd.grad(run(x, w), (x, w))
     shard = w.detach()[_rows(v)].requires_grad_()
-    got = torch.autograd.grad(run(x, shard, process_group=dist.group.WORLD, vocab_size=v), (x, shard))
+    actual = torch.autograd.grad(run(x, shard, process_group=dist.group.WORLD, vocab_size=v), (x, shard))
     error = lambda a, e: ((a.double() - e).norm() / e.norm()).item()
-    assert error(got[0], dx) <= 1.5 * error(one[0], dx)
-    assert error(got[1], dw[_rows(v)]) <= 1.2 * error(one[1][_rows(v)], dw[_rows(v)])
+    assert error(actual[0], dx) <= 1.5 * error(one[0], dx)
+    assert error(actual[1], dw[_rows(v)]) <= 1.2 * error(one[1][_rows(v)], dw[_rows(v)])
 
 
 def dtensor_heads() -> None:
@@ -302,8 +302,8 @@ def refusals() -> None:
     world = dist.group.WORLD
     run = lambda w, **options: tigon.linear_cross_entropy(x, w, target, **options)
 
-    # A rank with the right number of rows would wait for the other ranks, so the call is gradients_of_ways on ranks
-    # with wrong ones.
+    # A rank with the right number of rows would wait for the other ranks, so only ranks with a wrong number of rows
+    # make this call.
     expected = min(8, max(0, v + 1 - 8 * rank))
     if expected != 7:
         message = rf"linear_weight must have {expected} rows on rank {rank} of {ranks} .* of {v + 1}, got 7"
@@ -311,7 +311,7 @@ def refusals() -> None:
             run(shard, process_group=world, vocab_size=v + 1)
     with _refused(ValueError, "vocab_size must be the number of rows on all ranks of process_group, got None"):
         run(shard, process_group=world)
-    # Different sizes that match the rows of each rank are noticed only by communication.
+    # If ranks pass different sizes that match their rows, only communication can show this.
     if ranks == 2:
         loss = run(w.detach()[7 * rank :][: 7 - rank], process_group=world, vocab_size=v - rank)
         assert loss.isnan()
@@ -366,13 +366,13 @@ class _Head(nn.Linear):
 
         if self.accumulate is None:
             return linear_cross_entropy_reference(hidden, self.weight, target, linear_bias=self.bias)
-        assert (self.weight.grad is not None) >= self.grown
+        assert (self.weight.grad is not None) >= self.requires_gradient_buffer
         return tigon.linear_cross_entropy(
             hidden, self.weight, target, linear_bias=self.bias, accumulate_grad=self.accumulate
         )
 
-    # whether the weight must have a gradient that dW can be added to
-    grown = False
+    # True if the weight must have a gradient to which dW can be added.
+    requires_gradient_buffer = False
 
 
 class _Model(nn.Module):
@@ -394,13 +394,13 @@ def _train(model: nn.Module, hold_back: Callable, grows: bool) -> dict[str, Tens
     inner = getattr(model, "module", model)
     for _ in range(2):
         model.zero_grad()
-        inner.head.grown = False
+        inner.head.requires_gradient_buffer = False
         for i in range(3):
             tokens, target = (torch.randint(50, (T,), generator=generator) for _ in range(2))
             target[::5] = -100
             with hold_back(i < 2):
                 model(tokens, target).backward()
-            inner.head.grown = grows
+            inner.head.requires_gradient_buffer = grows
     full = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g
     return {name: full(p.grad) for name, p in inner.named_parameters()}
 
@@ -419,8 +419,8 @@ def under_ddp() -> None:
                     hold_back = lambda off, m=model: m.no_sync() if off else contextlib.nullcontext()
                     gradients_of_ways.append(_train(model, hold_back, grows=True))
                 for name, value in gradients_of_ways[0].items():
-                    for got in gradients_of_ways[1:]:
-                        _close(f"{name}, {as_view=}, {tied=}", got[name], value)
+                    for actual in gradients_of_ways[1:]:
+                        _close(f"{name}, {as_view=}, {tied=}", actual[name], value)
     # The gradients are the same on every rank.
     gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, gradients_of_ways[1]["embedding.weight"])

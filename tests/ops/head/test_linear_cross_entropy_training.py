@@ -35,8 +35,8 @@ def _total(result) -> Tensor:
     return result.loss.sum() + (result.log_probs * 0.3).sum() + result.entropy.square().sum() * 0.1
 
 
-def _same(got, expected) -> None:
-    for a, e in zip(got, expected, strict=True):
+def _same(actual, expected) -> None:
+    for a, e in zip(actual, expected, strict=True):
         if e is None:
             assert a is None
         else:
@@ -64,12 +64,12 @@ def _compiled(function):
 def test_compiled_loss_equals_the_eager_loss(options):
     *tensors, target = _inputs()
     run = lambda x, w, b, target: tigon.linear_cross_entropy(x, w, target, linear_bias=b, **options)
-    got, expected = (f(*tensors, target) for f in (_compiled(run), run))
-    if isinstance(got, Tensor):
-        got, expected = [got], [expected]
-    _same(got, expected)
-    total = _total if len(got) > 1 else lambda r: r[0]
-    _same(*(torch.autograd.grad(total(r), tensors) for r in (got, expected)))
+    actual, expected = (f(*tensors, target) for f in (_compiled(run), run))
+    if isinstance(actual, Tensor):
+        actual, expected = [actual], [expected]
+    _same(actual, expected)
+    total = _total if len(actual) > 1 else lambda r: r[0]
+    _same(*(torch.autograd.grad(total(r), tensors) for r in (actual, expected)))
 
 
 @pytest.mark.thorough
@@ -257,9 +257,9 @@ def test_all_tokens_may_be_ignored(dtype, options):
 def test_further_results_equal_their_definition(reduction):
     *tensors, target = _inputs()
     x, w, b = tensors
-    got = tigon.linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction, **ALL_RESULTS)
+    actual = tigon.linear_cross_entropy(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction, **ALL_RESULTS)
     log_probs, entropy = log_probs_and_entropy_reference(F.linear(x, w, b), target, softcap=5.0)
-    _same((got.log_probs, got.entropy), (log_probs, entropy))
+    _same((actual.log_probs, actual.entropy), (log_probs, entropy))
     loss = linear_cross_entropy_reference(x, w, target, linear_bias=b, softcap=5.0, reduction=reduction)
     expected = loss.sum() + (log_probs * 0.3).sum() + entropy.square().sum() * 0.1
-    _same(torch.autograd.grad(_total(got), tensors), torch.autograd.grad(expected, tensors))
+    _same(torch.autograd.grad(_total(actual), tensors), torch.autograd.grad(expected, tensors))

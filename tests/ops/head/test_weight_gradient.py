@@ -18,8 +18,8 @@ pytestmark = pytest.mark.no_interpreter("torch computes all products of CPU tens
 
 BF16 = torch.bfloat16
 
-# Upper halves of 0 (V < 128), below and at 256 rows (rounded from a copy), and about 256 times powers of two, where
-# one more part begins; odd V leave one row more to the lower half.
+# The sizes V give upper halves of 0 rows (V < 128), of up to 256 rows (which are rounded from a copy), and of about 256
+# rows times a power of two, where one more part begins. With an odd V the lower half has one row more.
 SIZES = [1, 2, 127, 128, 129, 255, 384, 511, 512, 513, 640, 641, 1023, 1024, 1025, 1151, 1152]
 SIZES += [n + more for n in (2048, 4096, 8192) for more in (-1, 0, 1, 127, 128, 129)]
 
@@ -31,19 +31,19 @@ def _parts(v: int, h: int, chunks: int = 3, dtype: torch.dtype = BF16) -> list[t
     return [(draw(5 + i, v), draw(5 + i, h)) for i in range(chunks)]
 
 
-def _sum(parts) -> torch.Tensor:
+def _expected_sum(parts) -> torch.Tensor:
     return sum(dlogits.float().t() @ x.float() for dlogits, x in parts)
 
 
-def _summed(weight: torch.Tensor, in_fp32: bool, parts, into: torch.Tensor | None = None) -> torch.Tensor:
-    dw = WeightGradient(weight, in_fp32, into)
+def _add_parts(weight: torch.Tensor, in_fp32: bool, parts, buffer: torch.Tensor | None = None) -> torch.Tensor:
+    dw = WeightGradient(weight, in_fp32, buffer)
     for dlogits, x in parts:
         dw.add(dlogits, x)
     return dw.finish()
 
 
 class _Copies(TorchDispatchMode):
-    """Checks that no copy reads memory that it writes, because on a GPU the parts of a copy run in any order."""
+    """A mode that fails if a copy reads memory that it writes, because a GPU runs the parts of a copy in any order."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.overloadpacket._qualified_op_name == "aten::copy_":
@@ -57,10 +57,10 @@ class _Copies(TorchDispatchMode):
 @pytest.mark.parametrize("v", SIZES)
 def test_fp32_sum_is_rounded_once(v, h):
     parts, weight = _parts(v, h), torch.empty(v, h, dtype=BF16, device=DEVICE)
-    expected = _sum(parts)
+    expected = _expected_sum(parts)
     assert v * h < 10 or (expected.to(BF16) != expected).any(), "the sum must need a rounding"
     with _Copies():
-        assert torch.equal(_summed(weight, True, parts), expected.to(BF16))
+        assert torch.equal(_add_parts(weight, True, parts), expected.to(BF16))
 
 
 def test_other_orders_of_rounding_give_wrong_rows():
@@ -73,7 +73,7 @@ def test_other_orders_of_rounding_give_wrong_rows():
     for start in range(dw.middle - 256, -1, -256):
         dw.result[start : start + 256] = dw.upper[start : start + 256].clone()
     dw.result[dw.middle :] = dw.lower
-    assert not torch.equal(dw.result, _sum(parts).to(BF16))
+    assert not torch.equal(dw.result, _expected_sum(parts).to(BF16))
     with _Copies(), pytest.raises(AssertionError, match="overlaps itself"):
         dw.result[: dw.middle] = dw.upper
 
@@ -101,17 +101,17 @@ def test_fp32_sum_needs_one_buffer_of_the_size_of_dw():
         for part in parts:
             dw.add(*part)
         result = dw.finish()
-    assert torch.equal(result, _sum(parts).to(BF16))
+    assert torch.equal(result, _expected_sum(parts).to(BF16))
 
 
 @pytest.mark.parametrize("in_fp32", [False, True], ids=["", "in fp32"])
 @pytest.mark.parametrize("v", [7, 640, 641])
 def test_empty_sum_is_zero_or_the_buffer(v, in_fp32):
     weight = torch.empty(v, 3, dtype=BF16, device=DEVICE)
-    assert (_summed(weight, in_fp32, []) == 0).all()
-    into = torch.ones(v, 3, dtype=torch.float32, device=DEVICE)
-    assert _summed(weight, in_fp32, [], into) is into
-    assert (into == 1).all()
+    assert (_add_parts(weight, in_fp32, []) == 0).all()
+    buffer = torch.ones(v, 3, dtype=torch.float32, device=DEVICE)
+    assert _add_parts(weight, in_fp32, [], buffer) is buffer
+    assert (buffer == 1).all()
 
 
 @pytest.mark.parametrize("slab", [1, 100, 2**20], ids=lambda n: f"slabs of {n} bytes")
@@ -120,27 +120,27 @@ def test_empty_sum_is_zero_or_the_buffer(v, in_fp32):
 def test_half_precision_products_are_not_rounded_in_an_fp32_sum(kind, autocast, slab):
     """This is the gradient of an fp32 weight under autocast, and Megatron's main_grad."""
     parts, weight = _parts(70, 5, dtype=kind), torch.empty(70, 5, device=DEVICE)
-    expected = _sum(parts)
+    expected = _expected_sum(parts)
     with tuned(WeightGradientConfig, slab_bytes=slab), torch.autocast(DEVICE, BF16, enabled=autocast):
-        assert torch.equal(_summed(weight, False, parts), expected)
-        into = torch.full((70, 5), 3.0, device=DEVICE)
-        assert _summed(weight, False, parts, into) is into
-    assert torch.equal(into, expected + 3.0)
+        assert torch.equal(_add_parts(weight, False, parts), expected)
+        buffer = torch.full((70, 5), 3.0, device=DEVICE)
+        assert _add_parts(weight, False, parts, buffer) is buffer
+    assert torch.equal(buffer, expected + 3.0)
 
 
 def test_sum_may_have_another_half_precision_dtype():
     """This is the gradient of a bf16 weight under fp16 autocast."""
     parts, weight = _parts(70, 5, chunks=1, dtype=torch.float16), torch.empty(70, 5, dtype=BF16, device=DEVICE)
-    torch.testing.assert_close(_summed(weight, False, parts), _sum(parts).to(BF16), rtol=2**-7, atol=0)
-    assert torch.equal(_summed(weight, True, parts), _sum(parts).to(BF16))
+    torch.testing.assert_close(_add_parts(weight, False, parts), _expected_sum(parts).to(BF16), rtol=2**-7, atol=0)
+    assert torch.equal(_add_parts(weight, True, parts), _expected_sum(parts).to(BF16))
 
 
 def test_strided_weight_gets_a_dense_gradient():
     weight = torch.empty(6, 70, dtype=BF16, device=DEVICE).t()
     parts = _parts(70, 6)
-    dw = _summed(weight, True, parts)
+    dw = _add_parts(weight, True, parts)
     assert dw.is_contiguous()
-    assert torch.equal(dw, _sum(parts).to(BF16))
+    assert torch.equal(dw, _expected_sum(parts).to(BF16))
 
 
 # --- fp64, whose sums are finer than the requested `acc_dtype` ---------------------------------------

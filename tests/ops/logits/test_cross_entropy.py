@@ -250,9 +250,9 @@ def test_fp16_gradients_use_the_loss_scale(inplace):
     logits, target = _logits(4, 5000, dtype=torch.float16), _target(4, v=5000)
     scale = torch.tensor(65536.0, device=DEVICE)
     run = lambda f: torch.autograd.grad(f(logits * 1.0), logits, scale)[0].float()
-    got = run(lambda x: tigon.cross_entropy(x, target, num_items=8192, inplace=inplace))
+    actual = run(lambda x: tigon.cross_entropy(x, target, num_items=8192, inplace=inplace))
     expected = run(lambda x: F.cross_entropy(x.float(), target, reduction="sum") / 8192)
-    torch.testing.assert_close(got, expected, rtol=2e-3, atol=1e-6)
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=1e-6)
 
 
 @pytest.mark.parametrize("inplace", [False, True], ids=["new buffer", "in place"])
@@ -263,8 +263,8 @@ def test_rows_may_share_memory(inplace):
         logits = overlapping().to(DEVICE)
         dense = logits.clone().requires_grad_()
         logits.requires_grad_()
-        got = torch.autograd.grad(tigon.cross_entropy(logits, target, inplace=inplace), logits)[0]
-        torch.testing.assert_close(got, torch.autograd.grad(F.cross_entropy(dense, target), dense)[0])
+        actual = torch.autograd.grad(tigon.cross_entropy(logits, target, inplace=inplace), logits)[0]
+        torch.testing.assert_close(actual, torch.autograd.grad(F.cross_entropy(dense, target), dense)[0])
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["", "class weights"])

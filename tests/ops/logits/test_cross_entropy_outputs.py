@@ -23,7 +23,7 @@ OPTIONS = {
     "all": {"label_smoothing": 0.2, "softcap": 5.0, "logit_scale": 1.5, "z_loss": 0.01, "token_scaling": True},
 }
 
-ASKED = {"return_log_probs": True, "return_entropy": True}
+RESULT_FLAGS = {"return_log_probs": True, "return_entropy": True}
 
 
 def _logits(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -38,7 +38,7 @@ def _target(*shape: int, v: int) -> torch.Tensor:
 
 
 def _run(x: torch.Tensor, target: torch.Tensor, weight=None, **options) -> tuple[torch.Tensor, ...]:
-    result = tigon.cross_entropy(x, target, weight, **ASKED, **options)
+    result = tigon.cross_entropy(x, target, weight, **RESULT_FLAGS, **options)
     return result.loss, result.log_probs, result.entropy
 
 
@@ -89,7 +89,7 @@ def test_log_probs_and_entropy_may_be_requested_alone():
     assert torch.equal(alone.loss, loss)
     assert alone.log_probs is None
     with torch.no_grad():
-        assert torch.equal(tigon.cross_entropy(logits, target, inplace=True, **ASKED).entropy, entropy)
+        assert torch.equal(tigon.cross_entropy(logits, target, inplace=True, **RESULT_FLAGS).entropy, entropy)
 
 
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "token scaling"])
@@ -101,12 +101,12 @@ def test_classes_with_a_logit_of_minus_infinity_contribute_nothing(at, scaled):
     masked[:, at] = values[:, at]
     masked.requires_grad_()
     few = values[:, at].clone().requires_grad_()
-    got, expected = _run(masked, target, token_scaling=scaled), _run(few, target - at.start, token_scaling=scaled)
-    for a, b in zip(got, expected, strict=True):
+    actual, expected = _run(masked, target, token_scaling=scaled), _run(few, target - at.start, token_scaling=scaled)
+    for a, b in zip(actual, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
-    upstream = [torch.rand_like(y) + 1 for y in got]
+    upstream = [torch.rand_like(y) + 1 for y in actual]
     (gradient,), (finite_gradient,) = (
-        torch.autograd.grad(got, masked, upstream),
+        torch.autograd.grad(actual, masked, upstream),
         torch.autograd.grad(expected, few, upstream),
     )
     torch.testing.assert_close(gradient[:, at], finite_gradient, rtol=1e-5, atol=1e-6)
@@ -119,7 +119,7 @@ def test_entropy_is_right_from_certain_to_uniform_rows():
     logits[1, 4000] = 300.0
     logits[2] += 1000.0
     logits.requires_grad_()
-    entropy = tigon.cross_entropy(logits, torch.full((3,), 7, device=DEVICE), **ASKED).entropy
+    entropy = tigon.cross_entropy(logits, torch.full((3,), 7, device=DEVICE), **RESULT_FLAGS).entropy
     torch.testing.assert_close(entropy, torch.tensor([math.log(5000), 0.0, math.log(5000)], device=DEVICE))
     (gradient,) = torch.autograd.grad(entropy.sum(), logits)
     assert gradient.abs().max() < 1e-9
@@ -175,8 +175,8 @@ def test_token_scaling_is_a_constant_factor():
     torch.testing.assert_close(scaled.loss, p * plain.loss)
     torch.testing.assert_close(scaled.z_loss, p * plain.z_loss)
     assert scaled.log_probs is None
-    got, expected = (torch.autograd.grad(y.sum(), logits)[0] for y in (scaled.loss, p * plain.loss))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-7)
+    actual, expected = (torch.autograd.grad(y.sum(), logits)[0] for y in (scaled.loss, p * plain.loss))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-7)
 
 
 def test_inplace_does_not_change_logits_that_outputs_need():
@@ -194,7 +194,7 @@ def test_inplace_does_not_change_logits_that_outputs_need():
 
 def test_outputs_have_the_shape_of_the_target_and_may_be_reused():
     logits, target = _logits(2, 3, 50), _target(2, 3, v=50)
-    result = tigon.cross_entropy(logits, target.int(), **ASKED)
+    result = tigon.cross_entropy(logits, target.int(), **RESULT_FLAGS)
     assert result.log_probs.shape == result.entropy.shape == target.shape
     # A policy gradient with an entropy bonus, backward twice, with gradients that are expanded.
     total = -(result.log_probs * 0.5).sum() - 0.1 * result.entropy.mean()
@@ -207,8 +207,8 @@ def test_outputs_have_the_shape_of_the_target_and_may_be_reused():
 
 def test_module_returns_outputs_and_refuses_bad_input():
     logits, target = _logits(8, 30), _target(8, v=30)
-    module = tigon.CrossEntropyLoss(token_scaling=True, **ASKED)
-    expected = tigon.cross_entropy(logits, target, token_scaling=True, **ASKED)
+    module = tigon.CrossEntropyLoss(token_scaling=True, **RESULT_FLAGS)
+    expected = tigon.cross_entropy(logits, target, token_scaling=True, **RESULT_FLAGS)
     for a, b in zip(module(logits, target), expected, strict=True):
         assert a is b is None or torch.equal(a, b)
     with pytest.raises(TypeError, match="cross_entropy: token_scaling must be a bool, got 1.0"):
@@ -216,7 +216,7 @@ def test_module_returns_outputs_and_refuses_bad_input():
 
 
 class _Peak(torch.utils._python_dispatch.TorchDispatchMode):
-    """Records the largest number of bytes that the tensors created in the block hold at one time."""
+    """A mode that records the largest number of bytes that the tensors created in the block hold at one time."""
 
     live = peak = 0
 

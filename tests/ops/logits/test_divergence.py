@@ -40,7 +40,7 @@ def _value_and_gradient(function, input, *others, **options) -> tuple[torch.Tens
     return loss.detach(), torch.autograd.grad(loss, input, upstream)[0]
 
 
-# What the input holds, the function, its reference and options.
+# For each form: the contents of the input, the function, its reference and options.
 FORMS = {
     "kl": ("log", tigon.kl_div, kl_div_reference, {"log_target": True}),
     "kl of probabilities": ("target", tigon.kl_div, kl_div_reference, {}),
@@ -95,7 +95,8 @@ def test_divergences_are_as_accurate_as_eager_code(form, shape, reduced):
             name: value for name, value in options.items() if name not in ("from_logits", "temperature")
         }
         g = _value_and_gradient(reference, *log_probs, **reference_options)[1].abs()
-        terms = (g + log_probs[0].exp() * g.sum(-1, keepdim=True)).max().item() or 1.0  # 0 for one class
+        # With one class the largest term is 0.
+        terms = (g + log_probs[0].exp() * g.sum(-1, keepdim=True)).max().item() or 1.0
     assert_as_accurate_as_eager(
         lambda x, y: run(x, y, **options),
         lambda x, y: reference(x, y, **options),
@@ -265,7 +266,8 @@ def test_logits_of_masked_classes_may_be_minus_infinity(name):
     run = getattr(tigon, name)
     loss, gradient = _value_and_gradient(run, *both, from_logits=True)
     expected, expected_gradient = _value_and_gradient(run, student, teacher, from_logits=True)
-    factor = 300 / 350 if name == "kl_div" else 1.0  # its default is a mean over elements
+    # The default reduction of kl_div is a mean over elements.
+    factor = 300 / 350 if name == "kl_div" else 1.0
     torch.testing.assert_close(loss, expected * factor)
     torch.testing.assert_close(gradient[:, :300], expected_gradient * factor)
     assert (gradient[:, 300:] == 0).all()
@@ -377,10 +379,10 @@ def test_fp16_gradients_use_the_loss_scale(form):
     student, teacher = _pair(form, 4, 3000, dtype=torch.float16)
     options = options | {"reduction": "mean"}
     scaled = lambda f: lambda x, y: f(x, y, **options) * 65536.0
-    got = _value_and_gradient(scaled(run), student, teacher)[1]
+    actual = _value_and_gradient(scaled(run), student, teacher)[1]
     expected = _value_and_gradient(scaled(reference), student.double(), teacher.double())[1]
-    torch.testing.assert_close(got.double(), expected, rtol=2e-3, atol=2e-7)
-    assert got.dtype == torch.float16
+    torch.testing.assert_close(actual.double(), expected, rtol=2e-3, atol=2e-7)
+    assert actual.dtype == torch.float16
 
 
 @every_form

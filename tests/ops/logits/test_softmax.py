@@ -13,7 +13,8 @@ SHAPES = [(6, 1), (3, 5), (2, 3, 64), (17, 127), (5, 129), (3, 2048), (2, 5000),
 
 
 def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    # Of size one: with peaked rows the error of dx is the rounding of y times dy, a matter of luck for eager code too.
+    # The values have size one. With peaked rows the error of dx is the rounding of y times dy, which for eager code too
+    # may be small by chance.
     generator = torch.Generator().manual_seed(sum(shape))
     return torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
 
@@ -55,8 +56,8 @@ def test_tiles_of_several_rows_are_accurate(block_m, keeps_y):
 @pytest.mark.usefixtures("way")
 def test_peaked_rows_are_accurate():
     x = (_input(8, 200) * 8).detach().requires_grad_()
-    got, expected = outputs_and_gradients(tigon.softmax, [x]), outputs_and_gradients(softmax_reference, [x])
-    for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+    actual, expected = outputs_and_gradients(tigon.softmax, [x]), outputs_and_gradients(softmax_reference, [x])
+    for a, b in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
         torch.testing.assert_close(a, b, rtol=3e-6, atol=5e-7)
 
 
@@ -109,9 +110,9 @@ def test_values_far_from_zero_are_accurate():
 def test_inputs_may_have_gaps_between_rows_and_batches():
     wide = _input(4, 5, 3, 40)
     for view in (lambda x: x[..., 3:30], lambda x: x[::2, :, 1], lambda x: x.transpose(1, 2), lambda x: x.mT):
-        got = outputs_and_gradients(lambda x: tigon.softmax(view(x)), [wide])  # noqa: B023
+        actual = outputs_and_gradients(lambda x: tigon.softmax(view(x)), [wide])  # noqa: B023
         expected = outputs_and_gradients(lambda x: torch.softmax(view(x), -1), [wide])  # noqa: B023
-        for a, b in zip([*got[0], *got[1]], [*expected[0], *expected[1]], strict=True):
+        for a, b in zip([*actual[0], *actual[1]], [*expected[0], *expected[1]], strict=True):
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -161,7 +162,7 @@ def test_rows_that_are_too_wide_for_32_bit_columns_launch_no_kernel(features):
         device = EMULATED
         launches = 0
 
-        def launched(self, arguments):
+        def count_launch(self, arguments):
             self.launches += 1
 
     counter = Counter()

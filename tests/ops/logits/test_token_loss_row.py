@@ -1,4 +1,4 @@
-"""When the kernel that reads logits once is used. Only a GPU runs it: tests/gpu/test_token_loss_row.py."""
+"""The choice of the kernel that reads logits once. Only tests/gpu/test_token_loss_row.py runs the kernel itself."""
 
 import pytest
 import torch

@@ -18,7 +18,7 @@ from tigon.ops.logits.token.kernels import (
     statistics,
 )
 
-# 2048 is a block of the kernels; the first of the cuts has nothing to combine.
+# The column counts of the shards. A block of the kernels has 2048 columns. The first entry has only one shard.
 V = 5000
 CUTS = [(V,), (1, V - 1), (2100, 2900), (700, 2048, 2252), (3000, 2000, 0)]
 
@@ -50,7 +50,7 @@ def _shards(sizes: tuple[int, ...], v: int = V) -> list[Shard]:
 
 
 class _Sharded(torch.autograd.Function):
-    """Computes loss, z-loss, predictions, log-probabilities and entropy of logits from their shards."""
+    """An autograd function that computes all statistics of logits, and their gradient, from shards."""
 
     @staticmethod
     def forward(ctx, logits, target, weight, sizes, options, wants):
@@ -115,8 +115,8 @@ def test_shards_give_the_results_of_all_columns_together(options, weighted, size
     upstream = Upstream(*(torch.randn(len(target), generator=generator).to(DEVICE) for _ in range(3)))
     result, whole = _whole(logits, target, weight, options, upstream)
     outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
-    for got, expected in zip(outputs, result[:1] + result[2:], strict=True):
-        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6)
+    for actual, expected in zip(outputs, result[:1] + result[2:], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
     loss, _, _, log_probs, entropy = outputs
     (parts,) = torch.autograd.grad((loss, log_probs, entropy), logits, tuple(upstream))
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
@@ -130,8 +130,8 @@ def test_results_that_are_not_requested_are_empty(sizes):
     assert [len(y) for y in others] == [0, 0, 0, 0]
     reference = cross_entropy_reference(logits, target, reduction="none")
     torch.testing.assert_close(loss, reference, rtol=2e-6, atol=2e-6)
-    (got,), (expected,) = (torch.autograd.grad(y.sum(), logits) for y in (loss, reference))
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    (actual,), (expected,) = (torch.autograd.grad(y.sum(), logits) for y in (loss, reference))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     parts = zip(logits.detach().split(sizes, 1), _shards(sizes), strict=True)
     for partial in (partial_statistics(part, target, None, Options(), shard, Wants()) for part, shard in parts):
         assert (partial[:, 3:5] == 0).all()
@@ -169,12 +169,13 @@ def test_logits_of_a_shard_may_all_be_minus_infinity(smoothing, sizes):
     options = Options(label_smoothing=smoothing, z_loss=1e-6)
     result, _ = _whole(logits, target, weight, options, Upstream())
     outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
-    for got, expected in zip(outputs, result[:1] + result[2:], strict=True):
-        torch.testing.assert_close(got, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
-    if not smoothing:  # with it a class of probability zero costs infinitely much
-        (got,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
-        assert got.isfinite().all()
-        assert (got[:, 2090:] == 0).all()
+    for actual, expected in zip(outputs, result[:1] + result[2:], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    # With label smoothing, a class of probability zero makes the loss infinite.
+    if not smoothing:
+        (actual,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
+        assert actual.isfinite().all()
+        assert (actual[:, 2090:] == 0).all()
 
 
 @one_in(4, bad=[V, 2**40, -1, -101], sizes=CUTS)
@@ -182,10 +183,10 @@ def test_out_of_range_target_gives_nan_in_its_row_only(bad, sizes):
     logits, target, _ = _inputs()
     target[4] = bad
     loss, _, _, log_probs, entropy = _sharded(logits.requires_grad_(), target, None, sizes, token_scaling=True)
-    (got,) = torch.autograd.grad(loss.sum(), logits)
+    (actual,) = torch.autograd.grad(loss.sum(), logits)
     expected = [i == 4 for i in range(len(target))]
     assert loss.isnan().tolist() == log_probs.isnan().tolist() == expected
-    assert got.isnan().all(-1).tolist() == got.isnan().any(-1).tolist() == expected
+    assert actual.isnan().all(-1).tolist() == actual.isnan().any(-1).tolist() == expected
     assert entropy.isfinite().all()
 
 
@@ -204,9 +205,9 @@ def test_ignored_rows_may_hold_any_values(sizes):
     logits[2] = torch.nan
     outputs = _sharded(logits.requires_grad_(), target, weight, sizes, **OPTIONS["all"])
     assert [y[2].item() for y in outputs] == [0, 0, -1, 0, 0]
-    (got,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
-    assert (got[2] == 0).all()
-    assert got.isfinite().all()
+    (actual,) = torch.autograd.grad(sum(y.sum() for y in (outputs[0], *outputs[3:])), logits)
+    assert (actual[2] == 0).all()
+    assert actual.isfinite().all()
 
 
 def test_int32_targets_half_precision_weights_and_empty_inputs_are_accepted():

@@ -1,4 +1,4 @@
-"""Valid rows: the loss does not depend on when they are determined, and refuses those of another target."""
+"""The loss does not depend on the time at which valid rows are determined, and refuses those of another target."""
 
 import pytest
 import torch
@@ -41,7 +41,8 @@ def test_ignore_index_beyond_int32_ignores_no_row():
 
 def test_rows_cover_all_leading_dimensions():
     labels = _target(PATTERNS["every third"](24)).view(2, 12)
-    shifted = labels[:, 1:]  # not dense
+    # This view is not dense.
+    shifted = labels[:, 1:]
     expected = (shifted.reshape(-1) != -100).nonzero()[:, 0]
     assert torch.equal(tigon.ValidRows(shifted).rows, expected)
     inputs = _inputs(22)
@@ -117,7 +118,7 @@ def test_rows_of_another_target_are_refused():
     with pytest.raises(ValueError, match="must be those of the current target, got those of its earlier values"):
         run(target, early)
     run(target, tigon.ValidRows(target))
-    assert run(target, False) == run(target, None), "all rows are computed, and these count alike"
+    assert run(target, False) == run(target, None), "both calls must compute the same loss"
     with pytest.raises(
         TypeError, match="linear_cross_entropy: valid_rows must be a tigon.ValidRows or False, got list"
     ):

@@ -93,11 +93,13 @@ def test_glu_mlp_saves_only_what_backward_needs(level, frozen, saved_counts):
     inputs = _inputs(2, 9)
     for i in frozen:
         inputs[i].requires_grad_(False)
-    saved = {}
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.setdefault(t.data_ptr(), t), lambda t: t)
+    saved_tensors = {}
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved_tensors.setdefault(t.data_ptr(), t), lambda t: t)
     with hooks:
         y = _mlp(level, *inputs)
-    shapes = [tuple(t.shape) for t in saved.values() if not any(t.data_ptr() == p.data_ptr() for p in inputs[1:])]
+    shapes = [
+        tuple(t.shape) for t in saved_tensors.values() if not any(t.data_ptr() == p.data_ptr() for p in inputs[1:])
+    ]
     assert sum(shape[-1] == HIDDEN for shape in shapes) == saved_counts["x"]
     assert sum(shape[-1] == INNER for shape in shapes) == saved_counts["gates"]
     assert y.shape == inputs[0].shape
@@ -137,18 +139,18 @@ def test_checkpointing_does_not_repeat_the_last_product(monkeypatch):
     assert len(activations) == 1
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["all repeated", "products cached"])
-def test_a_second_backward_of_a_checkpoint_is_exact_or_refused(cached):
+@pytest.mark.parametrize("caches_products", [False, True], ids=["all repeated", "products cached"])
+def test_a_second_backward_of_a_checkpoint_is_exact_or_refused(caches_products):
     """A cache of products serves one backward only."""
     inputs, options = _inputs(2, 9), {}
-    if cached:
+    if caches_products:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     expected = _gradients(inputs, "default")[1:]
     loss = checkpoint(tigon.glu_mlp, *inputs, use_reentrant=False, **options).square().sum()
-    for retained in (True, False):
-        refused = cached and not retained
-        with pytest.raises(RuntimeError, match="extra time") if refused else contextlib.nullcontext():
-            results = torch.autograd.grad(loss, inputs, retain_graph=retained)
+    for retains_graph in (True, False):
+        is_refused = caches_products and not retains_graph
+        with pytest.raises(RuntimeError, match="extra time") if is_refused else contextlib.nullcontext():
+            results = torch.autograd.grad(loss, inputs, retain_graph=retains_graph)
             assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
 
 

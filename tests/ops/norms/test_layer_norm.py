@@ -32,7 +32,7 @@ def test_layer_norm_accuracy(shape, dtype, parameters):
 
 
 @pytest.mark.kernels
-@pytest.mark.parametrize("keeps_row", [False, True], ids=["row loaded twice", "row kept"])
+@pytest.mark.parametrize("keeps_row", [False, True], ids=["row loaded twice", "row in registers"])
 def test_layer_norm_loads_the_weight_of_wide_rows_for_every_tile(keeps_row):
     with tuned(NormConfig, keeps_w=False, keeps_row=keeps_row):
         assert_as_accurate_as_eager(tigon.layer_norm, layer_norm_reference, _inputs((9, 100), FULL, FULL, FULL))

@@ -44,7 +44,7 @@ def test_bias_corrections_lose_no_digits(beta):
     """With equal betas and a gradient of 1, each step moves p by lr, for every beta."""
     for step in (1, 2, 3, 10, 1000):
         p, g = torch.zeros(4, device=DEVICE), torch.ones(4, device=DEVICE)
-        # The value of m and of v after the steps before this one.
+        # This is the value of m and of v after the previous steps.
         moment = 1 - beta ** (step - 1)
         m, v = (torch.full((4,), moment, device=DEVICE) for _ in range(2))
         adamw_step([p], [g], [m], [v], [step], 1.0, (beta, beta), 1e-12, 0.0)

@@ -13,11 +13,11 @@ from tigon.runtime.device import Device
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 
 
-def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, weights="each", weight_dtype=None, stored="BSHD", axes=()):
+def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, weights="each", weight_dtype=None, memory_order="BSHD", axes=()):
     """Return q, k, q_weight, k_weight, cos and sin. The weights are those of "each" head or of all heads "together"."""
     generator = torch.Generator().manual_seed(hq * s + d)
     normal = lambda *shape: (torch.randn(shape, generator=generator) * 2).to(DEVICE, dtype)
-    if stored == "BSHD":
+    if memory_order == "BSHD":
         q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
     else:
         q, k = normal(b, hq, s, d), normal(b, hk, s, d)
@@ -58,7 +58,7 @@ def test_qk_norm_rope_accuracy(sizes, dtype, layout, weights):
 @pytest.mark.kernels
 @one_in(2, weights=["each", "together"], dtype=DTYPES, offset=[0.0, 1.0], rounding=["before_weight", "after_weight"])
 def test_qk_norm_rope_accuracy_with_options(weights, dtype, offset, rounding):
-    inputs = _inputs(2, 4, 2, 3, 16, 16, dtype=dtype, weights=weights, stored="BHSD")
+    inputs = _inputs(2, 4, 2, 3, 16, 16, dtype=dtype, weights=weights, memory_order="BHSD")
     assert_as_accurate_as_eager(*_both(eps=1e-5, offset=offset, rounding=rounding), inputs)
 
 
@@ -81,7 +81,7 @@ def test_qk_norm_rope_accepts_sections(layout, weights):
 
 
 def _stock(model: str, norm: str, together: bool, q_weight, k_weight):
-    """Return what the attention of a model computes between its projections, [B, S, H D] each, and its scores."""
+    """Return the queries and keys that an attention computes from its projections [B, S, H D] for its scores."""
     pytest.importorskip("transformers")
     module = importlib.import_module(f"transformers.models.{model}.modeling_{model}")
     norms = [getattr(module, norm)(weight.shape[0], eps=1e-5).to(DEVICE) for weight in (q_weight, k_weight)]
@@ -169,7 +169,7 @@ def test_qk_norm_rope_accepts_heads_in_dimension_2():
 
 
 def test_results_have_the_strides_of_their_inputs():
-    q, k, *others = _inputs(2, 4, 2, 3, 16, 16, stored="BSHD")
+    q, k, *others = _inputs(2, 4, 2, 3, 16, 16, memory_order="BSHD")
     outputs = tigon.qk_norm_rope(q, k, *others)
     assert [y.transpose(1, 2).is_contiguous() for y in outputs] == [True, True]
     gradients = torch.autograd.grad(outputs, (q, k), outputs)

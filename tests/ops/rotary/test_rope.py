@@ -13,10 +13,10 @@ from tigon.runtime.device import EMULATED
 LAYOUTS = ["split_half", "interleaved", "deinterleaved"]
 
 
-def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, stored="BHSD", axes=(), table="halves"):
+def _inputs(b, hq, hk, s, d, r, dtype=torch.float32, shared=False, memory_order="BHSD", axes=(), table="halves"):
     generator = torch.Generator().manual_seed(hq * s + d)
     normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype)
-    if stored == "BSHD":
+    if memory_order == "BSHD":
         q, k = normal(b, s, hq, d).transpose(1, 2), normal(b, s, hk, d).transpose(1, 2)
     else:
         q, k = normal(b, hq, s, d), normal(b, hk, s, d)
@@ -47,9 +47,9 @@ SIZES = {
 
 
 @pytest.mark.kernels
-@one_in(2, sizes=SIZES, dtype=DTYPES, stored=["BHSD", "BSHD"], layout=LAYOUTS)
-def test_rope_accuracy(sizes, dtype, stored, layout):
-    assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, stored=stored))
+@one_in(2, sizes=SIZES, dtype=DTYPES, memory_order=["BHSD", "BSHD"], layout=LAYOUTS)
+def test_rope_accuracy(sizes, dtype, memory_order, layout):
+    assert_as_accurate_as_eager(*_both(layout=layout), _inputs(*sizes, dtype=dtype, memory_order=memory_order))
 
 
 @pytest.mark.kernels
@@ -273,7 +273,7 @@ def test_rope_accepts_slices_of_a_packed_projection():
 
 
 def test_results_have_the_strides_of_their_inputs():
-    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16, stored="BSHD")
+    q, k, cos, sin = _inputs(2, 4, 2, 3, 16, 16, memory_order="BSHD")
     outputs = tigon.rope(q, k, cos, sin)
     assert [y.shape for y in outputs] == [q.shape, k.shape]
     assert [y.transpose(1, 2).is_contiguous() for y in outputs] == [True, True]
@@ -334,7 +334,7 @@ def test_rope_refuses_bad_input():
         tigon.rope(q, k, cos, sin, table="once")
     with pytest.raises(ValueError, match="rope: sections need table 'halves', got 'pairs'"):
         tigon.rope(q, k, cos.expand(3, -1, -1, -1), sin.expand(3, -1, -1, -1), sections=(2, 3, 3), table="pairs")
-    with pytest.raises(TypeError, match=r"rope: dtype must be of floating point \(.*\), got torch.int64"):
+    with pytest.raises(TypeError, match=r"rope: dtype must be a floating-point dtype \(.*\), got torch.int64"):
         tigon.rope(q, k, cos, sin, dtype=torch.long)
     with pytest.raises(ValueError, match=r"rope: q must have 4 dimensions, got shape \(4, 3, 16\)"):
         tigon.rope(q[0], k, cos, sin)

@@ -120,11 +120,11 @@ def test_a_provider_that_is_missing_or_raises_is_a_row(run, monkeypatch):
     def raising(case):
         return lambda *tensors: torch.zeros(2) @ torch.zeros(3)
 
-    def unsupported(case):
+    def refuse(case):
         raise providers.Unsupported("not this one")
 
     good = providers.PROVIDERS["rms_norm"][:2]
-    peers = Provider("a", missing), Provider("b", raising), Provider("c", unsupported)
+    peers = Provider("a", missing), Provider("b", raising), Provider("c", refuse)
     replace(monkeypatch, "rms_norm", *good, *peers)
     code, output, report = run("--ops", "rms_norm", "--quick")
     assert code == 0, output
@@ -165,15 +165,15 @@ def test_a_check_that_does_not_fit_uses_fewer_rows(run, monkeypatch):
 def test_ctrl_c_writes_the_cases_that_were_measured(run, monkeypatch):
     from tigon.tools.bench import session
 
-    finished = []
+    finished_cases = []
 
-    def interrupted(case, *arguments, run_case=session.run_case):
-        if finished:
+    def interrupt(case, *arguments, run_case=session.run_case):
+        if finished_cases:
             raise KeyboardInterrupt
-        finished.append(case)
+        finished_cases.append(case)
         return run_case(case, *arguments)
 
-    monkeypatch.setattr(session, "run_case", interrupted)
+    monkeypatch.setattr(session, "run_case", interrupt)
     code, output, report = run("--providers", "tigon", "--quick")
     assert code == cli.INTERRUPTED
     assert "Interrupted" in output
@@ -238,8 +238,8 @@ def test_a_provider_that_overwrites_the_shared_inputs_is_refused(run, monkeypatc
     assert code == 0
     status = {row["provider"]: row["status"] for row in report["rows"]}
     assert status == {"tigon": "ok", "a": "error", "b": "ok", "eager": "ok"}
-    (refused,) = rows_of(report, provider="a")
-    assert (refused["note"], refused["wall_ms"]) == ("not timed: writes over its inputs: x", None)
+    (row,) = rows_of(report, provider="a")
+    assert (row["note"], row["wall_ms"]) == ("not timed: writes over its inputs: x", None)
     # The overwritten inputs have been replaced.
     assert rows_of(report, provider="eager")[0]["accurate"]
 

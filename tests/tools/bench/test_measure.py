@@ -21,11 +21,11 @@ def test_windows_open_at_two_markers_and_close_at_one():
 
 
 @pytest.mark.parametrize(
-    "lost",
+    "names",
     ["m a m flush m m b m", "a m flush m m b m", "m flush m m b m", "m m a flush m m b m", "m m b m flush m m a flush"],
 )
-def test_a_window_that_lost_a_marker_is_dropped(lost):
-    assert len(kernel_windows([(name, 0.0, 1.0) for name in lost.split()], "m")) == 1
+def test_a_window_that_lost_a_marker_is_dropped(names):
+    assert len(kernel_windows([(name, 0.0, 1.0) for name in names.split()], "m")) == 1
 
 
 def test_floor_is_the_slower_of_memory_and_products():
@@ -34,7 +34,7 @@ def test_floor_is_the_slower_of_memory_and_products():
     assert roofline.floor_ms(None, 1_600_000_000_000) == pytest.approx(2.0)
 
 
-def doubled(op="swiglu", shape=(64, 1024), **options):
+def make_provider(op="swiglu", shape=(64, 1024), **options):
     """Return a provider with fp32 inputs that allocates one output, and one gradient for each input."""
     inputs = Case(op, "tiny", shape, dtype=torch.float32).make(CPU)
     return BoundProvider(Provider("double", lambda case: None, **options), lambda gate, up: (gate * up,), inputs)
@@ -42,9 +42,9 @@ def doubled(op="swiglu", shape=(64, 1024), **options):
 
 def test_peak_memory_on_a_cpu_counts_outputs_and_gradients_not_inputs():
     size = 64 * 1024 * 4
-    assert Meter(CPU).peak_bytes(doubled()) == pytest.approx(3 * size, abs=4096)
+    assert Meter(CPU).peak_bytes(make_provider()) == pytest.approx(3 * size, abs=4096)
     # The copies of overwritten tensors count as inputs.
-    assert Meter(CPU).peak_bytes(doubled(overwrites=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
+    assert Meter(CPU).peak_bytes(make_provider(overwrites=("gate", "up"))) == pytest.approx(3 * size, abs=4096)
 
 
 def test_without_gradients_only_the_forward_pass_runs_and_autograd_is_off():
@@ -72,7 +72,7 @@ def test_only_the_loss_among_several_outputs_is_differentiated():
 
 def test_a_round_on_a_cpu_samples_wall_time():
     samples, meter = Samples(), Meter(CPU)
-    meter.round(doubled(), 4, samples)
+    meter.round(make_provider(), 4, samples)
     assert len(samples.wall) == 4
     assert samples.kernel == samples.host == []
     assert meter.calls(0.001) == 20
@@ -110,7 +110,7 @@ class FakeGpu:
 
     def bound(self, kernels=3):
         """Return a call that launches `kernels` kernels and overwrites an input, whose reset launches one more."""
-        bound = doubled(overwrites=("gate",))
+        bound = make_provider(overwrites=("gate",))
         run, restore = bound._run, bound.restore
 
         def launching(*tensors):
@@ -140,14 +140,14 @@ def test_kernel_time_excludes_the_reset_of_inputs_and_the_flush(monkeypatch):
     assert meter.peak_bytes(gpu.bound()) == 250
 
 
-@pytest.mark.parametrize(("calls", "unmeasured"), [(1, 2), (4, 8), (20, 0)])
-def test_as_many_long_calls_run_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured):
-    gpu, samples, calls_made = FakeGpu(monkeypatch), Samples(), []
+@pytest.mark.parametrize(("calls", "unmeasured_calls"), [(1, 2), (4, 8), (20, 0)])
+def test_as_many_long_calls_run_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured_calls):
+    gpu, samples, call_log = FakeGpu(monkeypatch), Samples(), []
     meter, bound = gpu.meter(), gpu.bound()
     run = bound._run
-    monkeypatch.setattr(bound, "_run", lambda *tensors: calls_made.append(1) or run(*tensors))
+    monkeypatch.setattr(bound, "_run", lambda *tensors: call_log.append(1) or run(*tensors))
     meter.round(bound, calls, samples)
-    assert len(calls_made) == 2 * calls + unmeasured
+    assert len(call_log) == 2 * calls + unmeasured_calls
     assert len(samples.wall) == len(samples.host) == len(samples.kernel) == calls
 
 

@@ -60,11 +60,11 @@ def test_a_case_of_two_sweeps_belongs_to_the_longer_one():
 @pytest.fixture
 def figures(monkeypatch):
     """Return the list of the figures that the test draws. They stay open until its end."""
-    drawn = []
-    monkeypatch.setattr(pyplot, "close", drawn.append)
-    yield drawn
+    figures_of_test = []
+    monkeypatch.setattr(pyplot, "close", figures_of_test.append)
+    yield figures_of_test
     monkeypatch.undo()
-    for figure in drawn:
+    for figure in figures_of_test:
         pyplot.close(figure)
 
 

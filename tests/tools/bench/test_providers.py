@@ -108,8 +108,8 @@ def test_an_op_without_eager_code_is_compared_with_its_reference(monkeypatch):
 
 @pytest.mark.parametrize("case", [tiny("jsd"), tiny("rope")], ids=lambda case: case.op)
 def test_compiled_code_agrees(case):
-    compiled = next(provider for provider in PROVIDERS[case.op] if provider.name == "compile")
-    assert verdict_of(case, compiled).error < 0.03
+    compile_provider = next(provider for provider in PROVIDERS[case.op] if provider.name == "compile")
+    assert verdict_of(case, compile_provider).error < 0.03
 
 
 @pytest.mark.parametrize("judged_at_once", [2**20, 24])
@@ -226,13 +226,13 @@ def test_products_multiply_what_the_loss_multiplies(monkeypatch, case, elements,
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
 def test_products_compute_only_the_products_of_the_floor(case):
     products = PROVIDERS[case.op][-1]
-    prepared = products.prepare(case, case.make(CPU))
-    bound = BoundProvider(products, products.load(case), prepared)
+    operands = products.prepare(case, case.make(CPU))
+    bound = BoundProvider(products, products.load(case), operands)
     with FlopCounterMode(display=False) as counter:
         bound()
     assert counter.get_total_flops() == case.flops
-    assert ("dlogits" in prepared.tensors) is not case.no_grad
-    assert case.ignored == 0 or len(prepared.tensors["input"]) == round(case.shape[0] * (1 - case.ignored))
+    assert ("dlogits" in operands.tensors) is not case.no_grad
+    assert case.ignored == 0 or len(operands.tensors["input"]) == round(case.shape[0] * (1 - case.ignored))
 
 
 def test_products_refuse_an_option_that_would_change_their_operands():
@@ -283,14 +283,14 @@ def test_trl_names_the_missing_module(monkeypatch):
 def test_liger_sums_in_the_dtype_of_the_case_and_refuses_other_options(monkeypatch):
     calls = []
     install(monkeypatch, "liger_kernel.transformers", LigerFusedLinearCrossEntropyLoss=lambda **o: calls.append(o))
-    named = {provider.name: provider for provider in PROVIDERS["linear_cross_entropy"]}
-    named["liger"].load(tiny("linear_cross_entropy"))
-    named["liger"].load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
-    named["liger-fp32"].load(tiny("linear_cross_entropy", softcap=30.0))
+    providers_by_name = {provider.name: provider for provider in PROVIDERS["linear_cross_entropy"]}
+    providers_by_name["liger"].load(tiny("linear_cross_entropy"))
+    providers_by_name["liger"].load(tiny("linear_cross_entropy", acc_dtype=torch.float32))
+    providers_by_name["liger-fp32"].load(tiny("linear_cross_entropy", softcap=30.0))
     dtypes = [None, torch.float32, torch.float32]
     assert calls == [{"softcap": s, "accum_dtype": d} for s, d in zip((None, None, 30.0), dtypes, strict=True)]
     with pytest.raises(Unsupported, match="no return_entropy=True"):
-        named["liger"].load(tiny("linear_cross_entropy", return_entropy=True))
+        providers_by_name["liger"].load(tiny("linear_cross_entropy", return_entropy=True))
 
 
 def test_only_tensors_that_are_overwritten_are_copied():

@@ -50,12 +50,12 @@ def test_kernels_are_compiled_at_the_shapes_of_the_benchmark(case):
     options = {**case.options, **workload.bench_options}
     variants = WORKLOADS[workload.function or workload.name].compile_variants
     first = workload.rows_axis + 1
-    compiled = [(variant.sizes[first:], dict(variant.options)) for variant in variants]
+    compiled_shapes = [(variant.sizes[first:], dict(variant.options)) for variant in variants]
     if case.op in ("kl_div", "jsd"):
         # How a loss is summed and the weight of each side change no kernel.
-        assert case.shape[first:] in [sizes for sizes, _ in compiled]
+        assert case.shape[first:] in [sizes for sizes, _ in compiled_shapes]
     else:
-        assert (case.shape[first:], options) in compiled
+        assert (case.shape[first:], options) in compiled_shapes
 
 
 @pytest.mark.parametrize(

@@ -53,13 +53,13 @@ def test_every_kernel_of_the_package_is_launched_by_a_step():
         for n, f in vars(m).items()
         if isinstance(f, JITFunction) and n.endswith("_kernel")
     }
-    launched = set()
+    launched_kernels = set()
     for step in STEPS.values():
         with recorded(CHIPS[0]) as launches:
             step()
-        launched |= {(launch.kernel.fn.__module__, launch.kernel.__name__) for launch in launches}
+        launched_kernels |= {(launch.kernel.fn.__module__, launch.kernel.__name__) for launch in launches}
     assert all(isinstance(getattr(importlib.import_module(m), n), JITFunction) for m, n in kernels)
-    assert kernels == launched
+    assert kernels == launched_kernels
 
 
 def test_the_name_of_a_step_begins_with_its_op():

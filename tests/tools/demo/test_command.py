@@ -62,7 +62,7 @@ def test_demo_exits_with_1_if_the_curves_differ(text, cache, tmp_path, monkeypat
     monkeypatch.setattr(runner, "train_runs", train_runs)
     result = invoke(*TINY, "--text", str(text), "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert "The curves part: 1.0e-02 of the loss at step 1, where 1e-05 is allowed" in re.sub(
+    assert "The curves differ: 1.0e-02 of the loss at step 1, where 1e-05 is allowed" in re.sub(
         r"\s+", " ", result.output
     )
     assert json.loads((tmp_path / "out" / "report.json").read_text())["comparison"]["agree"] is False

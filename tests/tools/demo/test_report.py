@@ -112,8 +112,8 @@ def test_all_files_are_written_whatever_was_measured(tmp_path, stock, tigon):
         tmp_path / "report.json",
         runs,
         comparison,
-        corpus=Corpus("name", ["text"], truncated=False),
-        tokens=Tokens(tmp_path, 10, 300, cached=False),
+        corpus=Corpus("name", ["text"], is_truncated=False),
+        tokens=Tokens(tmp_path, 10, 300, is_cached=False),
         interrupted=False,
     )
     plot_loss(tmp_path / "loss.png", *runs, comparison, "subtitle")

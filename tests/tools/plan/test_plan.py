@@ -22,7 +22,7 @@ from tigon.tools import cli  # noqa: E402
 from tigon.tools.inspect.build import build  # noqa: E402
 from tigon.tools.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
 from tigon.tools.plan.ledger import Ledger, Work  # noqa: E402
-from tigon.tools.plan.planner import LevelPlan, NotPlanned, Settings, TooLong, _largest, plan, recommended  # noqa: E402
+from tigon.tools.plan.planner import LevelPlan, NotPlanned, Settings, TooLong, _largest, plan, recommend  # noqa: E402
 from tigon.tools.plan.positions import find_position_table  # noqa: E402
 from tigon.tools.plan.report import print_plan  # noqa: E402
 from tigon.tools.plan.step import Step, count_step  # noqa: E402
@@ -63,7 +63,7 @@ def step_of(model, batch=BATCH, seq=SEQ, engine=None, optimizer=NO_OPTIMIZER, **
 def bytes_of_layer(**options):
     """Return the bytes that one layer saves: the difference between models of three and of two layers."""
     three, two = (step_of(tiny_llama(num_hidden_layers=n), **options) for n in (3, 2))
-    return three.kept - two.kept
+    return three.saved_bytes - two.saved_bytes
 
 
 # --- bytes -----------------------------------------------------------------------------------------
@@ -78,17 +78,17 @@ def test_a_layer_saves_the_expected_bytes(memory, units):
 
 
 @pytest.mark.parametrize("memory", ["stock", pytest.param("default", marks=pytest.mark.interpreter)])
-def test_kept_is_what_a_step_saves(memory):
+def test_saved_bytes_are_what_a_step_saves(memory):
     """A real step on the CPU saves the bytes that the plan counts."""
     options = {} if memory == "stock" else {"memory": memory}
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
-    planned = step_of(tiny_llama(torch.float32, **sizes), 1, 64, **options)
+    planned_step = step_of(tiny_llama(torch.float32, **sizes), 1, 64, **options)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
-    parameters, saved = {p.untyped_storage()._cdata for p in model.parameters()}, {}
+    parameters, saved_tensors = {p.untyped_storage()._cdata for p in model.parameters()}, {}
 
     def pack(x):
         if x.untyped_storage()._cdata not in parameters:
-            saved[x.untyped_storage()._cdata] = x
+            saved_tensors[x.untyped_storage()._cdata] = x
         return x
 
     tokens = torch.randint(128, (1, 64))
@@ -97,8 +97,8 @@ def test_kept_is_what_a_step_saves(memory):
         torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x),
     ):
         model(input_ids=tokens, labels=tokens)
-    actual = sum(x.untyped_storage().nbytes() for x in saved.values())
-    assert planned.kept == pytest.approx(actual, rel=0.05)
+    actual = sum(x.untyped_storage().nbytes() for x in saved_tensors.values())
+    assert planned_step.saved_bytes == pytest.approx(actual, rel=0.05)
 
 
 def test_each_level_saves_fewer_bytes_than_the_one_before():
@@ -106,11 +106,11 @@ def test_each_level_saves_fewer_bytes_than_the_one_before():
     model = tiny_llama(num_hidden_layers=6)
     # The model saves more than the window that offload keeps on the GPU.
     steps = {level: step_of(model, 256, 4096, memory=level) for level in MEMORY}
-    kept = [steps[level].kept for level in ("default", "lean", "lean+mlp", "checkpoint")]
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == 4
+    saved_sizes = [steps[level].saved_bytes for level in ("default", "lean", "lean+mlp", "checkpoint")]
+    assert saved_sizes == sorted(saved_sizes, reverse=True)
+    assert len(set(saved_sizes)) == 4
     assert steps["offload"].host > 0 == steps["lean"].host
-    assert steps["offload"].kept < steps["lean+mlp"].kept
+    assert steps["offload"].saved_bytes < steps["lean+mlp"].saved_bytes
     work = {level: sum(w.products for w in step.work) for level, step in steps.items()}
     assert work["default"] == work["lean"] < work["lean+mlp"] < work["checkpoint"]
 
@@ -141,8 +141,8 @@ def test_frozen_weights_have_no_gradients():
     model, frozen = tiny_llama(), tiny_llama()
     for p in frozen.model.parameters():
         p.requires_grad_(False)
-    trained = sum(p.nbytes for p in model.model.parameters())
-    assert step_of(model).peaks[2] - step_of(frozen).peaks[2] == trained
+    gradient_bytes = sum(p.nbytes for p in model.model.parameters())
+    assert step_of(model).peaks[2] - step_of(frozen).peaks[2] == gradient_bytes
 
 
 # --- engines ---------------------------------------------------------------------------------------
@@ -165,7 +165,7 @@ def test_fsdp_shards_parameters_and_gathers_layers():
     assert steps[2].fixed == pytest.approx(nbytes / 2 + buffers, abs=1024)
     assert steps[4].fixed == pytest.approx(nbytes / 4 + buffers, abs=1024)
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-    assert steps[4].peaks[0] - steps[4].fixed - steps[4].kept > layer
+    assert steps[4].peaks[0] - steps[4].fixed - steps[4].saved_bytes > layer
     assert steps[4].peak < steps[2].peak < step_of(model, memory="lean").peak
     # After backward, a shard of the gradients is allocated beside the shard of the parameters.
     assert steps[4].peaks[2] - steps[4].fixed == pytest.approx(nbytes / 4, rel=0.05)
@@ -178,7 +178,7 @@ def test_the_dtype_mixed_has_fp32_shards():
         for dtype in ("bf16", "mixed")
     )
     assert mixed.step.fixed == pytest.approx(2 * bf16.step.fixed, rel=0.01)
-    assert mixed.step.kept == bf16.step.kept
+    assert mixed.step.saved_bytes == bf16.step.saved_bytes
 
 
 # --- arithmetic ------------------------------------------------------------------------------------
@@ -247,9 +247,9 @@ def test_recommended_is_the_fastest_that_fits():
         LevelPlan("lean", step, step, speed=0.9, largest_speed=0.9),
         LevelPlan("checkpoint", step, step, speed=0.7, largest_speed=1.1),
     ]
-    assert recommended(plans, settings, has_batch=True).level == "lean"
-    assert recommended(plans, settings, has_batch=False).level == "checkpoint"
-    assert recommended(plans[:1], settings, has_batch=True) is None
+    assert recommend(plans, settings, has_batch=True).level == "lean"
+    assert recommend(plans, settings, has_batch=False).level == "checkpoint"
+    assert recommend(plans[:1], settings, has_batch=True) is None
 
 
 # --- bad input -------------------------------------------------------------------------------------
@@ -478,7 +478,7 @@ def test_plot_has_a_line_for_each_level(tmp_path):
     plans = list(plan(transformers.LlamaConfig(**SIZES), settings, levels=levels, lengths=(128, 256), search=False))
     draw(tmp_path / "plan.svg", "tiny", plans, settings)
     plot = (tmp_path / "plan.svg").read_text()
-    assert all(f"<!-- {name} -->" in plot for name in (*levels, "what tensors get"))
+    assert all(f"<!-- {name} -->" in plot for name in (*levels, "memory for tensors"))
 
 
 @pytest.mark.parametrize(

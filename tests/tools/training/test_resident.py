@@ -1,4 +1,4 @@
-"""Peak memory of a process."""
+"""Tests of the peak memory of a process."""
 
 import torch
 

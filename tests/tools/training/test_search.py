@@ -1,4 +1,4 @@
-"""The sizes that a sweep tries."""
+"""Tests of the sizes that a sweep tries."""
 
 import pytest
 

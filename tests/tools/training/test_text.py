@@ -1,4 +1,4 @@
-"""Text, tokenizer, cache and batches."""
+"""Tests of the text, the tokenizer, the cache and the batches."""
 
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ from tigon.tools.training.text import Corpus, batches, cache_folder, read_text, 
 def test_a_folder_is_read_file_by_file_in_order(text):
     corpus = read_text(text)
     assert [document[:9] for document in corpus.documents] == ["def funct", "the quick"]
-    assert not corpus.truncated
+    assert not corpus.is_truncated
 
 
 def test_a_single_file_is_read(text):
@@ -34,7 +34,7 @@ def test_the_standard_library_has_enough_text_and_the_same_each_time():
 def test_text_beyond_the_limit_is_left_out(text, monkeypatch):
     monkeypatch.setattr(module, "MAX_CHARACTERS", 1000)
     corpus = read_text(text)
-    assert corpus.truncated
+    assert corpus.is_truncated
     assert corpus.characters == 1000
 
 
@@ -67,12 +67,12 @@ def test_the_cache_has_an_entry_for_each_text_and_vocabulary(text, tmp_path):
     cache = tmp_path / "cache"
     corpus = read_text(text)
     first, again = tokenise(corpus, 600, cache), tokenise(corpus, 600, cache)
-    assert not first.cached
-    assert again.cached
+    assert not first.is_cached
+    assert again.is_cached
     assert again.path == first.path
-    assert not tokenise(corpus, 700, cache).cached
+    assert not tokenise(corpus, 700, cache).is_cached
     (text / "b.txt").write_text("other text")
-    assert not tokenise(read_text(text), 600, cache).cached
+    assert not tokenise(read_text(text), 600, cache).is_cached
     # No unfinished entry remains.
     assert len(list(cache.iterdir())) == 3
 
@@ -101,7 +101,7 @@ def test_a_damaged_entry_is_built_again(text, tmp_path, file, damage):
     expected = np.load(first.path)
     (first.path.parent / file).write_bytes(damage)
     again = tokenise(corpus, 600, tmp_path / "cache")
-    assert not again.cached
+    assert not again.is_cached
     np.testing.assert_array_equal(np.load(again.path), expected)
 
 
@@ -137,5 +137,5 @@ def test_a_text_shorter_than_a_sequence_is_refused(tmp_path):
 
 
 def test_the_bpe_is_smaller_if_the_text_has_no_more_pairs(tmp_path):
-    tokens = tokenise(Corpus("tiny", ["abc abc"], truncated=False), 32_000, tmp_path)
+    tokens = tokenise(Corpus("tiny", ["abc abc"], is_truncated=False), 32_000, tmp_path)
     assert 257 <= tokens.entries < 300

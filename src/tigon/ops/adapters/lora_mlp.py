@@ -43,7 +43,7 @@ from tigon.ops.adapters.lora import (
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
 from tigon.ops.adapters.low_rank import empty_hidden, project, split_terms, token_sums
 from tigon.ops.mlps.glu_mlp import GATES, multiply_gates, save_early, unpack_early
-from tigon.runtime.autograd import first_order, frees_saved, without_autocast
+from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
 from tigon.runtime.products import multiply
 
 __all__ = ["lora_glu_mlp", "runs_as_one_node"]
@@ -118,7 +118,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
             db = token_sums(dy, down_h, adapter.scaling).to(adapter.b.dtype) if need.b else None
             down_gradients.append(Adapter(None, db))
         # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
-        if is_recomputed or (ctx.may_overwrite and frees_saved(gate)):
+        if is_recomputed or (ctx.may_overwrite and may_overwrite_saved(gate)):
             dgate, dup = gate, up
             # If this backward raises an error, another attempt must not read the overwritten tensors.
             torch.autograd.graph.increment_version((gate, up))

@@ -1,4 +1,4 @@
-r"""Backward of the activation between an expert's two products, and of the weights that its rows are summed with.
+r"""The backward of the activation between an expert's two products, and of the weights in the sum over experts.
 
     y[t] = sum_k w[t, k] * z[slot[t, k]],    z[s] = a[s] D^T,    a[s] = act(h[s])
 
@@ -9,7 +9,7 @@ With da[s] = dy[t] D, the gradient of `a` without the weight, one pass over the 
     dw[t, k] = <dy[t], z[s]> = <dy[t], a[s] D^T> = <da[s], a[s]>
 
 The forward therefore saves neither `a`, which is recomputed here, nor `z`. The kernel computes in fp32 and rounds each
-result once. Rows of no expert are neither read nor written, and their dw is 0.
+result once. Rows that belong to no expert of this rank are neither read nor written, and their dw is 0.
 
 Shapes: T tokens, K choices each, S = T K rows sorted by expert, I intermediate; h is [S, 2 I] = [gate | up], or [S, I]
 for an activation without a gate.
@@ -41,8 +41,8 @@ REFERENCE_CHUNK = 2**20
 
 _aten = torch.ops.aten
 
-# By activation: act(x), and the gradient of x for one of act(x). These do not use autograd, which is off inside an
-# operator that `torch.compile` calls.
+# For each activation, the first function computes act(x), and the second one computes the gradient of x from that of
+# act(x). They do not use autograd, which is off inside an operator that `torch.compile` calls.
 _DERIVATIVES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "silu": (F.silu, _aten.silu_backward),
     "gelu": (F.gelu, _aten.gelu_backward),
@@ -87,11 +87,11 @@ def activation_gradients_reference(
 class ActivationProblem(NamedTuple):
     """The size that the launch parameters of `activation_gradients` depend on."""
 
-    # I.
+    # The intermediate size, I.
     inner: int
 
 
-# By the features of a block: the warps.
+# In each pair, the first number is the largest number of features of a block, and the second one is its warps.
 WARPS = ((256, 1), (512, 2), (1024, 4))
 
 

@@ -2,11 +2,12 @@ r"""Products of each row with the matrix of its group: y[s] = x[s] W[g(s)]. Rows
 
     dx[s] = dy[s] W[g(s)]^T,    dW[g] = sum over its rows x[s]^T dy[s]
 
-The products run in `grouped_mm` of torch if it supports them, and otherwise in a loop over the groups, which on a GPU
-waits for their sizes. Rows beyond the last group are not computed, in y as in dx: their values have no meaning.
+The products run in `grouped_mm` of torch if it supports them. Otherwise they run in a loop over the groups, for which
+the host waits until the GPU has computed the sizes of the groups. Rows beyond the last group are not computed, neither
+in y nor in dx: their values are undefined.
 
-A bias of each group is added to its rows. Its gradient is the sum of their gradients. A product with ones computes this
-sum in fp32 and rounds it once.
+The bias of a group is added to the rows of the group. Its gradient is the sum of the gradients of these rows. A product
+with ones computes this sum in fp32 and rounds it once.
 
 Shapes: S rows, E groups, N and M features.
 """
@@ -23,7 +24,7 @@ from tigon.runtime.launch import launcher
 
 __all__ = ["group_sums", "grouped_linear", "grouped_product", "grouped_weight_gradient", "rows_of_groups"]
 
-# It exists since torch 2.10.
+# torch has this function since version 2.10.
 GROUPED_MM: Callable[..., Tensor] | None = getattr(F, "grouped_mm", None)
 
 
@@ -166,6 +167,6 @@ def grouped_linear(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def rows_of_groups(x: Tensor, group: Tensor, ends: Tensor) -> Tensor:
     """Return x[group] [S, M] for x [E, M], the group of each row [S] int64, and ends [E].
 
-    Rows of no group may have any valid group. They do not contribute to the gradient.
+    A row that belongs to no group may have any valid group in `group`. It does not contribute to the gradient.
     """
     return _RowsOfGroups.apply(x, group, ends)

@@ -6,7 +6,7 @@ Rows are sorted by expert without waiting for the device, so the products of an 
 product. `tigon.ops.experts.routing` spreads the tokens and sums the results. An index of E or more is an expert of
 another rank, and adds nothing.
 
-The forward saves only x and, of the S = T K rows, h = x[t] U^T + b, which is [S, 2 I]. For the row s of (t, k):
+The forward saves only x [T, H] and h = x[t] U^T + b, which is [S, 2 I] for the S = T K rows. For the row s of (t, k):
 
     da[s] = dy[t] D                              without the weight w[t, k], because dw needs da without it
     dh[s], (w a)[s], dw[t, k]                    one pass over da[s], h[s] and w[t, k]: `tigon.ops.experts.activation`
@@ -16,7 +16,7 @@ The forward saves only x and, of the S = T K rows, h = x[t] U^T + b, which is [S
 
 Each gradient is computed only if it is needed. The products are the two forward and four backward ones of autograd.
 x and dy are spread again for the products of backward. If the activation is a function of the user, autograd
-differentiates it and saves what its operators save.
+differentiates it, and each operator of the function saves its own tensors.
 
 Shapes: T tokens, K choices each, E experts, H hidden, I intermediate; S = T K rows.
 """
@@ -44,8 +44,8 @@ from tigon.runtime.launch import launcher
 
 __all__ = ["ACTIVATIONS", "moe_mlp", "moe_mlp_reference"]
 
-# By name: the op, its reference, and the number of its input features for each output feature. It is 2 for a gate and
-# up that are packed as [gate | up].
+# For the name of each activation: the op, its reference, and the number of input features for each output feature. This
+# number is 2 if gate and up are packed as [gate | up].
 ACTIVATIONS: dict[str, tuple[Callable, Callable, int]] = {
     "silu": (swiglu, swiglu_reference, 2),
     "gelu": (geglu, geglu_reference, 2),
@@ -90,14 +90,14 @@ class ExpertParameters(NamedTuple):
 
 
 class BackwardParameters(NamedTuple):
-    """The parameters that the backward reads. One that no needed gradient depends on may be None."""
+    """The parameters that the backward reads. A parameter may be None if no needed gradient depends on it."""
 
     up: Tensor | None
     down: Tensor | None
     down_bias: Tensor | None
 
 
-class NeededGradients(NamedTuple):
+class NeededMoEGradients(NamedTuple):
     """True for each gradient that the backward computes."""
 
     x: bool
@@ -109,7 +109,7 @@ class NeededGradients(NamedTuple):
 
 
 class MoEGradients(NamedTuple):
-    """The gradients of `moe_forward`. One that is not needed is None."""
+    """The gradients of `moe_forward`. A gradient that is not needed is None."""
 
     x: Tensor | None
     up: Tensor | None
@@ -153,7 +153,7 @@ def moe_forward(
 
 def _empty_backward(
     dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
-    kind: str, transposed: bool, needs: NeededGradients,
+    kind: str, transposed: bool, needs: NeededMoEGradients,
 ) -> MoEGradients:  # fmt: skip
     """Allocate what `moe_backward` returns."""
     (experts,), hidden, width = routing.ends.shape, dy.shape[1], h.shape[1]
@@ -174,7 +174,7 @@ def _empty_backward(
 @launcher(fake=_empty_backward)
 def moe_backward(
     dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
-    kind: str, transposed: bool, needs: NeededGradients,
+    kind: str, transposed: bool, needs: NeededMoEGradients,
 ) -> MoEGradients:  # fmt: skip
     """Return the gradients that are needed, from dy [T, H], x [T, H] and the h that the forward saved."""
     up, down, down_bias = parameters
@@ -250,7 +250,7 @@ class _MoEMLP(torch.autograd.Function):
     ) -> Tensor:
         parameters, routing = ExpertParameters(up, down, up_bias, down_bias), Routing(slot, order, expert, ends)
         y, h = moe_forward(x, weights, parameters, routing, kind, transposed, True)
-        needs = NeededGradients(*ctx.needs_input_grad[:6])
+        needs = NeededMoEGradients(*ctx.needs_input_grad[:6])
         ctx.save_for_backward(
             x if needs.up else None,
             h,
@@ -269,7 +269,7 @@ class _MoEMLP(torch.autograd.Function):
         x, h, weights, up, down, down_bias, *routing = ctx.saved_tensors
         parameters = BackwardParameters(up, down, down_bias)
         gradients = moe_backward(dy, x, h, weights, parameters, Routing(*routing), ctx.kind, ctx.transposed, ctx.needs)
-        # In a graph an empty tensor stands for a gradient that is not needed.
+        # In a compiled graph an empty tensor stands for a gradient that is not needed.
         return *(g if needed else None for g, needed in zip(gradients, ctx.needs, strict=True)), *(None,) * 6
 
 
@@ -299,9 +299,10 @@ def moe_mlp(
     """Return the weighted sum of the MLPs of K experts for each token. All tensors but the indices get gradients.
 
     The op saves only `x` and the result of the first product, [T K, 2 I], for backward. If `activation` is a function,
-    autograd saves what its operators save. Products are in the dtype of the experts' weights, and sums over experts in
-    fp32. In bf16 nothing waits for the device, with compute capability 8.0, torch 2.10 and sizes that are multiples of
-    8. Otherwise each grouped product waits for the sizes of the groups.
+    each operator of the function also saves its own tensors. Products are in the dtype of the experts' weights, and
+    sums over experts in fp32. The host never waits for the device if the dtype is bf16, the compute capability is 8.0
+    or higher, torch is 2.10 or newer, and the sizes are multiples of 8. Otherwise each grouped product waits for the
+    sizes of the groups.
 
     Args:
         x: [T, H], fp32 | bf16 | fp16.

@@ -1,4 +1,4 @@
-r"""Tokens to the experts of a mixture and back: rows sorted by expert, and weighted sums of the experts' outputs.
+r"""Two ops of a mixture of experts: `spread` copies tokens to rows sorted by expert, `combine` sums the experts' rows.
 
     spread    rows[slot[t, k]] = x[t]                       dx[t] = sum_k drows[slot[t, k]]
     combine   y[t] = sum_k w[t, k] * rows[slot[t, k]]       drows[slot[t, k]] = w[t, k] * dy[t]
@@ -42,12 +42,12 @@ class Routing(NamedTuple):
 
     @property
     def absent(self) -> Tensor:
-        """[S, 1] bool: True for rows of no expert."""
+        """[S, 1] bool: True for rows that belong to no expert of this rank."""
         return (self.expert >= self.ends.shape[0])[:, None]
 
     @property
     def group(self) -> Tensor:
-        """[S] int64: the expert of each row, and the last expert for rows of no expert."""
+        """[S] int64: the expert of each row, and the last expert for rows that belong to no expert of this rank."""
         return self.expert.clamp(max=self.ends.shape[0] - 1).long()
 
 
@@ -86,11 +86,12 @@ def combine_reference(
 class RoutingProblem(NamedTuple):
     """The size that the launch parameters of `spread` and `combine` depend on."""
 
-    # H.
+    # The number of features, H.
     features: int
 
 
-# By the features of a block: the warps. In bf16 a thread of a sum loads 16 bytes of each row, for K rows at a time.
+# In each pair, the first number is the largest number of features of a block, and the second one is its warps. In bf16
+# a thread of a sum loads 16 bytes of each row, for K rows at a time.
 SUM_WARPS = ((256, 1), (512, 2), (1024, 4))
 SPREAD_WARPS = ((512, 1), (1024, 2), (2048, 4), (4096, 8), (8192, 16))
 
@@ -127,11 +128,11 @@ def _sum_kernel(
 ):  # fmt: skip
     """Sum a block of features over the K rows of one token."""
     token, cols, mask = block_of_row(width, blocks, BLOCK)
-    present = tl.load(ends_ptr + experts - 1)
+    present_rows = tl.load(ends_ptr + experts - 1)
     y = tl.zeros([BLOCK], tl.float32)
     for k in tl.static_range(K):
         slot = tl.load(slot_ptr + token * K + k)
-        features = tl.where(slot < present, width, 0)
+        features = tl.where(slot < present_rows, width, 0)
         row = tl.load(rows_ptr + slot * width + cols, mask=cols < features, other=0.0).to(tl.float32)
         if WEIGHTED:
             row *= tl.load(weights_ptr + token * K + k).to(tl.float32)
@@ -149,14 +150,14 @@ def _spread_kernel(
 ):  # fmt: skip
     """Write the K rows of one token, compute its K dot products, or both."""
     token = tl.program_id(0).to(tl.int64)
-    present = tl.load(ends_ptr + experts - 1)
+    present_rows = tl.load(ends_ptr + experts - 1)
     cols = tl.arange(0, BLOCK).to(tl.int64)
     x = tl.load(x_ptr + token * stride_x + cols, mask=cols < width, other=0.0).to(tl.float32)
     # Unrolling more than two choices would need too many addresses. If K is 2, unrolling both spills registers on sm_80
     # in Triton 3.6.
     for k in tl.range(0, K, loop_unroll_factor=2 if K > 2 else 1):
         slot = tl.load(slot_ptr + token * K + k)
-        is_present = slot < present
+        is_present = slot < present_rows
         features = tl.where(is_present, width, 0)
         factor = tl.load(weights_ptr + token * K + k).to(tl.float32) if WEIGHTED else 1.0
         dot = 0.0

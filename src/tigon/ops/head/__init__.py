@@ -1,1 +1,1 @@
-"""Ops on hidden states and the weight of the head: the logits never exist as a whole."""
+"""Losses of hidden states and the weight of the head. The logits of all tokens never exist at the same time."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tigon.ops.logits.rescale import rescale
 from tigon.runtime import checks
-from tigon.runtime.torch_private import backward_id
+from tigon.runtime.torch_private import backward_id, has_gradient_hooks
 
 __all__ = ["AccumulatedGradient", "accumulated_gradient"]
 
@@ -114,7 +114,7 @@ def accumulated_gradient(op: str, weight: Tensor, acc_dtype: torch.dtype | None)
         raise ValueError(
             f"{op}: accumulate_grad needs a linear_weight that has a .grad (a leaf), got the result of an op"
         )
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+    if has_gradient_hooks(weight):
         raise ValueError(
             f"{op}: accumulate_grad needs a linear_weight without hooks on its gradient, got one with hooks, which "
             "would not be called"

@@ -72,7 +72,7 @@ class ChunkConfig(LaunchConfig):
     # With more chunks, the roundings of a bf16 dW add up to more than twice those of one product. dW is then summed in
     # fp32.
     max_chunks: int
-    # Chunks are multiples of so many tokens, the tile of the products, if the budget allows it.
+    # The length of a chunk is a multiple of `tile` tokens, the tile of the products, if the budget allows it.
     tile: int
     # tokens of a chunk, whatever the budget is; None derives them from the budget
     tokens: int | None = None
@@ -127,7 +127,8 @@ class CountConfig(LaunchConfig):
 
     # With fewer multiplications in one product, it costs more to find the ignored tokens than it saves.
     min_multiplications: int
-    # All tokens are computed if at most one in so many is ignored, because copies of the others would cost more.
+    # All tokens are computed if at most one in `tokens_per_ignored` tokens is ignored, because copying the rows of the
+    # other tokens would cost more.
     tokens_per_ignored: int
 
     @staticmethod
@@ -140,7 +141,7 @@ class CountConfig(LaunchConfig):
 
 
 class Needs(NamedTuple):
-    """Name the gradients that are computed."""
+    """True for each gradient that is computed."""
 
     dx: bool
     dw: bool
@@ -158,12 +159,12 @@ class LossSettings(NamedTuple):
     options: Options
 
 
-# The argument of the first pass over the logits.
+# The argument `saved` of the first pass over the logits, before which no statistics exist.
 NOTHING_SAVED = SavedStatistics()
 
 
 class Gradients(NamedTuple):
-    """The gradients of hidden states [T, H], weight [V, H] and bias [V]. None stands for one that is not needed."""
+    """The gradients of hidden states [T, H], weight [V, H] and bias [V]. A gradient that is not needed is None."""
 
     dx: Tensor | None
     dw: Tensor | None
@@ -222,7 +223,7 @@ def rows_to_compute(
 # --- chunks --------------------------------------------------------------------------------------
 
 
-# The rows of a chunk in tensors [T, ...]: neighbours, or any rows by their indices.
+# The rows of a chunk in tensors [T, ...]: a slice of consecutive rows, or the indices of any rows.
 Rows = slice | Tensor
 
 
@@ -374,7 +375,8 @@ def linear_cross_entropy_chunks(
     """Return the statistics of all tokens, and the gradients of the sum of the losses.
 
     If an earlier call returned the statistics, `saved` holds them. The gradients are then those of the losses, the
-    log-probabilities and the entropies with the gradients `upstream`, and the statistics of the result are None.
+    log-probabilities and the entropies for the upstream gradients `upstream`, and the statistics of the result are
+    None.
 
     Args:
         x, weight, target, bias: [T, H], [V, H], [T], [V].

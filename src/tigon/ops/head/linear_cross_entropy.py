@@ -79,8 +79,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         is_compiling = torch.compiler.is_compiling()
         returns_more = settings.wants.log_probs or settings.wants.entropy
         # `torch.compile` passes zeros as missing upstream gradients, so there one backward computes all gradients.
-        at_once = reduces and x.dtype != torch.float16 and not (is_compiling and returns_more)
-        needs = settings.needs if at_once else Needs(False, False, False)
+        in_forward = reduces and x.dtype != torch.float16 and not (is_compiling and returns_more)
+        needs = settings.needs if in_forward else Needs(False, False, False)
         if is_compiling:
             # The operator finds the rows when it runs.
             rows, count = None, -1 if valid_rows is None else x.shape[0]
@@ -92,14 +92,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         statistics, gradients = linear_cross_entropy_chunks(
             *inputs, count, dw_buffer, NOTHING_SAVED, WHOLE_LOSS, settings._replace(needs=needs)
         )
-        if accumulated is not None and at_once:
+        if accumulated is not None and in_forward:
             accumulated.record_sum()
         # Autograd must not add dW to the buffer that contains it.
         is_saved = needs._replace(dw=needs.dw and accumulated is None)
         saved_gradients = [g if need else None for g, need in zip(gradients, is_saved, strict=True)]
         saved = (*inputs, statistics.lse, statistics.log_probs, statistics.entropy)
-        ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not at_once else ()))
-        ctx.at_once, ctx.count, ctx.accumulated, ctx.settings = at_once, count, accumulated, settings
+        ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not in_forward else ()))
+        ctx.in_forward, ctx.count, ctx.accumulated, ctx.settings = in_forward, count, accumulated, settings
         ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
         loss = statistics.loss
         assert loss is not None
@@ -119,7 +119,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if accumulated is not None:
             accumulated.check_unchanged()
         gradients = Gradients(None, None, None)
-        if ctx.at_once:
+        if ctx.in_forward:
             if accumulated is not None:
                 accumulated.confirm(dloss)
             if dloss is not None:
@@ -128,15 +128,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     *(None if g is None else rescaled(_as_matrix(g), factor).view(g.shape) for g in saved[:3])
                 )
             dloss = None
-        if not ctx.at_once or dlog_probs is not None or dentropy is not None:
+        if not ctx.in_forward or dlog_probs is not None or dentropy is not None:
             x, weight, target, bias, class_weight, scales, rows, lse, log_probs, entropy = saved[3:]
             upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
             dw_buffer = None if accumulated is None else accumulated.buffer
-            _, more = linear_cross_entropy_chunks(
+            _, new_gradients = linear_cross_entropy_chunks(
                 x, weight, target, bias, class_weight, scales, rows, ctx.count, dw_buffer,
                 SavedStatistics(lse, log_probs, entropy), upstream, settings,
             )  # fmt: skip
-            sums = zip(gradients, more, settings.needs, strict=True)
+            sums = zip(gradients, new_gradients, settings.needs, strict=True)
             gradients = Gradients(*(_sum(g, new if need else None) for g, new, need in sums))
         if accumulated is not None:
             gradients = gradients._replace(dw=accumulated.gradient_for_autograd())
@@ -199,19 +199,19 @@ def linear_cross_entropy(
         ignore_index: Targets of this value have a loss and gradients of exactly zero. None means -100, as in torch.
         label_smoothing, softcap, logit_scale, z_loss, token_scaling, num_items: As in `cross_entropy`. For a
             temperature, pass `logit_scale=1 / temperature`.
-        max_logits_mib: Cap in MiB on the memory that the logits of a chunk take, at least those of one token. On
-            devices without kernels it includes the fp32 copies that the loss needs. None means 96 on a CPU and 640 on a
-            GPU. If that makes more than 8 chunks, a half-precision dW is summed in fp32, or the chunks are longer, by
-            at most the memory that an fp32 sum would take.
+        max_logits_mib: The largest memory in MiB for the logits of a chunk. A chunk has at least one token. On devices
+            without kernels the limit includes the fp32 copies that the loss needs. None means 96 on a CPU and 640 on a
+            GPU. If this limit leads to more than 8 chunks, a half-precision dW is summed in fp32, or the chunks are
+            longer, by at most the memory that an fp32 sum would take.
         acc_dtype: torch.float32 sums dW over all chunks in fp32 and rounds it once, which takes another buffer of the
             size of dW. None sums in the dtype of the weight for up to 8 chunks. fp32 and fp64 weights do not change,
             because their sums are at least as precise.
         accumulate_grad: Add dW to `linear_weight.grad` (or to `.main_grad`, if the weight has one) in the forward pass,
-            so that autograd needs no second buffer. Call `zero_grad` before the forward pass, and `backward` on the
-            loss itself, once. If the upstream gradient is not one, the buffer becomes NaN (pass a divisor as
-            `num_items`). A loss without a backward leaves its dW in the buffer, with a warning. A bf16 gradient is
-            rounded by every chunk. For a weight without a gradient, autograd creates it as usual. No effect under
-            `torch.compile`.
+            so that autograd needs no second buffer. Call `zero_grad` before the forward pass, and call `backward` once,
+            on the loss itself. If the upstream gradient is not one, the buffer becomes NaN (pass a divisor as
+            `num_items`). If the loss gets no backward, its dW remains in the buffer, and a warning says so. A bf16
+            gradient is rounded by every chunk. If the weight has no gradient yet, autograd creates it as usual. The
+            option has no effect under `torch.compile`.
         valid_rows: The `ValidRows` of `target`, created as early as possible, so that the host does not wait here for
             the number of valid tokens. None creates them here if the products take longer than the wait. False computes
             ignored tokens too and never waits, as every call in a CUDA graph does. Under `torch.compile` the compiled
@@ -219,8 +219,8 @@ def linear_cross_entropy(
         process_group: The ranks of a tensor-parallel head, in the order of its rows. Each rank holds some rows of
             linear_weight (and linear_bias), and all ranks have the same other arguments. `linear_weight` may be a
             DTensor. dx is summed over the ranks. `weight` and `target` are those of the whole vocabulary.
-        vocab_size: V, required with a process_group unless linear_weight is a DTensor. Each rank but the last ones
-            holds V / ranks rows, rounded up.
+        vocab_size: V, required with a process_group unless linear_weight is a DTensor. Each rank holds V / ranks rows,
+            rounded up, and the last ranks hold the remaining rows.
         return_z_loss, return_token_accuracy, return_predicted_tokens: As in `cross_entropy`.
         return_log_probs, return_entropy: As in `cross_entropy`. Both are differentiable. If one of them has an upstream
             gradient in addition to a reduced loss, backward computes three more products. With `reduction="none"`, and

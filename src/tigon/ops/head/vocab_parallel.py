@@ -25,7 +25,7 @@ __all__ = ["largest_shard", "local_parts", "parallel_statistics", "shard_of", "s
 
 
 def _rows_per_rank(vocabulary: int, ranks: int) -> int:
-    """Return the rows of each rank but the last ones, which hold the rest, as in `torch.chunk` and in DTensors."""
+    """Return the rows of a rank. The last ranks hold the remaining rows, as in `torch.chunk` and in DTensors."""
     return cdiv(vocabulary, ranks)
 
 
@@ -36,7 +36,7 @@ def _shard_sizes(vocabulary: int, ranks: int) -> list[int]:
 
 
 def largest_shard(shard: Shard) -> int:
-    """Return the rows of the largest shard.
+    """Return the number of rows of the largest shard.
 
     All ranks derive the size of a chunk from it, because every chunk contains a collective.
     """

@@ -40,9 +40,9 @@ class WeightGradientConfig(LaunchConfig):
 
     # bytes of one slab of a product, and of one slab of its factor, if the product is added to a sum of another dtype
     slab_bytes: int
-    # The lower rows start at a multiple of this row, so that their columns of the logits are aligned.
+    # The index of the first lower row is a multiple of this number, so that the columns of the logits are aligned.
     row_alignment: int
-    # rows that are rounded first, by way of a copy
+    # the number of rows that are rounded first, through a copy
     first_rows: int
 
     @staticmethod
@@ -54,7 +54,9 @@ class WeightGradientConfig(LaunchConfig):
 
 
 class WeightGradient:
-    """The sum for a weight [V, H], whose dtype may be more precise than that of the products (fp32 under autocast).
+    """The gradient of a weight [V, H], summed over chunks.
+
+    The dtype of the weight may be more precise than that of the products (fp32 under autocast).
 
     Args:
         weight: [V, H].

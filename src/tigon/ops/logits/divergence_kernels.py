@@ -243,7 +243,7 @@ def _divergence_kernel(
 
 
 class DivergenceOptions(NamedTuple):
-    """Define a divergence, besides its tensors."""
+    """The options of a divergence."""
 
     # "kl", "reverse_kl", "jsd" or "tvd"
     kind: str
@@ -413,20 +413,20 @@ class _Divergence(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         x, y = _rows(input), _rows(target)
         # Elementwise losses get their upstream gradients only in backward, and fp16 its loss scale.
-        at_once = needs_dx and not options.elements and x.dtype != torch.float16
-        results = divergence_forward(x, y, _flat(labels), inverse_count, at_once, options)
-        if at_once:
+        in_forward = needs_dx and not options.elements and x.dtype != torch.float16
+        results = divergence_forward(x, y, _flat(labels), inverse_count, in_forward, options)
+        if in_forward:
             ctx.save_for_backward(results.dx)
         elif needs_dx:
             saved = results.x_lse, results.y_lse, results.slope
             ctx.save_for_backward(input, target, labels, inverse_count, *saved)
-        ctx.at_once, ctx.options, ctx.shape = at_once, options, input.shape
+        ctx.in_forward, ctx.options, ctx.shape = in_forward, options, input.shape
         return results.loss.view(input.shape) if options.elements else results.loss
 
     @staticmethod
     @first_order
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.at_once:
+        if ctx.in_forward:
             (dx,) = ctx.saved_tensors
             dx = rescaled(dx, dloss)
         else:

@@ -5,12 +5,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["DivergenceReduction", "divisor", "prepared", "reduced", "relative_entropy"]
+__all__ = ["DivergenceReduction", "divisor", "prepare_distributions", "reduce_losses", "relative_entropy"]
 
 DivergenceReduction = Literal["batchmean", "mean", "sum", "none"]
 
 
-def prepared(
+def prepare_distributions(
     input: Tensor, target: Tensor, labels: Tensor | None, ignore_index: int, from_logits: bool, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Return student and teacher [..., V] in fp32 (or fp64), with zeros in ignored rows.
@@ -40,7 +40,7 @@ def divisor(x: Tensor, labels: Tensor | None, reduction: DivergenceReduction) ->
     return max(x.shape[0], 1) if reduction == "batchmean" and labels is None else 1
 
 
-def reduced(losses: Tensor, labels: Tensor | None, ignore_index: int, reduction: DivergenceReduction) -> Tensor:
+def reduce_losses(losses: Tensor, labels: Tensor | None, ignore_index: int, reduction: DivergenceReduction) -> Tensor:
     """Return the loss for elementwise losses [..., V]."""
     if labels is not None:
         losses = losses.masked_fill((labels == ignore_index)[..., None], 0.0)

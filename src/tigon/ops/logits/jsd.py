@@ -13,7 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.logits.divergence_kernels import divergence
-from tigon.ops.logits.divergence_reference import DivergenceReduction, prepared, reduced, relative_entropy
+from tigon.ops.logits.divergence_reference import (
+    DivergenceReduction,
+    prepare_distributions,
+    reduce_losses,
+    relative_entropy,
+)
 from tigon.runtime import checks
 
 __all__ = ["JSDLoss", "jsd", "jsd_reference"]
@@ -34,7 +39,7 @@ def jsd_reference(
     reduction: DivergenceReduction = "batchmean",
 ) -> Tensor:
     """Compute `jsd` by its eager definition: the ground truth of the tests, and the code for CPUs."""
-    x, y = prepared(input, target, labels, ignore_index, from_logits, temperature)
+    x, y = prepare_distributions(input, target, labels, ignore_index, from_logits, temperature)
     if beta in (0.0, 1.0):
         losses = relative_entropy(x, y) if beta else relative_entropy(y, x)
     else:
@@ -43,7 +48,7 @@ def jsd_reference(
         # The second derivative of logaddexp would be NaN where the two numbers are far apart.
         log_m = torch.logsumexp(torch.stack((y + math.log(beta), x + math.log1p(-beta))), 0)
         losses = beta * y.exp() * (y - log_m) + (1.0 - beta) * x.exp() * (x - log_m)
-    return reduced(losses, labels, ignore_index, reduction)
+    return reduce_losses(losses, labels, ignore_index, reduction)
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -63,14 +68,16 @@ def jsd(
     """Return the generalised Jensen-Shannon divergence of distributions over the last dimension, in fp32.
 
     Args:
-        input: [..., V] log-probabilities of the student, fp32 | bf16 | fp16. The gradient flows here.
+        input: [..., V] log-probabilities of the student, fp32 | bf16 | fp16. `input` gets the gradient.
         target: [..., V] log-probabilities of the teacher. If it needs a gradient, the reference runs.
-        beta: In [0, 1], the share of the teacher in the mixture. 0 is KL(teacher || student), 1 is KL(student ||
-        teacher). temperature: Divides the logits. Its square does not multiply the loss. labels: [...] int64 | int32,
-        or None if all rows are valid. ignore_index: Rows with this label have loss and gradient zero, whatever their
-        values are. from_logits: Both tensors are logits, and the op computes their log-softmax in fp32. reduction:
-        "batchmean": the sum over `input.shape[0]`, or with `labels` over the valid rows; "mean": over all
-            elements, or those of valid rows; "sum"; "none": [..., V].
+        beta: In [0, 1], the share of the teacher in the mixture. 0 is KL(teacher || student), and 1 is
+            KL(student || teacher).
+        temperature: Divides the logits. Its square does not multiply the loss.
+        labels: [...] int64 | int32, or None if all rows are valid.
+        ignore_index: Rows with this label have loss and gradient zero, whatever their values are.
+        from_logits: Both tensors are logits, and the op computes their log-softmax in fp32.
+        reduction: "batchmean": the sum divided by `input.shape[0]`, or with `labels` by the number of valid rows;
+            "mean": the mean over all elements, or over those of valid rows; "sum"; "none": [..., V].
 
     Returns:
         The loss in fp32. A mean over no valid row is 0. Equal distributions have loss and gradient of exactly zero.

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.logits.divergence_kernels import divergence
-from tigon.ops.logits.divergence_reference import DivergenceReduction, prepared, reduced, relative_entropy
+from tigon.ops.logits.divergence_reference import (
+    DivergenceReduction,
+    prepare_distributions,
+    reduce_losses,
+    relative_entropy,
+)
 from tigon.runtime import checks
 
 __all__ = ["KLDivLoss", "kl_div", "kl_div_reference"]
@@ -30,12 +35,12 @@ def kl_div_reference(
     labels: Tensor | None = None,
 ) -> Tensor:
     """Compute `kl_div` by its eager definition: the ground truth of the tests, and the code for CPUs."""
-    x, y = prepared(input, target, labels, ignore_index, from_logits, temperature)
+    x, y = prepare_distributions(input, target, labels, ignore_index, from_logits, temperature)
     if log_target or from_logits:
         losses = relative_entropy(y, x)
     else:
         losses = torch.xlogy(y, y) - y * torch.where(y == 0, x.clamp(min=-1e4), x)
-    return reduced(losses, labels, ignore_index, reduction)
+    return reduce_losses(losses, labels, ignore_index, reduction)
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -55,20 +60,22 @@ def kl_div(
     """Return `torch.nn.functional.kl_div` of distributions over the last dimension, KL(target || input), in fp32.
 
     Args:
-        input: [..., V] log-probabilities of the student, fp32 | bf16 | fp16. The gradient flows here.
+        input: [..., V] log-probabilities of the student, fp32 | bf16 | fp16. `input` gets the gradient.
         target: [..., V] probabilities of the teacher, or log-probabilities with `log_target`. If it needs a gradient,
             the reference runs.
         log_target: Whether `target` holds log-probabilities.
-        reduction: "none" for [..., V], as in torch; "sum"; "batchmean": the sum over `input.shape[0]`, or with
-            `labels` over the valid rows; "mean": over all elements, or those of valid rows.
-        from_logits: Both tensors are logits, and the op computes their softmax in fp32. `log_target` has no effect
-        then. temperature: Divides the logits. Unlike in some recipes, its square does not multiply the loss.
-        ignore_index: Rows with this label have loss and gradient zero, whatever their values are. labels: [...] int64 |
-        int32, or None if all rows are valid.
+        reduction: "none" for [..., V], as in torch; "sum"; "batchmean": the sum divided by `input.shape[0]`, or with
+            `labels` by the number of valid rows; "mean": the mean over all elements, or over those of valid rows.
+        from_logits: Both tensors are logits, and the op computes their softmax in fp32. `log_target` then has no
+            effect.
+        temperature: Divides the logits. Unlike in some recipes, its square does not multiply the loss.
+        ignore_index: Rows with this label have loss and gradient zero, whatever their values are.
+        labels: [...] int64 | int32, or None if all rows are valid.
 
     Returns:
-        The loss in fp32. A mean over no valid row is 0. A target probability of zero contributes zero, also if that of
-        the student is zero (where torch returns NaN). A zero of the student and a positive target give infinity.
+        The loss in fp32. A mean over no valid row is 0. If the probability of the teacher is zero, the element
+        contributes zero, even if that of the student is zero too (where torch returns NaN). If only the probability of
+        the student is zero, the loss is infinity.
 
     Raises:
         TypeError: `input` or `target` is not a floating-point tensor, or `labels` is not an integer tensor.

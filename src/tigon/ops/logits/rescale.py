@@ -2,8 +2,8 @@
 
 The upstream gradient of a loss at the end of a graph is almost always exactly 1, but only the device knows its value.
 The kernel therefore reads it first, and if it is one value that equals 1, the kernel ends without reading the gradient.
-The op owns the buffers, so it overwrites them, unless the graph is retained for another backward pass, which needs them
-unchanged.
+No other code reads the gradients, so the op overwrites them, unless the graph is retained for another backward pass,
+which needs them unchanged.
 """
 
 from dataclasses import dataclass

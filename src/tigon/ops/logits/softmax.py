@@ -59,8 +59,9 @@ class SoftmaxProblem(NamedTuple):
     backward: bool
 
 
-# The warps for rows of up to so many features that are read at once: 16 elements per thread and tensor. With more than
-# 512 threads, a multiprocessor runs one program only, and no phases overlap.
+# In each pair, the first number is the largest number of features of a row that is read at once, and the second one is
+# the warps, so that a thread has 16 elements of each tensor. With more than 512 threads, a multiprocessor runs one
+# program only, and no phases overlap.
 WARPS = ((2048, 4), (4096, 8), (16384, 16), (32768, 32))
 
 
@@ -76,7 +77,7 @@ class SoftmaxConfig(LaunchConfig):
     num_warps: int
     # whether a row fits in one block, so that it is read once
     fits: bool = True
-    # Backward keeps y in registers. A wide row has no registers left, and reads y again from L1 or L2.
+    # whether backward keeps y in registers; a wide row leaves no registers for y, so y is read again from L1 or L2
     keeps_y: bool = True
 
     @staticmethod
@@ -137,12 +138,12 @@ def _forward_kernel(
     else:
         x_ptr += pid * stride_x
         y_ptr += pid * stride_y
-        # The maximum is never -inf, so infinities are not subtracted. A row of nothing but -inf has the sum 0 and gives
+        # The maximum is never -inf, so infinities are not subtracted. A row that has only -inf has the sum 0 and gives
         # NaN.
         high = tl.full([BLOCK_N // LANE], LOWEST, tl.float32)
         total = tl.zeros([BLOCK_N // LANE], tl.float32)
         blocks = N // BLOCK_N
-        # Whole blocks need no masks, for which the arithmetic has no time.
+        # Whole blocks need no masks. With masks, the arithmetic would take longer than the loads.
         for block in tl.range(0, blocks, num_stages=1):
             high, total = _fold(x_ptr, block * BLOCK_N, N, high, total, True, BLOCK_N, LANE)
         if blocks * BLOCK_N < N:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon.ops.logits.divergence_kernels import divergence
-from tigon.ops.logits.divergence_reference import DivergenceReduction, prepared, reduced
+from tigon.ops.logits.divergence_reference import DivergenceReduction, prepare_distributions, reduce_losses
 from tigon.runtime import checks
 
 __all__ = ["TVDLoss", "tvd", "tvd_reference"]
@@ -28,10 +28,10 @@ def tvd_reference(
     temperature: float = 1.0,
 ) -> Tensor:
     """Compute `tvd` by its eager definition: the ground truth of the tests, and the code for CPUs."""
-    q, p = prepared(input, target, labels, ignore_index, from_logits, temperature)
+    q, p = prepare_distributions(input, target, labels, ignore_index, from_logits, temperature)
     if from_logits:
         q, p = q.exp(), p.exp()
-    return reduced(0.5 * (q - p).abs(), labels, ignore_index, reduction)
+    return reduce_losses(0.5 * (q - p).abs(), labels, ignore_index, reduction)
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -50,11 +50,11 @@ def tvd(
     """Return the total variation distance of distributions over the last dimension, in fp32.
 
     Args:
-        input: [..., V] probabilities of the student, fp32 | bf16 | fp16. The gradient flows here; it is zero where both
-            probabilities are equal.
+        input: [..., V] probabilities of the student, fp32 | bf16 | fp16. `input` gets the gradient, which is zero where
+            both probabilities are equal.
         target: [..., V] probabilities of the teacher. If it needs a gradient, the reference runs.
-        reduction: "batchmean": the sum over `input.shape[0]`, or with `labels` over the valid rows; "mean": over all
-            elements, or those of valid rows; "sum"; "none": [..., V].
+        reduction: "batchmean": the sum divided by `input.shape[0]`, or with `labels` by the number of valid rows;
+            "mean": the mean over all elements, or over those of valid rows; "sum"; "none": [..., V].
         labels: [...] int64 | int32, or None if all rows are valid.
         ignore_index: Rows with this label have loss and gradient zero, whatever their values are.
         from_logits: Both tensors are logits, and the op computes their softmax in fp32.

@@ -95,12 +95,14 @@ def as_targets(target: Tensor, ignore_index: int) -> Tensor:
 
 
 class ValidRows:
-    """Find the rows of a target that are not ignored, without a wait, for `linear_cross_entropy(..., valid_rows=)`.
+    """The rows of a target that are not ignored, for the argument `valid_rows` of `linear_cross_entropy`.
+
+    The constructor does not wait for the device.
 
     Args:
-        target: [...] class indices, int64 | int32. Pass the same tensor to the loss, and do not change it before. The
-            loss refuses a changed tensor, but it cannot notice changes of an inference tensor, or those made by `.data`
-            or numpy.
+        target: [...] class indices, int64 | int32. Pass the same tensor to the loss, and do not change its values in
+            between. The loss refuses a changed tensor, but it cannot notice changes of an inference tensor, or changes
+            through `.data` or numpy.
         ignore_index: The value of ignored targets. None means -100, as in the loss.
 
     Raises:
@@ -123,27 +125,27 @@ class ValidRows:
         ignore_index = checks.ignore_index("ValidRows", -100 if ignore_index is None else ignore_index)
         self.target, self.ignore_index, self._version = target, ignore_index, _version(target)
         self._rows, count = _find(as_targets(target.detach(), ignore_index), ignore_index)
-        self._arrived: torch.cuda.Event | None = None
+        self._copy_event: torch.cuda.Event | None = None
         if count.is_cuda:
             self._host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
             self._host.copy_(count, non_blocking=True)
-            self._arrived = torch.cuda.Event()
+            self._copy_event = torch.cuda.Event()
             self._stream = torch.cuda.current_stream(count.device)
-            self._arrived.record(self._stream)
+            self._copy_event.record(self._stream)
         else:
             self._host = count
 
     @property
     def count(self) -> int:
         """The number of valid rows. The host waits until the device has counted them."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
+        if self._copy_event is not None:
+            self._copy_event.synchronize()
         return int(self._host)
 
     @property
     def rows(self) -> Tensor:
         """The indices of the valid rows [count] int64, in order, on the device of the target."""
-        if self._arrived is not None and torch.cuda.current_stream(self._rows.device) != self._stream:
+        if self._copy_event is not None and torch.cuda.current_stream(self._rows.device) != self._stream:
             # Otherwise the stream that allocated the memory could reuse it while the current stream still reads it.
             self._rows.record_stream(torch.cuda.current_stream(self._rows.device))
         return self._rows[: self.count]

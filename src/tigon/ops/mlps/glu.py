@@ -183,7 +183,7 @@ def _empty_backward(
 def glu_backward(
     dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, needs_dgate: bool, needs_dup: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return dgate and dup, from dy [..., I] and the inputs of the forward. One that is not needed is empty.
+    """Return dgate and dup, from dy [..., I] and the inputs of the forward. A gradient that is not needed is empty.
 
     For a packed input, they are [dgate | dup] [..., 2 I] and an empty tensor.
     """

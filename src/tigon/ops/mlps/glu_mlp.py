@@ -1,4 +1,4 @@
-r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) with its products: y = (act(x G^T) * (x U^T)) D^T.
+r"""The gated MLP of a decoder (Shazeer, arXiv:2002.05202) as one op: y = (act(x G^T) * (x U^T)) D^T.
 
     gate = x G^T,  up = x U^T,  a = act(gate) * up,  y = a D^T
     da = dy D,  (dgate, dup) from da, gate, up: `tigon.ops.mlps.glu`
@@ -40,7 +40,7 @@ from tigon.memory.lean import (
 from tigon.ops.mlps.glu import geglu, glu_backward_into, glu_forward, swiglu
 from tigon.ops.mlps.projections import check_layer, input_gradient, is_plain, linear, supports_products
 from tigon.runtime import checks
-from tigon.runtime.autograd import first_order, frees_saved, without_autocast
+from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.products import multiply
 from tigon.runtime.torch_private import keeps_graph
@@ -84,9 +84,9 @@ def glu_mlp_reference(
 class GLUMLPProblem(NamedTuple):
     """The sizes that the choice of kernels for the products may depend on."""
 
-    # H.
+    # The hidden size, H.
     hidden: int
-    # I.
+    # The intermediate size, I.
     inner: int
 
 
@@ -129,7 +129,7 @@ def _backward_of_activation(
 def _gradients(
     needs: Sequence[bool], x: Tensor | None, dgate: Tensor, dup: Tensor, gate_weight: Tensor, up_weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return dx [T, H], dG and dU. One that is not needed is None."""
+    """Return dx [T, H], dG and dU. A gradient that is not needed is None."""
     needs_dx, needs_gate, needs_up = needs
     dgate_weight = multiply(dgate.t(), x) if needs_gate and x is not None else None
     dup_weight = multiply(dup.t(), x) if needs_up and x is not None else None
@@ -141,7 +141,10 @@ def _gradients(
 
 
 class _SaveEarly(torch.autograd.Function):
-    """Saves tensors at once, on a node whose backward never runs. A node saves its own tensors after its forward."""
+    """A node whose backward never runs, and which saves tensors before the node of the MLP does.
+
+    A node saves its tensors when its forward has ended, so the node of the MLP itself could save them only at its end.
+    """
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, tensors: tuple[Tensor | None, ...]) -> Tensor:
@@ -151,9 +154,9 @@ class _SaveEarly(torch.autograd.Function):
 
 
 def save_early(*tensors: Tensor | None) -> Tensor:
-    """Return an empty tensor whose node has saved the given ones.
+    """Return an empty tensor whose node has saved `tensors`.
 
-    In torch 2.11 the tensor keeps the node alive, and its `grad_fn` does not.
+    The caller must hold the tensor, because in torch 2.11 a reference to its `grad_fn` does not keep the node alive.
     """
     with torch.enable_grad():
         return _SaveEarly.apply(torch.empty(0, requires_grad=True), tensors)
@@ -213,7 +216,7 @@ class _GLUMLP(torch.autograd.Function):
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
         # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
-        if is_recomputed or (ctx.may_overwrite and frees_saved(gate)):
+        if is_recomputed or (ctx.may_overwrite and may_overwrite_saved(gate)):
             dgate, dup = gate, up
             # If this backward raises an error, another attempt must not read the overwritten tensors.
             torch.autograd.graph.increment_version((gate, up))
@@ -247,7 +250,7 @@ def plain_weight(layer: nn.Module) -> Tensor | None:
 
 
 def supports_weights(x: object, *weights: Tensor | None) -> bool:
-    """Return whether the products of this op run here. They need all weights."""
+    """Return whether this op can compute its products for x and the weights. No weight may be None."""
     return all(w is not None for w in weights) and supports_products(x, *weights)
 
 

@@ -26,7 +26,7 @@ __all__ = ["check_layer", "input_gradient", "is_hooked", "is_plain", "linear", "
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear` as a tensor that is no view, because a view that a node returns cannot be written in place."""
+    """Return `F.linear` as a tensor that is not a view. A view that a node returns cannot be modified in place."""
     rows = x.flatten(0, -2)
     y = multiply(rows, weight.t()) if bias is None else torch.addmm(bias, rows, weight.t())
     return reshape_without_view(y, (*x.shape[:-1], len(weight)))
@@ -96,7 +96,7 @@ def supports_products(x: object, *parameters: Tensor | None) -> bool:
 
     It may if kernels run, all tensors have one device and dtype, and neither autocast nor torch.compile is active.
     """
-    # A tensor that tensor parallelism still gathers has no address for views, and is of another type.
+    # While tensor parallelism gathers a tensor, the tensor has another type and no address for views.
     return (
         type(x) in PLAIN
         and isinstance(x, Tensor)
@@ -105,13 +105,13 @@ def supports_products(x: object, *parameters: Tensor | None) -> bool:
         and runs_kernels(x, *parameters)
         and x.dim() > 1
         and x.numel() > 0
-        # Autocast does not exist on meta.
+        # Autocast does not exist on the meta device.
         and (x.is_meta or not torch.is_autocast_enabled(x.device.type))
     )
 
 
 def linears(x: Tensor, layers: Sequence[nn.Module]) -> tuple[Tensor, ...] | None:
-    """Return the outputs of the layers for x [..., H]; None if a layer is not plain or one node cannot compute them."""
+    """Return the outputs of the layers for x [..., H], or None if a layer is not plain or `x` is not supported."""
     plain_layers = [layer for layer in layers if is_plain(layer)]
     if len(plain_layers) < len(layers):
         return None

@@ -109,7 +109,7 @@ def relu2_forward(x: Tensor) -> Tensor:
 
 @launcher(fake=lambda dy, x: torch.empty_like(x))
 def relu2_backward(dy: Tensor, x: Tensor) -> Tensor:
-    """Return dx for dy and x of one shape."""
+    """Return dx for dy and x of the same shape."""
     dx = torch.empty_like(x)
     _launch(_backward_kernel, dx, dy, x)
     return dx

@@ -1,1 +1,1 @@
-"""RMSNorm and LayerNorm, each alone, and RMSNorm of a sum with a residual."""
+"""LayerNorm, RMSNorm, and RMSNorm of the sum of an input and a residual."""

@@ -1,13 +1,13 @@
 r"""The kernels of the norms over the last dimension: RMS and layer norm, with and without a residual added first.
 
-    z     = x + residual                                                     (rounded to its dtype; x without one)
+    z     = x + residual, rounded to the dtype of z, or z = x if there is no residual
     mean  = mean_features(z), or 0 for RMS;  rstd = (mean_features((z - mean)^2) + eps)^-1/2            (fp32)
     y     = (offset + w) * z_hat + b,  z_hat = (z - mean) * rstd
     dz    = dtotal + rstd * (g - mean_features(g) - z_hat * mean_features(g * z_hat)),  g = dy * (offset + w)
     dw    = sum_rows(dy * z_hat),  db = sum_rows(dy)
 
-`dtotal` is the gradient of z itself, if z is a result too; dz is the gradient of both x and the residual. RMS norms
-have no term mean_features(g).
+`dtotal` is the upstream gradient of z, which exists if the op returns z too. dz is the gradient of both x and the
+residual. RMS norms have no term mean_features(g).
 
 Shapes: M = rows (all leading dimensions), N = features, P = programs of the backward.
 """
@@ -39,7 +39,7 @@ REGISTER_BYTES = 2**18
 class NormProblem(NamedTuple):
     """The sizes that the launch parameters of a norm depend on."""
 
-    # N.
+    # The number of features, N.
     features: int
     # Bytes of an element of z.
     itemsize: int
@@ -99,7 +99,7 @@ class NormConfig(LaunchConfig):
         if block_n == 4096 and sums == 1:
             block_m, backward_warps, programs = 2, 8, 1
         if block_n > 8192 and n != block_n:
-            # Masks take registers, and more threads have more of them.
+            # Masks take registers, and more threads have more registers.
             backward_warps = 16
         # The pipeline holds one tile for each stage but the last.
         tile_bytes = loads * block_m * block_n * itemsize
@@ -122,8 +122,8 @@ class NormConfig(LaunchConfig):
     def count_programs(self, m: int, blocks: int = 1) -> int:
         """Return how many programs share `m` rows, if `blocks` programs share each row.
 
-        It is the smallest number with which no program gets more tiles than with `self.programs`, and each gets at
-        least two: fewer programs compute fewer partial sums.
+        It is the smallest number with which no program gets more tiles than with `self.programs` programs, and every
+        program gets at least two tiles. Fewer programs compute fewer partial sums.
         """
         tiles, limit = cdiv(m, self.block_m), max(1, self.programs // blocks)
         return cdiv(tiles, max(2, cdiv(tiles, limit)))
@@ -132,7 +132,7 @@ class NormConfig(LaunchConfig):
 class SumProblem(NamedTuple):
     """The size that the launch parameters of a sum over rows depend on."""
 
-    # N.
+    # The number of columns, N.
     features: int
 
 
@@ -197,7 +197,7 @@ def _forward_kernel(
 
 @triton.jit
 def _weigh(dy, w, w_ptr, cols, inside, offset, KEEPS_W: tl.constexpr, EVICT: tl.constexpr):
-    """Return g = dy * (offset + w). Load w, unless it was kept in registers: then `w` is offset + w."""
+    """Return g = dy * (offset + w). If KEEPS_W is True, `w` already holds offset + w; otherwise w is loaded."""
     g = dy
     if w_ptr is not None:
         if not KEEPS_W:
@@ -369,7 +369,7 @@ def norm_forward(
 
 @on_device
 def recompute_norm(z: Tensor, weight: Tensor | None, statistics: Tensor, offset: float, round_first: bool) -> Tensor:
-    """Return the same bits of y that `norm_forward` returned for z, by the rstd [1, M] of that call.
+    """Return y of z, bitwise equal to the result of `norm_forward`, from the rstd [1, M] of that call.
 
     rstd is not recomputed, because a variant of the kernel without a residual may sum the features of a row in another
     order and round rstd differently. Centred norms are not supported.

@@ -1,4 +1,4 @@
-r"""Root-mean-square normalisation over the last dimension (Zhang and Sennrich, arXiv:1910.07467), alone or of a sum.
+r"""Root-mean-square normalisation of an input, or of a sum of two (Zhang and Sennrich, arXiv:1910.07467).
 
     rstd  = (mean(x^2) + eps)^-1/2                        (fp32)
     y     = (offset + w) * x * rstd
@@ -32,7 +32,8 @@ __all__ = [
     "rms_norm_with_residual",
 ]
 
-# Where x_hat is rounded to the dtype of x: before the weight in Llama, after it in Gemma and OLMo 2.
+# The point at which x_hat is rounded to the dtype of x: before the multiplication by the weight in Llama, after it in
+# Gemma and OLMo 2.
 Rounding = Literal["before_weight", "after_weight"]
 
 
@@ -263,7 +264,7 @@ def add_rms_norm(
         register_recomputation(y, _rms_norm, total, weight, eps, offset, rounding)
         return y, total
     round_first = rounding == "before_weight"
-    # If the weight has another dtype than the sum, Triton may give it another layout, and then sum in another order.
+    # If the weight has another dtype than the sum, Triton may choose another layout, and so another order of summation.
     has_other_dtype = weight is not None and weight.dtype != torch.promote_types(x.dtype, residual.dtype)
     if has_other_dtype or not registers_recomputations():
         return _AddRMSNorm.apply(x, residual, weight, eps, offset, round_first, False)
@@ -311,5 +312,5 @@ class RMSNorm(nn.RMSNorm):
         if eps is None:
             checks.floating("RMSNorm", x=x)
             eps = torch.finfo(torch.promote_types(x.dtype, torch.float32)).eps
-        # This is where torch's module rounds.
+        # The module of torch also rounds after the multiplication by the weight.
         return rms_norm(x, self.weight, eps, rounding="after_weight")

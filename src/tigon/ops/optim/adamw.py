@@ -39,7 +39,7 @@ class AdamW(torch.optim.AdamW):
             device. The host never waits for the device.
 
     Raises:
-        ValueError, RuntimeError, TypeError: Torch's constructor raises it, or an option has another type.
+        ValueError, RuntimeError, TypeError: The constructor of torch raises it, or an option has a wrong type.
 
     Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 

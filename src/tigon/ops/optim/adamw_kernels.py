@@ -238,8 +238,8 @@ def adamw_step(
         params, grads, exp_avgs, exp_avg_sqs: fp32 | bf16 | fp16, contiguous. Those of one parameter are on one device.
         steps: Numbers, or tensors of one element. Only the device reads a fp32 tensor on the parameter's device.
         lr: A number, or a tensor of one element in any dtype, which only the device reads.
-        tables: The tables of earlier calls, which the caller keeps. Nothing is copied to the device while the tensors
-            have the same addresses.
+        tables: A dict in which the caller passes the tables of the previous call, and which this call updates. Nothing
+            is copied to the device while the tensors have the same addresses.
     """
     tables = {} if tables is None else tables
     # The fields of a `LaunchKind`, and the tensors of that launch.
@@ -270,12 +270,12 @@ def adamw_step(
         _launch(table.rows, table.tensor_of_span, device_lr, numbers, kind, maximize, config)
 
 
-def _update_table(before: Table | None, tensors: list[_Addresses], device: torch.device, span_size: int) -> Table:
-    """Return the table of these tensors for spans of `span_size` elements. It is `before` if nothing has changed."""
+def _update_table(previous: Table | None, tensors: list[_Addresses], device: torch.device, span_size: int) -> Table:
+    """Return the table of these tensors for spans of `span_size` elements. It is `previous` if nothing has changed."""
     # A copy on another stream may not have ended, so the table depends on the stream.
     key = TableKey(tensors, device, span_size, current_raw_stream(device.index) if device.type == "cuda" else 0)
-    if before is not None and before.key == key:
-        return before
+    if previous is not None and previous.key == key:
+        return previous
     values, first_span = array("q"), 0
     lengths = [n for *_, n in tensors]
     for addresses, n in zip(tensors, lengths, strict=True):
@@ -286,8 +286,8 @@ def _update_table(before: Table | None, tensors: list[_Addresses], device: torch
     # The host memory is pinned, so that the copy does not wait for the device. Torch keeps this memory until the copy
     # has ended.
     rows = (host_rows.pin_memory() if device.type == "cuda" else host_rows).to(device, non_blocking=True)
-    if before is not None and before.key[1:] == key[1:] and [n for *_, n in before.key.tensors] == lengths:
-        return Table(key, rows, before.tensor_of_span)
+    if previous is not None and previous.key[1:] == key[1:] and [n for *_, n in previous.key.tensors] == lengths:
+        return Table(key, rows, previous.tensor_of_span)
     return Table(key, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=first_span))
 
 

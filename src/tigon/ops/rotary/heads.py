@@ -28,11 +28,12 @@ __all__ = [
     "with_equal_strides",
 ]
 
-# By layout, two flags: True if the two features of a pair are neighbours in memory, in x and in y.
+# Two flags for each layout, the first one for x and the second one for y. A flag is True if the two features of a pair
+# are neighbours in memory.
 PAIRED = {"split_half": (False, False), "interleaved": (True, True), "deinterleaved": (True, False)}
 
 
-# --- in kernels ----------------------------------------------------------------------------------
+# --- functions for kernels -----------------------------------------------------------------------
 
 
 @triton.jit
@@ -122,7 +123,7 @@ def rotate_pairs(x1, x2, cos1, cos2, sin1, sin2, BACKWARD: tl.constexpr):
     return y1, y2
 
 
-# --- in launchers --------------------------------------------------------------------------------
+# --- functions for launchers ---------------------------------------------------------------------
 
 
 class RotaryOptions(NamedTuple):
@@ -136,13 +137,13 @@ class RotaryOptions(NamedTuple):
     table: str
 
 
-def allocate_output(x: Tensor | None, neighbour: Tensor, dtype: torch.dtype | None) -> Tensor:
+def allocate_output(x: Tensor | None, like: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Allocate a tensor with the strides of `x` if these make its features dense, or contiguous otherwise.
 
-    If `x` is None, the result is an empty tensor on the device of `neighbour`.
+    If `x` is None, the result is an empty tensor with the device and the dtype of `like`.
     """
     if x is None:
-        return neighbour.new_empty(0)
+        return like.new_empty(0)
     y = torch.empty_like(x, dtype=dtype)
     return y if y.stride(-1) == 1 else x.new_empty(x.shape, dtype=dtype)
 
@@ -161,9 +162,9 @@ def dense_features(x: Tensor | None) -> Tensor | None:
 
 
 def with_equal_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tables with equal strides and dense features. They are copied if they are not so already."""
-    is_equal = cos.stride() == sin.stride() and cos.stride(-1) == 1
-    return (cos, sin) if is_equal else (cos.contiguous(), sin.contiguous())
+    """Return the tables with equal strides and dense features. Tables with other strides are copied."""
+    is_suitable = cos.stride() == sin.stride() and cos.stride(-1) == 1
+    return (cos, sin) if is_suitable else (cos.contiguous(), sin.contiguous())
 
 
 def head_strides(x: Tensor | None, heads: int) -> tuple[int, int, int]:
@@ -182,9 +183,9 @@ def table_strides(table: Tensor) -> tuple[int, int, int]:
 
 @functools.cache
 def pack_axes(axes: str) -> int | None:
-    """Pack the axis of each frequency, given as one digit, into two bits, beginning with the lowest bits.
+    """Pack the digits of `axes`, one for the axis of each frequency, into two bits each, from the lowest bits on.
 
-    Return None for "", the tables of one axis.
+    Return None for "", which stands for tables of one axis.
     """
     return int(axes[::-1], 4) if axes else None
 

@@ -27,7 +27,7 @@ from tigon.ops.rotary.qk_norm_rope_kernels import (
     MAX_FEATURES_TOGETHER,
     HeadInputs,
     HeadNormOptions,
-    NeededGradients,
+    NeededHeadGradients,
     qk_norm_rope_backward,
     qk_norm_rope_forward,
 )
@@ -43,7 +43,7 @@ __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 
 
 def _normalises_together(size: int, *weights: Tensor | None) -> bool:
-    """Return whether all heads of a token are normalised together: a weight is wider than one head."""
+    """Return whether all heads of a token are normalised together. A weight wider than one head requests this."""
     return any(weight is not None and tuple(weight.shape) != (size,) for weight in weights)
 
 
@@ -115,7 +115,7 @@ class _QKNormRope(torch.autograd.Function):
             return (None,) * 13
         inputs = HeadInputs(*saved_inputs)
         dq, dk, dw = qk_norm_rope_backward(
-            cos, sin, inputs, rstd, dq_out, dk_out, ctx.norm, ctx.rotary, NeededGradients(*needs)
+            cos, sin, inputs, rstd, dq_out, dk_out, ctx.norm, ctx.rotary, NeededHeadGradients(*needs)
         )
         weights = inputs.q_weight, inputs.k_weight
         pairs = zip(weights, needs[2:], strict=True)
@@ -175,8 +175,8 @@ def qk_norm_rope(
         tables, and with `rounding="before_weight"` also of the weight. The second result is None if `k` is None.
 
     Raises:
-        TypeError: An argument that must be a floating-point tensor is none, `eps` or `offset` is not a number, or
-            `sections` is not a sequence.
+        TypeError: A tensor argument is not a floating-point tensor, `eps` or `offset` is not a number, or `sections` is
+            not a sequence.
         ValueError: `rope` refuses the arguments, a weight has another shape or device, the weights have two dtypes,
             `rounding` is unknown, or `eps` is negative.
 

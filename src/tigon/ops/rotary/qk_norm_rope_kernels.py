@@ -7,7 +7,7 @@ r"""The kernels that compute RMS normalisation and rotary position embedding in 
     dw    = sum(h * x_hat)
 
 The mean is over the features of one head (w of shape [D]) or over all heads of a token together (w of shape [H D]).
-`rotate` is the rotation of `tigon.ops.rotary.rope`, in all its layouts.
+`rotate_pairs` is the rotation of `tigon.ops.rotary.rope`, in all its layouts, and `rotate_back` is its transpose.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features, P = programs of the
 backward, T = B S tokens.
@@ -43,14 +43,15 @@ from tigon.runtime.tuning import LaunchConfig, rung
 __all__ = [
     "HeadInputs",
     "HeadNormOptions",
-    "NeededGradients",
+    "NeededHeadGradients",
     "QKNormRopeConfig",
     "QKNormRopeProblem",
     "qk_norm_rope_backward",
     "qk_norm_rope_forward",
 ]
 
-# The most features of a token that are normalised together. More do not fit in the registers of one workgroup.
+# The largest number of features of a token that are normalised together. More features do not fit in the registers of
+# one workgroup.
 MAX_FEATURES_TOGETHER = 32768
 
 
@@ -62,7 +63,7 @@ class QKNormRopeProblem(NamedTuple):
 
     # The number of heads of q or of k, whichever is larger.
     heads: int
-    # D.
+    # The number of features of a head, D.
     head_size: int
     # True if a tile holds all heads, because they are normalised together.
     together: bool
@@ -74,7 +75,8 @@ class QKNormRopeProblem(NamedTuple):
 # 0.094 ms with all 32 heads in a tile, 0.101 with 8. Backward: 0.157 with 16 heads, three stages and three programs for
 # each multiprocessor, 0.190 with 8 warps and no pipeline.
 FORWARD_TILE, BACKWARD_TILE = 4096, 2048
-# By the features of a tile: the warps of a program, and the programs of the backward for each multiprocessor.
+# In each pair, the first number is the largest number of features of a tile. The second number is the warps of a
+# program in WARPS, and the programs of the backward for each multiprocessor in PROGRAMS.
 WARPS = ((4096, 4), (8192, 8), (16384, 16), (32768, 32))
 PROGRAMS = ((2048, 3), (4096, 2), (8192, 1))
 
@@ -343,7 +345,7 @@ class HeadNormOptions(NamedTuple):
     together: bool
 
 
-class NeededGradients(NamedTuple):
+class NeededHeadGradients(NamedTuple):
     """True for each gradient that the backward computes."""
 
     q: bool
@@ -409,7 +411,7 @@ def _empty_backward(
     dk_out: Tensor | None,
     norm: HeadNormOptions,
     rotary: RotaryOptions,
-    needs: NeededGradients,
+    needs: NeededHeadGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what `qk_norm_rope_backward` returns."""
     q, k = inputs.q, inputs.k
@@ -431,7 +433,7 @@ def qk_norm_rope_backward(
     dk_out: Tensor | None,
     norm: HeadNormOptions,
     rotary: RotaryOptions,
-    needs: NeededGradients,
+    needs: NeededHeadGradients,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q and of k, and those of both weights in one tensor.
 

@@ -120,7 +120,7 @@ class RopeProblem(NamedTuple):
 
     # The number of heads of q or of k, whichever is larger.
     heads: int
-    # D.
+    # The number of features of a head, D.
     head_size: int
 
 
@@ -358,7 +358,8 @@ def rope(
         The rotated q and k with the strides of their inputs. The second result is None if `k` is None.
 
     Raises:
-        TypeError: A tensor or `dtype` is not of floating point, or `sections` is not a sequence.
+        TypeError: A tensor argument is not a floating-point tensor, `dtype` is not a floating-point dtype, or
+            `sections` is not a sequence.
         ValueError: Shapes or devices do not fit together, the tables differ in dtype, `layout`, `table` or
             `unsqueeze_dim` is unknown, or `sections` do not sum up to R / 2.
 

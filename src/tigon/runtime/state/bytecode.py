@@ -1,6 +1,6 @@
 """Collect from the bytecode of a function which names it uses, and what it writes.
 
-Nothing is run. `code_use` follows the instructions of one function and of the functions that are defined in it. For
+No code of the user runs. `code_use` follows the instructions of one function and of the functions that it defines. For
 
     def forward(self, x):
         self.calls += 1
@@ -18,7 +18,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.runtime.state.decisions import Inputs, decisions, dependent_variables
+from tigon.runtime.state.decisions import Inputs, dependent_variables, find_decisions
 from tigon.runtime.state.instructions import (
     call_arguments,
     enters_block,
@@ -47,7 +47,7 @@ class CodeUse:
     # Attributes that the code loads from any object.
     attributes: frozenset[str]
     # Attributes that the code assigns.
-    stored: frozenset[str]
+    stored_names: frozenset[str]
     # Chains of attributes: `torch.nn.functional.silu` gives ("torch", "nn", "functional", "silu").
     chains: frozenset[tuple[str, ...]]
     strings: frozenset[str]
@@ -56,21 +56,21 @@ class CodeUse:
     imports: frozenset[str]
     # Each write is a description and a line.
     writes: tuple[tuple[str, int], ...]
-    # Writes of a constructor to the object that it constructs; in another function they are writes like all others.
-    own_writes: tuple[tuple[str, int], ...]
+    # Writes of a constructor to the object that it constructs. In any other function this is empty.
+    constructor_writes: tuple[tuple[str, int], ...]
     # Writes that matter only if the code can reach a container that has such a method: `x[i] = y`, `x.append(y)`.
     item_writes: tuple[tuple[str, int], ...]
     # Writes that matter only if they reach a tensor that outlives the call: a method or option, a line, and the names
     # in the expression that the method is called on.
     tensor_writes: tuple[tuple[str, int, frozenset[str]], ...]
     # Attributes whose type the code reads, as `isinstance(self.down, Quantised)` does.
-    typed: frozenset[str]
+    type_tested_names: frozenset[str]
     # Attributes that the code reads of an argument if they exist, with a line. None is an attribute of any name.
     reads_of_arguments: tuple[tuple[str | None, int], ...]
-    # What the code may do with any object: "construct", "compare", "format" or "store".
+    # Operations that the code may apply to any object: "construct", "compare", "format" or "store".
     operations: frozenset[str]
     # True if the code has an `except` or `finally`.
-    catches: bool
+    catches_exceptions: bool
     # True if the code uses `vars`, `dir`, `__dict__`, or `getattr` with a computed name.
     reads_all_attributes: bool
 
@@ -82,19 +82,19 @@ class _CodeReader:
         self.outermost = code
         self.global_names: set[str] = set()
         self.attributes: set[str] = set()
-        self.stored: set[str] = set()
+        self.stored_names: set[str] = set()
         self.chains: set[tuple[str, ...]] = set()
         self.strings: set[str] = set()
         self.optional: set[str] = set()
         self.imports: set[str] = set()
         self.writes: list[tuple[str, int]] = []
-        self.own_writes: list[tuple[str, int]] = []
+        self.constructor_writes: list[tuple[str, int]] = []
         self.item_writes: list[tuple[str, int]] = []
         self.tensor_writes: list[tuple[str, int, frozenset[str]]] = []
-        self.typed: set[str] = set()
+        self.type_tested_names: set[str] = set()
         self.reads_of_arguments: list[tuple[str | None, int]] = []
         self.operations: set[str] = set()
-        self.catches = False
+        self.catches_exceptions = False
         self.reads_all = False
 
     def read(self) -> CodeUse:
@@ -108,10 +108,10 @@ class _CodeReader:
             has_handler = _has_handler(steps)
             if has_handler:
                 # A handler may replace the value of an attribute that is missing.
-                self.catches = True
+                self.catches_exceptions = True
                 self.optional |= {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
             self.tensor_writes += _tensor_writes(code, steps)
-            self.typed |= _typed_names(steps)
+            self.type_tested_names |= _typed_names(steps)
             self.reads_of_arguments += _reads_of_arguments(code, steps, dependent, has_handler)
             self.operations |= _operations(steps)
             pending += [(c, dependent) for c in code.co_consts if isinstance(c, types.CodeType)]
@@ -121,11 +121,11 @@ class _CodeReader:
         """Collect the names that the instructions of one code object load, and what they write."""
         line = code.co_firstlineno
         chain: tuple[str, ...] = ()
-        own_names = _constructed_names(code, steps)
+        constructed_names = _constructed_names(code, steps)
         for number, step in enumerate(steps):
             line = line_of(step) or line
             chain = self.read_load(steps, number, chain, line)
-            self.read_store(steps, number, own_names, line)
+            self.read_store(steps, number, constructed_names, line)
             if is_load(step, *MODE_SETTERS) and not enters_block(steps, number):
                 self.writes.append((f"a mode of torch, by {step.argval}", line))
         if "super" in self.global_names:
@@ -156,15 +156,15 @@ class _CodeReader:
             self.attributes.add(name)
         return chain if operation.startswith("LOAD_") else ()
 
-    def read_store(self, steps: list[dis.Instruction], number: int, own_names: set[str], line: int) -> None:
+    def read_store(self, steps: list[dis.Instruction], number: int, constructed_names: set[str], line: int) -> None:
         """Collect what an instruction writes: an attribute, a global, a variable of an outer function, or an item."""
         step = steps[number]
         name, operation = step.argval, step.opname
         if operation in ("STORE_ATTR", "DELETE_ATTR"):
             target = find_operand(steps, number)
-            is_own = len(target) == 1 and target[0].argval in own_names
-            (self.own_writes if is_own else self.writes).append((f".{name}", line))
-            self.stored.add(name)
+            is_own = len(target) == 1 and target[0].argval in constructed_names
+            (self.constructor_writes if is_own else self.writes).append((f".{name}", line))
+            self.stored_names.add(name)
         elif operation in ("STORE_GLOBAL", "DELETE_GLOBAL"):
             self.writes.append((f"the global {name}", line))
         elif operation in ("STORE_DEREF", "DELETE_DEREF") and name in self.outermost.co_freevars:
@@ -183,23 +183,23 @@ class _CodeReader:
             self.optional |= constants
 
     def result(self) -> CodeUse:
-        """Return what was collected, in an immutable form."""
+        """Return the collected uses in an immutable form."""
         return CodeUse(
             global_names=frozenset(self.global_names),
             attributes=frozenset(self.attributes),
-            stored=frozenset(self.stored),
+            stored_names=frozenset(self.stored_names),
             chains=frozenset(self.chains),
             strings=frozenset(self.strings),
             optional=frozenset(self.optional),
             imports=frozenset(self.imports),
             writes=tuple(self.writes),
-            own_writes=tuple(self.own_writes),
+            constructor_writes=tuple(self.constructor_writes),
             item_writes=tuple(self.item_writes),
             tensor_writes=tuple(self.tensor_writes),
-            typed=frozenset(self.typed),
+            type_tested_names=frozenset(self.type_tested_names),
             reads_of_arguments=tuple(self.reads_of_arguments),
             operations=frozenset(self.operations),
-            catches=self.catches,
+            catches_exceptions=self.catches_exceptions,
             reads_all_attributes=self.reads_all
             or bool({"vars", "__dict__", "dir"} & (self.global_names | self.attributes)),
         )
@@ -265,7 +265,7 @@ def _typed_names(steps: list[dis.Instruction]) -> set[str]:
     names = _all_names([s for s in arguments_of_tests if s.opname.startswith("LOAD_")])
     stores = [(names_of(s), i) for i, s in enumerate(steps) if s.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
     while True:
-        # If a variable's type is tested, so is the type of the attribute that it was assigned from.
+        # If the code tests the type of a variable, it tests the type of the attribute that was assigned to it.
         sources = {n for each, i in stores if names & {*each} for n in _all_names(find_operand(steps, i))}
         if sources <= names:
             return names
@@ -293,7 +293,7 @@ def _reads_of_arguments(
     return reads
 
 
-# What a name in the code lets Python do with an object, beyond the call that the code shows.
+# Operations that Python may apply to an object if the code loads one of these names.
 OPERATIONS = {
     "type": "construct",
     "__class__": "construct",
@@ -313,7 +313,7 @@ OPERATIONS = {
 
 
 def _operations(steps: list[dis.Instruction]) -> set[str]:
-    """Return what the code may do with an object without naming the method that Python calls for it."""
+    """Return the operations that the code may apply to an object. Python calls special methods for them."""
     operations = {OPERATIONS[s.argval] for s in steps if s.opname.startswith("LOAD_") and _is_operation(s)}
     for i, step in enumerate(steps):
         if step.opname in ("STORE_ATTR", "DELETE_ATTR"):
@@ -362,7 +362,7 @@ def _understands_bytecode() -> bool:
         and use.attributes >= {"method", "constant", "shape", "setting"}
         and [what for what, _ in use.writes] == [".attribute"]
         and [what for what, _ in use.item_writes] == ["__iadd__"]
-        and [line - _probe.__code__.co_firstlineno for line in decisions(_probe.__code__, Inputs())[0]] == [2]
+        and [line - _probe.__code__.co_firstlineno for line in find_decisions(_probe.__code__, Inputs())[0]] == [2]
         and not use.reads_all_attributes
         and computed.reads_all_attributes
     )

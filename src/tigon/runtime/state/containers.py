@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import IMPURE, TRUSTED
-from tigon.runtime.state.objects import is_table_of_functions, other_statements, package_of, stable_repr
+from tigon.runtime.state.objects import find_impure_statement, is_table_of_functions, package_of, stable_repr
 from tigon.runtime.state.places import MOST_PLACES, Place, bits_of
 from tigon.runtime.torch_private import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
 
@@ -36,7 +36,10 @@ class ContainerSearch(ClassSearch):
     """The part of the search that visits containers, tensors, Python modules and objects of torch."""
 
     def visit_container(self, container: Any, path: str) -> None:
-        """Watch the elements of a list, a dict, a set or a deque; of a table of functions, the entries in use."""
+        """Watch the elements of a list, a dict, a set or a deque.
+
+        If a dict is a table of functions, watch only the entries that the code may select.
+        """
         if type(container) not in CONTAINERS:
             names = sorted(self.names | {"__getitem__", "__missing__", "__iter__", "__contains__", "__call__"})
             self.visit_class_attributes(type(container), names, path, container)
@@ -112,8 +115,8 @@ class ContainerSearch(ClassSearch):
         """Accept objects of torch that are constants, and scripted functions that only compute."""
         self.entries.append((path, "opaque", stable_repr(value)))
         if isinstance(value, torch.jit.ScriptFunction):
-            if other := other_statements(value):
-                self.reach.unwatchable.append(f"calls {path}, a scripted function with {other}")
+            if statement := find_impure_statement(value):
+                self.reach.unwatchable.append(f"calls {path}, a scripted function with {statement}")
         elif isinstance(value, OPERATOR_TYPES):
             self.refuse_foreign_namespace(str(value), path)
         elif not isinstance(value, CONSTANTS_OF_TORCH):

@@ -33,7 +33,7 @@ from tigon.runtime.state.instructions import (
 )
 from tigon.runtime.state.known_names import PROBED, PROBED_FUNCTIONS
 
-__all__ = ["Inputs", "decisions", "dependent_variables", "is_condition"]
+__all__ = ["Inputs", "dependent_variables", "find_decisions", "is_condition"]
 
 # Instructions that build the message of an exception begin with one of these names.
 MESSAGE_STEPS = (
@@ -53,14 +53,14 @@ MESSAGE_STEPS = (
 class Inputs(NamedTuple):
     """The arguments with which a function is called.
 
-    If `passed` is a number, the caller passes that many positional arguments after `self`. The last `optional`
-    arguments have defaults, and those that are not passed are settings. If `owns_input` is True, `self` is constructed
-    from the inputs.
+    If `positional_count` is a number, the caller passes that many positional arguments after `self`. The last
+    `default_count` arguments have defaults, and those that are not passed are settings. If `self_holds_inputs` is True,
+    `self` is constructed from the inputs.
     """
 
-    passed: int | None = None
-    optional: int = 0
-    owns_input: bool = False
+    positional_count: int | None = None
+    default_count: int = 0
+    self_holds_inputs: bool = False
 
 
 ANY_INPUTS = Inputs()
@@ -68,14 +68,14 @@ ANY_INPUTS = Inputs()
 
 def _arguments(code: types.CodeType, inputs: Inputs) -> set[str]:
     """Return the arguments of a function that hold inputs, or values computed from inputs."""
-    passed, optional, owns_input = inputs
+    positional_count, default_count, self_holds_inputs = inputs
     count = code.co_argcount + code.co_kwonlyargcount
     arguments = code.co_varnames[: count + bool(code.co_flags & 4) + bool(code.co_flags & 8)]
     is_method = arguments[:1] == ("self",)
-    if passed is not None:
-        required = code.co_argcount - optional
-        arguments = arguments[: max(required, passed + 1)] if is_method else arguments
-    return {*arguments} - ({"self"} if is_method and not owns_input else set())
+    if positional_count is not None:
+        required_count = code.co_argcount - default_count
+        arguments = arguments[: max(required_count, positional_count + 1)] if is_method else arguments
+    return {*arguments} - ({"self"} if is_method and not self_holds_inputs else set())
 
 
 def _reads_only_width(steps: list[dis.Instruction], index: int) -> bool:
@@ -143,7 +143,10 @@ def dependent_variables(
     inputs: Inputs = ANY_INPUTS,
     ignores_width: bool = False,
 ) -> set[str]:
-    """Return the variables that hold an input or a value computed from one; `inherited` are those outside."""
+    """Return the variables that hold an input or a value computed from one.
+
+    `inherited` holds such variables of the function around this one.
+    """
     arguments = _arguments(code, inputs)
     dependent = arguments | (inherited & {*code.co_freevars})
     stores = [i for i, step in enumerate(steps) if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
@@ -173,16 +176,19 @@ def _raises(steps: list[dis.Instruction], index: int) -> bool:
     return False
 
 
-def _is_check(steps: list[dis.Instruction], index: int, caught: list[tuple[int, int, int]]) -> bool:
+def _is_check(steps: list[dis.Instruction], index: int, protected_ranges: list[tuple[int, int, int]]) -> bool:
     """Return True if one side of a condition only raises an exception that this function does not catch."""
-    if any(start <= steps[index].offset < end for start, end, _ in caught):
+    if any(start <= steps[index].offset < end for start, end, _ in protected_ranges):
         return False
     target = next((i for i, step in enumerate(steps) if step.offset == steps[index].argval), len(steps))
     return any(_raises(steps, side) or _leads_to_check(steps, side, index) for side in (index + 1, target))
 
 
 def _leads_to_check(steps: list[dis.Instruction], side: int, index: int) -> bool:
-    """Return True for the first condition in `if a and b: raise`: the second has the same other side, and raises."""
+    """Return True for the first condition in `if a and b: raise`.
+
+    Both conditions jump to the same instruction, and the second condition raises if it does not jump.
+    """
     for i, step in enumerate(steps[side:], side):
         if is_jump(step):
             is_condition = "IF" in step.opname and step.argval == steps[index].argval
@@ -196,7 +202,7 @@ def _leads_to_check(steps: list[dis.Instruction], side: int, index: int) -> bool
 
 
 @functools.cache
-def decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def find_decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lines of the decisions of a function, and of the checks in it.
 
     A check is a condition on the last size of an argument that only raises an exception, as in
@@ -213,7 +219,7 @@ def decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tu
         steps = list(dis.get_instructions(each))
         dependent = dependent_variables(each, steps, inherited, inputs_of_each)
         beyond_width = dependent_variables(each, steps, inherited, inputs_of_each, ignores_width=True)
-        arguments, caught, line = _arguments(each, inputs_of_each), handlers(each), each.co_firstlineno
+        arguments, protected_ranges, line = _arguments(each, inputs_of_each), handlers(each), each.co_firstlineno
         for i, step in enumerate(steps):
             line = line_of(step) or line
             if not is_condition(steps, i):
@@ -224,7 +230,7 @@ def decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tu
                 continue
             if _depends(part, dependent, unchanged):
                 is_width = not _depends(part, beyond_width, unchanged, ignores_width=True)
-                (checks if is_width and _is_check(steps, i, caught) else lines).append(line)
+                (checks if is_width and _is_check(steps, i, protected_ranges) else lines).append(line)
         inner = frozenset(dependent)
         pending += [(c, inner, Inputs()) for c in each.co_consts if isinstance(c, types.CodeType)]
     return tuple(lines), tuple(checks)

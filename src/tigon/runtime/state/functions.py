@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon.runtime.state.bytecode import CodeUse, code_use, digest
-from tigon.runtime.state.decisions import Inputs, decisions
+from tigon.runtime.state.decisions import Inputs, find_decisions
 from tigon.runtime.state.known_names import (
     FACTS_OF_TENSORS,
     IMPURE,
@@ -46,7 +46,7 @@ def _is_helper(function: types.FunctionType) -> bool:
     return package_of(module) in HELPERS and not module.startswith("transformers.models.")
 
 
-def _locator(function: types.FunctionType) -> Callable[[int], str]:
+def _make_locator(function: types.FunctionType) -> Callable[[int], str]:
     """Return a function that describes a line of a function to the user, as "(MLP.forward, model.py:7)"."""
     file = os.path.basename(function.__code__.co_filename)
     return lambda line: f"({function.__qualname__}, {file}:{line})"
@@ -116,15 +116,15 @@ class FunctionSearch(Record):
         self.functions.append(function)
         use = code_use(function.__code__)
         self.add_uses(use)
-        where = _locator(function)
+        where = _make_locator(function)
         # `use.writes` does not contain the attributes that a constructor gives to its new object, because these are no
         # lasting writes.
         self.reach.writes += [f"writes {what} {where(line)}" for what, line in use.writes]
         if not _is_helper(function):
             self.add_decisions(function, use, where)
         self.visit_imports(function, use, where)
-        # The code of transformers looks up many names in configs. Nobody adds these to a module later, so they need no
-        # watch.
+        # The code of transformers looks up many names in configs. No code adds these names to a module later, so they
+        # are not watched.
         if package_of(function.__globals__.get("__name__")) != "transformers":
             self.uses.optional |= use.optional
         self.add_possible_writes(function, use, where)
@@ -133,32 +133,32 @@ class FunctionSearch(Record):
 
     def add_uses(self, use: CodeUse) -> None:
         """Add what a function uses to the uses of the whole search."""
-        self.uses.names |= (use.attributes | use.stored) - {"__dict__", "__class__"}
+        self.uses.names |= (use.attributes | use.stored_names) - {"__dict__", "__class__"}
         self.uses.strings |= use.strings
         self.uses.operations |= use.operations
-        self.uses.typed |= use.typed
+        self.uses.type_tested_names |= use.type_tested_names
         self.uses.all_names |= use.reads_all_attributes
-        self.stored |= use.stored
+        self.stored_names |= use.stored_names
 
     def add_decisions(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
-        """Record how a function depends on its inputs besides their values."""
+        """Record conditions on the inputs of a function, and reads of attributes that the probes do not cover."""
         facts = sorted(use.attributes & FACTS_OF_TENSORS)
         self.reach.unwatchable += [f"reads .{name}, on which its result may depend" for name in facts]
-        lines, checks = decisions(function.__code__, self.inputs_of(function))
+        lines, checks = find_decisions(function.__code__, self.inputs_of(function))
         self.reach.decisions += [f"decides by its input {where(line)}" for line in lines]
         self.checks += [f"decides by its input {where(line)}" for line in checks]
-        self.catches |= use.catches
+        self.catches_exceptions |= use.catches_exceptions
         for name, line in use.reads_of_arguments:
             if name is None or not hasattr(Tensor, name):
                 attribute = "attributes by computed names" if name is None else f".{name}"
-                self.reach.unprobed.append(f"reads {attribute} of its input, if there is one {where(line)}")
+                self.reach.unprobed_reads.append(f"reads {attribute} of its input, if there is one {where(line)}")
 
     def inputs_of(self, function: types.FunctionType) -> Inputs:
-        """Return how the search's caller calls a function; any arguments are expected unless it is the forward."""
+        """Return the arguments with which a function is called. They are known only for the forward of the module."""
         is_forward = isinstance(self.module, nn.Module) and type(self.module).__dict__.get("forward") is function
         # A forward that is called by its name may get more arguments than the recipe passes.
         if self.inputs is None or not is_forward or "forward" in self.names:
-            return Inputs(owns_input=self.owns_input)
+            return Inputs(self_holds_inputs=self.self_holds_inputs)
         return Inputs(self.inputs, len(function.__defaults__ or ()))
 
     def visit_imports(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
@@ -175,7 +175,9 @@ class FunctionSearch(Record):
             self.reach.writes.append(f"may write attributes by their dict {where(use.item_writes[0][1])}")
         names = use.attributes | use.global_names | frozenset(function.__code__.co_freevars)
         self.item_writes += [(method, where(line), names) for method, line in use.item_writes]
-        self.tensor_writes += [(method, where(line), of, use.attributes) for method, line, of in use.tensor_writes]
+        self.tensor_writes += [
+            (method, where(line), receiver, use.attributes) for method, line, receiver in use.tensor_writes
+        ]
         # A constructor that is called by its name may get any object.
         if "__init__" in use.attributes and function.__name__ not in CONSTRUCTORS:
             self.reach.writes.append(f"may write attributes, by __init__ {where(function.__code__.co_firstlineno)}")

@@ -39,7 +39,7 @@ def line_of(step: dis.Instruction) -> int | None:
 
 
 def is_jump(step: dis.Instruction) -> bool:
-    """Return True if an instruction may continue elsewhere."""
+    """Return True if an instruction is a jump, conditional or not."""
     return step.opcode in dis.hasjrel or step.opcode in dis.hasjabs
 
 
@@ -100,7 +100,7 @@ def _follow(steps: list[dis.Instruction], end: int, last: int | None = None) -> 
 
 def _follow_all(steps: list[dis.Instruction], end: int, before: list[int]) -> list[dis.Instruction]:
     """Return the instructions of `a` and of `b` for `a if c else b`; the list is empty if one was not found."""
-    # A value that the last iteration of a loop left, or that `a or b` tests, is not followed.
+    # A value from the last iteration of a loop, or one that `a or b` tests, is not followed.
     if any(steps[i].opname.startswith("JUMP_BACKWARD") or "IF" in steps[i].opname for i in before):
         return []
     parts = [_follow(steps, end, i)[0] for i in before]

@@ -64,7 +64,7 @@ class ModuleSearch(ClassSearch):
             # assigns.
             if not isinstance(attributes[name], Tensor):
                 self.watch(holder, "item", name, attributes[name], f"{path}.{name}")
-            elif name in self.stored:
+            elif name in self.stored_names:
                 self.reach.places.append(Place(holder, "item", name, attributes[name], f"{path}.{name}"))
 
     def watch_class(self, module: nn.Module, path: str, owner: nn.Module | None, skipped: frozenset[str]) -> None:
@@ -74,11 +74,12 @@ class ModuleSearch(ClassSearch):
         special = {"forward", "__call__", "__getattr__", "__getattribute__", "_call_impl"}
         self.visit_class_attributes(kind, sorted(names | special), path, owner)
         # Names that the code assigns, but that are not set yet, are watched as absent too.
-        inherited = [n for n in sorted(names - skipped) if n in self.stored or defines(kind, n, nn.Module.__mro__)]
-        self.watch_absence(attributes, inherited, path, owner=None if owner is None else "dict")
+        may_appear = lambda name: name in self.stored_names or defines(kind, name, nn.Module.__mro__)
+        absent_names = list(filter(may_appear, sorted(names - skipped)))
+        self.watch_absence(attributes, absent_names, path, owner=None if owner is None else "dict")
 
     def watch_call(self, module: nn.Module, path: str) -> None:
-        """Watch that a call of a child is the call that the probes made, because an op makes no such call."""
+        """Watch whatever changes a call of a child (its forward, its hooks), because an op does not call the child."""
         attributes, kind = vars(module), type(module)
         for name in ("forward", *INSTANCE_CALLS):
             if name in attributes:
@@ -136,17 +137,21 @@ class ModuleSearch(ClassSearch):
                     self.describe(value, f"{path}.{name}")
 
     def visit_child_with_tensors(self, child: nn.Module, name: str, path: str) -> None:
-        """Record what the code reads of a child that the probes replace by a plain linear layer."""
-        attributes, known = vars(child), {*MODULE_STATE, "in_features", "out_features"}
-        if name in self.known.typed:
-            self.reach.unprobed.append(f"reads the type of {path}, or of a value computed by it")
-        settings = {n for n in attributes.keys() - known if self.all_names or n in self.names}
-        defined = {n for n in self.names - known if defines(type(child), n, bases_of_torch(type(child)))}
-        for each in sorted(settings | defined):
+        """Record the attributes that the code reads of a child for which the probes use a plain linear layer."""
+        attributes, ignored_names = vars(child), {*MODULE_STATE, "in_features", "out_features"}
+        if name in self.known_uses.type_tested_names:
+            self.reach.unprobed_reads.append(f"reads the type of {path}, or of a value computed by it")
+        settings = {n for n in attributes.keys() - ignored_names if self.all_names or n in self.names}
+        class_names = {n for n in self.names - ignored_names if defines(type(child), n, bases_of_torch(type(child)))}
+        for each in sorted(settings | class_names):
             if not isinstance(attributes.get(each), Tensor):
-                self.reach.unprobed.append(f"may read {path}.{each}, an attribute of a child with weights")
-        # A name that no child has yet may appear on one, or another child may take this one's place.
-        absent = [n for n in sorted(self.known.optional - known) if n.isidentifier() and not has_attribute(child, n)]
+                self.reach.unprobed_reads.append(f"may read {path}.{each}, an attribute of a child with weights")
+        # A name that the child does not have may be added to it later, or another module may take the child's place.
+        absent = [
+            n
+            for n in sorted(self.known_uses.optional - ignored_names)
+            if n.isidentifier() and not has_attribute(child, n)
+        ]
         if absent:
             self.reach.places.append(Place(None, "child", name, child, path))
             self.entries.append((path, "child without", tuple(absent)))

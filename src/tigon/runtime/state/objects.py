@@ -21,6 +21,7 @@ from tigon.runtime.state.places import REGISTERED
 __all__ = [
     "bases_of_torch",
     "defines",
+    "find_impure_statement",
     "has_attribute",
     "holds_tensors",
     "is_filled",
@@ -29,7 +30,6 @@ __all__ = [
     "is_wrapper",
     "names_of_fields",
     "names_of_tensors",
-    "other_statements",
     "package_of",
     "slots_of",
     "special_methods",
@@ -76,7 +76,7 @@ def is_table_of_functions(table: dict) -> bool:
     return all(isinstance(key, str) for key in table) and all(map(callable, values))
 
 
-def other_statements(function: torch.jit.ScriptFunction) -> str | None:
+def find_impure_statement(function: torch.jit.ScriptFunction) -> str | None:
     """Return the kind of a statement in a scripted function that does more than compute; None if there is none."""
     # The stubs of torch declare this property as a method.
     graph: Any = function.inlined_graph
@@ -88,8 +88,8 @@ def other_statements(function: torch.jit.ScriptFunction) -> str | None:
         "prim::ListConstruct",
         "prim::ListUnpack",
     }
-    other = (k for k in sorted(kinds - harmless) if not k.startswith("aten::") or k.endswith("_"))
-    return next(other, None)
+    impure_kinds = (k for k in sorted(kinds - harmless) if not k.startswith("aten::") or k.endswith("_"))
+    return next(impure_kinds, None)
 
 
 def stable_repr(value: Any) -> str:
@@ -136,7 +136,7 @@ def names_of_fields(cls: type) -> set[str]:
             constructor = vars(base).get("__init__")
             if isinstance(constructor, types.FunctionType):
                 # A write to an attribute is recorded with a leading dot.
-                names |= {target[1:] for target, _ in code_use(constructor.__code__).own_writes}
+                names |= {target[1:] for target, _ in code_use(constructor.__code__).constructor_writes}
     return names
 
 

@@ -79,9 +79,9 @@ class Reach:
     places: list[Place] = field(default_factory=list)
     # Reasons why a call may change something that outlives it: an assignment to an attribute, a log entry.
     writes: list[str] = field(default_factory=list)
-    # Reasons why a change may leave no sign: generators of random numbers, iterators, files.
+    # Objects whose changes cannot be noticed by a comparison: generators of random numbers, iterators, files.
     unwatchable: list[str] = field(default_factory=list)
-    # The same state by value: equal for a copy of the module, in this process or in another one.
+    # The state by value. It is equal for a copy of the module, in this process or in another one.
     fingerprint: tuple = ()
     # Containers and objects with attributes, which `preserved` restores.
     containers: list[Any] = field(default_factory=list)
@@ -89,13 +89,13 @@ class Reach:
     # Tensors that are no parameters or buffers of the module, with their paths.
     tensors: list[tuple[Tensor, str]] = field(default_factory=list)
     # Reads of objects that the probes of recognition replace, such as the type of a child with weights.
-    unprobed: list[str] = field(default_factory=list)
+    unprobed_reads: list[str] = field(default_factory=list)
     # Names of all attributes that the code loads from any object.
     names: frozenset[str] = frozenset()
     # Conditions on an input. The probes may have seen only one of their outcomes.
     decisions: list[str] = field(default_factory=list)
     # Paths of the places that `preserved` had to restore.
-    disturbed: list[str] = field(default_factory=list)
+    changed_paths: list[str] = field(default_factory=list)
 
     @property
     def reason(self) -> str | None:
@@ -106,10 +106,10 @@ class Reach:
             return f"its forward {self.writes[0]}"
         if self.unwatchable:
             return f"its forward {self.unwatchable[0]}"
-        if self.unprobed:
-            return f"its forward {self.unprobed[0]}"
-        if self.disturbed:
-            return f"its forward changes {self.disturbed[0]}"
+        if self.unprobed_reads:
+            return f"its forward {self.unprobed_reads[0]}"
+        if self.changed_paths:
+            return f"its forward changes {self.changed_paths[0]}"
         if len(self.places) > MOST_PLACES:
             return f"its forward reads {len(self.places)} settings, too many to check in every call"
         return None
@@ -155,21 +155,21 @@ class Reach:
         finally:
             for container, elements in contents:
                 if not _same_elements(container, elements):
-                    self.disturbed.append(next(p.path for p in self.places if p.owner is container))
+                    self.changed_paths.append(next(p.path for p in self.places if p.owner is container))
                     container.clear()
                     container.update(elements) if isinstance(container, (dict, set)) else container.extend(elements)
-            self.disturbed += [path for tensor, path, before in tensors if _restore_tensor(tensor, before)]
+            self.changed_paths += [path for tensor, path, before in tensors if _restore_tensor(tensor, before)]
             for each, attributes in states:
                 if not _same_items(vars(each), attributes):
-                    self.disturbed.append(next(p.path for p in self.places if p.owner is each))
+                    self.changed_paths.append(next(p.path for p in self.places if p.owner is each))
                     vars(each).clear()
                     vars(each).update(attributes)
             for place in self.places:
                 if type(place.owner) is dict and place.how == "item" and place.owner.get(place.name) is not place.value:
-                    self.disturbed.append(place.path)
+                    self.changed_paths.append(place.path)
                     place.owner[place.name] = place.value
                 elif place.how == "static" and vars(place.owner).get(place.name) is not place.value:
-                    self.disturbed.append(place.path)
+                    self.changed_paths.append(place.path)
                     setattr(place.owner, place.name, place.value)
 
 

@@ -39,7 +39,7 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
     """One pass over everything that is reachable from a module or a function."""
 
     def run(self) -> None:
-        """Visit the module or the function, and decide which possible writes and checks matter."""
+        """Visit the module or the function, and decide which possible writes and checks prevent a replacement."""
         if isinstance(self.module, nn.Module):
             self.visit_module(self.module, "self", None)
         else:
@@ -57,7 +57,7 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
                 self.reach.writes.append(f"may write to {path}, by {method} {where}")
         self.reach.writes += self.writes_to_tensors()
         # Another module with weights raises as well for an input of another width.
-        if self.catches or not isinstance(self.module, nn.Module) or not holds_tensors(self.module):
+        if self.catches_exceptions or not isinstance(self.module, nn.Module) or not holds_tensors(self.module):
             self.reach.decisions += self.checks
         self.reach.fingerprint, self.reach.names = tuple(self.entries), self.names
 
@@ -65,7 +65,8 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
         """Return the reasons why the code may write to a tensor that outlives the call.
 
         `y.mul_(2)` usually writes to a local tensor. Such a method counts as a write if a tensor besides parameters is
-        reachable, or if the expression before it names a tensor of the module or the way to its parameters.
+        reachable, or if the expression before it names a tensor of the module or an attribute that leads to its
+        parameters.
         """
         tensors = names_of_tensors(self.module) if isinstance(self.module, nn.Module) else set()
         outside = next((path for _, path in self.reach.tensors), None)
@@ -179,10 +180,10 @@ def explore(
 
     Children that hold tensors are not searched: the recipe that replaces the forward calls them as the forward does.
     """
-    skipped, known = frozenset(("training", *live)), Uses()
+    skipped, known_uses = frozenset(("training", *live)), Uses()
     while True:
-        search = _Search(module, skipped, frozenset(choices), inputs, known)
+        search = _Search(module, skipped, frozenset(choices), inputs, known_uses)
         search.run()
-        if known.contains(search.uses):
+        if known_uses.contains(search.uses):
             return search.reach
-        known = known.joined(search.uses)
+        known_uses = known_uses.union(search.uses)

@@ -16,45 +16,45 @@ __all__ = ["Record", "Uses"]
 
 @dataclass
 class Uses:
-    """The names that all functions of a search use together."""
+    """The names that the functions of a search use."""
 
     # Attributes of any object that the code loads or stores.
     names: set[str] = field(default_factory=set)
     # Strings in the code and in settings, which may be keys of a table of functions.
     strings: set[str] = field(default_factory=set)
-    # What the code may do with any object, as in `CodeUse.operations`.
+    # Operations that the code may apply to any object, as in `CodeUse.operations`.
     operations: set[str] = field(default_factory=set)
     # Attributes whose type the code reads.
-    typed: set[str] = field(default_factory=set)
+    type_tested_names: set[str] = field(default_factory=set)
     # Names of attributes that may be missing.
     optional: set[str] = field(default_factory=set)
     # True if every attribute counts as read.
     all_names: bool = False
 
     def contains(self, other: "Uses") -> bool:
-        """Return True if `other` uses nothing more."""
-        return self.joined(other) == self
+        """Return True if these uses contain every name of `other`."""
+        return self.union(other) == self
 
-    def joined(self, other: "Uses") -> "Uses":
-        """Return the uses of both."""
+    def union(self, other: "Uses") -> "Uses":
+        """Return the names that are in these uses or in `other`."""
         return Uses(*(getattr(self, f.name) | getattr(other, f.name) for f in fields(self)))
 
 
 class Record:
     """The results of one pass over everything that is reachable.
 
-    `known` holds the uses of earlier passes, which decide which attributes this pass reads. `uses` collects the uses of
-    this pass. Some of them may be new.
+    `known_uses` holds the uses of earlier passes, which decide which attributes this pass reads. `uses` collects the
+    uses of this pass. Some of them may be new.
     """
 
     def __init__(
-        self, module: Any, live: frozenset[str], choices: frozenset[str], inputs: int | None, known: Uses
+        self, module: Any, live: frozenset[str], choices: frozenset[str], inputs: int | None, known_uses: Uses
     ) -> None:
         self.module, self.live, self.choices, self.inputs = module, live, choices, inputs
-        self.names, self.strings, self.all_names = frozenset(known.names), known.strings, known.all_names
-        self.known, self.uses = known, Uses(all_names=known.all_names)
+        self.names, self.strings, self.all_names = frozenset(known_uses.names), known_uses.strings, known_uses.all_names
+        self.known_uses, self.uses = known_uses, Uses(all_names=known_uses.all_names)
         self.reach = Reach()
-        # The parts of the fingerprint.
+        # The parts of the fingerprint. It is a tuple that compares the state by value.
         self.entries: list[tuple] = []
         # The number of each visited object, by its id.
         self.numbers: dict[int, int] = {}
@@ -63,10 +63,10 @@ class Record:
         # Functions whose code the search has read.
         self.functions: list[types.FunctionType] = []
         # Names of attributes that the code assigns.
-        self.stored: set[str] = set()
+        self.stored_names: set[str] = set()
         # Reachable containers, with their paths.
         self.container_paths: list[tuple[str, Any]] = []
-        # The next three matter only together with what the rest of the search finds.
+        # Whether an item of the next three lists prevents a replacement depends on the other results of the search.
         # Writes to items, as (method, place in the source, names in the function).
         self.item_writes: list[tuple[str, str, frozenset[str]]] = []
         # Writes to tensors, as (method, place in the source, names before the method, attributes of the function).
@@ -74,9 +74,9 @@ class Record:
         # Conditions on the width of an input that only raise an exception.
         self.checks: list[str] = []
         # True if a function catches exceptions.
-        self.catches = False
+        self.catches_exceptions = False
         # True while the search visits a class whose objects the code may construct from inputs.
-        self.owns_input = False
+        self.self_holds_inputs = False
         # Attributes of trusted Python modules that are watched already, as (id of the Python module, name).
         self.links: set[tuple[int, str]] = set()
 

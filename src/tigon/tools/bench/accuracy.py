@@ -83,8 +83,10 @@ class BoundProvider:
     def results(self) -> Results:
         """Return the outputs and gradients of one call by name."""
         outputs, gradients = self()
-        named = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
-        return named | {f"gradient of {n}": g for n, g in zip(self._inputs.grad_names, gradients, strict=True)}
+        outputs_by_name = {f"output {i}": output.detach() for i, output in enumerate(outputs)}
+        return outputs_by_name | {
+            f"gradient of {n}": g for n, g in zip(self._inputs.grad_names, gradients, strict=True)
+        }
 
 
 # --- references ----------------------------------------------------------------------------------
@@ -171,9 +173,9 @@ def typical_loss_error(case: Case, inputs: Inputs) -> float:
     wide_weight, softcap = weight.to(_wide(case)), case.options.get("softcap")
     total = torch.zeros((), dtype=_wide(case), device=x.device)
     for rows in _chunks(x.shape[0], weight.shape[0]):
-        rounded = head_logits(x[rows], weight, softcap)
+        rounded_logits = head_logits(x[rows], weight, softcap)
         exact = head_logits(x[rows].to(_wide(case)), wide_weight, softcap)
-        errors = [F.cross_entropy(z.to(_wide(case)), target[rows], reduction="none") for z in (rounded, exact)]
+        errors = [F.cross_entropy(z.to(_wide(case)), target[rows], reduction="none") for z in (rounded_logits, exact)]
         total = total + (errors[0] - errors[1]).square().sum()
     return ((total**0.5) / (target >= 0).sum()).item()
 
@@ -210,8 +212,9 @@ class Verdict:
 def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0) -> Verdict:
     """Compare every output and gradient, and name the first that breaks the rule.
 
-    Eager code can get a single number right by luck, and then its error sets no useful limit. So its error in a loss
-    counts as at least `typical`, its standard error, in the ratios, and as at least twice that in the rule.
+    Eager code can compute a single number exactly by chance, and then its error sets no useful limit. In the ratios,
+    its error in a loss therefore counts as at least `typical`, its standard error, and in the rule as at least twice
+    that.
     """
     wrong = ""
     errors: dict[str, Errors] = {}

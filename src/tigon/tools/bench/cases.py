@@ -39,7 +39,7 @@ class Case:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Return what is unusual about the case, in words."""
+        """Return words for the options that differ from the usual case."""
         words = [f"{key}={_as_word(value)}" for key, value in self.options.items()]
         words += [f"ignored={self.ignored:g}"] if self.ignored else []
         words += [f"frozen={name}" for name in self.frozen]

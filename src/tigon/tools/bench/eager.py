@@ -58,13 +58,13 @@ def _softmax(case: Case) -> Run:
 # --- rope ----------------------------------------------------------------------------------------
 
 
-def _turn(x: Tensor) -> Tensor:
+def _rotate_half(x: Tensor) -> Tensor:
     """Return the negated second half followed by the first half."""
     first, second = x.chunk(2, -1)
     return torch.cat((-second, first), -1)
 
 
-def _turn_pairs(x: Tensor) -> Tensor:
+def _rotate_pairs(x: Tensor) -> Tensor:
     return torch.stack((-x[..., 1::2], x[..., 0::2]), -1).flatten(-2)
 
 
@@ -89,10 +89,10 @@ def _rope(case: Case) -> Run:
         if layout == "deinterleaved":
             cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
             return _deinterleaved(q, cos, sin), _deinterleaved(k, cos, sin)
-        turn = _turn
+        turn = _rotate_half
         if layout == "interleaved":
             cos, sin = (table.chunk(2, -1)[0].repeat_interleave(2, -1) for table in (cos, sin))
-            turn = _turn_pairs
+            turn = _rotate_pairs
         return q * cos + turn(q) * sin, k * cos + turn(k) * sin
 
     return run

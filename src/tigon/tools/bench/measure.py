@@ -99,11 +99,11 @@ class Meter:
         self.prepare(bound)
         start = time.perf_counter()
         result = bound()
-        returned = time.perf_counter()
+        return_time = time.perf_counter()
         self.synchronize()
-        done = time.perf_counter()
+        end_time = time.perf_counter()
         del result
-        return (done - start) * 1e3, (returned - start) * 1e3
+        return (end_time - start) * 1e3, (return_time - start) * 1e3
 
     def peak_bytes(self, bound: BoundProvider) -> int | None:
         """Return the largest sum of live allocations during a call, its results included."""
@@ -291,7 +291,7 @@ _NOT_WORK = ("Context Sync", "Stream Sync", "Event Sync", "Stream Wait Event", "
 
 @contextlib.contextmanager
 def _quiet_profile(activities: list[ProfilerActivity], **options: Any) -> Iterator[profile]:
-    # Otherwise Kineto writes lines between those of the progress bar.
+    # Without this setting, Kineto writes lines between those of the progress bar.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with warnings.catch_warnings():
         # torch warns that a profile without a schedule has one cycle only.

@@ -54,7 +54,7 @@ def torch_cross_entropy(case: Case) -> Run:
 def torch_linear_cross_entropy(case: Case) -> Run:
     if not hasattr(F, "linear_cross_entropy"):
         raise Unsupported("torch.nn.functional.linear_cross_entropy is in torch 2.13 and later")
-    # It computes one product of all tokens, which is summed in fp32.
+    # Torch computes one product of all tokens, which is summed in fp32.
     _refuse_other_options(case, "acc_dtype")
     return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
 
@@ -120,7 +120,7 @@ def liger_rope(case: Case) -> Run:
 
 
 def liger_qk_norm_rope(case: Case) -> Run:
-    """Load its norm, which reads each head as it is stored, (B, S, H, D), and then its rope."""
+    """Load Liger's norm, which reads each head as it is stored, (B, S, H, D), and then Liger's rope."""
     from liger_kernel.ops import LigerRMSNormFunction
     from liger_kernel.transformers import liger_rotary_pos_emb
 
@@ -202,7 +202,7 @@ def liger_jsd(case: Case) -> Run:
 
     _refuse_other_options(case, "beta", "from_logits")
     loss = LigerJSD(beta=case.options.get("beta", 0.5))
-    # It accepts log-probabilities only, so torch's log_softmax converts logits, as in its own distillation code.
+    # LigerJSD accepts log-probabilities only, so torch's log_softmax converts logits, as in Liger's distillation code.
     convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
     return lambda input, target: (loss(convert(input, -1), convert(target, -1)),)
 
@@ -304,7 +304,7 @@ def quack_cross_entropy(inplace: bool) -> Callable[[Case], Run]:
 def quack_linear_cross_entropy(case: Case) -> Run:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    # It always sums in fp32.
+    # Quack always sums in fp32.
     _refuse_other_options(case, "acc_dtype")
     # Version 0.6.5 raises if the chunk, 4096 by default, equals H.
     chunk = 4096 if case.shape[1] != 4096 else 8192
@@ -330,7 +330,7 @@ def cce(exact: bool) -> Callable[[Case], Run]:
 
 
 def trl_linear_cross_entropy(case: Case) -> Run:
-    """Load the chunked log-probabilities of its trainers; as there, only the valid positions are scored.
+    """Load the chunked log-probabilities of TRL's trainers; as there, only the valid positions are scored.
 
     The module that defines the function needs little, but its backward pass imports `trl.trainer.utils`, which needs
     accelerate, datasets, huggingface_hub and pandas.
@@ -338,7 +338,7 @@ def trl_linear_cross_entropy(case: Case) -> Run:
     # `from trl.trainer import utils` would raise an error that does not name the missing package.
     utils = import_module("trl.trainer.utils")
     function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
-    # It always sums in fp32.
+    # TRL always sums in fp32.
     _refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
     softcap, returns_log_probs, returns_entropy = (
         case.options.get(name) for name in ("softcap", "return_log_probs", "return_entropy")

@@ -34,7 +34,7 @@ COLOURS = {
 ANOTHER_REVISION = "#7a3b00"
 # The heights of a bar and of a panel of lines, in inches.
 BAR, LINES = 0.27, 3.2
-# At least so many cases make a line.
+# The smallest number of cases that are drawn as a line.
 LINE_CASES = 3
 # This follows the name of a peer whose results are wrong.
 INACCURATE = " (inaccurate)"
@@ -97,10 +97,10 @@ def find_sweeps(cases: dict[str, list[BenchRow]]) -> tuple[list[Sweep], dict[str
 
 def draw(rows: Iterable[BenchRow], folder: Path, machine: str) -> list[Path]:
     """Write a picture of each family, and one more of the cases with the tag `linear`; return the files."""
-    measured = [row for row in rows if row.status == "ok" and row.time_ms is not None]
-    measured.sort(key=lambda row: row.family)
+    measured_rows = [row for row in rows if row.status == "ok" and row.time_ms is not None]
+    measured_rows.sort(key=lambda row: row.family)
     files = []
-    for family, family_rows in groupby(measured, key=lambda row: row.family):
+    for family, family_rows in groupby(measured_rows, key=lambda row: row.family):
         group = list(family_rows)
         files.append(folder / f"{family}.png")
         _draw_family(family, group, files[-1], machine)
@@ -175,8 +175,8 @@ def _label(provider: str, sweep: Sweep) -> str:
 
 def _memory_axis(axes: Axes, values: list[float | None]) -> None:
     """Label the axis, and make it logarithmic if the values are far apart."""
-    known = [value for value in values if value]
-    if known and max(known) > 30 * min(known):
+    positive_values = [value for value in values if value]
+    if positive_values and max(positive_values) > 30 * min(positive_values):
         axes.set_yscale("log")
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
@@ -271,12 +271,12 @@ def _products_bars(axes: Axes, places: list[float], rows: list[BenchRow]) -> Non
 def _memory_bars(axes: Axes, places: list[float], rows: list[BenchRow]) -> None:
     """Draw a bar from the left edge to each value. A value below the edge has a number and no bar."""
     values = [row.peak_above_gradients_mib for row in rows]
-    known = [value for value in values if value is not None and value > 0]
-    edge = max(1.0, min(known, default=1.0) / 2)
+    positive_values = [value for value in values if value is not None and value > 0]
+    edge = max(1.0, min(positive_values, default=1.0) / 2)
     lengths = [max(value or 0.0, edge) - edge for value in values]
     bars = axes.barh(places, lengths, left=edge, color=[_colour(row.provider) for row in rows], height=0.8)
     axes.bar_label(bars, ["" if v is None else f" {round(v):,} MiB" for v in values], fontsize=7)
     axes.set_xscale("log")
-    axes.set_xlim(edge, max([*known, 10 * edge]) * 6)
+    axes.set_xlim(edge, max([*positive_values, 10 * edge]) * 6)
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")

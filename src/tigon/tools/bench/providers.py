@@ -82,7 +82,7 @@ def _compiled(op: str) -> Callable[[Case], Run]:
     return lambda case: torch.compile(load(case), dynamic=False)
 
 
-# These notes say what eager code is where a reader would not guess it.
+# These notes describe eager code that a reader would not expect.
 _EAGER_NOTES = {
     "layer_norm": "F.layer_norm, which models call",
     "moe_mlp": "expert by expert, waiting for each",
@@ -203,11 +203,14 @@ def select(op: str, words: str | None) -> list[Provider]:
     names = {provider.name for row in PROVIDERS.values() for provider in row}
     for word in split_words(words):
         if word.removeprefix("-") not in names:
-            raise ValueError(f"bench: providers must be among {', '.join(sorted(names))} (-name drops), got {word!r}")
-    excluded = {word[1:] for word in split_words(words) if word.startswith("-")}
-    included = {word for word in split_words(words) if not word.startswith("-")}
+            raise ValueError(
+                f"bench: providers must be among {', '.join(sorted(names))} (-NAME excludes one), got {word!r}"
+            )
+    excluded_names = {word[1:] for word in split_words(words) if word.startswith("-")}
+    included_names = {word for word in split_words(words) if not word.startswith("-")}
     return [
         provider
         for provider in PROVIDERS[op]
-        if provider.name not in excluded and (provider.name in included if included else not provider.on_request)
+        if provider.name not in excluded_names
+        and (provider.name in included_names if included_names else not provider.on_request)
     ]

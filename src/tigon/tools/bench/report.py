@@ -82,11 +82,11 @@ def legend(products: bool) -> str:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that can change a result."""
     # torch's own version has the build, as in 2.11.0+cu130.
-    installed = environment.versions() | {"torch": torch.__version__}
+    package_versions = environment.versions() | {"torch": torch.__version__}
     for package in PEERS:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[package] = importlib.metadata.version(package)
-    return installed
+            package_versions[package] = importlib.metadata.version(package)
+    return package_versions
 
 
 def describe_machine(device: torch.device) -> dict[str, object]:
@@ -299,12 +299,12 @@ def terminal_table(rows: list[BenchRow]) -> Group:
     """Return a table of the rows of one case for the terminal, with the notes below it."""
     # Notes are long, so they follow the table.
     columns = _columns(rows)[:-1]
-    measured = [row for row in rows if row.status == "ok"]
-    best = min((row.time_ms for row in measured if row.time_ms and row.provider != "products"), default=None)
+    measured_rows = [row for row in rows if row.status == "ok"]
+    best = min((row.time_ms for row in measured_rows if row.time_ms and row.provider != "products"), default=None)
     table = Table("provider", box=box.SIMPLE, show_edge=False, pad_edge=False)
     for title, _ in columns:
         table.add_column(title, justify="right", no_wrap=True)
-    for row in measured:
+    for row in measured_rows:
         style = "bold green" if row.time_ms == best and row.provider != "products" else ""
         table.add_row(row.provider, *(cell(row) for _, cell in columns), style=style)
     notes = [(row, f"{row.provider}: {_note(row)}") for row in rows if _note(row)]

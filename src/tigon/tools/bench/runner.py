@@ -216,13 +216,15 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, show_step: ShowStep)
         verdict = _attempt(entry, meter, partial(_verdict, entry, baseline, meter))
         if verdict is not None:
             _judge_row(entry.row, verdict, checked_at)
-        changed = baseline.inputs.fingerprints()
-        written = [name for name, fingerprint in fingerprints.items() if changed[name] != fingerprint]
-        if written:
+        new_fingerprints = baseline.inputs.fingerprints()
+        overwritten_names = [
+            name for name, fingerprint in fingerprints.items() if new_fingerprints[name] != fingerprint
+        ]
+        if overwritten_names:
             # All providers share the inputs, so a provider that overwrites them must not be called again.
             if entry.is_active:
                 entry.row.status = "wrong" if entry.provider.name == "tigon" else "error"
-                entry.row.note = f"not timed: writes over its inputs: {', '.join(written)}"
+                entry.row.note = f"not timed: writes over its inputs: {', '.join(overwritten_names)}"
             # The old inputs are released before the new ones are made.
             baseline.inputs = Inputs({})
             baseline.inputs = baseline.case.make(meter.device, seed=1)

@@ -60,10 +60,10 @@ def session(
             settings["against"] = _add_revision(revision, providers_of, stack)
         make_folder(folder)
         rows = _run(selected_cases, providers_of, target, settings, folder, console)
-    failed = [row for row in rows if row.failed]
-    for row in failed:
+    failed_rows = [row for row in rows if row.failed]
+    for row in failed_rows:
         console.print(f"{row.case}: tigon: {row.status}: {row.note}", style="bold red", markup=False, soft_wrap=True)
-    return INTERRUPTED if settings["interrupted"] else int(bool(failed))
+    return INTERRUPTED if settings["interrupted"] else int(bool(failed_rows))
 
 
 def _add_revision(

@@ -58,7 +58,7 @@ def compile_case(case: str, chip_name: str) -> list[Usage]:
     from tigon.tools.compile.targets import resources as resources_of
 
     chip = next(chip for chip in CHIPS if chip.name == chip_name)
-    # A dict keeps the order of the kernels and has each once.
+    # A dict keeps the order of the kernels and holds each kernel once.
     usages: dict[Usage, None] = {}
     with recorded(chip) as launches:
         try:
@@ -117,12 +117,12 @@ def resources(
         if usage.problem:
             text = f"{usage.kernel}, {usage.case}, {usage.chip}: {usage.problem}"
             console.print(text, style="bold red", markup=False, soft_wrap=True)
-    failed = sum(bool(usage.problem) for usage in usages)
-    console.print(f"{len(usages)} kernels compiled, {failed} with a problem.")
+    problem_count = sum(bool(usage.problem) for usage in usages)
+    console.print(f"{len(usages)} kernels compiled, {problem_count} with a problem.")
     if out is not None:
         write_file(out, _json(usages) if out.suffix == ".json" else _markdown(usages), "--out")
         say_written(console, out)
-    if interrupted or failed:
+    if interrupted or problem_count:
         raise typer.Exit(INTERRUPTED if interrupted else 1)
 
 

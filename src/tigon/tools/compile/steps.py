@@ -60,7 +60,7 @@ def _valid_rows() -> None:
 
 
 def _adamw(n: int, dtype: torch.dtype, **options: Any) -> None:
-    """Run a step of the optimiser, which is no function of tensors."""
+    """Run a step of the optimizer, which is not a function of tensors."""
     parameter = torch.zeros(n, dtype=dtype, requires_grad=True)
     parameter.grad = parameter.detach()
     tigon.AdamW([parameter], **options).step()

@@ -114,23 +114,23 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
 
 
 def _source(launch: Launch) -> ASTSource:
-    """Return what Triton compiles for the launch, specialised as for tensors whose addresses are aligned."""
+    """Return the source that Triton compiles for the launch, specialised for tensors whose addresses are aligned."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], object] = {}
     attributes: dict[tuple[int], list] = {}
     for index, parameter in enumerate(launch.kernel.params):
         name, value = parameter.name, launch.arguments[parameter.name]
-        specialised = not parameter.do_not_specialize
-        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and specialised):
+        is_specialised = not parameter.do_not_specialize
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and is_specialised):
             signature[name], constants[(index,)] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):
-            signature[name], aligned = f"*{TYPES[value.dtype]}", True
+            signature[name], is_aligned = f"*{TYPES[value.dtype]}", True
         elif isinstance(value, int):
-            signature[name], aligned = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
+            signature[name], is_aligned = "i32" if abs(value) < 2**31 else "i64", value % 16 == 0
         else:
-            signature[name], aligned = "fp32", False
-        if aligned and specialised:
+            signature[name], is_aligned = "fp32", False
+        if is_aligned and is_specialised:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source_type = ASTSource
     if gluon is not None and launch.kernel.is_gluon():
@@ -152,20 +152,20 @@ def resources(launch: Launch, chip: Chip) -> KernelResources:
     Raises:
         Exception: the kernel does not compile. The error is that of Triton.
     """
-    built = triton.compile(_source(launch), target=chip.target, options=launch.options)
+    compiled_kernel = triton.compile(_source(launch), target=chip.target, options=launch.options)
     if chip.target.backend == "cuda":
         tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            Path(file.name).write_bytes(built.asm["cubin"])
+            Path(file.name).write_bytes(compiled_kernel.asm["cubin"])
             text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         registers, spilled = (_number(rf"{word}:(\d+)", text) for word in ("REG", "STACK"))
     else:
-        text = built.asm["amdgcn"]
+        text = compiled_kernel.asm["amdgcn"]
         registers, spilled = (_number(rf"\.{word}:\s*(\d+)", text) for word in ("vgpr_count", "vgpr_spill_count"))
     return {
         "kernel": launch.kernel.__name__,
-        "threads": built.metadata.num_warps * chip.target.warp_size,
+        "threads": compiled_kernel.metadata.num_warps * chip.target.warp_size,
         "registers": registers,
         "spilled": spilled,
-        "shared": built.metadata.shared,
+        "shared": compiled_kernel.metadata.shared,
     }

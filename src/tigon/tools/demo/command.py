@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["demo"]
 
-# Exit codes. Bad input is 2.
+# These are exit codes. The exit code for bad input is 2.
 CURVES_DIFFER, RUN_FAILED = 1, 3
 
 
@@ -30,11 +30,11 @@ def _introduce(console: "Console", plan: "DemoPlan") -> None:
         f"[bold]{plan.model_class}[/], {plan.parameters / 1e6:,.1f}M parameters, random weights, {preset.dtype}, "
         f"on {escape(device_name(job.device))}"
     )
-    cut = f", its first {corpus.characters / 1e6:.0f} MB" if corpus.truncated else ""
-    cached = ", cached" if tokens.cached else ""
+    cut = f", its first {corpus.characters / 1e6:.0f} MB" if corpus.is_truncated else ""
+    cache_note = ", cached" if tokens.is_cached else ""
     console.print(
         f"Text: {escape(corpus.name)}{cut}, {len(corpus.documents):,} files, {tokens.count:,} tokens "
-        f"(BPE of {tokens.entries:,} entries trained on it{cached})"
+        f"(BPE of {tokens.entries:,} entries trained on the text{cache_note})"
     )
     if tokens.entries < preset.vocab_size:
         console.print(
@@ -66,7 +66,7 @@ def _conclude(
         else:
             worst = comparison.worst
             console.print(
-                f"[bold red]The curves part[/]: {comparison.differences[worst]:.1e} of the loss at step {worst + 1}, "
+                f"[bold red]The curves differ[/]: {comparison.differences[worst]:.1e} of the loss at step {worst + 1}, "
                 f"where {comparison.tolerances[worst]:.0e} is allowed."
             )
             code = CURVES_DIFFER
@@ -76,9 +76,10 @@ def _conclude(
             console.print(f"[bold red]{run.title} failed[/] after {len(run.losses)} steps: {escape(run.failure)}")
             code = RUN_FAILED
     if interrupted:
-        done = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
+        step_counts = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
         console.print(
-            f"[bold yellow]Interrupted[/]: of {plan.first.preset.steps} steps were done: {done}. The report has them."
+            f"[bold yellow]Interrupted[/]: of {plan.first.preset.steps} steps were done: {step_counts}. "
+            "The report has them."
         )
         code = INTERRUPTED
     console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")

@@ -69,13 +69,13 @@ def _check_memory(parameters: int, preset: Preset, device: str) -> None:
     """Refuse a model whose parameters, gradients and two moments of AdamW alone need more memory than is free."""
     import psutil
 
-    needed = parameters * 4 * getattr(torch, preset.dtype).itemsize * (2 if preset.take_turns else 1)
+    required_bytes = parameters * 4 * getattr(torch, preset.dtype).itemsize * (2 if preset.take_turns else 1)
     on_gpu = torch.device(device).type == "cuda"
     free = torch.cuda.mem_get_info(device)[0] if on_gpu else psutil.virtual_memory().available
-    if needed > free:
+    if required_bytes > free:
         raise typer.BadParameter(
             f"must be a model that fits: {parameters / 1e6:,.0f}M parameters, gradients and optimizer states need "
-            f"{needed / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free",
+            f"{required_bytes / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free",
             param_hint="--model-type",
         )
 

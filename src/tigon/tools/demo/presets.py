@@ -43,7 +43,7 @@ class Preset(Shape):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step."""
+        """Return the number of tokens of a step."""
         return self.batch * self.seq
 
 

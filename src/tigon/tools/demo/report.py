@@ -39,7 +39,8 @@ COLOURS = ("#8a8f98", "#e8731c")
 class Tolerance:
     """The largest difference that the losses of a step may have, relative to the loss.
 
-    It is `first` at the first step and grows tenfold every 30 steps, because training amplifies rounding; at most 3 %.
+    It is `first` at the first step and grows tenfold every 30 steps, because training amplifies rounding. It is at
+    most 3 %.
     """
 
     first: float
@@ -54,22 +55,23 @@ class Tolerance:
         return min(0.03, self.first * 10 ** (step / 30))
 
 
-# Measured with the CPU preset. `--noise` is stock against stock with the sequences of each batch in reverse order.
-# Faults show as larger differences in fp32: if the gradient of 1 token of 2048 is lost, 5e-5 at step 4; if the
-# gradients of the norms' weights are lost, 8e-5 at step 5 and 2e-3 at step 14.
+# The fp32 tolerance was measured with the CPU preset. `--noise` compares stock with stock, with the sequences of each
+# batch in reverse order. A fault shows as a larger difference in fp32: 5e-5 at step 4 if the gradient of 1 token of
+# 2048 is lost, and 8e-5 at step 5 and 2e-3 at step 14 if the gradients of the norms' weights are lost.
 TOLERANCE = {
     "float32": Tolerance(
         1e-5,
         "Tigon adds in another order than stock, and training amplifies the difference of the rounding: stock against "
         "itself (--noise) differed by 2e-07 within 30 steps, by 1e-03 within 150.",
     ),
-    # Measured on an H200 with the CUDA preset: stock against itself 9e-4 (llama, 30 steps) and 7e-4 (phi3, 12 steps);
-    # patched against stock, which rounds in more places, up to 1.7e-3 (seven model types, 12 to 30 steps) in bf16, and
-    # 1.7e-6 in fp32 (phi3, 8 steps). Training in bf16 and in fp32, both stock, are 1e-2 apart from step 6 on (phi3).
+    # The bf16 tolerance was measured on an H200 with the CUDA preset. Stock differs from itself by 9e-4 (llama, 30
+    # steps) and 7e-4 (phi3, 12 steps). Patched differs from stock, which rounds in more places, by up to 1.7e-3 in bf16
+    # (seven model types, 12 to 30 steps) and by 1.7e-6 in fp32 (phi3, 8 steps). Stock in bf16 differs from stock in
+    # fp32 by 1e-2 from step 6 on (phi3).
     "bfloat16": Tolerance(
         2e-3,
         "bf16 rounds to three digits, stock in more places than Tigon: stock in bf16 differs from stock in fp32 by up "
-        "to 1e-02 within 8 steps. For a sharper comparison: --dtype float32.",
+        "to 1e-02 within 8 steps. --dtype float32 gives a sharper comparison.",
     ),
 }
 
@@ -79,7 +81,8 @@ class DemoComparison:
     """The second run against the first, over the steps that both have done.
 
     `differences` are |a - b| / max(|a|, 1) of the losses of each step, infinite where a loss is not finite. `largest`
-    is the index of the largest difference, `worst` of the one that is largest relative to its tolerance.
+    is the index of the largest difference, and `worst` the index of the difference that is largest relative to its
+    tolerance.
     """
 
     differences: list[float]
@@ -198,7 +201,7 @@ def write_report(
             "source": corpus.name,
             "documents": len(corpus.documents),
             "characters": corpus.characters,
-            "truncated": corpus.truncated,
+            "truncated": corpus.is_truncated,
             "tokens": tokens.count,
             "bpe_entries": tokens.entries,
         },
@@ -249,7 +252,7 @@ def plot_speed_memory(path: Path, first: DemoRun, second: DemoRun, subtitle: str
         ])  # fmt: skip
         ratio = _ratio(*values)
         if values[1] is not None and ratio is not None:
-            # Inside the bar, where it cannot overlap the text above.
+            # The text is inside the bar, where it cannot overlap the text above the bar.
             axes.text(
                 1, values[1] / 2, f"{ratio:.2f}x", ha="center", va="center", fontsize=15, weight="bold", color="white"
             )  # fmt: skip

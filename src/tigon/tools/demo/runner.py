@@ -55,9 +55,9 @@ class DemoRun(TrainingRun):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory above parameters, gradients and optimizer states; 0 before the first step."""
-        allocated = self.measurement.allocated
-        return 0 if allocated is None else allocated - self.facts["state_bytes"]
+        """Return the peak memory above parameters, gradients and optimizer states; 0 before the first step."""
+        peak = self.measurement.allocated
+        return 0 if peak is None else peak - self.facts["state_bytes"]
 
     def next_point(self) -> str | None:
         if len(self.losses) == self.preset.steps:
@@ -76,8 +76,8 @@ class DemoRun(TrainingRun):
             self.measurement.add(event)
             self.display.show_step(self)
             return True
-        refused = event["event"] == "refused"
-        self.failure = event["note"] if refused else "\n".join(filter(None, (event["reason"], event.get("log"))))
+        is_refused = event["event"] == "refused"
+        self.failure = event["note"] if is_refused else "\n".join(filter(None, (event["reason"], event.get("log"))))
         self.display.show_state(self, self.failure.splitlines()[0])
         if event["event"] != "out of memory":
             raise OtherRunsEnd

@@ -18,13 +18,13 @@ from tigon.tools.presets import PRESETS, preset_config
 
 __all__ = ["NotInspected", "build", "default_config", "find_config", "find_preset", "quietly"]
 
-# Auto classes of transformers. The class that trains the whole model with its loss comes first.
+# These are auto classes of transformers. The class that trains the whole model with its loss comes first.
 AUTO_CLASSES = ("AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModel")
 MODEL_RULE = "must be a model type, owner/name on the hub, or a file or folder that exists"
 
 
 class NotInspected(ValueError):
-    """The reason why a model cannot be inspected."""
+    """The model cannot be inspected; the message says why."""
 
 
 def _one_line(error: BaseException) -> str:
@@ -120,7 +120,7 @@ def find_preset(model: str, choices: str, *, trust_remote_code: bool = False) ->
 
     Args:
         model: The name of a preset, or an argument of `find_config`.
-        choices: What the error message offers, such as "one of A, B".
+        choices: The choices that the error message names, such as "one of A, B".
         trust_remote_code: Whether code of the repository may run.
 
     Raises:
@@ -131,7 +131,7 @@ def find_preset(model: str, choices: str, *, trust_remote_code: bool = False) ->
         return preset_config(model)
     try:
         return find_config(model, trust_remote_code=trust_remote_code)
-    # This is a ValueError too, but its message is complete.
+    # NotInspected is a ValueError too, but its message is complete.
     except NotInspected:
         raise
     except ValueError as error:
@@ -162,5 +162,5 @@ def build(config: Any, *, trust_remote_code: bool = False, attention: str | None
         with quietly(), torch.device("meta"), torch.random.fork_rng(devices=[]):
             return getattr(transformers, auto_class).from_config(config, **options), auto_class
     except Exception as error:
-        reason = f"no {config.model_type} can be built from {type(config).__name__} as it is ({_one_line(error)})"
+        reason = f"no {config.model_type} can be built from this {type(config).__name__} ({_one_line(error)})"
         raise NotInspected(reason) from error

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "Inspection", "inspect_config"]
 
-# Groups of parts, as a reader knows them. A report lists the parts.
+# The table shows these groups of parts. The report lists the parts.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "relu2", "experts"),
@@ -43,7 +43,7 @@ class Inspection:
         """Return for each group the number of replaced modules, and the number of all modules that resemble it."""
         count = lambda entries: sum(entry.count for entry in entries)
         entries = {group: self.entries(group) for group in GROUPS}
-        return {group: (count(e for e in listed if e.replaced), count(listed)) for group, listed in entries.items()}
+        return {group: (count(e for e in part if e.replaced), count(part)) for group, part in entries.items()}
 
     def as_json(self) -> dict[str, Any]:
         """Return the whole result as values that `json` can write."""
@@ -77,7 +77,7 @@ class Inspection:
         if self.others:
             console.print("Blank: no op of Tigon computes this class.", style="dim")
         coverage = [
-            f"{group} {replaced:,} of {total:,}" if total else f"{group} none found"
+            f"{group} {replaced:,} of {total:,}" if total else f"{group} none recognised"
             for group, (replaced, total) in self.coverage().items()
         ]
         console.print(f"Replaced: {escape(', '.join(coverage))}.")
@@ -129,8 +129,10 @@ def inspect_config(config: Any, *, trust_remote_code: bool = False) -> Inspectio
         report = tigon.patch(model)
     if auto_class == "AutoModel":
         report.notes.append(f"transformers has no class with a language head for {config.model_type}: this is its body")
-    listed = {name for entry in report.entries for name in entry.names}
-    others = collections.Counter(type(module).__name__ for name, module in model.named_modules() if name not in listed)
+    names_in_report = {name for entry in report.entries for name in entry.names}
+    others = collections.Counter(
+        type(module).__name__ for name, module in model.named_modules() if name not in names_in_report
+    )
     return Inspection(
         type(model).__name__,
         config.model_type,

@@ -81,14 +81,14 @@ def make_row(model_type: str) -> TypeRow:
     )
 
 
-def _totals(rows: list[TypeRow], failed: dict[str, str]) -> str:
+def _totals(rows: list[TypeRow], failures: dict[str, str]) -> str:
     """Return the number of types, and for each group the number of types by what is replaced in them."""
     lines = [
-        f"Of {len(rows) + len(failed)} types, {len(rows)} can be built from the defaults of their config class.",
+        f"Of {len(rows) + len(failures)} types, {len(rows)} can be built from the defaults of their config class.",
         "",
     ]
     lines += [
-        "| | replaced | of these, partly | recognised, all left | none |",
+        "| | replaced | of these, some modules left | all modules left | no such module |",
         "|---|---|---|---|---|",
     ]
     for group in GROUPS:
@@ -125,19 +125,19 @@ def models_page() -> str:
     import transformers
 
     rows: list[TypeRow] = []
-    failed: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for model_type in causal_lm_types():
         try:
             rows.append(make_row(model_type))
         except NotInspected as error:
-            failed[model_type] = str(error)
+            failures[model_type] = str(error)
     page = INTRODUCTION.format(
         tigon=tigon.__version__,
         transformers=transformers.__version__,
-        totals=_totals(rows, failed),
+        totals=_totals(rows, failures),
     )
     page += f"\n## By type\n\n{table(rows)}\n"
-    if failed:
+    if failures:
         page += NOT_BUILT
-        page += "".join(f"- {_plain(name)}: {_plain(reason)}\n" for name, reason in failed.items())
+        page += "".join(f"- {_plain(name)}: {_plain(reason)}\n" for name, reason in failures.items())
     return page

@@ -76,7 +76,7 @@ def plan(
     The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
     """
     from tigon.tools.inspect.build import find_preset
-    from tigon.tools.plan.planner import Settings, TooLong, recommended
+    from tigon.tools.plan.planner import Settings, TooLong, recommend
     from tigon.tools.plan.report import as_json, print_plan
     from tigon.tools.presets import PRESETS
 
@@ -124,7 +124,7 @@ def plan(
     except KeyboardInterrupt:
         console.print("[bold yellow]Interrupted[/]")
         raise typer.Exit(INTERRUPTED) from None
-    if recommended(plans, settings, batch is not None) is None:
+    if recommend(plans, settings, batch is not None) is None:
         raise typer.Exit(NOTHING_FITS)
 
 

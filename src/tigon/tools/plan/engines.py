@@ -60,14 +60,14 @@ def optimizer_costs(name: str, sizes: list[int], dtype: torch.dtype) -> Optimize
 
 
 class Replicated:
-    """Every GPU holds all parameters and gradients. With DDP it also holds buckets in which gradients are reduced."""
+    """One GPU, or DDP: every GPU holds all parameters and gradients. DDP also needs buckets to reduce gradients."""
 
     def __init__(self, model: nn.Module, gpus: int) -> None:
         self.parameters = list(model.parameters())
-        trained = sum(p.nbytes for p in self.parameters if p.requires_grad)
-        self.buckets = trained if gpus > 1 else 0
+        gradient_bytes = sum(p.nbytes for p in self.parameters if p.requires_grad)
+        self.buckets = gradient_bytes if gpus > 1 else 0
         # Bytes in forward and in backward. A ring all-reduce sends and receives each byte about twice.
-        self.exchanged = 0, 2 * trained * (gpus - 1) // gpus
+        self.exchanged = 0, 2 * gradient_bytes * (gpus - 1) // gpus
 
     def start(self, ledger: Ledger) -> None:
         """Count the bytes that are allocated before a step."""
@@ -85,9 +85,9 @@ class _Unit:
     def __init__(self, parameters: list[nn.Parameter], stays_gathered: bool) -> None:
         self.parameters, self.stays_gathered = parameters, stays_gathered
         self.nbytes = sum(p.nbytes for p in parameters)
-        self.trained = [p for p in parameters if p.requires_grad]
+        self.trainable = [p for p in parameters if p.requires_grad]
         # The number of gradients that backward has not computed yet.
-        self.pending = len(self.trained)
+        self.pending = len(self.trainable)
 
 
 class Sharded:
@@ -98,16 +98,16 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, gpus: int, dtype: torch.dtype) -> None:
-        """`dtype` is that of the shards of parameters and gradients. The model has the dtype of its arithmetic."""
+        """Divide the model into units. `dtype` is that of the shards; the model has the dtype of its arithmetic."""
         self.gpus, self.itemsize = gpus, dtype.itemsize
         # Each parameter belongs to the first unit that contains it.
-        assigned: set[int] = set()
+        assigned_ids: set[int] = set()
 
         def make_unit(*modules: nn.Module | None, stays_gathered: bool = False) -> _Unit:
             parameters = [p for module in modules if module is not None for p in module.parameters()]
-            unassigned = [p for p in dict.fromkeys(parameters) if id(p) not in assigned]
-            assigned.update(map(id, unassigned))
-            return _Unit(unassigned, stays_gathered)
+            new_parameters = [p for p in dict.fromkeys(parameters) if id(p) not in assigned_ids]
+            assigned_ids.update(map(id, new_parameters))
+            return _Unit(new_parameters, stays_gathered)
 
         classes = layer_classes(model)
         layers = [m for m in model.modules() if type(m).__name__ in classes]
@@ -125,8 +125,8 @@ class Sharded:
         self.scattering = 0
         # Forward and backward gather the parameters, and backward scatters the gradients.
         parameters = [p for unit in self.units for p in unit.parameters]
-        total, trained = sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
-        self.exchanged = total * (gpus - 1) // gpus, (total + trained) * (gpus - 1) // gpus
+        total, gradient_bytes = sum(p.nbytes for p in parameters), sum(p.nbytes for p in parameters if p.requires_grad)
+        self.exchanged = total * (gpus - 1) // gpus, (total + gradient_bytes) * (gpus - 1) // gpus
 
     def _shard_size(self, parameters: list[nn.Parameter]) -> int:
         """Return the bytes of one GPU's shard of these parameters, or of their gradients."""
@@ -137,11 +137,11 @@ class Sharded:
         self.ledger, self.hooks = ledger, []
         for unit in self.units:
             ledger.add(self._shard_size(unit.parameters))
-            unit.pending = len(unit.trained)
+            unit.pending = len(unit.trainable)
             for p in unit.parameters:
                 ledger.exclude(p)
                 self.units_by_storage[storage_id(p.untyped_storage())] = unit
-            for p in unit.trained:
+            for p in unit.trainable:
                 self.hooks.append(p.register_post_accumulate_grad_hook(lambda _, u=unit: self._finish_gradient(u)))
         self.gathered, self.scattering = {}, 0
         ledger.on_read = self._gather
@@ -167,9 +167,9 @@ class Sharded:
         if unit.pending:
             return
         # The gradients are copied into a buffer that is sent. The buffer of the previous unit is still in use.
-        buffer = sum(p.nbytes for p in unit.trained)
-        self.ledger.add(buffer + self._shard_size(unit.trained))
-        for p in unit.trained:
+        buffer = sum(p.nbytes for p in unit.trainable)
+        self.ledger.add(buffer + self._shard_size(unit.trainable))
+        for p in unit.trainable:
             p.grad = None
         self.ledger.add(-self.scattering)
         self.scattering = buffer

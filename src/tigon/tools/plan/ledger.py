@@ -110,7 +110,7 @@ class Ledger(DispatchMode):
         self.live = self.peak = 0
         self.host = 0
         self.work = Work()
-        # It is called with each tensor that an operation reads.
+        # The ledger calls this function with each tensor that an operation reads.
         self.on_read: Callable[[Tensor], None] | None = None
         # The bytes that are counted for each storage.
         self._counted: dict[int, int] = {}
@@ -159,7 +159,7 @@ class Ledger(DispatchMode):
     # --- operations ------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        # Operations inside of this one are not attention. Checking that would take as long as everything else.
+        # Operations inside of this one are not attention. The check for attention would double the time.
         with DisableTorchFunction():
             return self._run(func, args, kwargs or {})
 
@@ -182,23 +182,23 @@ class Ledger(DispatchMode):
         if (count_flops := FLOP_COUNTERS.get(operator)) is not None:
             self.work.products += count_flops(*args, **kwargs, out_val=result)
         elif (new_storages or is_in_place(func)) and operator.__name__ not in ALLOCATIONS:
-            accessed = {(storage_id(x.untyped_storage()), x.storage_offset(), x.shape): x for x in (*inputs, *outputs)}
-            self.work.traffic += sum(_extent(x) for x in accessed.values() if x.is_meta)
+            views = {(storage_id(x.untyped_storage()), x.storage_offset(), x.shape): x for x in (*inputs, *outputs)}
+            self.work.traffic += sum(_extent(x) for x in views.values() if x.is_meta)
         return result
 
     # --- events of Tigon's ops -------------------------------------------------------------------
 
-    def launched(self, arguments: tuple) -> None:
+    def count_launch(self, arguments: tuple) -> None:
         """Count the traffic of a kernel that would run."""
         self.work.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
 
-    def copied(self, made: Tensor, out: bool) -> None:
+    def count_copy(self, copy: Tensor, out: bool) -> None:
         """Count a copy to the host (`out`) or back. Memory of the host is not memory of the GPU."""
-        self.work.to_host += made.nbytes
+        self.work.to_host += copy.nbytes
         if out:
-            self.exclude(made)
+            self.exclude(copy)
             # Torch's allocator of pinned memory rounds up to powers of two.
-            self.host += 1 << (made.nbytes - 1).bit_length()
+            self.host += 1 << (copy.nbytes - 1).bit_length()
 
 
 # --- attention -----------------------------------------------------------------------------------

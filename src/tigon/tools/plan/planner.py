@@ -26,7 +26,7 @@ __all__ = [
     "Settings",
     "TooLong",
     "plan",
-    "recommended",
+    "recommend",
     "seconds",
 ]
 
@@ -57,7 +57,7 @@ class TooLong(NotPlanned):
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU does in a second of a long step. The defaults were measured on an H200 of 700 W in bf16.
+    """The work that a GPU does in a second of a long step. The defaults were measured on an H200 of 700 W in bf16.
 
     Attributes:
         products: Multiplications and additions of matrix products.
@@ -113,8 +113,8 @@ class Settings:
                 raise ValueError(f"{name} must be a positive number of GiB, got {getattr(self, name)}")
         for name, choices in (("optimizer", OPTIMIZERS), ("dtype", DTYPES), ("strategy", (None, *STRATEGIES))):
             if getattr(self, name) not in choices:
-                known = ", ".join(choice for choice in choices if choice)
-                raise ValueError(f"{name} must be one of {known}, got {getattr(self, name)!r}")
+                allowed = ", ".join(choice for choice in choices if choice)
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         if self.reserve is not None and not 0 <= self.reserve < self.gpu_memory:
             raise ValueError(f"reserve must be from 0 to less than gpu_memory {self.gpu_memory}, got {self.reserve}")
         if (self.engine == "single") != (self.gpus == 1) and self.engine != "fsdp":
@@ -127,24 +127,24 @@ class Settings:
 
     @property
     def engine(self) -> str:
-        """The strategy. If it is None, the number of GPUs decides."""
+        """Return the strategy. If it is None, the number of GPUs decides."""
         return self.strategy or ("single" if self.gpus == 1 else "fsdp")
 
     @property
-    def reserved(self) -> float:
-        """GiB that tensors do not get: CUDA's context, NCCL's buffers, and gaps of the allocator."""
+    def reserved_gib(self) -> float:
+        """Return the GiB that tensors do not get: CUDA's context, NCCL's buffers, and gaps of the allocator."""
         if self.reserve is not None:
             return self.reserve
         return 0.05 * self.gpu_memory + (1.0 if self.gpus == 1 else 2.0)
 
     @property
     def budget(self) -> int:
-        """Bytes for tensors."""
-        return int((self.gpu_memory - self.reserved) * GIB)
+        """Return the bytes of GPU memory for tensors."""
+        return int((self.gpu_memory - self.reserved_gib) * GIB)
 
     @property
     def host_budget(self) -> int:
-        """Bytes of pinned memory."""
+        """Return the bytes of pinned memory."""
         return int(self.host_memory * GIB)
 
     def load(self, step: Step) -> float:
@@ -156,11 +156,11 @@ class Settings:
 class LevelPlan:
     """The plan of one level: a step at the batch of the settings, and a step at the largest batch that fits."""
 
-    # A memory level, or STOCK.
+    # The name of a memory level, or STOCK.
     level: str
-    # None if the model cannot have this level.
+    # The step at the batch of the settings; None if the model cannot have this level.
     step: Step | None = None
-    # None if not even one sequence fits.
+    # The step at the largest batch that fits; None if not even one sequence fits.
     largest: Step | None = None
     # The reason why the model cannot have this level.
     reason: str = ""
@@ -263,7 +263,7 @@ def plan(
         model, auto = build(config, trust_remote_code=trust_remote_code, attention=None)
     except ValueError as error:
         raise NotPlanned(str(error)) from error
-    compute, stored = DTYPES[settings.dtype]
+    compute, stored_dtype = DTYPES[settings.dtype]
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(compute)
@@ -278,12 +278,12 @@ def plan(
         lengths = lengths and (tuple(seq for seq in lengths if seq <= table.positions) or (settings.seq,))
     engine: Replicated | Sharded
     if settings.engine == "fsdp":
-        engine = Sharded(model, settings.gpus, stored)
+        engine = Sharded(model, settings.gpus, stored_dtype)
     else:
         engine = Replicated(model, settings.gpus)
     shards = settings.gpus if settings.engine == "fsdp" else 1
     sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer_costs(settings.optimizer, sizes, stored)
+    optimizer = optimizer_costs(settings.optimizer, sizes, stored_dtype)
 
     def plan_level(level: str) -> LevelPlan:
         steps: dict[tuple[int, int], Step] = {}
@@ -306,18 +306,18 @@ def plan(
 
     # The tokens a second with which the speeds are compared.
     base: float | None = None
-    patched: Report | None = None
+    patch_report: Report | None = None
     # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
     # are recognised once and stay patched for all levels.
     for level in sorted(levels, key=("default", *MEMORY, STOCK).index):
         if level == STOCK:
-            if patched is not None:
-                patched.restore()
+            if patch_report is not None:
+                patch_report.restore()
             level_plan = plan_level(level)
         else:
             try:
                 with quietly():
-                    patched = tigon.patch(model) if patched is None else patched
+                    patch_report = tigon.patch(model) if patch_report is None else patch_report
                     report = tigon.patch(model, memory=cast(MemoryLevel, level))
             except ValueError as error:
                 yield LevelPlan(level, reason=str(error))
@@ -334,7 +334,7 @@ def plan(
         yield dataclasses.replace(level_plan, speed=tokens_a_second / base, largest_speed=largest_speed)
 
 
-def recommended(plans: list[LevelPlan], settings: Settings, has_batch: bool) -> LevelPlan | None:
+def recommend(plans: list[LevelPlan], settings: Settings, has_batch: bool) -> LevelPlan | None:
     """Return the plan of the fastest level that fits; None if none fits.
 
     Args:

@@ -27,7 +27,7 @@ def draw(path: Path, name: str, plans: list[LevelPlan], settings: Settings) -> N
         peaks = [step.peak / GIB for step in line.by_length]
         colour = figures.LEVELS.get(line.level, figures.STOCK)
         axes.plot(ticks, peaks, marker=marker, markersize=4, label=line.level, color=colour)
-    figures.mark_limit(axes, settings.budget / GIB, "what tensors get")
+    figures.mark_limit(axes, settings.budget / GIB, "memory for tensors")
     axes.set_xlabel("tokens a sequence", color=figures.INK)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{seq:,}" for seq in ticks])

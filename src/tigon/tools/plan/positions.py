@@ -5,6 +5,7 @@ that row, where the same step on a GPU raises an IndexError. A rotary embedding 
 position, also for positions beyond those that the model was trained for.
 """
 
+import logging
 from typing import Any, NamedTuple
 
 import torch
@@ -85,6 +86,7 @@ def _reads(model: nn.Module, embeddings: dict[str, nn.Embedding], seq: int) -> l
         with quietly(), Ledger(), torch.no_grad():
             model(input_ids=torch.empty(1, seq, dtype=torch.int64, device="meta"))
     except Exception:
+        logging.getLogger("tigon").debug("%s does not run on meta tensors.", type(model).__name__, exc_info=True)
         return None
     finally:
         for hook in hooks:

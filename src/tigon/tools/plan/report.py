@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tigon
-from tigon.tools.plan.planner import DTYPES, GIB, STOCK, LevelPlan, Settings, recommended, seconds
+from tigon.tools.plan.planner import DTYPES, GIB, STOCK, LevelPlan, Settings, recommend, seconds
 from tigon.tools.plan.step import Step
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ def assumptions(settings: Settings) -> list[str]:
     sentences = [
         "Memory: bytes of tensors at the peak of a step that is not the first one. No token is padding. Attention runs "
         "a fused kernel if the model calls that of torch. "
-        f"{settings.reserved:.1f} of {settings.gpu_memory:.1f} GiB are reserved for CUDA, NCCL and gaps in the "
+        f"{settings.reserved_gib:.1f} of {settings.gpu_memory:.1f} GiB are reserved for CUDA, NCCL and gaps in the "
         "allocator's memory.",
         f"Speed: matrix products at {products / 1e12:.0f} TFLOP/s, attention at {rates.attention / 1e12:.0f} TFLOP/s, "
         f"all other operations at {rates.traffic / 1e12:.1f} TB/s, and {rates.host / 1e9:.0f} GB/s to the host, as in "
@@ -55,13 +55,13 @@ def _columns(settings: Settings) -> tuple[list[_Column], list[_Column]]:
     def of_largest(text: Callable[[Step], str], missing: str = "-") -> Callable[[LevelPlan], str]:
         return lambda row: missing if row.largest is None else text(row.largest)
 
-    def saved(row: LevelPlan) -> str:
+    def saved_size(row: LevelPlan) -> str:
         assert row.step is not None
-        return f"{row.step.kept / GIB:.1f}"
+        return f"{row.step.saved_bytes / GIB:.1f}"
 
     at_batch: list[_Column] = [
         (f"GiB at batch {settings.batch}", lambda row: _size(row.step)),
-        ("kept for backward", saved),
+        ("saved for backward", saved_size),
         ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
         ("speed", lambda row: f"{row.speed:.2f}"),
     ]
@@ -109,12 +109,12 @@ def print_plan(
     engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
     title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
     console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
-    best = recommended(rows, settings, has_batch)
+    best = recommend(rows, settings, has_batch)
     at_batch, at_largest = _columns(settings)
     table = _table(rows, at_batch + at_largest, best)
     # Without this, the measured width is never more than that of the console.
-    unlimited = console.options.update(max_width=10**4)
-    if console.measure(table, options=unlimited).minimum <= console.width:
+    unlimited_options = console.options.update(max_width=10**4)
+    if console.measure(table, options=unlimited_options).minimum <= console.width:
         console.print(table)
     else:
         console.print(_table(rows, at_batch, best))
@@ -154,7 +154,7 @@ def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
         "batch": step.batch,
         "peak_bytes": step.peak,
         "fixed_bytes": step.fixed,
-        "kept_bytes": step.kept,
+        "kept_bytes": step.saved_bytes,
         "host_bytes": step.host,
         "fits": settings.load(step) <= 1.0,
         "seconds": seconds(step, settings),
@@ -171,12 +171,12 @@ def as_json(
     import torch
     import transformers
 
-    best = recommended(rows, settings, has_batch)
-    arithmetic, stored = DTYPES[settings.dtype]
+    best = recommend(rows, settings, has_batch)
+    arithmetic, stored_dtype = DTYPES[settings.dtype]
     return {
         "model": name,
         "settings": {**dataclasses.asdict(settings), "strategy": settings.engine, "budget_bytes": settings.budget},
-        "dtypes": {"arithmetic": str(arithmetic), "stored": str(stored)},
+        "dtypes": {"arithmetic": str(arithmetic), "stored": str(stored_dtype)},
         "recommended": best and best.level,
         "levels": {
             row.level: {

@@ -20,7 +20,7 @@ class Step:
     Attributes:
         batch, seq: Number of sequences, and of tokens in each.
         fixed: Bytes that are alive between steps: parameters, state of the optimizer, buffers.
-        kept: Bytes that the forward pass saves for backward.
+        saved_bytes: Bytes that the forward pass saves for backward.
         host: Bytes of pinned host memory that the forward pass fills.
         peaks: The most bytes alive in the forward pass, in backward and in the optimizer's step, `fixed` included.
         work: Arithmetic and traffic of the forward pass, of backward and of the optimizer's step.
@@ -29,14 +29,14 @@ class Step:
     batch: int
     seq: int
     fixed: int
-    kept: int
+    saved_bytes: int
     host: int
     peaks: tuple[int, int, int]
     work: tuple[Work, Work, Work]
 
     @property
     def peak(self) -> int:
-        """The most bytes alive at any moment, as `torch.cuda.max_memory_allocated` counts them."""
+        """Return the most bytes alive at any moment, as `torch.cuda.max_memory_allocated` counts them."""
         return max(self.peaks)
 
 
@@ -64,7 +64,7 @@ def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: Optimi
         try:
             tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
             loss = model(input_ids=tokens, labels=tokens).loss
-            kept, forward_peak, forward_work = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
+            saved_bytes, forward_peak, forward_work = ledger.live - fixed, ledger.peak, dataclasses.replace(ledger.work)
             ledger.peak = ledger.live
             _backward(loss)
             backward_peak, backward_work = ledger.peak, ledger.work.minus(forward_work)
@@ -77,4 +77,4 @@ def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: Optimi
     forward_work.exchanged, backward_work.exchanged = engine.exchanged
     peaks = forward_peak, backward_peak, update_peak
     work = forward_work, backward_work, Work(traffic=optimizer.traffic)
-    return Step(batch, seq, fixed, kept, ledger.host, peaks, work)
+    return Step(batch, seq, fixed, saved_bytes, ledger.host, peaks, work)

@@ -14,15 +14,16 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-__all__ = ["Rank", "Say", "answer", "answer_points", "describe_error", "is_out_of_memory"]
+__all__ = ["Rank", "WriteEvent", "answer", "answer_points", "describe_error", "is_out_of_memory"]
 
-# A process that failed at a point trains another point only if it holds at most this times the memory of before.
+# A process that failed at a point trains another point only if it holds at most this multiple of the memory that it
+# held before the failed point.
 LEFT_OVER = 1.02
 
 MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
 
-class Say(Protocol):
+class WriteEvent(Protocol):
     """A function that writes an event with its fields to the parent."""
 
     def __call__(self, event: str, **fields: Any) -> None: ...
@@ -50,8 +51,8 @@ def describe_error(error: BaseException) -> str:
 class Rank:
     """A process that trains, alone or as a rank of a group: its device, and the exchange of values with other ranks.
 
-    A subclass has an optimizer, counts its `steps`, and trains points. `ends_without_memory`: a point that does not fit
-    ends the process. `keeps_gradients`: gradients are zeroed in place and not freed.
+    A subclass has an optimizer, counts its `steps`, and trains points. With `ends_without_memory`, a point that does
+    not fit ends the process. With `keeps_gradients`, gradients are zeroed in place and not freed.
     """
 
     optimizer: torch.optim.Optimizer
@@ -106,38 +107,43 @@ class Rank:
         return values
 
     def merge_ranks(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Return the mean of "losses" and the maximum of each other field over all ranks; of lists for each item."""
+        """Return the mean of "losses" and the maximum of each other field over all ranks.
+
+        Lists are merged item by item.
+        """
         ranks = self.gather(fields)
-        merged: dict[str, Any] = {}
+        merged_fields: dict[str, Any] = {}
         for name, field in fields.items():
             values = [rank[name] for rank in ranks]
             if name == "losses":
-                merged[name] = [sum(losses) / len(losses) for losses in zip(*values, strict=True)]
+                merged_fields[name] = [sum(losses) / len(losses) for losses in zip(*values, strict=True)]
             elif isinstance(field, list):
-                merged[name] = [max(items) for items in zip(*values, strict=True)]
+                merged_fields[name] = [max(items) for items in zip(*values, strict=True)]
             else:
-                merged[name] = None if field is None else max(values)
-        return merged
+                merged_fields[name] = None if field is None else max(values)
+        return merged_fields
 
     def next_line(self, lines: Iterator[str]) -> str:
         """Return the next line of rank 0, or "" at the end."""
         return self.agree(next(lines, "").strip() if self.rank == 0 else "")
 
 
-def answer_points(start: Callable[[Say], Rank], rank: int, lines: Iterator[str], say: Say) -> bool:
+def answer_points(
+    start: Callable[[WriteEvent], Rank], rank: int, lines: Iterator[str], write_event: WriteEvent
+) -> bool:
     """Build the trainer with `start` and train a point for each line; return whether the process ends in order.
 
     A single process that runs out of memory frees what the point allocated and takes the next point. A group ends,
     because its other ranks wait inside a step.
     """
-    # Rank 0 speaks for a group, but the rank that fails reports its failure itself.
-    speak: Say = say if rank == 0 else lambda *_, **__: None
+    # Rank 0 writes the events of a group, but a rank that fails reports its failure itself.
+    write_group_event: WriteEvent = write_event if rank == 0 else lambda *_, **__: None
     reason = ""
-    trainer = start(speak)
+    trainer = start(write_group_event)
     while line := trainer.next_line(lines):
         before = trainer.allocated() if trainer.steps else None
         try:
-            speak("point", **trainer.train(line))
+            write_group_event("point", **trainer.train(line))
             continue
         except Exception as error:
             if trainer.ranks > 1 or not is_out_of_memory(error):
@@ -146,9 +152,9 @@ def answer_points(start: Callable[[Say], Rank], rank: int, lines: Iterator[str],
         # Free memory outside the handler: inside it, the frames of the error still hold tensors.
         trainer.free()
         if trainer.ends_without_memory or before is None or trainer.allocated() > LEFT_OVER * before:
-            say("failed", out_of_memory=True, reason=reason)
+            write_event("failed", out_of_memory=True, reason=reason)
             return False
-        speak("out of memory", reason=reason)
+        write_group_event("out of memory", reason=reason)
     return True
 
 
@@ -162,8 +168,8 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def answer(serve: Callable[[int, Say], bool], ranks: int) -> int:
-    """Call `serve(rank, say)` and return the exit code: 0 if it returns True. `ranks` is the size of the group.
+def answer(serve: Callable[[int, WriteEvent], bool], ranks: int) -> int:
+    """Call `serve(rank, write_event)` and return the exit code: 0 if it returns True. `ranks` is the size of the group.
 
     An error goes to the parent as an event "failed". A rank of a group then ends at once, because its libraries could
     wait for the other ranks at exit.
@@ -172,17 +178,17 @@ def answer(serve: Callable[[int, Say], bool], ranks: int) -> int:
     events = os.dup(1)
     os.dup2(2, 1)
 
-    def say(event: str, **fields: Any) -> None:
+    def write_event(event: str, **fields: Any) -> None:
         # Each line is a single write, because ranks share the pipe.
         os.write(events, (json.dumps({"event": event, **fields}) + "\n").encode())
 
     try:
-        code = 0 if serve(int(os.environ["RANK"]) if ranks > 1 else 0, say) else 1
+        code = 0 if serve(int(os.environ["RANK"]) if ranks > 1 else 0, write_event) else 1
     except BrokenPipeError:
         # The parent has ended.
         return 1
     except Exception as error:
-        say("failed", out_of_memory=is_out_of_memory(error), reason=describe_error(error))
+        write_event("failed", out_of_memory=is_out_of_memory(error), reason=describe_error(error))
         if ranks == 1:
             raise
         traceback.print_exc()

@@ -40,7 +40,7 @@ class RankJob(Protocol):
 
 
 def worker_command(ranks: int = 1, program: Sequence[str] = WORKER) -> list[str]:
-    """Return the command line of one process of `program`, or of a group of them, which finds a free port by itself."""
+    """Return the command line of one process of `program`, or of a group of them, which chooses a free port."""
     if ranks == 1:
         return [sys.executable, *program]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]
@@ -57,7 +57,7 @@ def _group_settings(ranks: int, device: str) -> dict[str, str]:
 
 
 class ChildFailed(Exception):
-    """A training process failed. `out_of_memory`: memory ran out, so that another run may still succeed.
+    """A training process failed. If `out_of_memory`, memory ran out, so another run may still succeed.
 
     `log` holds the last lines of its standard error if the process ended without a reason.
     """
@@ -70,8 +70,8 @@ class ChildFailed(Exception):
 class Child:
     """A process of `command`, with `settings` added to its environment.
 
-    It writes its standard error to the file `log`, which is removed if it stays empty. Without `log` it shares the
-    standard error of this process.
+    The process writes its standard error to the file `log`, which is removed if it stays empty. Without `log`, it
+    shares the standard error of this process.
     """
 
     def __init__(self, job: RankJob, log: Path | None, command: Sequence[str], settings: Mapping[str, str]) -> None:
@@ -214,7 +214,7 @@ class Worker:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A group ends by itself where it can: a launcher that is terminated writes errors into the log.
+        # Let a group end by itself if it can, because a launcher that is terminated writes errors into the log.
         if self._child is not None and kind is None and self._job.ranks > 1:
             self._child.finish()
             self._child = None

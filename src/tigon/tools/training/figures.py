@@ -176,7 +176,7 @@ class SweepLine(NamedTuple):
     label: str
     colour: str
     points: Sequence[tuple[float, float]]
-    failed: int | None
+    failed_size: int | None
 
 
 def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlabel: str) -> None:
@@ -185,12 +185,12 @@ def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlab
     The cross is at the height of the last value, or at the limit that was passed.
     """
     crosses: Counter[tuple[float, float]] = Counter()
-    for (label, colour, points, failed), marker in zip(lines, cycle(MARKERS), strict=False):
+    for (label, colour, points, failed_size), marker in zip(lines, cycle(MARKERS), strict=False):
         sizes, values = [size for size, _ in points], [value for _, value in points]
         axes.plot(sizes, values, color=colour, marker=marker, markersize=5, label=label)
-        if failed is None:
+        if failed_size is None:
             continue
-        end = failed, limit or (values[-1] if values else 0.0)
+        end = failed_size, limit or (values[-1] if values else 0.0)
         axes.plot([*sizes[-1:], end[0]], [*values[-1:], end[1]], color=colour, linestyle=":", linewidth=1)
         # Where several lines end at one place, each cross is larger than the one before, and below it.
         size, order = 9 + 5 * crosses[end], 5 - 0.1 * crosses[end]
@@ -199,8 +199,10 @@ def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlab
         )  # fmt: skip
         crosses[end] += 1
     axes.set_xscale("log", base=2)
-    ticks = {size for line in lines for size, _ in line.points} | {line.failed for line in lines if line.failed}
-    axes.set_xticks(_spaced(sorted(ticks)))
+    ticks = {size for line in lines for size, _ in line.points} | {
+        line.failed_size for line in lines if line.failed_size
+    }
+    axes.set_xticks(_select_spaced(sorted(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 and x % 256 == 0 else f"{x:g}")
@@ -211,7 +213,7 @@ def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlab
     axes.grid(axis="y", color=FAINT, linewidth=0.7)
 
 
-def _spaced(sizes: Iterable[float]) -> list[float]:
+def _select_spaced(sizes: Iterable[float]) -> list[float]:
     """Select sizes, in ascending order, so that their labels do not overlap on a logarithmic axis."""
     ticks: list[float] = []
     for size in sizes:

@@ -13,9 +13,9 @@ class Job(Record):
     """A model, its data and the settings of its training, without the size of a step.
 
     `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
-    a shard of the model; a single process holds all of it. `reverse`: the sequences of a batch come in reverse order,
-    so that the loss is the same and its sums are taken in another order. `turns`: a point goes on where the one before
-    it ended, and gradients and optimizer states exist before the first step.
+    a shard of the model; a single process holds all of it. With `reverse`, the sequences of a batch come in reverse
+    order, so that the loss is the same and its sums are taken in another order. With `turns`, a point continues where
+    the previous point ended, and gradients and optimizer states exist before the first step.
     """
 
     provider: str

@@ -10,9 +10,9 @@ from tigon.tools.training.child import Event
 
 __all__ = ["SLACK", "TIMES_NOISE", "LossComparison", "Measurement", "compare_with_stock", "loss_differences"]
 
-# The noise of a single run varies by chance. A patched model also rounds in every layer in another way, where reversed
-# sequences leave each forward pass as it is. Hence three times the noise. The slack is for losses that agree to their
-# last digits.
+# The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
+# every layer, whereas reversed sequences do not change the forward pass of a sequence. The slack is for losses that
+# agree to their last digits.
 TIMES_NOISE, SLACK = 3.0, 1e-4
 
 
@@ -44,17 +44,17 @@ class Measurement:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a step on all ranks."""
+        """Return the tokens of a step on all ranks."""
         return self.batch * self.seq * self.gpus
 
     @property
     def step_seconds(self) -> float | None:
-        """Median of the timed steps."""
+        """Return the median seconds of the timed steps."""
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
     def host(self) -> float | None:
-        """Median of the seconds until the calls of a step return."""
+        """Return the median of the seconds until the calls of a step return."""
         return statistics.median(self.host_seconds) if self.host_seconds else None
 
     @property
@@ -63,7 +63,7 @@ class Measurement:
 
     @property
     def spread(self) -> tuple[float, float] | None:
-        """First and third quartile of the timed steps."""
+        """Return the first and the third quartile of the timed steps."""
         if len(self.seconds) < 2:
             return None
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
@@ -71,7 +71,7 @@ class Measurement:
 
     @property
     def failed(self) -> bool:
-        """True if the command must end with exit code 1."""
+        """Return True if the command must end with exit code 1."""
         return self.status == "error" and self.provider.startswith("tigon")
 
     def add(self, event: Event) -> None:
@@ -100,8 +100,8 @@ class Measurement:
 def loss_differences(losses: Sequence[float], reference: Sequence[float], relative: bool = False) -> list[float]:
     """Return |loss - reference| for each step that both have; infinite where one of the two is not finite.
 
-    `relative`: divide by the reference, or by 1 where the reference is smaller. A loss is a difference of logits and
-    rounds as they do, so a loss near zero has few correct digits, or none.
+    With `relative`, divide by the reference, or by 1 where the reference is smaller. A loss is a difference of logits
+    and rounds as they do, so a loss near zero has few correct digits, or none.
     """
     return [
         abs(a - b) / (max(abs(b), 1.0) if relative else 1.0) if math.isfinite(a) and math.isfinite(b) else math.inf

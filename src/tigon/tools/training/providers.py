@@ -38,7 +38,7 @@ class Provider:
 
     @property
     def base(self) -> str:
-        """The name without the suffix of checkpointing."""
+        """Return the name without the suffix of checkpointing."""
         return self.name.removesuffix(CHECKPOINT)
 
     @property
@@ -101,33 +101,35 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
     `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
     Raises:
-        ValueError: a name is unknown, comes twice, or means another level than `checkpointing` requires.
+        ValueError: a name is unknown, is named twice, or means another level than `checkpointing` requires.
 
     >>> [provider.level for provider in select("stock,tigon,tigon-lean")]
     [None, 'default', 'lean']
     """
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
-    known = {name + end: Provider(name + end) for end in ("", CHECKPOINT) for name in PEERS}
-    known["tigon"] = Provider("tigon", "checkpoint" if checkpointing else "default")
-    known |= {f"tigon-{level}": Provider(f"tigon-{level}", level) for level in levels() if level != "default"}
-    chosen: list[Provider] = []
+    known_providers = {name + end: Provider(name + end) for end in ("", CHECKPOINT) for name in PEERS}
+    known_providers["tigon"] = Provider("tigon", "checkpoint" if checkpointing else "default")
+    known_providers |= {f"tigon-{level}": Provider(f"tigon-{level}", level) for level in levels() if level != "default"}
+    chosen_providers: list[Provider] = []
     for name in names:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
+        if name not in known_providers:
+            near = difflib.get_close_matches(name, known_providers, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
-            raise ValueError(f"bench train: providers must be among {', '.join(known)}, got {name!r}{hint}")
-        provider = known[name]
+            raise ValueError(f"bench train: providers must be among {', '.join(known_providers)}, got {name!r}{hint}")
+        provider = known_providers[name]
         if checkpointing and provider.level not in (None, "checkpoint"):
             raise ValueError(
                 f"bench train: with --checkpointing every provider checkpoints its layers, and {name} does not: name "
                 "tigon or tigon-checkpoint"
             )
-        if any(_are_equal(provider, other, checkpointing) for other in chosen):
+        if any(_are_equal(provider, other, checkpointing) for other in chosen_providers):
             raise ValueError(f"bench train: each provider must be named once, got {name!r} again")
-        chosen.append(provider)
-    if not chosen:
-        raise ValueError(f"bench train: providers must name at least one of {', '.join(known)}")
-    if checkpointing and "checkpoint" not in levels() and any(p.level for p in chosen):
-        raise ValueError("bench train: --checkpointing needs a level 'checkpoint' of tigon.patch, which has none")
-    return chosen
+        chosen_providers.append(provider)
+    if not chosen_providers:
+        raise ValueError(f"bench train: providers must name at least one of {', '.join(known_providers)}")
+    if checkpointing and "checkpoint" not in levels() and any(p.level for p in chosen_providers):
+        raise ValueError(
+            "bench train: --checkpointing needs the level 'checkpoint', which this tigon.patch does not have"
+        )
+    return chosen_providers

@@ -8,11 +8,12 @@ __all__ = ["Search"]
 
 @dataclass
 class Search:
-    """The sizes of one run. Call `next`, try the size, and `record` whether it fitted; None is the end.
+    """The sizes of one run. Call `next`, try the size, and `record` whether it fitted; None ends the search.
 
     `sizes` are tried in order. With `doubling`, twice the last size follows until one does not fit or passes `limit`.
-    Then the gap between the largest size that fitted and the smallest that did not is halved: with a `resolution` in
-    multiples of it, until the gap is no wider; with `bisections` that many times.
+    Then the gap between the largest size that fitted and the smallest that did not is halved. With a `resolution`, the
+    sizes are multiples of it, and the search ends when the gap is at most as wide. With `bisections`, the gap is halved
+    that many times.
 
     >>> search, tried = Search([4], doubling=True, resolution=2), []
     >>> while (size := search.next()) is not None:
@@ -27,35 +28,35 @@ class Search:
     resolution: int | None = None
     limit: int | None = None
     bisections: int = 0
-    fitted: list[int] = field(default_factory=list)
+    fitting_sizes: list[int] = field(default_factory=list)
     too_large: list[int] = field(default_factory=list)
-    stopped: bool = False
+    is_stopped: bool = False
 
     @property
     def largest(self) -> int | None:
-        """The largest size that fitted."""
-        return max(self.fitted, default=None)
+        """Return the largest size that fitted."""
+        return max(self.fitting_sizes, default=None)
 
     def record(self, size: int, fits: bool) -> None:
-        (self.fitted if fits else self.too_large).append(size)
+        (self.fitting_sizes if fits else self.too_large).append(size)
 
     def stop(self) -> None:
         """Let `next` return None from now on."""
-        self.stopped = True
+        self.is_stopped = True
 
     def next(self) -> int | None:
         """Return the next size, or None at the end."""
-        if self.stopped:
+        if self.is_stopped:
             return None
         if self.too_large:
             return self._between()
-        tried = len(self.fitted)
-        if tried < len(self.sizes):
-            return self.sizes[tried]
+        tried_count = len(self.fitting_sizes)
+        if tried_count < len(self.sizes):
+            return self.sizes[tried_count]
         # There may be no sizes at all: a second round tries those that fitted in the first.
         if not self.doubling:
             return None
-        twice = 2 * max(self.fitted)
+        twice = 2 * max(self.fitting_sizes)
         return twice if self.limit is None or twice <= self.limit else None
 
     def _between(self) -> int | None:

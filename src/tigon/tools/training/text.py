@@ -5,6 +5,7 @@ written under a temporary name and renamed, so that a reader never sees an incom
 """
 
 import hashlib
+import logging
 import os
 import shutil
 import sysconfig
@@ -32,11 +33,11 @@ _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order. `truncated`: the text has more than MAX_CHARACTERS, of which the first are here."""
+    """Documents in a fixed order. With `is_truncated`, only the first MAX_CHARACTERS of the text are here."""
 
     name: str
     documents: list[str]
-    truncated: bool
+    is_truncated: bool
 
     @property
     def characters(self) -> int:
@@ -50,7 +51,7 @@ class Tokens:
     path: Path
     count: int
     entries: int
-    cached: bool
+    is_cached: bool
 
 
 def cache_folder() -> Path:
@@ -102,7 +103,7 @@ def read_text(source: Path | None = None) -> Corpus:
             break
     if not documents:
         raise ValueError(f"must hold a file of text, got {name!r}: {len(files)} files, none of them text")
-    return Corpus(name, documents, truncated=room == 0)
+    return Corpus(name, documents, is_truncated=room == 0)
 
 
 def _key(corpus: Corpus, vocab: int) -> str:
@@ -114,20 +115,21 @@ def _key(corpus: Corpus, vocab: int) -> str:
     return f"bpe-{digest.hexdigest()[:16]}-{vocab}"
 
 
-def _load(folder: Path, cached: bool) -> Tokens:
+def _load(folder: Path, is_cached: bool) -> Tokens:
     from tokenizers import Tokenizer
 
     entries = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
     tokens = np.load(folder / "tokens.npy", mmap_mode="r")
-    return Tokens(folder / "tokens.npy", len(tokens), entries, cached)
+    return Tokens(folder / "tokens.npy", len(tokens), entries, is_cached)
 
 
 def _find(folder: Path) -> Tokens | None:
     """Return the tokens of a cache entry, or None if it is absent or damaged."""
     try:
-        return _load(folder, cached=True)
+        return _load(folder, is_cached=True)
     except Exception:
         # `tokenizers` raises plain Exception if the file is absent or damaged.
+        logging.getLogger("tigon").debug("There are no tokens in %s.", folder, exc_info=True)
         return None
 
 
@@ -163,16 +165,16 @@ def tokenise(corpus: Corpus, vocab: int, cache: Path | None = None) -> Tokens:
     if tokens is not None:
         return tokens
     cache.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=folder.name, dir=cache))
+    unfinished_folder = Path(tempfile.mkdtemp(prefix=folder.name, dir=cache))
     try:
-        _build(corpus, vocab, unfinished)
+        _build(corpus, vocab, unfinished_folder)
         # If another process was faster, use its entry, which may have readers. Remove a damaged entry.
         if _find(folder) is None:
             shutil.rmtree(folder, ignore_errors=True)
-            unfinished.rename(folder)
+            unfinished_folder.rename(folder)
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    return _load(folder, cached=False)
+        shutil.rmtree(unfinished_folder, ignore_errors=True)
+    return _load(folder, is_cached=False)
 
 
 def batches(path: Path, batch: int, seq: int, seed: int) -> Iterator[Tensor]:

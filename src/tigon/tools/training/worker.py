@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from tigon.tools.training.answers import Rank, Say, answer, answer_points
+from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.job import Job, Point
 from tigon.tools.training.models import random_model, read_config
 from tigon.tools.training.providers import Missing, Unsupported, select
@@ -119,16 +119,16 @@ def prime(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> in
 class Trainer(Rank):
     """A model, its optimizer, and the steps that they have made."""
 
-    def __init__(self, job: Job, rank: int, say: Say) -> None:
-        started = time.perf_counter()
+    def __init__(self, job: Job, rank: int, write_event: WriteEvent) -> None:
+        start_time = time.perf_counter()
         super().__init__(job.device, rank, job.ranks)
-        self.job, self._say = job, say
+        self.job, self._write_event = job, write_event
         self.ends_without_memory = self.keeps_gradients = job.turns
         (self.provider,) = select([job.provider], job.checkpointing)
         torch.manual_seed(job.seed)
         model: nn.Module = random_model(read_config(job.config), job.dtype, self.device)
         parameters, attention = sum(p.numel() for p in model.parameters()), model.config._attn_implementation  # type: ignore[union-attr]
-        applied = self.provider.apply(model, job.checkpointing, self.device.type)
+        description = self.provider.apply(model, job.checkpointing, self.device.type)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
@@ -145,10 +145,10 @@ class Trainer(Rank):
             self.free()
         self._meter = Meter(self.device, state_bytes)
         self._meter.start()
-        say(
+        write_event(
             "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=state_bytes,
-            attention=attention, threads=torch.get_num_threads(), applied=applied,
-            seconds=time.perf_counter() - started,
+            attention=attention, threads=torch.get_num_threads(), applied=description,
+            seconds=time.perf_counter() - start_time,
         )  # fmt: skip
 
     def free(self) -> None:
@@ -190,11 +190,11 @@ class Trainer(Rank):
         meter, data = self._meter, self._data
         losses, step_seconds = [], 0.0
         for step in range(point.warmup):
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             # `item` waits for the step.
             losses.append(self._step(next(data)).item())
-            step_seconds = time.perf_counter() - started
-            self._say("step", step=step, loss=losses[-1], timed=False)
+            step_seconds = time.perf_counter() - start_time
+            self._write_event("step", step=step, loss=losses[-1], timed=False)
         steps = self.agree(self._affordable_steps(point, step_seconds))
         losses_on_host = torch.empty(steps, pin_memory=self.device.type == "cuda")
         host_seconds = []
@@ -202,7 +202,7 @@ class Trainer(Rank):
         def report_step(index: int) -> None:
             meter.wait(index + 1)
             losses.append(losses_on_host[index].item())
-            self._say("step", step=point.warmup + index, loss=losses[-1], timed=True)
+            self._write_event("step", step=point.warmup + index, loss=losses[-1], timed=True)
 
         ids = next(data)
         meter.start(reset_peaks=not self.job.turns)
@@ -210,18 +210,18 @@ class Trainer(Rank):
         for index in range(steps):
             if index:
                 ids = next(data)
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             losses_on_host[index].copy_(self._step(ids), non_blocking=True)
             meter.mark()
-            host_seconds.append(time.perf_counter() - started)
+            host_seconds.append(time.perf_counter() - start_time)
             # Report the step before, so that the device always has work.
             if index:
                 report_step(index - 1)
         report_step(steps - 1)
-        allocated, reserved = meter.peaks()
+        allocated_peak, reserved_peak = meter.peaks()
         return self.merge_ranks({
-            "seconds": meter.seconds(), "host_seconds": host_seconds, "losses": losses, "allocated": allocated,
-            "reserved": reserved,
+            "seconds": meter.seconds(), "host_seconds": host_seconds, "losses": losses, "allocated": allocated_peak,
+            "reserved": reserved_peak,
         })  # fmt: skip
 
     @staticmethod
@@ -231,19 +231,19 @@ class Trainer(Rank):
         return min(point.steps, max(LEAST_STEPS, int(point.seconds / step_seconds)))
 
 
-def serve(job: Job, rank: int, points: Iterator[str], say: Say) -> bool:
+def serve(job: Job, rank: int, points: Iterator[str], write_event: WriteEvent) -> bool:
     """Build the model of `job` and train every point; return whether the process ends in order."""
     try:
-        return answer_points(lambda speak: Trainer(job, rank, speak), rank, points, say)
+        return answer_points(lambda write_group_event: Trainer(job, rank, write_group_event), rank, points, write_event)
     except (Missing, Unsupported) as refusal:
         if rank == 0:
-            say("refused", status=type(refusal).__name__.lower(), note=str(refusal))
+            write_event("refused", status=type(refusal).__name__.lower(), note=str(refusal))
         return True
 
 
 def main(path: str) -> int:
     job = Job.from_json(Path(path).read_text(encoding="utf-8"))
-    return answer(lambda rank, say: serve(job, rank, iter(sys.stdin.readline, ""), say), job.ranks)
+    return answer(lambda rank, write_event: serve(job, rank, iter(sys.stdin.readline, ""), write_event), job.ranks)
 
 
 if __name__ == "__main__":

@@ -15,9 +15,9 @@ from torch import Tensor
 
 __all__ = ["InputMaker", "Inputs", "rows"]
 
-# The logits of a trained model are N(0, SPREAD^2) over the vocabulary, and the right token is far above them, by an
-# amount that varies. Its mean puts the right token level with the log-sum-exp of the others, so that losses run from
-# about 0 to several nats.
+# The logits of a trained model are N(0, SPREAD^2) over the vocabulary, and the logit of the right token is far above
+# them, by a random amount. On average it equals the log-sum-exp of the other logits, so the losses are between about 0
+# and several nats.
 SPREAD = 2.0
 
 

@@ -55,6 +55,7 @@ WORKLOADS = (
         reference=relu2_reference,
         inputs=rows,
         legend="T x I",
+        any_shape=("x",),
         test_variants=(Variant("", (7, 66)),),
         compile_variants=(Variant("16384", (2, 16384)),),
         elements=lambda t, i: 5 * t * i,

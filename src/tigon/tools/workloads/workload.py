@@ -18,8 +18,8 @@ __all__ = [
     "BenchShape", "Problem", "Variant", "Workload", "small", "sweep", "tensors_of",
 ]  # fmt: skip
 
-# `first-light` and `roofline` are measured by default; `roofline` are the shapes that docs/performance.md is about,
-# `linear` those of docs/linear_cross_entropy.md.
+# The shapes with the tags `first-light` and `roofline` are measured by default. docs/performance.md describes the
+# shapes with the tag `roofline`, and docs/linear_cross_entropy.md those with the tag `linear`.
 FIRST_LIGHT, ROOFLINE, FIRST_ROOFLINE = ("first-light",), ("roofline",), ("first-light", "roofline")
 MORE = ("more",)
 
@@ -91,6 +91,8 @@ class Workload:
     # An op that `has_cpu_code` does not run its reference on a CPU.
     test_variants: tuple[Variant, ...] = ()
     is_loss: bool = False
+    # These arguments may have any shape, such as that of a scalar or of an empty tensor, and any dtype.
+    any_shape: tuple[str, ...] = ()
     has_cpu_code: bool = False
 
     # The compiler compiles these.
@@ -135,7 +137,7 @@ def tensors_of(result: Any) -> tuple[Tensor, ...]:
 
 
 def small(*sizes: int, **properties: Any) -> BenchShape:
-    """Return sizes that a CPU measures in a moment."""
+    """Return sizes so small that a CPU measures them quickly."""
     return BenchShape("small", sizes, ("small",), **properties)
 
 

@@ -50,14 +50,14 @@ def test_wrong_providers_are_refused(names, checkpointing, message):
 @pytest.fixture
 def liger(monkeypatch):
     """Install a Liger Kernel that knows llama alone; return the list of models that it was applied to."""
-    applied = []
+    models = []
     package = types.ModuleType("liger_kernel.transformers")
-    package._apply_liger_kernel_to_instance = lambda model: applied.append(model)
+    package._apply_liger_kernel_to_instance = lambda model: models.append(model)
     table = types.ModuleType("liger_kernel.transformers.monkey_patch")
     table.MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
     for module in (types.ModuleType("liger_kernel"), package, table):
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    return applied
+    return models
 
 
 def make_model(model_type: str) -> types.SimpleNamespace:
@@ -128,7 +128,7 @@ def test_a_sweep_ends_where_the_text_ends(options):
     [
         ({"model": "llame"}, "model must be tiny, Llama-3-8B, .* got 'llame'"),
         ({"model": "t5"}, "must be a causal language model, got 't5'"),
-        ({"layers": 3}, "layers must be between 1 and 2, the model's own, got 3"),
+        ({"layers": 3}, "layers must be between 1 and 2, the number of the model's layers, got 3"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"seq": 1}, "seq must be at least 2, got 1"),
         ({"seq": 10**6}, "text must hold a sequence of 1000000 tokens"),

@@ -69,11 +69,11 @@ def threads(monkeypatch):
             self.thread.start()
 
         def work(self, job):
-            say = lambda event, **fields: self.answers.put({"event": event, **fields})
+            write_event = lambda event, **fields: self.answers.put({"event": event, **fields})
             try:
-                worker.serve(job, 0, iter(self.lines.get, ""), say)
+                worker.serve(job, 0, iter(self.lines.get, ""), write_event)
             except Exception as error:
-                say("failed", out_of_memory=is_out_of_memory(error), reason=repr(error))
+                write_event("failed", out_of_memory=is_out_of_memory(error), reason=repr(error))
 
         def send(self, line):
             self.lines.put(line)

@@ -190,10 +190,10 @@ def _gradient_kernel(
         dloss *= tl.exp(tl.load(log_prob_ptr + row))
     scale, z_scale = dloss * tl.load(scales_ptr), dloss * tl.load(scales_ptr + 1)
 
-    hit = scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, vocabulary)
+    target_factor = scale * (1.0 - label_smoothing) * target_weight(weight_ptr, target, vocabulary)
     if dlog_prob_ptr is not None:
-        hit -= tl.load(dlog_prob_ptr + row)
-    mass = hit + z_scale * 2.0 * z_loss * (top + tl.log(total))
+        target_factor -= tl.load(dlog_prob_ptr + row)
+    mass = target_factor + z_scale * 2.0 * z_loss * (top + tl.log(total))
     if SMOOTHING:
         mass += scale * label_smoothing / vocabulary * tl.load(scales_ptr + 2)
     per_exponential = tl.div_rn(mass, total)
@@ -206,7 +206,7 @@ def _gradient_kernel(
     if first is not None:
         target -= first
     if (target >= start) & (target < start + BLOCK_V):
-        dx -= tl.where(cols == target, hit, 0.0)
+        dx -= tl.where(cols == target, target_factor, 0.0)
     if SMOOTHING:
         w = 1.0
         if weight_ptr is not None:

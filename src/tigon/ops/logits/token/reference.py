@@ -179,7 +179,7 @@ def gradient_torch(
     else:
         e = shifted.exp()
     dx = _gradient_of_x(e, shifted, target, weight, scales, saved, upstream, options, shard)
-    # One of these is dx. The other one is freed, to make room for the slope.
+    # dx has the memory of one of these tensors. The other tensor is freed, so that the slope can use its memory.
     del e, shifted
     return out.copy_(_times_slope(dx, logits, target, options))
 
@@ -200,10 +200,10 @@ def _gradient_of_x(
         assert saved.log_probs is not None
         p_t = saved.log_probs.exp()
         scale, z_scale = scale * p_t, z_scale * p_t
-    hit = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, shard.vocabulary, options)
+    target_factor = scale * (1.0 - smoothing) * _target_weight_torch(target, weight, shard.vocabulary, options)
     if upstream.log_probs is not None:
-        hit = hit - upstream.log_probs
-    mass = hit + 2.0 * options.z_loss * z_scale * (saved.lse[:, 0] + total.log())
+        target_factor = target_factor - upstream.log_probs
+    mass = target_factor + 2.0 * options.z_loss * z_scale * (saved.lse[:, 0] + total.log())
     if smoothing:
         mass = mass + scale * smoothing / shard.vocabulary * scales[2]
     mass = (mass / total)[:, None]
@@ -212,13 +212,13 @@ def _gradient_of_x(
     else:
         assert upstream.entropy is not None
         assert saved.entropy is not None
-        # the mean of x - top
+        # This is the mean of x - top.
         mean = total.log() - saved.entropy
         dx = shifted.clamp_(min=LOWEST).sub_(mean[:, None]).mul_((-upstream.entropy / total)[:, None]).add_(mass)
         dx.mul_(e)
     local = target - shard.start
-    hit = hit.where((local >= 0) & (local < v), 0.0)
-    dx.scatter_add_(1, local.clamp(0, v - 1).long()[:, None], -hit[:, None])
+    target_factor = target_factor.where((local >= 0) & (local < v), 0.0)
+    dx.scatter_add_(1, local.clamp(0, v - 1).long()[:, None], -target_factor[:, None])
     if smoothing:
         w = 1.0 if weight is None else weight.float()[shard.start : shard.start + v]
         dx.sub_((scale * smoothing / shard.vocabulary).expand_as(total)[:, None] * w)
@@ -232,7 +232,8 @@ def _times_slope(dx: Tensor, logits: Tensor, target: Tensor, options: Options) -
     if options.logit_scale != 1.0:
         dx.mul_(options.logit_scale)
     ignored = target == options.ignore_index
-    # On a CPU, an index avoids the pass over all of [M, V] that a mask costs. On other devices it would wait for them.
+    # On a CPU, an index avoids the pass over all of [M, V] that a mask costs. On other devices, the host would have to
+    # wait for the number of ignored tokens.
     if dx.device.type == "cpu":
         return dx.index_fill_(0, ignored.nonzero()[:, 0], 0.0)
     return dx.masked_fill_(ignored[:, None], 0.0)

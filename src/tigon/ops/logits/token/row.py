@@ -66,18 +66,18 @@ class RowConfig(LaunchConfig):
         # 0.390), V = 50304: 0.450 (0.604).
         block, warps = 8192 // itemsize, 4
         slots = cdiv(v, block)
-        together = min(16, device.shared_memory // (slots * block * itemsize + RESERVED_BYTES))
-        if together < 2:
+        programs = min(16, device.shared_memory // (slots * block * itemsize + RESERVED_BYTES))
+        if programs < 2:
             # For long rows, one program runs on a multiprocessor. Its chunks are as large as the registers allow,
             # because each chunk costs three barriers. V = 128256: 1.091 with chunks of 16384, 1.20 with 8192 (two
             # passes 1.502); V = 102400: 0.879 (1.208).
-            block, warps, together = 32768 // itemsize, 16, 1
+            block, warps, programs = 32768 // itemsize, 16, 1
             slots = min(cdiv(v, block), (device.shared_memory - RESERVED_BYTES) // (block * itemsize))
             # At V = 256000 the slots hold 45 % of a row, and the kernel is still 4 % faster. With less there is no
             # gain.
             if slots * block < 0.4 * v:
                 return None
-        return RowConfig(slots, block, 16 // itemsize, warps, together)
+        return RowConfig(slots, block, 16 // itemsize, warps, programs)
 
 
 # --- kernel --------------------------------------------------------------------------------------
@@ -181,12 +181,12 @@ if gluon is not None:
             if TOKEN_SCALING:
                 p_t = gl.div_rn(gl.exp2(gl.fma(x_t, LOG2E, -c)), mass)
                 row_scale, row_z_scale = scale * p_t, z_scale * p_t
-            hit = row_scale * target_weight(weight_ptr, target, V)
+            target_factor = row_scale * target_weight(weight_ptr, target, V)
             top = c * LN2
             total_row = mass * gl.exp2(-gl.fma(top, LOG2E, -c))
             lse = top + gl.log(total_row)
             z = row_z_scale * z_loss * lse * lse
-            gl.store(loss_ptr + row, gl.where(valid, z - hit * log_prob, 0.0))
+            gl.store(loss_ptr + row, gl.where(valid, z - target_factor * log_prob, 0.0))
             gl.store(lse_ptr + row * 2, gl.where(valid, top, 0.0))
             gl.store(lse_ptr + row * 2 + 1, gl.where(valid, total_row, 0.0))
             if z_ptr is not None:
@@ -195,7 +195,7 @@ if gluon is not None:
                 log_prob = gl.where(inside, log_prob, float("nan"))
                 gl.store(log_probs_ptr + row, gl.where(valid, log_prob, 0.0))
 
-            factor = gl.where(valid, gl.div_rn(hit + row_z_scale * 2.0 * z_loss * lse, mass), 0.0)
+            factor = gl.where(valid, gl.div_rn(target_factor + row_z_scale * 2.0 * z_loss * lse, mass), 0.0)
             if MANY:
                 # The gradient is computed backwards from the chunk that was read last, before the copies of the next
                 # row evict these chunks from L2.
@@ -223,7 +223,7 @@ if gluon is not None:
             # The term of the target is written last, because comparing every column with the target would take as long
             # as the exponentials.
             block_barrier()
-            dx_t = (factor * gl.exp2(gl.fma(x_t, LOG2E, -c)) - hit) * slope_t
+            dx_t = (factor * gl.exp2(gl.fma(x_t, LOG2E, -c)) - target_factor) * slope_t
             gl.store(base + target, dx_t.to(logits_ptr.dtype.element_ty), mask=inside)
             row, target, end = next_row, next_target, next_end
         wait_group(0)

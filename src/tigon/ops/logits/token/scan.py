@@ -91,7 +91,7 @@ def _accumulate(
         if LAST:
             difference = tl.where(inside, difference, 0.0)
         weighted += tl.sum(difference, axis=1)
-    # Only the last block needs a mask, and the arithmetic has no time for one in the others.
+    # Only the last block needs a mask. With masks in all blocks, the arithmetic would take longer than the loads.
     if LAST:
         x = tl.where(inside, x, float("-inf"))
     if PREDICTED:
@@ -141,11 +141,11 @@ def scan(
     highest = tl.max(high, axis=0)
     fall = high - tl.where(highest == float("-inf"), 0.0, highest)
     factor = tl.exp2(fall * LOG2E)
-    r, off, first = 0.0, 0.0, 0
+    r, weighted_sum, argmax = 0.0, 0.0, 0
     if ENTROPY:
         r = tl.sum((moment + tl.maximum(fall, LOWEST) * total) * factor, axis=0)
     if SMOOTHING:
-        off = tl.sum(weighted, axis=0)
+        weighted_sum = tl.sum(weighted, axis=0)
     if PREDICTED:
-        first = tl.min(tl.where(high == highest, best, V), axis=0)
-    return highest, tl.sum(total * factor, axis=0), r, off, first
+        argmax = tl.min(tl.where(high == highest, best, V), axis=0)
+    return highest, tl.sum(total * factor, axis=0), r, weighted_sum, argmax

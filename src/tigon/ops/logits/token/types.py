@@ -1,4 +1,4 @@
-"""The values that the functions of `token.kernels` take and return: what defines a loss, its outputs, its gradients.
+"""The values that the functions of `token.kernels` take and return: options, statistics and upstream gradients.
 
 Shapes: M tokens, V vocabulary.
 """
@@ -11,7 +11,7 @@ __all__ = ["LOSS_ALONE", "WHOLE_LOSS", "Options", "SavedStatistics", "Shard", "S
 
 
 class Options(NamedTuple):
-    """Define the loss of a token, besides its logits, its target and the class weights."""
+    """The options of the loss of a token."""
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
@@ -22,7 +22,7 @@ class Options(NamedTuple):
 
 
 class Wants(NamedTuple):
-    """Name the values of each token that are computed in addition to its loss."""
+    """True for each value of a token that is computed in addition to its loss."""
 
     z_loss: bool = False
     predicted: bool = False
@@ -38,8 +38,8 @@ class Statistics(NamedTuple):
 
     # [M] fp32, scaled
     loss: Tensor
-    # [M, 2] fp32: max x and sum exp(x - max x). lse = max + log sum; two numbers, because one would add their
-    # roundings.
+    # [M, 2] fp32: max x and sum exp(x - max x). lse = max + log sum is stored as these two numbers, because a single
+    # number would add the rounding of this sum.
     lse: Tensor
     # [M] fp32: the part of `loss` that is the z-loss
     z_loss: Tensor

@@ -144,7 +144,7 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
     from tigon.tools.bench.train.runner import BenchSession, train_rounds
     from tigon.tools.training.measurement import Measurement, compare_with_stock
 
-    started, options = time.perf_counter(), plan.options
+    start_time, options = time.perf_counter(), plan.options
     plan.config.to_json_file(folder / "config.json", use_diff=False)
     machine, title = describe_machine(torch.device(options.device)), _title(options, plan)
     settings = _settings(plan, title)
@@ -165,7 +165,7 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
         **session.facts,
         "applied": session.applied,
         "interrupted": session.interrupted,
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(time.perf_counter() - start_time, 1),
     }
     report.write_report(folder / "train.json", session.rows, machine, settings)
     (folder / "train.md").write_text(report.markdown(session.rows, machine, settings), encoding="utf-8")

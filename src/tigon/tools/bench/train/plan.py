@@ -24,7 +24,7 @@ SWEEPS = ("seq", "batch")
 DTYPES = ("bfloat16", "float32")
 # The largest number of entries of the BPE. More would take long to train, and a model's speed does not depend on them.
 MAX_ENTRIES = 32_000
-# The longest sequence of a sweep that memory does not end before.
+# The longest sequence that a sweep tries if memory does not run out before.
 MAX_TOKENS = 2**21
 
 TINY = {
@@ -61,7 +61,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class ProviderRun:
-    """The training of one provider; `reverse`: with the sequences of each batch in reverse order."""
+    """The training of one provider. With `reverse`, the sequences of each batch come in reverse order."""
 
     name: str
     provider: Provider
@@ -142,7 +142,9 @@ def _shorten(config: "PretrainedConfig", layers: int) -> "PretrainedConfig":
 
     all_layers = getattr(config, "num_hidden_layers", None)
     if not isinstance(all_layers, int) or not 1 <= layers <= all_layers:
-        raise ValueError(f"bench train: layers must be between 1 and {all_layers}, the model's own, got {layers}")
+        raise ValueError(
+            f"bench train: layers must be between 1 and {all_layers}, the number of the model's layers, got {layers}"
+        )
     fields: dict[str, Any] = config.to_dict()
     for name, value in fields.items():
         if isinstance(value, list) and len(value) == all_layers:
@@ -186,15 +188,20 @@ def _check(options: TrainOptions, sizes: list[int]) -> None:
     if options.budget is not None and not options.budget > 0:
         raise ValueError(f"bench train: budget must be a positive number of seconds, got {options.budget}")
     if options.gpus > 1:
-        seen = torch.cuda.device_count()
-        if options.device != "cpu" and options.gpus > seen:
-            raise ValueError(f"bench train: gpus must be at most those that torch sees, {seen}, got {options.gpus}")
+        gpu_count = torch.cuda.device_count()
+        if options.device != "cpu" and options.gpus > gpu_count:
+            raise ValueError(
+                f"bench train: gpus must be at most those that torch sees, {gpu_count}, got {options.gpus}"
+            )
         if options.device not in ("cpu", "cuda"):
-            raise ValueError(f"bench train: several gpus are those from the first on, got device {options.device!r}")
+            raise ValueError(
+                "bench train: with several gpus, device must be cpu or cuda (the first ones are used), "
+                f"got {options.device!r}"
+            )
         if message := unmet("accelerate"):
             raise ValueError(f"bench train: a run on several gpus {message}")
     if options.curves and options.sweep is not None:
-        raise ValueError("bench train: curves are compared at one size: leave out the sweep or the curves")
+        raise ValueError("bench train: curves are compared at one size: leave out --sweep or --curves")
     if options.curves and options.batch < 2:
         raise ValueError(f"bench train: curves need a batch of at least 2 to reverse, got {options.batch}")
 

@@ -202,10 +202,10 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
             "",
         ]
         lines += [*markdown_table(*_curve_cells(curves), LEFT), ""]
-    patched = settings.get("applied", {})
-    if patched:
-        lines += ["## What was applied", ""]
-        for name, text in patched.items():
+    patch_reports = settings.get("applied", {})
+    if patch_reports:
+        lines += ["## Changes to the model", ""]
+        for name, text in patch_reports.items():
             lines += [f"{name}:", "", "```text", text, "```", ""]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -295,9 +295,9 @@ def _sweep_lines(rows: Sequence[Measurement], sweep: str, value: Value) -> list[
     for provider in dict.fromkeys(row.provider for row in rows):
         provider_rows = sorted((row for row in rows if row.provider == provider), key=size)
         points = [(size(row), y) for row in provider_rows if row.ok and (y := value(row)) is not None]
-        failed = next((size(row) for row in provider_rows if row.status == "out of memory"), None)
-        if points or failed:
-            lines.append(figures.SweepLine(provider, _colour(provider), points, failed))
+        failed_size = next((size(row) for row in provider_rows if row.status == "out of memory"), None)
+        if points or failed_size:
+            lines.append(figures.SweepLine(provider, _colour(provider), points, failed_size))
     return lines
 
 
@@ -308,7 +308,7 @@ def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
         for row in rows
         if row.provider != "stock-reversed"
     ]
-    compared = compare_with_stock(rows)
+    comparisons = compare_with_stock(rows)
     stock = next((row.losses for row in rows if row.provider == "stock"), [])
     differences = [
         figures.Curve(
@@ -316,6 +316,6 @@ def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
             loss_differences(row.losses, stock), broad=row.provider == "stock-reversed",
         )
         for row in rows
-        if row.provider in compared
+        if row.provider in comparisons
     ]  # fmt: skip
     figures.draw_losses(path, "Training loss", title, losses, differences, "difference\nfrom stock")

@@ -31,7 +31,7 @@ class BenchSession:
     facts: dict[str, Any] = field(default_factory=dict)
     applied: dict[str, str] = field(default_factory=dict)
     interrupted: bool = False
-    started: float = field(default_factory=time.monotonic)
+    start_time: float = field(default_factory=time.monotonic)
 
     def row(self, name: str, batch: int, seq: int) -> Measurement:
         """Return the measurement of a run at a size: a new one, or that of an earlier round."""
@@ -43,7 +43,7 @@ class BenchSession:
 
     def seconds_left(self) -> float | None:
         budget = self.plan.options.budget
-        return None if budget is None else self.started + budget - time.monotonic()
+        return None if budget is None else self.start_time + budget - time.monotonic()
 
 
 class _BenchRun(TrainingRun):
@@ -127,7 +127,7 @@ def train_rounds(session: BenchSession) -> None:
                     search, prefix = searches.setdefault(run.name, plan.search()), ""
                 else:
                     # A later round repeats the sizes that fitted.
-                    search, prefix = Search(sorted(searches[run.name].fitted)), f"round {index + 1}: "
+                    search, prefix = Search(sorted(searches[run.name].fitting_sizes)), f"round {index + 1}: "
                 train_in_turns([_BenchRun(session, run, search, prefix)])
     except KeyboardInterrupt:
         session.interrupted = True
