@@ -60,9 +60,11 @@ class LoRAGLUConfig(LaunchConfig):
         # Milliseconds forward and backward of 8192 x 14336 in bf16, rank 16, H200: (64, 32, 4, 3) 0.304 and 0.441,
         # (64, 32, 4, 2) 0.324 and 0.579, (64, 64, 4, 1) 0.491 and 0.531, (32, 64, 4, 2) 0.396 and 0.538,
         # (64, 64, 8, 2) 0.643 and 0.889. The traffic alone takes 0.164 and 0.273.
-        return LoRAGLUConfig(
-            64, 32, num_warps=4, num_stages=3 if device.async_copy else 1, programs_per_multiprocessor=4
-        )
+        stages = 3 if device.async_copy else 1
+        if problem.backward and problem.rank > 16:
+            # A larger tile does not fit into the registers.
+            return LoRAGLUConfig(32, 64, num_warps=8, num_stages=min(2, stages), programs_per_multiprocessor=4)
+        return LoRAGLUConfig(64, 32, num_warps=4, num_stages=stages, programs_per_multiprocessor=4)
 
 
 # --- kernels -------------------------------------------------------------------------------------
