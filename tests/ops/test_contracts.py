@@ -132,7 +132,8 @@ def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
     for upstream in (expanded, transposed):
         actual = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
         for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+            # cuBLAS adds in another order for another layout.
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 @every_case

@@ -14,7 +14,7 @@ eager code rounds them, so the results are as accurate.
 The sums over tokens (dB, dA) and over features (h_d) need parts of the other direction: the forward kernel gives a
 program a block of tokens and a part of the features, the backward kernel a block of features and a part of the tokens.
 
-Shapes: T tokens, I intermediate features, r rank of one adapter (at most 64).
+Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
 
 from dataclasses import dataclass
@@ -61,9 +61,6 @@ class LoRAGLUConfig(LaunchConfig):
         # (64, 32, 4, 2) 0.324 and 0.579, (64, 64, 4, 1) 0.491 and 0.531, (32, 64, 4, 2) 0.396 and 0.538,
         # (64, 64, 8, 2) 0.643 and 0.889. The traffic alone takes 0.164 and 0.273.
         stages = 3 if device.async_copy else 1
-        if problem.backward and problem.rank > 16:
-            # A larger tile does not fit into the registers.
-            return LoRAGLUConfig(32, 64, num_warps=8, num_stages=min(2, stages), programs_per_multiprocessor=4)
         return LoRAGLUConfig(64, 32, num_warps=4, num_stages=stages, programs_per_multiprocessor=4)
 
 

@@ -6,7 +6,7 @@ r"""The gated MLP of a decoder with low-rank adapters on any of its three projec
 
 The node saves x, gate, up and h, but not a: backward computes a again in the pass that makes dgate and dup. The base
 weights must be frozen, as they are in fine-tuning with adapters. Other cases (a weight that trains, a bias, dropout,
-several adapters of one projection, a rank above 32) are composed of `lora_linears` and the op of the activation.
+several adapters of one projection, a rank above 16) are composed of `lora_linears` and the op of the activation.
 
 Shapes: T tokens, H hidden, I intermediate, r rank.
 """
@@ -48,8 +48,8 @@ from tigon.runtime.products import multiply
 
 __all__ = ["lora_glu_mlp", "runs_as_one_node"]
 
-# The largest rank whose kernels keep everything in registers.
-LARGEST_RANK = 32
+# The largest rank for which the kernels keep everything in registers.
+LARGEST_RANK = 16
 
 
 def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) -> GLUAdapters:

@@ -98,12 +98,17 @@ def eager_results(case: Case, inputs: Inputs) -> Results:
 
 
 def exact_results(case: Case, inputs: Inputs) -> Results:
-    """Compute the case in fp32, or in fp64 if the case is in fp32; the softmax of a loss is always in fp64."""
+    """Compute the case in fp32, or in fp64 if the case or one of its gradients is in fp32.
+
+    The softmax of a loss is always in fp64.
+    """
     if case.op == "linear_cross_entropy":
         return _exact_linear_cross_entropy(case, inputs)
     if case.op in SUMMED:
         return _exact_loss(case, inputs)
-    return _run_eager_code(case, inputs.map(lambda _, x: x.to(_wide(case)) if x.is_floating_point() else x))
+    has_fp32_gradient = any(inputs.tensors[name].dtype == torch.float32 for name in inputs.grad_names)
+    dtype = torch.float64 if has_fp32_gradient else _wide(case)
+    return _run_eager_code(case, inputs.map(lambda _, x: x.to(dtype) if x.is_floating_point() else x))
 
 
 def _wide(case: Case) -> torch.dtype:
