@@ -85,7 +85,6 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     ),
     "linear_cross_entropy rows that count": _valid_rows,
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
-    "lora_linear MLP 8192 r 8": lambda: _lora_glu_mlp(2048, 8192, 8),
     "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
     "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
 }
