@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from op_cases import (
+    DEVICE,
     DTYPES,
     INTERPRETED,
     Case,
@@ -129,11 +130,13 @@ def test_upstream_gradients_may_be_expanded_or_transposed(case: Case):
     dense = [y.new_full(y.shape, 0.5) for y in outputs]
     transposed = [dy.transpose(0, -1).contiguous().transpose(0, -1) if dy.dim() else dy for dy in dense]
     expected = torch.autograd.grad(outputs, leaves, dense, retain_graph=True)
+    # `lora_linear` computes fp32 in eager code, where cuBLAS adds in another order for another layout.
+    is_cublas = case.name.startswith("lora_linear") and DEVICE == "cuda"
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if is_cublas else {"rtol": 1e-6, "atol": 1e-7}
     for upstream in (expanded, transposed):
         actual = torch.autograd.grad(outputs, leaves, upstream, retain_graph=True)
         for a, b in zip(actual, expected, strict=True):
-            # cuBLAS adds in another order for another layout.
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(a, b, **tolerance)
 
 
 @every_case

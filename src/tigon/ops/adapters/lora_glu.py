@@ -38,7 +38,7 @@ __all__ = ["LoRAGLUConfig", "lora_glu_backward", "lora_glu_forward"]
 
 
 class LoRAGLUProblem(NamedTuple):
-    """What the launch parameters depend on."""
+    """The sizes that the launch parameters depend on."""
 
     rank: int  # the largest one
     itemsize: int

@@ -52,7 +52,7 @@ TERMS = {torch.bfloat16: 1, torch.float16: 2, torch.float32: 3}
 
 
 class LowRankProblem(NamedTuple):
-    """What the launch parameters of the three products depend on."""
+    """The sizes that the launch parameters of the three products depend on."""
 
     rank: int
     itemsize: int  # bytes of an element of the large operand
