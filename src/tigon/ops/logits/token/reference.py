@@ -130,10 +130,11 @@ def statistics_of(
     log_p = log_p.masked_fill((target < 0) | (target >= v), float("nan"))
     if options.token_scaling:
         loss, z = (x * log_p.exp() for x in (loss, z))
-    no_values = loss.new_empty(0)
+    # Outputs of an operator must not share memory, so each missing result is a tensor of its own.
+    no_values = lambda dtype=loss.dtype: loss.new_empty(0, dtype=dtype)
     # An ignored row may hold infinities, so its results are replaced, not multiplied by zero.
     valid_only = lambda values: values.where(valid, 0.0)
-    entropy, predicted = no_values, no_values.long()
+    entropy, predicted = no_values(), no_values(torch.int64)
     if wants.entropy:
         assert sums.moment is not None
         entropy = valid_only(log_total - sums.moment / sums.total)
@@ -143,9 +144,9 @@ def statistics_of(
     return Statistics(
         loss=valid_only(loss),
         lse=torch.stack((sums.top, sums.total), -1),
-        z_loss=valid_only(z) if wants.z_loss else no_values,
+        z_loss=valid_only(z) if wants.z_loss else no_values(),
         predicted=predicted,
-        log_probs=valid_only(log_p) if wants.log_probs or options.token_scaling else no_values,
+        log_probs=valid_only(log_p) if wants.log_probs or options.token_scaling else no_values(),
         entropy=entropy,
     )
 
