@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tigon.tools.demo.presets import warmup_steps
-from tigon.tools.demo.runner import DemoRun
+from tigon.tools.demo.demo_presets import warmup_steps
+from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.environment import device_name, environment
-from tigon.tools.training.figures import INK, Bar, Curve, clean, draw_bars, draw_losses, headline, new_figure
+from tigon.tools.training.figures import INK, Bar, Curve, Panel, draw_losses, draw_panels, provider_colour
 from tigon.tools.training.job import Job
 from tigon.tools.training.measurement import loss_differences
 from tigon.tools.training.records import write_json
@@ -31,8 +31,9 @@ __all__ = [
     "write_report",
 ]
 
-# Stock is grey and Tigon orange.
-COLOURS = ("#8a8f98", "#e8731c")
+COLOURS = (provider_colour("stock"), provider_colour("tigon"))
+# These facts of a run's model are in report.json.
+FACTS = ("event", "parameters", "state_bytes", "attention", "threads")
 
 
 @dataclass(frozen=True)
@@ -171,7 +172,8 @@ def _run_facts(run: DemoRun) -> dict[str, Any]:
         "median_step_seconds": run.measurement.step_seconds,
         "tokens_per_second": run.measurement.tokens_per_second,
         "peak_bytes_above_state": run.peak_bytes,
-        **run.facts,
+        **{name: run.facts[name] for name in FACTS if name in run.facts},
+        **({"patch": run.facts.get("applied") or None} if run.facts else {}),
     }
 
 
@@ -220,43 +222,29 @@ def write_report(
 
 def plot_loss(path: Path, first: DemoRun, second: DemoRun, comparison: DemoComparison | None, subtitle: str) -> None:
     """Draw both curves over each other, and below them their relative difference with the tolerance."""
-    curves = [
-        Curve(run.title, colour, run.losses, broad=run is first)
-        for run, colour in zip((first, second), COLOURS, strict=True)
-    ]
     title = f"Training loss: {first.title} and {second.title}"
-    if comparison is None:
-        draw_losses(path, title, subtitle, curves)
-        return
-    differences = [Curve("", INK, comparison.differences)]
-    label = "relative\ndifference"
-    draw_losses(path, title, subtitle, curves, differences, label, comparison.tolerances, resolution=1e-8)
+    curves = [Curve(first.title, COLOURS[0], first.losses, broad=True), Curve(second.title, COLOURS[1], second.losses)]
+    differences = [Curve("", INK, comparison.differences)] if comparison else []
+    tolerances = comparison.tolerances if comparison else []
+    draw_losses(path, title, subtitle, curves, differences, "relative\ndifference", tolerances, resolution=1e-8)
 
 
 def plot_speed_memory(path: Path, first: DemoRun, second: DemoRun, subtitle: str) -> None:
     """Draw bars of tokens/s and of peak memory above the model, with the second run's ratio to the first."""
-    figure = new_figure(7.2, 3.8)
-    headline(figure, "Speed and memory", subtitle)
-    in_gib = max(first.peak_bytes, second.peak_bytes) >= 10_000 * 2**20
-    memory: Callable[[float], str] = lambda value: (
-        f"{value / 2**30:,.1f} GiB" if in_gib else f"{value / 2**20:,.0f} MiB"
-    )
-    panels: list[tuple[str, list[float | None], Callable[[float], str]]] = [
-        ("Tokens per second", [run.measurement.tokens_per_second for run in (first, second)], "{:,.0f}".format),
-        ("Peak memory above the model", [run.peak_bytes or None for run in (first, second)], memory),
-    ]
-    for axes, (title, values, form) in zip(figure.subplots(1, 2), panels, strict=True):
-        draw_bars(axes, [
-            Bar(run.title, colour, value, "not measured" if value is None else form(value))
-            for run, colour, value in zip((first, second), COLOURS, values, strict=True)
-        ])  # fmt: skip
+
+    def panel(title: str, values: Sequence[float | None], form: str) -> Panel:
         ratio = _ratio(*values)
-        if values[1] is not None and ratio is not None:
-            # The text is inside the bar, where it cannot overlap the text above the bar.
-            axes.text(
-                1, values[1] / 2, f"{ratio:.2f}x", ha="center", va="center", fontsize=15, weight="bold", color="white"
-            )  # fmt: skip
-        axes.set_yticks([])
-        clean(axes, title)
-        axes.spines["left"].set_visible(False)
-    figure.savefig(path)
+        texts = ["not measured" if value is None else form.format(value) for value in values]
+        ratios = ("", "" if ratio is None else f"{ratio:.2f}x")
+        return Panel(title, [Bar(*bar) for bar in zip(titles, COLOURS, values, texts, ratios, strict=True)])
+
+    titles = (first.title, second.title)
+    speeds = (first.measurement.tokens_per_second, second.measurement.tokens_per_second)
+    in_gib = max(first.peak_bytes, second.peak_bytes) >= 10_000 * 2**20
+    unit, size, form = ("GiB", 2**30, "{:,.1f} GiB") if in_gib else ("MiB", 2**20, "{:,.0f} MiB")
+    peaks = (first.peak_bytes / size or None, second.peak_bytes / size or None)
+    panels = [
+        panel("Tokens per second", speeds, "{:,.0f}"),
+        panel(f"Peak memory above the model, {unit}", peaks, form),
+    ]
+    draw_panels(path, "Speed and memory", subtitle, panels, 7.2, 3.8)

@@ -3,16 +3,16 @@
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tigon.tools.demo.presets import Preset, warmup_steps
+from tigon.tools.demo.demo_presets import Preset, warmup_steps
 from tigon.tools.training.child import Event
 from tigon.tools.training.job import Job, Point
 from tigon.tools.training.measurement import Measurement
-from tigon.tools.training.runner import TrainingRun, train_in_turns
+from tigon.tools.training.search import Search
+from tigon.tools.training.turns import AllRunsEnd, TrainingRun, train_groups
 
 __all__ = ["DemoRun", "train_runs"]
 
@@ -29,24 +29,19 @@ class DemoMeasurement(Measurement):
         return statistics.median(seconds) if seconds else None
 
 
-class OtherRunsEnd(Exception):
-    """A run failed for another reason than memory, so the other run does not go on."""
-
-
 class DemoRun(TrainingRun):
-    """One training run of the demo, step by step. `name` is for files, `title` for people.
+    """One training run of the demo: a point for each step. `name` is for files, `title` for people.
 
-    `facts` are what the process reports of its model; `failure` is the reason why the run is not complete.
+    `failure` is the reason why the run is not complete.
     """
 
     job: Job
     display: "ProgressDisplay"
 
     def __init__(self, name: str, title: str, model_type: str, preset: Preset, job: Job) -> None:
-        super().__init__(name, job)
+        super().__init__(name, job, Search([preset.seq] * preset.steps))
         self.title, self.model_type, self.preset = title, model_type, preset
         self.measurement: Measurement = DemoMeasurement(name, preset.batch, preset.seq)
-        self.facts: dict[str, Any] = {}
         self.failure = ""
 
     @property
@@ -59,32 +54,24 @@ class DemoRun(TrainingRun):
         peak = self.measurement.allocated
         return 0 if peak is None else peak - self.facts["state_bytes"]
 
-    def next_point(self) -> str | None:
-        if len(self.losses) == self.preset.steps:
-            return None
-        return Point(self.preset.batch, self.preset.seq).to_json()
+    def point(self) -> str:
+        return Point(self.preset.batch, self.size).to_json()
 
     def listen(self, event: Event) -> None:
-        if event["event"] == "ready":
-            names = ("event", "parameters", "state_bytes", "attention", "threads")
-            self.facts = {**{name: event[name] for name in names}, "patch": event["applied"] or None}
-        if event["event"] in ("starts", "ready"):
+        super().listen(event)
+        if event["event"] != "step":
             self.display.show_state(self, event["event"])
 
-    def record(self, event: Event) -> bool:
+    def keep(self, event: Event) -> None:
         if event["event"] == "point":
             self.measurement.add(event)
             self.display.show_step(self)
-            return True
+            return
         is_refused = event["event"] == "refused"
         self.failure = event["note"] if is_refused else "\n".join(filter(None, (event["reason"], event.get("log"))))
         self.display.show_state(self, self.failure.splitlines()[0])
         if event["event"] != "out of memory":
-            raise OtherRunsEnd
-        return False
-
-
-# --- progress ------------------------------------------------------------------------------------
+            raise AllRunsEnd
 
 
 class ProgressDisplay:
@@ -92,59 +79,37 @@ class ProgressDisplay:
 
     def __init__(self, console: Console, runs: Sequence[DemoRun]) -> None:
         self._console, self._steps = console, runs[0].preset.steps
-        self._bars: Progress | None = None
-        if console.is_terminal:
-            columns = (TextColumn("[bold]{task.description:<8}"), BarColumn(bar_width=24), MofNCompleteColumn())
-            self._bars = Progress(*columns, TextColumn("{task.fields[state]}"), TimeElapsedColumn(), console=console)
-            self._tasks = {
-                run.name: self._bars.add_task(run.title, total=self._steps, state="waits", start=False) for run in runs
-            }
-
-    def __enter__(self) -> "ProgressDisplay":
-        if self._bars:
-            self._bars.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bars:
-            self._bars.stop()
+        self.bars = Progress(
+            TextColumn("[bold]{task.description:<8}"), BarColumn(bar_width=24), MofNCompleteColumn(),
+            TextColumn("{task.fields[state]}"), TimeElapsedColumn(), console=console, disable=not console.is_terminal,
+        )  # fmt: skip
+        self._tasks = {
+            run: self.bars.add_task(run.title, total=self._steps, state="waits", start=False) for run in runs
+        }
 
     def show_state(self, run: DemoRun, state: str) -> None:
-        if self._bars:
-            self._bars.start_task(self._tasks[run.name])
-            self._bars.update(self._tasks[run.name], state=state)
-        else:
+        self.bars.start_task(self._tasks[run])
+        self.bars.update(self._tasks[run], state=state)
+        if self.bars.disable:
             self._console.print(f"{run.title}: {state}")
 
     def show_step(self, run: DemoRun) -> None:
         """Show the loss, speed and memory of the last step."""
         step, speed = len(run.losses), run.preset.tokens / run.measurement.seconds[-1]
         state = f"loss {run.losses[-1]:.3f}  {speed:,.0f} tokens/s  {run.peak_bytes / 2**20:,.0f} MiB"
-        if self._bars:
-            self._bars.update(self._tasks[run.name], completed=step, state=state)
-        elif step in (1, self._steps) or step % max(1, self._steps // PROGRESS_LINES) == 0:
+        self.bars.update(self._tasks[run], completed=step, state=state)
+        is_shown = step in (1, self._steps) or step % max(1, self._steps // PROGRESS_LINES) == 0
+        if self.bars.disable and is_shown:
             self._console.print(f"{run.title:<8} step {step}/{self._steps}  {state}")
-
-
-# --- running -------------------------------------------------------------------------------------
 
 
 def train_runs(runs: Sequence[DemoRun], folder: Path, console: Console) -> bool:
     """Train all runs, in turns step by step or one after the other; return False after Ctrl-C.
 
-    Ctrl-C and a failure end the processes; the runs keep their measurements. A run that is out of memory does not end
-    the others.
+    A run that is out of memory does not end the others; any other failure does.
     """
-    groups = [runs] if runs[0].preset.take_turns else [[run] for run in runs]
-    with ProgressDisplay(console, runs) as display:
-        for run in runs:
-            run.display, run.log = display, folder / f"{run.name}.log"
-        try:
-            for group in groups:
-                train_in_turns(group)
-        except KeyboardInterrupt:
-            return False
-        except OtherRunsEnd:
-            # The run has its reason in `failure`.
-            pass
-    return True
+    display = ProgressDisplay(console, runs)
+    for run in runs:
+        run.display, run.log = display, folder / f"{run.name}.log"
+    with display.bars:
+        return train_groups([runs] if runs[0].preset.take_turns else [[run] for run in runs])

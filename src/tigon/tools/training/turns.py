@@ -5,41 +5,68 @@ keeps the answers.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tigon.tools.training.child import Event, RankJob, Worker
+from tigon.tools.training.search import Search
 
-__all__ = ["TrainingRun", "train_in_turns"]
+__all__ = ["AllRunsEnd", "TrainingRun", "train_groups", "train_in_turns"]
+
+
+class AllRunsEnd(Exception):
+    """A run failed in such a way that the other runs shall not go on."""
 
 
 class TrainingRun(ABC):
-    """A job and the points at which it is trained. The worker writes its standard error to `log`.
+    """A job, and the sizes of a step at which it is trained.
 
-    A subclass for another program than `tigon.tools.training.worker` overrides `make_worker`.
+    `search` chooses the sizes. The worker writes its standard error to `log`, and `facts` is its event "ready". A
+    subclass for another program than `tigon.tools.training.worker` overrides `make_worker`.
     """
 
-    def __init__(self, name: str, job: RankJob, log: Path | None = None) -> None:
-        self.name, self.job, self.log = name, job, log
+    size: int
+
+    def __init__(self, name: str, job: RankJob, search: Search, log: Path | None = None) -> None:
+        self.name, self.job, self.search, self.log = name, job, search, log
+        self.facts: Event = {}
 
     @abstractmethod
-    def next_point(self) -> str | None:
-        """Return the line to send to the worker, or None at the end of the run."""
+    def point(self) -> str | None:
+        """Return the line to send to the worker for a point of `size`, or None to end the run."""
 
     @abstractmethod
-    def record(self, event: Event) -> bool:
-        """Keep the worker's answer to the point; return False to end the run.
+    def keep(self, event: Event) -> None:
+        """Keep the worker's answer: "point", "out of memory", "failed" or "refused".
 
-        The answer is "point", "out of memory", "failed" or "refused".
+        The last two can also answer the start of the worker, before there is a size.
         """
-
-    @abstractmethod
-    def listen(self, event: Event) -> None:
-        """Show the worker's progress: events "starts", "ready" and "step"."""
 
     def make_worker(self) -> Worker:
         return Worker(self.job, self.log, self.listen)
+
+    def listen(self, event: Event) -> None:
+        """Keep the facts of the worker. A subclass also shows its progress: "starts", "ready" and "step"."""
+        if event["event"] == "ready":
+            self.facts = event
+
+    def train_next_point(self, worker: Worker) -> bool:
+        """Train the point of the next size; return False at the end of the run."""
+        size = self.search.next()
+        if size is None:
+            return False
+        self.size = size
+        point = self.point()
+        if point is None:
+            return False
+        event = worker.train(point)
+        if event["event"] in ("point", "out of memory"):
+            self.search.record(size, fits=event["event"] == "point")
+        else:
+            self.search.stop()
+        self.keep(event)
+        return True
 
 
 def train_in_turns(runs: Sequence[TrainingRun]) -> None:
@@ -54,15 +81,26 @@ def train_in_turns(runs: Sequence[TrainingRun]) -> None:
                 worker.start()
             active = [(run, worker) for run, worker in active if _is_ready(run, worker)]
         while active:
-            active = [(run, worker) for run, worker in active if _train_next_point(run, worker)]
+            active = [(run, worker) for run, worker in active if run.train_next_point(worker)]
 
 
 def _is_ready(run: TrainingRun, worker: Worker) -> bool:
     event = worker.wait_until_ready()
-    return event["event"] == "ready" or run.record(event)
+    if event["event"] == "ready":
+        return True
+    run.keep(event)
+    return False
 
 
-def _train_next_point(run: TrainingRun, worker: Worker) -> bool:
-    """Return whether the run goes on."""
-    point = run.next_point()
-    return point is not None and run.record(worker.train(point))
+def train_groups(groups: Iterable[Sequence[TrainingRun]]) -> bool:
+    """Train one group of runs after the other, the runs of a group in turns; return False after Ctrl-C.
+
+    Ctrl-C and `AllRunsEnd` end the processes; the runs keep their measurements.
+    """
+    try:
+        with suppress(AllRunsEnd):
+            for group in groups:
+                train_in_turns(group)
+    except KeyboardInterrupt:
+        return False
+    return True

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.job import Job, Point
+from tigon.tools.training.model_providers import Missing, Unsupported, select
 from tigon.tools.training.models import random_model, read_config
-from tigon.tools.training.providers import Missing, Unsupported, select
 from tigon.tools.training.resident import ResidentMemory
 from tigon.tools.training.text import batches
 
