@@ -22,8 +22,8 @@ from measure import MedusaJob
 from report import measured_results, write_report
 
 from tigon.hf.levels import LEVELS
+from tigon.tools.output import write_json
 from tigon.tools.training.child import Event, Worker
-from tigon.tools.training.records import write_json
 from tigon.tools.training.search import Search
 from tigon.tools.training.turns import TrainingRun, train_in_turns
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from tigon.tools.tables import markdown_table
+from tigon.tools.output import markdown_table
 from tigon.tools.training import figures
 
 GIB = 2**30

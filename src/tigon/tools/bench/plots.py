@@ -19,7 +19,7 @@ from matplotlib.ticker import NullFormatter, NullLocator
 
 from tigon.tools.bench.cases import OPS, has_tag
 from tigon.tools.bench.runner import BenchRow
-from tigon.tools.tables import format_number
+from tigon.tools.output import format_number
 from tigon.tools.training.figures import LEVELS, PEERS, STOCK
 
 __all__ = ["Sweep", "draw", "find_sweeps"]

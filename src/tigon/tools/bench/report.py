@@ -29,7 +29,6 @@ Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wal
 
 import contextlib
 import importlib.metadata
-import json
 import platform
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -41,11 +40,11 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from tigon.tools import environment
+from tigon.tools import environment, output
 from tigon.tools.bench.cases import OPS
 from tigon.tools.bench.measure import Roofline
 from tigon.tools.bench.runner import BenchRow
-from tigon.tools.tables import console_table, format_number, markdown_table
+from tigon.tools.output import console_table, format_number, markdown_table
 
 __all__ = [
     "describe_machine",
@@ -123,7 +122,7 @@ def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine
         "settings": settings,
         "rows": [row.as_dict() for row in rows],
     }
-    path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    output.write_json(path, document)
 
 
 # --- tables --------------------------------------------------------------------------------------

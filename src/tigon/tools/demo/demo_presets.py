@@ -41,11 +41,6 @@ class Preset(Shape):
     lr: float
     take_turns: bool
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of a step."""
-        return self.batch * self.seq
-
 
 PRESETS = {
     # The vocabulary is as large as Llama-2's and the other layers are small, so that the loss needs most of the memory,

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,16 @@ from rich.table import Table
 from tigon.tools.demo.demo_presets import warmup_steps
 from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.environment import device_name, environment
+from tigon.tools.output import write_json
 from tigon.tools.training.figures import INK, Bar, Curve, Panel, draw_losses, draw_panels, provider_colour
 from tigon.tools.training.job import Job
 from tigon.tools.training.measurement import loss_differences
-from tigon.tools.training.records import write_json
 from tigon.tools.training.text import Corpus, Tokens
 
 __all__ = [
-    "TOLERANCE",
-    "DemoComparison",
-    "Tolerance",
-    "compare",
-    "memory_sentence",
-    "plot_loss",
-    "plot_speed_memory",
-    "print_table",
-    "write_report",
-]
+    "TOLERANCE", "DemoComparison", "Tolerance", "compare", "memory_sentence", "plot_loss", "plot_speed_memory",
+    "print_table", "write_report",
+]  # fmt: skip
 
 COLOURS = (provider_colour("stock"), provider_colour("tigon"))
 # These facts of a run's model are in report.json.
@@ -144,16 +137,15 @@ def print_table(console: Console, first: DemoRun, second: DemoRun, comparison: D
     table.add_column("", justify="left")
     for heading in (first.title, second.title, "ratio"):
         table.add_column(heading, justify="right")
-    cell = lambda value, form: "-" if value is None or math.isnan(value) else form(value)
-
-    def add_row(name: str, value: Callable[[DemoRun], float | None], form: Callable[[float], str]) -> None:
-        values = [value(run) for run in (first, second)]
-        table.add_row(name, *(cell(v, form) for v in values), cell(_ratio(*values), "{:.2f}x".format))
-
-    add_row("step time (median)", lambda run: run.measurement.step_seconds, lambda value: f"{value * 1e3:,.0f} ms")
-    add_row("tokens/s", lambda run: run.measurement.tokens_per_second, "{:,.0f}".format)
-    add_row("peak memory above model", lambda run: run.peak_bytes or None, lambda value: f"{value / 2**20:,.0f} MiB")
-    add_row("last loss", lambda run: run.losses[-1] if run.losses else None, "{:.4f}".format)
+    cell = lambda value, form: "-" if value is None or math.isnan(value) else form.format(value)
+    runs = (first, second)
+    for name, values, form in (
+        ("step time (median)", [s and 1e3 * s for s in (run.measurement.step_seconds for run in runs)], "{:,.0f} ms"),
+        ("tokens/s", [run.measurement.tokens_per_second for run in runs], "{:,.0f}"),
+        ("peak memory above model", [run.peak_bytes / 2**20 or None for run in runs], "{:,.0f} MiB"),
+        ("last loss", [run.losses[-1] if run.losses else None for run in runs], "{:.4f}"),
+    ):
+        table.add_row(name, *(cell(value, form) for value in values), cell(_ratio(*values), "{:.2f}x"))
     if comparison is not None:
         table.add_section()
         table.add_row("largest loss difference", "", "", f"{comparison.loss_difference:.1e}")
@@ -165,58 +157,39 @@ def print_table(console: Console, first: DemoRun, second: DemoRun, comparison: D
 
 
 def _run_facts(run: DemoRun) -> dict[str, Any]:
+    measurement, facts = run.measurement, {name: run.facts[name] for name in FACTS if name in run.facts}
+    if run.facts:
+        facts["patch"] = run.facts.get("applied") or None
     return {
-        "title": run.title,
-        "losses": run.losses,
-        "step_seconds": run.measurement.seconds,
-        "median_step_seconds": run.measurement.step_seconds,
-        "tokens_per_second": run.measurement.tokens_per_second,
-        "peak_bytes_above_state": run.peak_bytes,
-        **{name: run.facts[name] for name in FACTS if name in run.facts},
-        **({"patch": run.facts.get("applied") or None} if run.facts else {}),
-    }
+        "title": run.title, "losses": run.losses, "step_seconds": measurement.seconds,
+        "median_step_seconds": measurement.step_seconds, "tokens_per_second": measurement.tokens_per_second,
+        "peak_bytes_above_state": run.peak_bytes, **facts,
+    }  # fmt: skip
 
 
 def write_report(
-    path: Path,
-    runs: Sequence[DemoRun],
-    comparison: DemoComparison | None,
-    *,
-    corpus: Corpus,
-    tokens: Tokens,
+    path: Path, runs: Sequence[DemoRun], comparison: DemoComparison | None, *, corpus: Corpus, tokens: Tokens,
     interrupted: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Write all numbers, with the machine, versions and settings. Losses and seconds have an entry for each step."""
     first = runs[0]
     report = {
-        "format": 1,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "interrupted": interrupted,
+        "format": 1, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "interrupted": interrupted,
         "failures": {run.name: run.failure for run in runs if run.failure},
-        "environment": environment(),
-        "device": {"torch": first.job.device, "name": device_name(first.job.device)},
-        "model_type": first.model_type,
-        "seed": first.job.seed,
-        "preset": asdict(first.preset),
+        "environment": environment(), "device": {"torch": first.job.device, "name": device_name(first.job.device)},
+        "model_type": first.model_type, "seed": first.job.seed, "preset": asdict(first.preset),
         "warmup_steps": warmup_steps(max(len(run.measurement.seconds) for run in runs)),
         "text": {
-            "source": corpus.name,
-            "documents": len(corpus.documents),
-            "characters": corpus.characters,
-            "truncated": corpus.is_truncated,
-            "tokens": tokens.count,
-            "bpe_entries": tokens.entries,
+            "source": corpus.name, "documents": len(corpus.documents), "characters": corpus.characters,
+            "truncated": corpus.is_truncated, "tokens": tokens.count, "bpe_entries": tokens.entries,
         },
         "runs": {run.name: _run_facts(run) for run in runs},
-        "comparison": comparison
-        and {
-            **asdict(comparison),
-            "loss_difference": comparison.loss_difference,
-            "largest_at_step": comparison.largest,
-            "agree": comparison.agree,
+        "comparison": comparison and {
+            **asdict(comparison), "loss_difference": comparison.loss_difference,
+            "largest_at_step": comparison.largest, "agree": comparison.agree,
         },
         "tolerance_reason": TOLERANCE[first.job.dtype].reason,
-    }
+    }  # fmt: skip
     write_json(path, report, indent=2)
 
 

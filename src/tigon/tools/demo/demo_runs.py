@@ -95,7 +95,7 @@ class ProgressDisplay:
 
     def show_step(self, run: DemoRun) -> None:
         """Show the loss, speed and memory of the last step."""
-        step, speed = len(run.losses), run.preset.tokens / run.measurement.seconds[-1]
+        step, speed = len(run.losses), run.measurement.tokens / run.measurement.seconds[-1]
         state = f"loss {run.losses[-1]:.3f}  {speed:,.0f} tokens/s  {run.peak_bytes / 2**20:,.0f} MiB"
         self.bars.update(self._tasks[run], completed=step, state=state)
         is_shown = step in (1, self._steps) or step % max(1, self._steps // PROGRESS_LINES) == 0

@@ -42,12 +42,7 @@ def takes_options(options_class: type) -> Callable[[Callable[[Any], None]], Call
 def run_program(
     out: Path | None, prefix: str, make_plan: Callable[[], Plan], train: Callable[["Console", Plan, Path], int]
 ) -> None:
-    """Make the plan, then the folder for the results, and call `train`, which returns the exit code.
-
-    Raises:
-        typer.BadParameter: an option is wrong. Nothing has been written.
-        typer.Exit: always otherwise, with the code, which is 130 after Ctrl-C.
-    """
+    """Make the plan and the folder for the results, call `train`, and end with its exit code; 130 after Ctrl-C."""
     console = make_console()
     try:
         folder = pick_folder(out, prefix)

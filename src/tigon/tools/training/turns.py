@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from tigon.tools.training.child import Event, RankJob, Worker
+from tigon.tools.training.child import Event, Worker
+from tigon.tools.training.job import RankJob
 from tigon.tools.training.search import Search
 
 __all__ = ["AllRunsEnd", "TrainingRun", "train_groups", "train_in_turns"]
@@ -61,12 +62,10 @@ class TrainingRun(ABC):
         if point is None:
             return False
         event = worker.train(point)
-        if event["event"] in ("point", "out of memory"):
-            self.search.record(size, fits=event["event"] == "point")
-        else:
-            self.search.stop()
+        self.search.record(size, fits=event["event"] == "point")
         self.keep(event)
-        return True
+        # After any other failure, a further point would fail in the same way.
+        return event["event"] in ("point", "out of memory")
 
 
 def train_in_turns(runs: Sequence[TrainingRun]) -> None:

@@ -133,7 +133,7 @@ class Trainer(Rank):
             model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         if job.ranks > 1:
-            from tigon.tools.training.sharding import shard
+            from tigon.tools.training.models import shard
 
             model, self.optimizer = shard(model, self.optimizer)
         self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model

@@ -16,7 +16,7 @@ a cross where memory ran out. loss.png has the losses of one size.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from typing import Any
 from rich.table import Table
 
 from tigon.tools.bench.report import versions
-from tigon.tools.tables import console_table, format_number, markdown_table
+from tigon.tools.output import console_table, format_number, markdown_table, write_json
 from tigon.tools.training import figures
 from tigon.tools.training.measurement import (
     SLACK,
@@ -34,7 +34,6 @@ from tigon.tools.training.measurement import (
     compare_with_stock,
     loss_differences,
 )
-from tigon.tools.training.records import write_json
 
 __all__ = ["curve_table", "legend", "markdown", "plot", "sentence", "table", "write_report"]
 
@@ -42,6 +41,7 @@ __all__ = ["curve_table", "legend", "markdown", "plot", "sentence", "table", "wr
 
 # The columns that are aligned to the left.
 LEFT = ("provider", "note", "within")
+Value = Callable[[Measurement], float | None]
 
 
 def legend(machine: dict[str, Any]) -> str:
@@ -136,17 +136,15 @@ def curve_table(curves: dict[str, LossComparison]) -> Table:
     return console_table(*_curve_cells(curves), LEFT, "Losses against stock's")
 
 
-def _largest(rows: Iterable[Measurement], sweep: str) -> dict[str, tuple[int | None, int | None]]:
-    """Return the largest size that fitted and the smallest that did not, for each provider."""
-    sizes: dict[str, tuple[int | None, int | None]] = {}
-    for row in rows:
-        fits, fails = sizes.setdefault(row.provider, (None, None))
-        size = getattr(row, sweep)
-        if row.ok:
-            sizes[row.provider] = (max(size, fits or 0), fails)
-        elif row.status == "out of memory":
-            sizes[row.provider] = (fits, min(size, fails or size))
-    return sizes
+def _largest_cells(rows: Sequence[Measurement], sweep: str) -> list[list[str]]:
+    """Return each provider with the largest size that fitted and the smallest that did not."""
+    lines = {line.label: line for line in _sweep_lines(rows, sweep, lambda row: 0.0)}
+    cells = []
+    for provider in dict.fromkeys(row.provider for row in rows):
+        line = lines.get(provider, figures.SweepLine(provider, "", [], None))
+        fits = f"{line.points[-1][0]:,}" if line.points else "-"
+        cells.append([provider, fits, "-" if line.failed_size is None else f"{line.failed_size:,}"])
+    return cells
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -174,13 +172,10 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
     titles, cells = _cells(rows)
     lines += [legend(machine), "", *markdown_table(titles, cells, LEFT), ""]
     if settings["sweep"]:
-        sizes = [
-            [name, *("-" if size is None else f"{size:,}" for size in pair)]
-            for name, pair in _largest(rows, settings["sweep"]).items()
-        ]
         names = {"seq": "length", "batch": "batch"}[settings["sweep"]]
+        cells = _largest_cells(rows, settings["sweep"])
         lines += [f"## The largest {names}", ""]
-        lines += [*markdown_table(["provider", "fits", "out of memory"], sizes, LEFT), ""]
+        lines += [*markdown_table(["provider", "fits", "out of memory"], cells, LEFT), ""]
     curves = compare_with_stock(rows)
     if curves and not settings["sweep"]:
         lines += ["## Losses against stock's", ""]
@@ -201,7 +196,6 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
 # --- pictures ------------------------------------------------------------------------------------
 
 SIZE_LABELS = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
-Value = Callable[[Measurement], float | None]
 
 
 def plot(
@@ -214,13 +208,12 @@ def plot(
     speed, memory, loss = (folder / f"{name}.png" for name in ("throughput", "memory", "loss"))
     allocated_gib: Value = lambda row: None if row.allocated is None else row.allocated / 2**30
     memory_label = "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB"
-    providers = [row for row in rows if row.provider != "stock-reversed" and (row.ok or row.status == "out of memory")]
+    providers = [row for row in rows if row.provider != "stock-reversed"]
 
     def panel(value: Value, limit: float | None = None) -> figures.Panel:
         if not sweep:
             return figures.Panel("", _provider_bars(providers, value), limit=limit)
-        results = ((row.provider, getattr(row, sweep), value(row) if row.ok else None) for row in providers)
-        return figures.Panel("", (), figures.sweep_lines(results), limit, SIZE_LABELS[sweep])
+        return figures.Panel("", (), _sweep_lines(providers, sweep, value), limit, SIZE_LABELS[sweep])
 
     figures.draw_panels(speed, "Tokens per second", title, [panel(lambda row: row.tokens_per_second)], 7.2, 4.2)
     figures.draw_panels(memory, memory_label, title, [panel(allocated_gib, limit)], 7.2, 4.2)
@@ -230,8 +223,15 @@ def plot(
     return [speed, memory, loss]
 
 
+def _sweep_lines(rows: Sequence[Measurement], sweep: str, value: Value) -> list[figures.SweepLine]:
+    """Return a line over the size for each provider that fitted or ran out of memory at any size."""
+    rows = [row for row in rows if row.ok or row.status == "out of memory"]
+    return figures.sweep_lines((row.provider, getattr(row, sweep), value(row) if row.ok else None) for row in rows)
+
+
 def _provider_bars(rows: Sequence[Measurement], value: Value) -> list[figures.Bar]:
     """Return a bar for each provider; the text of a bar without a number is its status."""
+    rows = [row for row in rows if row.ok or row.status == "out of memory"]
     numbers = [value(row) if row.ok else None for row in rows]
     highest = max((n for n in numbers if n is not None), default=1.0)
     digits = 0 if highest >= 1000 else 1 if highest >= 10 else 2 if highest >= 0.1 else 4

@@ -1,12 +1,15 @@
-"""Tables of text cells for Markdown and for the terminal, and the format of a number in them."""
+"""What reports are written with: tables of text cells for Markdown and for the terminal, numbers, and JSON."""
 
+import json
+import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["console_table", "format_number", "markdown_table"]
+__all__ = ["console_table", "format_number", "markdown_table", "write_json"]
 
 
 def format_number(value: float | None) -> str:
@@ -42,3 +45,21 @@ def console_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: S
     for line in lines:
         table.add_row(*map(Text, line))
     return table
+
+
+def _without_nan(value: Any) -> Any:
+    """Replace each number that is not finite by None, because JSON has no NaN."""
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def write_json(path: Path, report: dict[str, Any], indent: int = 1) -> None:
+    """Write a report. The file is complete at any moment, because it is renamed into its place."""
+    unfinished = path.with_suffix(".new")
+    unfinished.write_text(json.dumps(_without_nan(report), indent=indent, default=str) + "\n", encoding="utf-8")
+    unfinished.replace(path)
