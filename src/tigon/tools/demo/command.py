@@ -8,7 +8,7 @@ import typer
 from rich.markup import escape
 
 from tigon.tools.cli import INTERRUPTED
-from tigon.tools.training.program import Device, Seed, Text, run_program, takes_options
+from tigon.tools.training.program import DeviceOption, SeedOption, TextOption, run_program, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -34,10 +34,10 @@ class DemoOptions:
     seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None
     vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None
     memory: Annotated[str, typer.Option(help="Level of memory, as in tigon.patch(model, memory=...).")] = "default"
-    text: Text = None
-    device: Device = "auto"
+    text: TextOption = None
+    device: DeviceOption = "auto"
     dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="by device")] = None
-    seed: Seed = 0
+    seed: SeedOption = 0
     out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/<time>")] = None
     noise: Annotated[
         bool,
@@ -48,7 +48,7 @@ class DemoOptions:
     ] = False
 
 
-@takes_options(DemoOptions)
+@takes_options
 def demo(options: DemoOptions) -> None:
     """Train a Hugging Face decoder on real text twice from one seed, stock and with Tigon, and compare.
 

@@ -8,7 +8,7 @@ import torch
 import typer
 
 from tigon.tools.cli import pick_device
-from tigon.tools.demo.demo_presets import PRESETS, Preset, build_model, demo_config
+from tigon.tools.demo.demo_presets import PRESETS, DemoPreset, build_model, demo_config
 from tigon.tools.demo.demo_report import TOLERANCE
 from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.training.job import Job
@@ -33,7 +33,7 @@ class DemoPlan:
     parameters: int
 
 
-def _pick_preset(device: str, options: "DemoOptions") -> Preset:
+def _pick_preset(device: str, options: "DemoOptions") -> DemoPreset:
     """Return the preset of the device with the values that the options name."""
     if options.dtype is not None and options.dtype not in TOLERANCE:
         message = f"must be one of {', '.join(TOLERANCE)}, got {options.dtype!r}"
@@ -52,7 +52,7 @@ def _pick_preset(device: str, options: "DemoOptions") -> Preset:
     return preset
 
 
-def _build_on_meta(model_type: str, preset: Preset, memory: str) -> tuple[str, int]:
+def _build_on_meta(model_type: str, preset: DemoPreset, memory: str) -> tuple[str, int]:
     """Build and patch the model on the meta device; return the name of its class and its number of parameters."""
     import tigon
 
@@ -68,7 +68,7 @@ def _build_on_meta(model_type: str, preset: Preset, memory: str) -> tuple[str, i
     return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _check_memory(parameters: int, preset: Preset, device: str) -> None:
+def _check_memory(parameters: int, preset: DemoPreset, device: str) -> None:
     """Refuse a model whose parameters, gradients and two moments of AdamW alone need more memory than is free."""
     import psutil
 
@@ -83,7 +83,7 @@ def _check_memory(parameters: int, preset: Preset, device: str) -> None:
         )
 
 
-def make_job(model_type: str, preset: Preset, device: str, seed: int, tokens: Path) -> Job:
+def make_job(model_type: str, preset: DemoPreset, device: str, seed: int, tokens: Path) -> Job:
     """Return the job of the stock run."""
     config = config_fields(demo_config(model_type, preset))
     return Job("stock", config, str(tokens), preset.dtype, device, seed=seed, lr=preset.lr, turns=True)

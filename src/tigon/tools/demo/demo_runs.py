@@ -7,7 +7,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tigon.tools.demo.demo_presets import Preset, warmup_steps
+from tigon.tools.demo.demo_presets import DemoPreset, warmup_steps
 from tigon.tools.training.child import Event
 from tigon.tools.training.job import Job, Point
 from tigon.tools.training.measurement import Measurement
@@ -38,7 +38,7 @@ class DemoRun(TrainingRun):
     job: Job
     display: "ProgressDisplay"
 
-    def __init__(self, name: str, title: str, model_type: str, preset: Preset, job: Job) -> None:
+    def __init__(self, name: str, title: str, model_type: str, preset: DemoPreset, job: Job) -> None:
         super().__init__(name, job, Search([preset.seq] * preset.steps))
         self.title, self.model_type, self.preset = title, model_type, preset
         self.measurement: Measurement = DemoMeasurement(name, preset.batch, preset.seq)

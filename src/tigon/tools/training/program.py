@@ -13,30 +13,28 @@ from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_folder
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["Device", "Seed", "Text", "run_program", "takes_options"]
+__all__ = ["DeviceOption", "SeedOption", "TextOption", "run_program", "takes_options"]
 
 Plan = TypeVar("Plan")
-Text = Annotated[
+TextOption = Annotated[
     Path | None,
     typer.Option(help="File or folder to train on.", show_default="the Python standard library's sources"),
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Seed = Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+SeedOption = Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")]
 
 
-def takes_options(options_class: type) -> Callable[[Callable[[Any], None]], Callable[..., None]]:
-    """Return a decorator for a command whose argument is a dataclass, so that typer reads its fields as options."""
+def takes_options(command: Callable[[Any], None]) -> Callable[..., None]:
+    """Let typer read the options of a command from the fields of its only argument, a dataclass."""
+    (argument,) = inspect.signature(command).parameters.values()
 
-    def decorate(command: Callable[[Any], None]) -> Callable[..., None]:
-        @functools.wraps(command)
-        def expanded(**values: Any) -> None:
-            command(options_class(**values))
+    @functools.wraps(command)
+    def expanded(**values: Any) -> None:
+        command(argument.annotation(**values))
 
-        expanded.__annotations__ = {}
-        expanded.__signature__ = inspect.signature(options_class)  # type: ignore[attr-defined]
-        return expanded
-
-    return decorate
+    expanded.__annotations__ = {}
+    expanded.__signature__ = inspect.signature(argument.annotation)  # type: ignore[attr-defined]
+    return expanded
 
 
 def run_program(

@@ -9,7 +9,7 @@ import typer
 from rich.markup import escape
 
 from tigon.tools.cli import INTERRUPTED, pick_device
-from tigon.tools.training.program import Device, Seed, Text, run_program, takes_options
+from tigon.tools.training.program import DeviceOption, SeedOption, TextOption, run_program, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -70,21 +70,21 @@ class TrainOptions:
             "--curves", help="Compare the losses with stock's, and with the noise of stock with reversed batches."
         ),
     ] = False
-    text: Text = None
-    device: Device = "auto"
+    text: TextOption = None
+    device: DeviceOption = "auto"
     dtype: Annotated[
         str | None,
         typer.Option(help="bfloat16 or float32, of everything.", show_default="bfloat16; float32 on a CPU"),
     ] = None
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4
-    seed: Seed = 0
+    seed: SeedOption = 0
     budget: Annotated[
         float | None, typer.Option(help="Seconds. After them no size begins; before, fewer steps may be timed.")
     ] = None
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None
 
 
-@takes_options(TrainOptions)
+@takes_options
 def train(options: TrainOptions) -> None:
     """Train one model on real text, stock and with each provider, and compare speed, memory and losses.
 

@@ -10,7 +10,7 @@ import torch
 from tigon.runtime.requirements import unmet
 from tigon.tools.bench.train.command import TrainOptions
 from tigon.tools.training.job import Job
-from tigon.tools.training.model_providers import Provider, select
+from tigon.tools.training.model_providers import ModelProvider, select
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.search import Search
 from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
@@ -38,7 +38,7 @@ class ProviderRun:
     """The training of one provider. With `reverse`, the sequences of each batch come in reverse order."""
 
     name: str
-    provider: Provider
+    provider: ModelProvider
     reverse: bool = False
 
 
