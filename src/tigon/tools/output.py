@@ -1,4 +1,4 @@
-"""What reports are written with: tables of text cells for Markdown and for the terminal, numbers, and JSON."""
+"""Write reports: tables of text cells for Markdown and for the terminal, numbers in them, and JSON."""
 
 import json
 import math

@@ -20,16 +20,16 @@ from matplotlib.ticker import NullFormatter, NullLocator
 from tigon.tools.bench.cases import OPS, has_tag
 from tigon.tools.bench.runner import BenchRow
 from tigon.tools.output import format_number
-from tigon.tools.training.figures import LEVELS, PEERS, STOCK
+from tigon.tools.training.figures import LEVELS, PEER_COLOURS, STOCK
 
 __all__ = ["Sweep", "draw", "find_sweeps"]
 
 # A provider has the same colour in every picture, and that of Tigon is the strongest. The hues are those of Okabe and
 # Ito, which colour-blind people can distinguish, without their yellow, which is too pale for a line.
 COLOURS = {
-    "tigon": LEVELS["default"], "eager": STOCK, "compile": PEERS["compile"], "torch": "#56b4e9",
-    "liger": PEERS["liger"], "liger-fp32": "#7fceb9", "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7",
-    "cce-exact": "#e5bcd3", "trl": "#4d3319", "products": "#c9c9c9",
+    **PEER_COLOURS, "tigon": LEVELS["default"], "eager": STOCK, "torch": "#56b4e9", "liger-fp32": "#7fceb9",
+    "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7", "cce-exact": "#e5bcd3", "trl": "#4d3319",
+    "products": "#c9c9c9",
 }  # fmt: skip
 ANOTHER_REVISION = "#7a3b00"
 # The heights of a bar and of a panel of lines, in inches.

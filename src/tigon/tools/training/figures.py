@@ -1,4 +1,4 @@
-"""The look of all pictures, and the kinds that several commands draw: curves of losses, bars, and lines of a sweep."""
+"""Draw the pictures of training, which share one look: curves of losses, bars of providers, and lines of a sweep."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,8 +12,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 __all__ = [
-    "FAINT", "INK", "LEVELS", "MARKERS", "PEERS", "STOCK", "Bar", "Curve", "Panel", "SweepLine", "clean", "draw_losses",
-    "draw_panels", "headline", "mark_limit", "new_figure", "provider_colour", "sweep_lines",
+    "FAINT", "INK", "LEVELS", "MARKERS", "PEER_COLOURS", "STOCK", "Bar", "Curve", "Panel", "SweepLine", "clean",
+    "draw_losses", "draw_panels", "headline", "mark_limit", "new_figure", "provider_colour", "sweep_lines",
 ]  # fmt: skip
 
 INK, MUTED, FAINT, WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
@@ -27,7 +27,7 @@ LEVELS = {
     "checkpoint": "#5e2a06",
     "offload": "#f5b98a",
 }
-PEERS = {
+PEER_COLOURS = {
     "stock": STOCK,
     "stock-reversed": "#c4c4c4",
     "liger": "#009e73",
@@ -46,7 +46,7 @@ def provider_colour(provider: str) -> str:
     """Return the colour of a provider of training, such as tigon or tigon-lean, which is also tigon:lean."""
     provider = provider.replace(":", "-")
     level = provider.removeprefix("tigon").removeprefix("-") or "default"
-    return PEERS.get(provider) or LEVELS.get(level, "#444444")
+    return PEER_COLOURS.get(provider) or LEVELS.get(level, "#444444")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -164,7 +164,7 @@ class SweepLine(NamedTuple):
 
 
 class Panel(NamedTuple):
-    """Axes with bars, or with the lines of a sweep where `xlabel` names the size.
+    """The content of axes: bars, or the lines of a sweep where `xlabel` names the size.
 
     A dashed line is at `limit`, the memory of the GPU, if there is one.
     """

@@ -1,4 +1,4 @@
-"""The command of every training program: options as a dataclass, and the way from the options to an exit code."""
+"""Commands of training programs have a dataclass of options, make a plan from it, and end with an exit code."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""The loop of every training program: each run has a process, and the processes train their points in turn.
+"""Every training program runs this loop: each run has a process, and the processes train their points in turn.
 
 `tigon demo`, `tigon bench train` and the Medusa example subclass `TrainingRun`; the subclass chooses the points and
 keeps the answers.
@@ -17,7 +17,7 @@ __all__ = ["AllRunsEnd", "TrainingRun", "train_groups", "train_in_turns"]
 
 
 class AllRunsEnd(Exception):
-    """A run failed in such a way that the other runs shall not go on."""
+    """A run failed in such a way that no other run should continue."""
 
 
 class TrainingRun(ABC):

@@ -21,7 +21,7 @@ __all__ = ["TrainOptions", "train"]
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The options of the command line."""
+    """The options of the command line. None stands for a default that depends on other options."""
 
     model: Annotated[
         str,
