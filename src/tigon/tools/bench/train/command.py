@@ -135,6 +135,7 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
         "runs": [run.name for run in plan.runs], "text": plan.text, "text_tokens": plan.tokens.count,
         "bpe_entries": plan.tokens.entries, "interrupted": False,
     }  # fmt: skip
+    del settings["out"]
     console.print(f"[bold]{escape(title)}[/], {escape(str(machine['name']))}")
     console.print(f"Text: {escape(plan.text)}, {plan.tokens.count:,} tokens. AdamW, fused. {report.legend(machine)}\n")
     with Progress(
