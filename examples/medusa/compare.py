@@ -22,10 +22,10 @@ from measure import MedusaJob
 from report import measured_results, write_report
 
 from tigon.hf.levels import LEVELS
+from tigon.tools.output import write_json
 from tigon.tools.training.child import Event, Worker
-from tigon.tools.training.records import write_json
-from tigon.tools.training.runner import TrainingRun, train_in_turns
 from tigon.tools.training.search import Search
+from tigon.tools.training.turns import TrainingRun, train_in_turns
 
 VARIANTS = ("stock", "stock:checkpoint", "tigon", *(f"tigon:{level}" for level in LEVELS))
 
@@ -40,32 +40,21 @@ class VariantRun(TrainingRun):
     job: MedusaJob
 
     def __init__(self, job: MedusaJob, search: Search) -> None:
-        super().__init__(job.variant, job)
-        self.search = search
+        super().__init__(job.variant, job, search)
         self.results: list[dict[str, Any]] = []
-        self.device: str | None = None
-        self.memory_bytes: int | None = None
 
     def make_worker(self) -> Worker:
         return Worker(self.job, None, self.listen, PROGRAM, SETTINGS)
 
-    def next_point(self) -> str | None:
-        length = self.search.next()
-        if length is None:
-            return None
-        self.length = length
-        return str(length)
+    def point(self) -> str:
+        return str(self.size)
 
-    def listen(self, event: Event) -> None:
-        if event["event"] == "ready":
-            self.device, self.memory_bytes = event["device"], event["memory_bytes"]
-
-    def record(self, event: Event) -> bool:
+    def keep(self, event: Event) -> None:
         """Keep and print seconds, loss and peak at the length, or the reason why there are none."""
         kind = event["event"]
-        result: dict[str, Any] = {"length": self.length}
+        result: dict[str, Any] = {"length": self.size}
         if kind == "point":
-            tokens = self.job.ranks * self.job.batch * self.length
+            tokens = self.job.ranks * self.job.batch * self.size
             speed = tokens * len(event["seconds"]) / sum(event["seconds"])
             result |= {"seconds": event["seconds"], "loss": event["losses"][0], "peak_bytes": event["peak_bytes"]}
             result |= {"state_bytes": event["state_bytes"], "tokens_per_second": speed}
@@ -73,13 +62,8 @@ class VariantRun(TrainingRun):
         else:
             result |= {"out_of_memory": kind == "out of memory", "reason": event["reason"][:500]}
             text = kind if kind == "out of memory" else result["reason"]
-        print(f"  {self.length:>8,} tokens  {text}", flush=True)
+        print(f"  {self.size:>8,} tokens  {text}", flush=True)
         self.results.append(result)
-        if kind in ("point", "out of memory"):
-            self.search.record(self.length, fits=kind == "point")
-        else:
-            self.search.stop()
-        return True
 
 
 def make_search(reference: list[dict[str, Any]], arguments: argparse.Namespace) -> Search:
@@ -172,7 +156,7 @@ def main(words: list[str] | None = None) -> int:
                     train_in_turns([run])
                 finally:
                     # Write the lengths that were done even if this run or the next one is interrupted.
-                    entry |= {"device": run.device, "memory_bytes": run.memory_bytes}
+                    entry |= {name: run.facts.get(name) for name in ("device", "memory_bytes")}
                     write_json(arguments.out / "medusa.json", report)
                     write_report(report, arguments.out)
                 if not reference and measured_results(entry):

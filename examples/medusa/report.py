@@ -3,9 +3,11 @@
 from pathlib import Path
 from typing import Any
 
+from tigon.tools.output import markdown_table
 from tigon.tools.training import figures
 
 GIB = 2**30
+LEFT = ("stage", "heads", "variant", "against")
 
 
 def measured_results(run: dict[str, Any]) -> dict[int, dict[str, Any]]:
@@ -50,43 +52,40 @@ def describe(report: dict[str, Any]) -> str:
 
 def write_report(report: dict[str, Any], folder: Path) -> None:
     """Write medusa.md and the pictures."""
+    titles = (*LEFT, "at length", "tokens/s", "peak", "peak above state", "longest")
+    comparisons = [
+        [
+            str(row["stage"]), str(row["heads"]), row["variant"], row["base"], f"{row['length']:,}",
+            *(f"{row[name]:.2f}x" for name in ("speed", "peak", "above_state")), f"{row['longest']:.1f}x",
+            f"{row['loss_difference']:.1e}",
+        ]
+        for row in compare_variants(report)
+    ]  # fmt: skip
+    results = []
+    for run in report["runs"]:
+        for result in sorted(run["results"], key=lambda r: r["length"]):
+            if "reason" in result:
+                reason = "out of memory" if result["out_of_memory"] else result["reason"].replace("\n", " ")
+                cells = [reason, "", "", "", ""]
+            else:
+                cells = [f"{result['tokens_per_second']:,.0f}", str(len(result["seconds"]))]
+                cells += [f"{result[name] / GIB:.2f}" for name in ("peak_bytes", "state_bytes")]
+                cells += [f"{result['loss']:.4f}"]
+            results.append([str(run["stage"]), str(run["heads"]), run["variant"], f"{result['length']:,}", *cells])
     lines = [
         "# Medusa", "", f"{describe(report)}.", "",
         "The state is the parameters, gradients and optimizer states. Every peak contains it, so there are ratios with "
         "and without it.", "",
-        "| stage | heads | variant | against | at length | tokens/s | peak | peak above state | longest | "
-        "difference of the losses at the first length |",
-        "|---|---|---|---|---:|---:|---:|---:|---:|---:|",
+        *markdown_table((*titles, "difference of the losses at the first length"), comparisons, LEFT), "",
+        *markdown_table(
+            (*LEFT[:3], "length", "tokens/s", "steps", "peak GiB", "state GiB", "loss"), results, LEFT
+        ),
     ]  # fmt: skip
-    for row in compare_variants(report):
-        lines.append(
-            f"| {row['stage']} | {row['heads']} | {row['variant']} | {row['base']} | {row['length']:,} "
-            f"| {row['speed']:.2f}x | {row['peak']:.2f}x | {row['above_state']:.2f}x | {row['longest']:.1f}x "
-            f"| {row['loss_difference']:.1e} |"
-        )
-    lines += ["", "| stage | heads | variant | length | tokens/s | steps | peak GiB | state GiB | loss |",
-              "|---|---|---|---:|---:|---:|---:|---:|---:|"]  # fmt: skip
-    for run in report["runs"]:
-        for result in sorted(run["results"], key=lambda r: r["length"]):
-            start = f"| {run['stage']} | {run['heads']} | {run['variant']} | {result['length']:,} |"
-            if "reason" in result:
-                reason = "out of memory" if result["out_of_memory"] else result["reason"].replace("\n", " ")
-                lines.append(f"{start} {reason} | | | | |")
-                continue
-            lines.append(
-                f"{start} {result['tokens_per_second']:,.0f} | {len(result['seconds'])} "
-                f"| {result['peak_bytes'] / GIB:.2f} | {result['state_bytes'] / GIB:.2f} | {result['loss']:.4f} |"
-            )
     for stage, heads in sorted({(run["stage"], run["heads"]) for run in report["runs"]}):
         name = f"medusa_stage{stage}_heads{heads}.png"
         if plot(report, stage, heads, folder / name):
             lines += ["", f"![Stage {stage}, {heads} heads]({name})"]
     (folder / "medusa.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def pick_colour(variant: str) -> str:
-    name, _, level = variant.partition(":")
-    return figures.LEVELS[level or "default"] if name == "tigon" else figures.STOCK
 
 
 def plot(report: dict[str, Any], stage: int, heads: int, path: Path) -> bool:
@@ -96,28 +95,17 @@ def plot(report: dict[str, Any], stage: int, heads: int, path: Path) -> bool:
         return False
     memory_bytes = next((run["memory_bytes"] for run in runs if run.get("memory_bytes")), None)
     limit = memory_bytes / GIB if memory_bytes else None
-    figure = figures.new_figure(10.0, 4.2)
-    figures.headline(figure, f"Medusa, stage {stage}, {heads} heads", describe(report))
-    memory_axes, speed_axes = figure.subplots(1, 2)
-    if limit:
-        figures.mark_limit(memory_axes, limit, "memory of the GPU")
-    figures.draw_sweep(memory_axes, sweep_lines(runs, "peak_bytes", GIB), limit, "tokens a sequence")
-    figures.clean(memory_axes, "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB")
-    figures.draw_sweep(speed_axes, sweep_lines(runs, "tokens_per_second", 1), None, "tokens a sequence")
-    figures.clean(speed_axes, "Tokens per second")
-    figures.add_side_legend(speed_axes)
-    figure.savefig(path)
-    return True
 
-
-def sweep_lines(runs: list[dict[str, Any]], name: str, unit: float) -> list[figures.SweepLine]:
-    """Return a line of the values `name` for each run, with the smallest length that did not fit."""
-    lines = []
-    for run in runs:
-        results = measured_results(run)
-        points = [(length, result[name] / unit) for length, result in results.items()]
-        too_long = [r["length"] for r in run["results"] if r.get("out_of_memory") and r["length"] > max(results)]
-        lines.append(
-            figures.SweepLine(run["variant"], pick_colour(run["variant"]), points, min(too_long, default=None))
+    def panel(title: str, name: str, unit: int, limit: float | None = None) -> figures.Panel:
+        values = (
+            (run["variant"], result["length"], result[name] / unit if name in result else None)
+            for run in runs
+            for result in run["results"]
+            if name in result or result["out_of_memory"]
         )
-    return lines
+        return figures.Panel(title, (), figures.sweep_lines(values), limit, "tokens a sequence")
+
+    memory = panel("Peak memory of a GPU, GiB" if limit else "Peak memory, GiB", "peak_bytes", GIB, limit)
+    panels = [memory, panel("Tokens per second", "tokens_per_second", 1)]
+    figures.draw_panels(path, f"Medusa, stage {stage}, {heads} heads", describe(report), panels, 10.0, 4.2)
+    return True

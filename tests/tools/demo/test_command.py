@@ -15,8 +15,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from tigon.tools import cli
-from tigon.tools.demo import runner
-from tigon.tools.demo.presets import PRESETS, build_model, demo_config
+from tigon.tools.demo import demo_runs
+from tigon.tools.demo.demo_presets import PRESETS, build_model, demo_config
 
 TINY = ["--device", "cpu", "--vocab", "512", "--batch", "2", "--seq", "32"]
 
@@ -51,7 +51,7 @@ def test_demo_writes_a_report_and_says_that_the_curves_agree(text, cache, tmp_pa
 def test_demo_exits_with_1_if_the_curves_differ(text, cache, tmp_path, monkeypatch):
     """No process runs. The loss of the patched run is wrong by 1 %."""
 
-    def train_runs(runs: list[runner.DemoRun], folder: Path, console: Console) -> bool:
+    def train_runs(runs: list[demo_runs.DemoRun], folder: Path, console: Console) -> bool:
         for run, loss in zip(runs, (2.0, 2.02), strict=True):
             run.facts = {"state_bytes": 500}
             run.measurement.add({
@@ -59,7 +59,7 @@ def test_demo_exits_with_1_if_the_curves_differ(text, cache, tmp_path, monkeypat
             })  # fmt: skip
         return True
 
-    monkeypatch.setattr(runner, "train_runs", train_runs)
+    monkeypatch.setattr(demo_runs, "train_runs", train_runs)
     result = invoke(*TINY, "--text", str(text), "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
     assert "The curves differ: 1.0e-02 of the loss at step 1, where 1e-05 is allowed" in re.sub(

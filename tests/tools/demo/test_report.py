@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tigon.tools.demo.presets import PRESETS, warmup_steps
-from tigon.tools.demo.report import TOLERANCE, compare, plot_loss, plot_speed_memory, print_table, write_report
-from tigon.tools.demo.runner import DemoRun
+from tigon.tools.demo.demo_presets import PRESETS, warmup_steps
+from tigon.tools.demo.demo_report import TOLERANCE, compare, plot_loss, plot_speed_memory, print_table, write_report
+from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.training.job import Job
 from tigon.tools.training.text import Corpus, Tokens
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tigon.tools.demo.plan import make_job
-from tigon.tools.demo.presets import PRESETS
-from tigon.tools.demo.runner import DemoRun, train_runs
+from tigon.tools.demo.demo_plan import make_job
+from tigon.tools.demo.demo_presets import PRESETS
+from tigon.tools.demo.demo_runs import DemoRun, train_runs
 from tigon.tools.training import child
 from tigon.tools.training.child import Child, ChildFailed, Event, worker_command
 from tigon.tools.training.job import Job, Point

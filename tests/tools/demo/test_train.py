@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tigon.tools.demo.plan import make_job
-from tigon.tools.demo.presets import PRESETS, build_model
+from tigon.tools.demo.demo_plan import make_job
+from tigon.tools.demo.demo_presets import PRESETS, build_model
 from tigon.tools.training.job import Point
 from tigon.tools.training.worker import prime, serve
 

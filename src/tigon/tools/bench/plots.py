@@ -18,18 +18,18 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import NullFormatter, NullLocator
 
 from tigon.tools.bench.cases import OPS, has_tag
-from tigon.tools.bench.report import number
 from tigon.tools.bench.runner import BenchRow
-from tigon.tools.training.figures import LEVELS, STOCK
+from tigon.tools.output import format_number
+from tigon.tools.training.figures import LEVELS, PEER_COLOURS, STOCK
 
 __all__ = ["Sweep", "draw", "find_sweeps"]
 
 # A provider has the same colour in every picture, and that of Tigon is the strongest. The hues are those of Okabe and
 # Ito, which colour-blind people can distinguish, without their yellow, which is too pale for a line.
 COLOURS = {
-    "tigon": LEVELS["default"], "eager": STOCK, "compile": "#0072b2", "torch": "#56b4e9", "liger": "#009e73",
-    "liger-fp32": "#7fceb9", "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7", "cce-exact": "#e5bcd3",
-    "trl": "#4d3319", "products": "#c9c9c9",
+    **PEER_COLOURS, "tigon": LEVELS["default"], "eager": STOCK, "torch": "#56b4e9", "liger-fp32": "#7fceb9",
+    "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7", "cce-exact": "#e5bcd3", "trl": "#4d3319",
+    "products": "#c9c9c9",
 }  # fmt: skip
 ANOTHER_REVISION = "#7a3b00"
 # The heights of a bar and of a panel of lines, in inches.
@@ -197,7 +197,7 @@ def _bars(axis: Axes, rows: list[BenchRow], values: list[float | None], unit: st
     names = [row.provider + INACCURATE * (row.accurate is False) for row in rows]
     lengths = [value or 0.0 for value in values]
     bars = axis.barh(names, lengths, color=[_colour(row.provider) for row in rows], height=0.72)
-    axis.bar_label(bars, ["" if value is None else f" {number(value)} {unit}" for value in values], fontsize=8)
+    axis.bar_label(bars, ["" if value is None else f" {format_number(value)} {unit}" for value in values], fontsize=8)
     # The first provider is at the top.
     axis.invert_yaxis()
     axis.set_xlim(0, max([*lengths, 1e-9]) * 1.25)

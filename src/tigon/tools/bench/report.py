@@ -29,9 +29,8 @@ Where flops are the bound, products_ratio is the time (of kernels; on a CPU, wal
 
 import contextlib
 import importlib.metadata
-import json
 import platform
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
@@ -41,17 +40,16 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from tigon.tools import environment
+from tigon.tools import environment, output
 from tigon.tools.bench.cases import OPS
 from tigon.tools.bench.measure import Roofline
 from tigon.tools.bench.runner import BenchRow
+from tigon.tools.output import console_table, format_number, markdown_table
 
 __all__ = [
     "describe_machine",
     "legend",
     "markdown",
-    "markdown_table",
-    "number",
     "summary_table",
     "terminal_table",
     "versions",
@@ -60,6 +58,8 @@ __all__ = [
 
 # The last package decides which kernels Liger runs.
 PEERS = ("cut-cross-entropy", "quack-kernels", "nvidia-cutlass-dsl")
+# The columns of the summary that are aligned to the left.
+SUMMARY_LEFT = ("case", "best peer")
 
 _LEGEND = (
     "Forward + backward, medians. Kernel ms: the sum over the GPU kernels; host ms: until the call returns; wall ms: "
@@ -122,20 +122,10 @@ def write_json(path: Path, rows: Iterable[BenchRow], roofline: Roofline, machine
         "settings": settings,
         "rows": [row.as_dict() for row in rows],
     }
-    path.write_text(json.dumps(document, indent=1, default=str) + "\n")
+    output.write_json(path, document)
 
 
 # --- tables --------------------------------------------------------------------------------------
-
-
-def number(value: float | None) -> str:
-    """Format a number with three or more significant digits and without an exponent."""
-    if value is None:
-        return "-"
-    for limit, digits in ((1, 4), (10, 3), (100, 2), (1000, 1)):
-        if abs(value) < limit:
-            return f"{value:.{digits}f}"
-    return f"{value:,.0f}"
 
 
 def _percent(row: BenchRow) -> str:
@@ -151,7 +141,7 @@ def _times_products(row: BenchRow) -> str:
 
 
 def _above_gradients(row: BenchRow) -> str:
-    return "" if row.peak_above_gradients_mib is None else number(row.peak_above_gradients_mib)
+    return "" if row.peak_above_gradients_mib is None else format_number(row.peak_above_gradients_mib)
 
 
 def _error_ratios(row: BenchRow) -> str:
@@ -170,11 +160,11 @@ def _note(row: BenchRow) -> str:
 # A column is its title and the function that returns the text of a cell.
 Column = tuple[str, Callable[[BenchRow], str]]
 _TIMES: tuple[Column, ...] = (
-    ("kernel ms", lambda row: number(row.kernel_ms)),
-    ("wall ms", lambda row: number(row.wall_ms)),
-    ("host ms", lambda row: number(row.host_ms)),
+    ("kernel ms", lambda row: format_number(row.kernel_ms)),
+    ("wall ms", lambda row: format_number(row.wall_ms)),
+    ("host ms", lambda row: format_number(row.host_ms)),
 )
-_MEMORY: Column = ("peak MiB", lambda row: number(row.peak_mib))
+_MEMORY: Column = ("peak MiB", lambda row: format_number(row.peak_mib))
 _ROOFLINE: Column = ("% roofline", _percent)
 _ERROR: Column = ("error (eager's)", _error)
 _NOTE: Column = ("note", _note)
@@ -195,7 +185,7 @@ def _columns(rows: list[BenchRow]) -> tuple[Column, ...]:
 def _title(row: BenchRow) -> str:
     bound = "memory" if row.bytes else "products"
     work = f"{row.bytes / 1e9:.3g} GB" if row.bytes else f"{(row.flops or 0) / 1e12:.3g} TFLOP"
-    return f"{row.case} ({OPS[row.op].legend}, {row.dtype}): floor {number(row.floor_ms)} ms by {bound}, {work}"
+    return f"{row.case} ({OPS[row.op].legend}, {row.dtype}): floor {format_number(row.floor_ms)} ms by {bound}, {work}"
 
 
 def _by_case(rows: Iterable[BenchRow]) -> Iterable[tuple[str, list[BenchRow]]]:
@@ -210,7 +200,7 @@ def _speed_up(other: BenchRow | None, tigon: BenchRow) -> str:
 
 
 def _time(row: BenchRow | None) -> str:
-    return number(row.time_ms if row else None)
+    return format_number(row.time_ms if row else None)
 
 
 def _fastest_peer(group: list[BenchRow]) -> BenchRow | None:
@@ -234,11 +224,12 @@ def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
         if tigon is None:
             continue
         best, liger, other = _fastest_peer(group), _row_of("liger", group), _row_of(revision, group)
+        liger_host = format_number(liger.host_ms if liger else None)
         lines.append([
             case, _time(tigon) if tigon.status == "ok" else tigon.status, _percent(tigon),
             "-" if best is None else best.provider + (" (inaccurate)" if best.accurate is False else ""),
             _time(best), _speed_up(best, tigon), _time(liger), _speed_up(liger, tigon),
-            "-" if tigon.host_ms is None else f"{number(tigon.host_ms)} ({number(liger.host_ms if liger else None)})",
+            "-" if tigon.host_ms is None else f"{format_number(tigon.host_ms)} ({liger_host})",
             _time(other), _speed_up(other, tigon),
             *(cell(tigon) or "-" for _, cell in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
         ])  # fmt: skip
@@ -251,19 +242,7 @@ def summary_table(rows: list[BenchRow]) -> Table:
     titles, lines = _summary(rows)
     if _ERROR_RATIOS[0] in titles:
         titles, lines = titles[:-1], [line[:-1] for line in lines]
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, title="Summary", title_justify="left")
-    for title in titles:
-        table.add_column(title, justify="left" if title in ("case", "best peer") else "right", overflow="fold")
-    for line in lines:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def markdown_table(titles: Sequence[str], lines: Iterable[Sequence[str]], left: Sequence[str]) -> list[str]:
-    """Return the lines of a Markdown table. The columns in `left` are aligned to the left, the others to the right."""
-    rule = "|".join("---" if title in left else "---:" for title in titles)
-    rows = [" | ".join(cell.replace("|", "\\|") for cell in line) for line in lines]
-    return [f"| {' | '.join(titles)} |", f"|{rule}|", *(f"| {row} |" for row in rows)]
+    return console_table(titles, lines, SUMMARY_LEFT, "Summary")
 
 
 # --- the report ----------------------------------------------------------------------------------
@@ -285,7 +264,7 @@ def markdown(rows: list[BenchRow], roofline: Roofline, machine: dict, settings: 
         lines += [f"{against['provider']} is {against['commit'][:12]} ({against['title']}).", ""]
     titles, cells = _summary(rows)
     if cells:
-        lines += ["## Summary", "", *markdown_table(titles, cells, ("case", "best peer")), ""]
+        lines += ["## Summary", "", *markdown_table(titles, cells, SUMMARY_LEFT), ""]
     lines += ["## Cases", "", legend(any(row.flops for row in rows))]
     for _, group in _by_case(rows):
         columns = _columns(group)

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from tigon.tools import environment
 from tigon.tools.bench.cases import split_words
-from tigon.tools.bench.report import markdown_table
 from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, write_file
+from tigon.tools.output import markdown_table
 
 if TYPE_CHECKING:
     from tigon.tools.compile.targets import KernelResources

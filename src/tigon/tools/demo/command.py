@@ -1,23 +1,90 @@
 """`tigon demo`: its options, the order of the work, and its printed output."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.markup import escape
 
-from tigon.tools.cli import INTERRUPTED, make_console, make_folder, pick_device, pick_folder
+from tigon.tools.cli import INTERRUPTED
+from tigon.tools.training.program import DeviceOption, SeedOption, TextOption, run_program, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tigon.tools.demo.plan import DemoPlan
-    from tigon.tools.demo.report import DemoComparison
+    from tigon.tools.demo.demo_plan import DemoPlan
+    from tigon.tools.demo.demo_report import DemoComparison
 
-__all__ = ["demo"]
+__all__ = ["DemoOptions", "demo"]
 
 # These are exit codes. The exit code for bad input is 2.
 CURVES_DIFFER, RUN_FAILED = 1, 3
+
+
+@dataclass(frozen=True)
+class DemoOptions:
+    """The options of the command line. None stands for the value of the device's preset."""
+
+    model_type: Annotated[
+        str, typer.Option(help="Decoder to train: llama, qwen3, gemma2, mistral, phi3, qwen2, gemma, ...")
+    ] = "llama"
+    steps: Annotated[int | None, typer.Option(help="Training steps of each run.", show_default="by device")] = None
+    batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="by device")] = None
+    seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None
+    vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None
+    memory: Annotated[str, typer.Option(help="Level of memory, as in tigon.patch(model, memory=...).")] = "default"
+    text: TextOption = None
+    device: DeviceOption = "auto"
+    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="by device")] = None
+    seed: SeedOption = 0
+    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/<time>")] = None
+    noise: Annotated[
+        bool,
+        typer.Option(
+            "--noise",
+            help="Compare stock with itself, with sums in another order: the least that a tolerance must allow.",
+        ),
+    ] = False
+
+
+@takes_options
+def demo(options: DemoOptions) -> None:
+    """Train a Hugging Face decoder on real text twice from one seed, stock and with Tigon, and compare.
+
+    Exit code: 0; 1 if the loss curves differ by more than the tolerance printed; 2 for bad input; 3 if a run failed;
+    130 after Ctrl-C (the report has the steps that were done).
+    """
+
+    def plan() -> "DemoPlan":
+        from tigon.tools.demo.demo_plan import make_plan
+
+        return make_plan(options)
+
+    run_program(options.out, "", plan, _run)
+
+
+def _run(console: "Console", plan: "DemoPlan", folder: Path) -> int:
+    """Train both runs, compare them, and write the report; return the exit code."""
+    from tigon.tools.demo.demo_report import compare, plot_loss, plot_speed_memory, write_report
+    from tigon.tools.demo.demo_runs import train_runs
+    from tigon.tools.environment import device_name
+
+    runs = first, second = plan.first, plan.second
+    _introduce(console, plan)
+    interrupted = not train_runs(runs, folder, console)
+    comparison = compare(first, second)
+    write_report(
+        folder / "report.json", runs, comparison, corpus=plan.corpus, tokens=plan.tokens, interrupted=interrupted
+    )
+    preset = first.preset
+    subtitle = (
+        f"{plan.model_class} {plan.parameters / 1e6:,.0f}M, {preset.dtype}, {preset.batch} x {preset.seq} tokens, "
+        f"{device_name(first.job.device)}"
+    )
+    plot_loss(folder / "loss.png", first, second, comparison, subtitle)
+    plot_speed_memory(folder / "speed_memory.png", first, second, subtitle)
+    return _conclude(console, plan, comparison, interrupted, folder)
 
 
 def _introduce(console: "Console", plan: "DemoPlan") -> None:
@@ -48,7 +115,7 @@ def _conclude(
     console: "Console", plan: "DemoPlan", comparison: "DemoComparison | None", interrupted: bool, folder: Path
 ) -> int:
     """Print the results; return the exit code."""
-    from tigon.tools.demo.report import TOLERANCE, memory_sentence, print_table
+    from tigon.tools.demo.demo_report import TOLERANCE, memory_sentence, print_table
 
     runs = (plan.first, plan.second)
     job, code = plan.first.job, 0
@@ -84,73 +151,3 @@ def _conclude(
         code = INTERRUPTED
     console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")
     return code
-
-
-def demo(
-    model_type: Annotated[
-        str, typer.Option(help="Decoder to train: llama, qwen3, gemma2, mistral, phi3, qwen2, gemma, ...")
-    ] = "llama",
-    steps: Annotated[int | None, typer.Option(help="Training steps of each run.", show_default="by device")] = None,
-    batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="by device")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None,
-    vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None,
-    memory: Annotated[str, typer.Option(help="Level of memory, as in tigon.patch(model, memory=...).")] = "default",
-    text: Annotated[
-        Path | None,
-        typer.Option(help="File or folder to train on.", show_default="the Python standard library's sources"),
-    ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="by device")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the order of the text.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/<time>")] = None,
-    noise: Annotated[
-        bool,
-        typer.Option(
-            "--noise",
-            help="Compare stock with itself, with sums in another order: the least that a tolerance must allow.",
-        ),
-    ] = False,
-) -> None:
-    """Train a Hugging Face decoder on real text twice from one seed, stock and with Tigon, and compare.
-
-    Exit code: 0; 1 if the loss curves differ by more than the tolerance printed; 2 for bad input; 3 if a run failed;
-    130 after Ctrl-C (the report has the steps that were done).
-    """
-    console = make_console()
-    try:
-        from tigon.tools.demo.plan import make_plan, pick_preset
-
-        device = pick_device(device)
-        preset = pick_preset(device, dtype=dtype, vocab_size=vocab, batch=batch, seq=seq, steps=steps)
-        folder = pick_folder(out)
-        with console.status("Reading and tokenising the text"):
-            plan = make_plan(model_type, preset, device=device, seed=seed, memory=memory, text=text, noise=noise)
-        make_folder(folder)
-        code = _run(console, plan, folder)
-    except KeyboardInterrupt:
-        console.print("[bold yellow]Interrupted[/]")
-        code = INTERRUPTED
-    raise typer.Exit(code)
-
-
-def _run(console: "Console", plan: "DemoPlan", folder: Path) -> int:
-    """Train both runs, compare them, and write the report; return the exit code."""
-    from tigon.tools.demo.report import compare, plot_loss, plot_speed_memory, write_report
-    from tigon.tools.demo.runner import train_runs
-    from tigon.tools.environment import device_name
-
-    runs = first, second = plan.first, plan.second
-    _introduce(console, plan)
-    interrupted = not train_runs(runs, folder, console)
-    comparison = compare(first, second)
-    write_report(
-        folder / "report.json", runs, comparison, corpus=plan.corpus, tokens=plan.tokens, interrupted=interrupted
-    )
-    preset = first.preset
-    subtitle = (
-        f"{plan.model_class} {plan.parameters / 1e6:,.0f}M, {preset.dtype}, {preset.batch} x {preset.seq} tokens, "
-        f"{device_name(first.job.device)}"
-    )
-    plot_loss(folder / "loss.png", first, second, comparison, subtitle)
-    plot_speed_memory(folder / "speed_memory.png", first, second, subtitle)
-    return _conclude(console, plan, comparison, interrupted, folder)

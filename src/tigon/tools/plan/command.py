@@ -76,8 +76,8 @@ def plan(
     The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
     """
     from tigon.tools.inspect.build import find_preset
+    from tigon.tools.plan.plan_table import as_json, print_plan
     from tigon.tools.plan.planner import Settings, TooLong, recommend
-    from tigon.tools.plan.report import as_json, print_plan
     from tigon.tools.presets import PRESETS
 
     console = make_console()

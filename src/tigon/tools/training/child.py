@@ -15,28 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 from tigon.tools.environment import cpu_count
+from tigon.tools.training.job import RankJob
 
-__all__ = ["Child", "ChildFailed", "Event", "RankJob", "Worker", "worker_command"]
+__all__ = ["Child", "ChildFailed", "Event", "Worker", "worker_command"]
 
 Event = dict[str, Any]
 WORKER = ("-m", "tigon.tools.training.worker")
 # These events do not answer a point.
 PROGRESS = ("ready", "step")
-
-
-class RankJob(Protocol):
-    """A job for one process, or for a group of `ranks` processes."""
-
-    @property
-    def ranks(self) -> int: ...
-
-    @property
-    def device(self) -> str: ...
-
-    def to_json(self) -> str: ...
 
 
 def worker_command(ranks: int = 1, program: Sequence[str] = WORKER) -> list[str]:

@@ -1,4 +1,4 @@
-"""The look of all pictures, and the kinds that several commands draw: curves of losses, bars, and lines of a sweep."""
+"""Draw the pictures of training, which share one look: curves of losses, bars of providers, and lines of a sweep."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,25 +12,9 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 __all__ = [
-    "FAINT",
-    "INK",
-    "LEVELS",
-    "MARKERS",
-    "MUTED",
-    "STOCK",
-    "WARNING",
-    "Bar",
-    "Curve",
-    "SweepLine",
-    "add_side_legend",
-    "clean",
-    "draw_bars",
-    "draw_losses",
-    "draw_sweep",
-    "headline",
-    "mark_limit",
-    "new_figure",
-]
+    "FAINT", "INK", "LEVELS", "MARKERS", "PEER_COLOURS", "STOCK", "Bar", "Curve", "Panel", "SweepLine", "clean",
+    "draw_losses", "draw_panels", "headline", "mark_limit", "new_figure", "provider_colour", "sweep_lines",
+]  # fmt: skip
 
 INK, MUTED, FAINT, WARNING = "#22262b", "#6b7280", "#d9dce1", "#c0392b"
 
@@ -43,11 +27,26 @@ LEVELS = {
     "checkpoint": "#5e2a06",
     "offload": "#f5b98a",
 }
+PEER_COLOURS = {
+    "stock": STOCK,
+    "stock-reversed": "#c4c4c4",
+    "liger": "#009e73",
+    "compile": "#0072b2",
+    "stock-checkpoint": STOCK,
+    "liger-checkpoint": "#5b8fc7",
+}
 MARKERS = "osD^vP*X"
 DASHES = (0, (4, 3))
 
 
 # --- the look ------------------------------------------------------------------------------------
+
+
+def provider_colour(provider: str) -> str:
+    """Return the colour of a provider of training, such as tigon or tigon-lean, which is also tigon:lean."""
+    provider = provider.replace(":", "-")
+    level = provider.removeprefix("tigon").removeprefix("-") or "default"
+    return PEER_COLOURS.get(provider) or LEVELS.get(level, "#444444")
 
 
 def new_figure(width: float, height: float) -> Figure:
@@ -78,11 +77,6 @@ def mark_limit(axes: Axes, height: float, label: str) -> None:
     axes.axhline(height, color=WARNING, linewidth=1, linestyle=DASHES)
     place: dict[str, Any] = {"xycoords": ("axes fraction", "data"), "textcoords": "offset points"}
     axes.annotate(label, (0, height), xytext=(4, 3), va="bottom", fontsize=8, color=WARNING, **place)
-
-
-def add_side_legend(axes: Axes) -> None:
-    """Add a legend at the right of the axes."""
-    axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 # --- losses --------------------------------------------------------------------------------------
@@ -147,27 +141,17 @@ def draw_losses(
     figure.savefig(path)
 
 
-# --- bars ----------------------------------------------------------------------------------------
+# --- bars, and lines of a sweep --------------------------------------------------------------------
 
 
 class Bar(NamedTuple):
-    """A bar of height `value`, with `text` above it; a value of None has no height."""
+    """A bar of height `value`, with `text` above it and `ratio` inside; a value of None has no height."""
 
     label: str
     colour: str
     value: float | None
     text: str
-
-
-def draw_bars(axes: Axes, bars: Sequence[Bar], limit: float | None = None) -> None:
-    """Draw bars below a common height, which is above all values and the limit."""
-    heights = [bar.value or 0.0 for bar in bars]
-    container = axes.bar([bar.label for bar in bars], heights, color=[bar.colour for bar in bars], width=0.6)
-    axes.bar_label(container, [bar.text for bar in bars], padding=3, fontsize=9.5, color=INK)
-    axes.set_ylim(0, 1.14 * max([*heights, limit or 0.0]) or 1.0)
-
-
-# --- sweeps --------------------------------------------------------------------------------------
+    ratio: str = ""
 
 
 class SweepLine(NamedTuple):
@@ -176,10 +160,70 @@ class SweepLine(NamedTuple):
     label: str
     colour: str
     points: Sequence[tuple[float, float]]
-    failed_size: int | None
+    failed_size: float | None
 
 
-def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlabel: str) -> None:
+class Panel(NamedTuple):
+    """The content of axes: bars, or the lines of a sweep where `xlabel` names the size.
+
+    A dashed line is at `limit`, the memory of the GPU, if there is one.
+    """
+
+    title: str
+    bars: Sequence[Bar] = ()
+    lines: Sequence[SweepLine] = ()
+    limit: float | None = None
+    xlabel: str = ""
+
+
+def draw_panels(path: Path, title: str, subtitle: str, panels: Sequence[Panel], width: float, height: float) -> None:
+    """Draw panels beside each other. A legend of the lines is at the right of the last one."""
+    figure = new_figure(width, height)
+    headline(figure, title, subtitle)
+    for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
+        if panel.limit:
+            mark_limit(axes, panel.limit, "memory of the GPU")
+        if panel.xlabel:
+            _draw_sweep(axes, panel.lines, panel.limit, panel.xlabel)
+        else:
+            _draw_bars(axes, panel.bars, panel.limit)
+        axes.grid(axis="y", color=FAINT, linewidth=0.7)
+        axes.yaxis.set_major_formatter("{x:,g}")
+        clean(axes, panel.title)
+    if panels[-1].xlabel:
+        axes.legend(frameon=False, labelcolor=INK, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    figure.savefig(path)
+
+
+def _draw_bars(axes: Axes, bars: Sequence[Bar], limit: float | None) -> None:
+    """Draw bars below a common height, which is above all values and the limit."""
+    heights = [bar.value or 0.0 for bar in bars]
+    container = axes.bar([bar.label for bar in bars], heights, color=[bar.colour for bar in bars], width=0.6)
+    axes.bar_label(container, [bar.text for bar in bars], padding=3, fontsize=9.5, color=INK)
+    # A ratio is inside the bar, where it cannot overlap the text above the bar.
+    ratios = [bar.ratio for bar in bars]
+    axes.bar_label(container, ratios, label_type="center", fontsize=15, weight="bold", color="white")
+    axes.set_ylim(0, 1.14 * max([*heights, limit or 0.0]) or 1.0)
+
+
+def sweep_lines(results: Iterable[tuple[str, float, float | None]]) -> list[SweepLine]:
+    """Return a line for each provider from (provider, size, value); the value is None where memory ran out.
+
+    >>> sweep_lines([("stock", 4, None), ("stock", 2, 7.0)])[0][2:]
+    ([(2, 7.0)], 4)
+    """
+    values: dict[str, dict[float, float | None]] = {}
+    for provider, size, value in results:
+        values.setdefault(provider, {})[size] = value
+    lines = []
+    for provider, by_size in values.items():
+        points = [(size, value) for size, value in sorted(by_size.items()) if value is not None]
+        failed_sizes = [size for size, value in by_size.items() if value is None]
+        lines.append(SweepLine(provider, provider_colour(provider), points, min(failed_sizes, default=None)))
+    return lines
+
+
+def _draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlabel: str) -> None:
     """Draw each run over the size, on a logarithmic axis, with a cross at the size that did not fit.
 
     The cross is at the height of the last value, or at the limit that was passed.
@@ -207,10 +251,8 @@ def draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xlab
     axes.xaxis.set_major_formatter(
         FuncFormatter(lambda x, _: f"{x / 1024:g}k" if x >= 1024 and x % 256 == 0 else f"{x:g}")
     )
-    axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_ylim(0, 1.06 * axes.get_ylim()[1])
     axes.set_xlabel(f"{xlabel}   (x: out of memory)", color=MUTED)
-    axes.grid(axis="y", color=FAINT, linewidth=0.7)
 
 
 def _select_spaced(sizes: Iterable[float]) -> list[float]:

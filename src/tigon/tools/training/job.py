@@ -1,15 +1,32 @@
 """The messages from a command to a training process: a job when it starts, then one point after the other."""
 
-from dataclasses import dataclass
-from typing import Any
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Self
 
-from tigon.tools.training.records import Record
+__all__ = ["Job", "Point", "RankJob"]
 
-__all__ = ["Job", "Point"]
+
+class Record:
+    """Base of dataclasses that are written as a JSON object and read from one. JSON must have a form for all fields."""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        return cls(**json.loads(text))
+
+
+class RankJob(Record):
+    """Base of jobs for one process, or for a group of `ranks` processes."""
+
+    device: str
+    ranks: int
 
 
 @dataclass(frozen=True)
-class Job(Record):
+class Job(RankJob):
     """A model, its data and the settings of its training, without the size of a step.
 
     `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds

@@ -1,14 +1,15 @@
-"""A model of random weights, and its config as JSON."""
+"""A model of random weights, its config as JSON, and its shards under FSDP2."""
 
 import json
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["config_fields", "random_model", "read_config"]
+__all__ = ["config_fields", "random_model", "read_config", "shard"]
 
 
 def config_fields(config: "PretrainedConfig") -> dict[str, Any]:
@@ -42,3 +43,30 @@ def random_model(config: "PretrainedConfig", dtype: str, device: str | torch.dev
                 raise
             model = build("eager")
     return model.to(device).train()
+
+
+def shard(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Shard `model` and `optimizer` over the ranks of this process's group, by FSDP2 of accelerate.
+
+    Each layer is a unit that frees its gathered parameters after its forward pass. Parameters, gradients and messages
+    between ranks have the dtype of the model.
+    """
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        reshard_after_forward=True,
+        cpu_ram_efficient_loading=False,
+        state_dict_type="SHARDED_STATE_DICT",
+    )
+    on_cpu = next(model.parameters()).device.type == "cpu"
+    # Mixed precision would hold the weights in fp32.
+    accelerator = Accelerator(cpu=on_cpu, fsdp_plugin=plugin, mixed_precision="no")
+    if on_cpu:
+        # Accelerate accepts the plugin on accelerators alone, but FSDP2 works over gloo too.
+        from accelerate.utils import DistributedType
+
+        accelerator.state.fsdp_plugin = plugin
+        accelerator.state.distributed_type = DistributedType.FSDP
+    return accelerator.prepare(model, optimizer)

@@ -30,7 +30,6 @@ class Search:
     bisections: int = 0
     fitting_sizes: list[int] = field(default_factory=list)
     too_large: list[int] = field(default_factory=list)
-    is_stopped: bool = False
 
     @property
     def largest(self) -> int | None:
@@ -40,14 +39,8 @@ class Search:
     def record(self, size: int, fits: bool) -> None:
         (self.fitting_sizes if fits else self.too_large).append(size)
 
-    def stop(self) -> None:
-        """Let `next` return None from now on."""
-        self.is_stopped = True
-
     def next(self) -> int | None:
         """Return the next size, or None at the end."""
-        if self.is_stopped:
-            return None
         if self.too_large:
             return self._between()
         tried_count = len(self.fitting_sizes)

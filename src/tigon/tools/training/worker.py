@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.job import Job, Point
+from tigon.tools.training.model_providers import Missing, Unsupported, select
 from tigon.tools.training.models import random_model, read_config
-from tigon.tools.training.providers import Missing, Unsupported, select
 from tigon.tools.training.resident import ResidentMemory
 from tigon.tools.training.text import batches
 
@@ -133,7 +133,7 @@ class Trainer(Rank):
             model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
         if job.ranks > 1:
-            from tigon.tools.training.sharding import shard
+            from tigon.tools.training.models import shard
 
             model, self.optimizer = shard(model, self.optimizer)
         self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 import transformers
 
-from tigon.tools.bench.train import report
-from tigon.tools.bench.train.plan import TrainOptions, make_plan, model_config
+from tigon.tools.bench.train import train_report as report
+from tigon.tools.bench.train.command import TrainOptions
+from tigon.tools.bench.train.train_plan import make_plan, model_config
 from tigon.tools.presets import PRESETS
-from tigon.tools.training import providers
+from tigon.tools.training import model_providers as providers
 from tigon.tools.training.child import worker_command
 from tigon.tools.training.job import Job
 from tigon.tools.training.measurement import Measurement, compare_with_stock

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,29 +10,23 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tigon.tools.demo.presets import warmup_steps
-from tigon.tools.demo.runner import DemoRun
+from tigon.tools.demo.demo_presets import warmup_steps
+from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.environment import device_name, environment
-from tigon.tools.training.figures import INK, Bar, Curve, clean, draw_bars, draw_losses, headline, new_figure
+from tigon.tools.output import write_json
+from tigon.tools.training.figures import INK, Bar, Curve, Panel, draw_losses, draw_panels, provider_colour
 from tigon.tools.training.job import Job
 from tigon.tools.training.measurement import loss_differences
-from tigon.tools.training.records import write_json
 from tigon.tools.training.text import Corpus, Tokens
 
 __all__ = [
-    "TOLERANCE",
-    "DemoComparison",
-    "Tolerance",
-    "compare",
-    "memory_sentence",
-    "plot_loss",
-    "plot_speed_memory",
-    "print_table",
-    "write_report",
-]
+    "TOLERANCE", "DemoComparison", "Tolerance", "compare", "memory_sentence", "plot_loss", "plot_speed_memory",
+    "print_table", "write_report",
+]  # fmt: skip
 
-# Stock is grey and Tigon orange.
-COLOURS = ("#8a8f98", "#e8731c")
+COLOURS = (provider_colour("stock"), provider_colour("tigon"))
+# These facts of a run's model are in report.json.
+FACTS = ("event", "parameters", "state_bytes", "attention", "threads")
 
 
 @dataclass(frozen=True)
@@ -143,16 +137,15 @@ def print_table(console: Console, first: DemoRun, second: DemoRun, comparison: D
     table.add_column("", justify="left")
     for heading in (first.title, second.title, "ratio"):
         table.add_column(heading, justify="right")
-    cell = lambda value, form: "-" if value is None or math.isnan(value) else form(value)
-
-    def add_row(name: str, value: Callable[[DemoRun], float | None], form: Callable[[float], str]) -> None:
-        values = [value(run) for run in (first, second)]
-        table.add_row(name, *(cell(v, form) for v in values), cell(_ratio(*values), "{:.2f}x".format))
-
-    add_row("step time (median)", lambda run: run.measurement.step_seconds, lambda value: f"{value * 1e3:,.0f} ms")
-    add_row("tokens/s", lambda run: run.measurement.tokens_per_second, "{:,.0f}".format)
-    add_row("peak memory above model", lambda run: run.peak_bytes or None, lambda value: f"{value / 2**20:,.0f} MiB")
-    add_row("last loss", lambda run: run.losses[-1] if run.losses else None, "{:.4f}".format)
+    cell = lambda value, form: "-" if value is None or math.isnan(value) else form.format(value)
+    runs = (first, second)
+    for name, values, form in (
+        ("step time (median)", [s and 1e3 * s for s in (run.measurement.step_seconds for run in runs)], "{:,.0f} ms"),
+        ("tokens/s", [run.measurement.tokens_per_second for run in runs], "{:,.0f}"),
+        ("peak memory above model", [run.peak_bytes / 2**20 or None for run in runs], "{:,.0f} MiB"),
+        ("last loss", [run.losses[-1] if run.losses else None for run in runs], "{:.4f}"),
+    ):
+        table.add_row(name, *(cell(value, form) for value in values), cell(_ratio(*values), "{:.2f}x"))
     if comparison is not None:
         table.add_section()
         table.add_row("largest loss difference", "", "", f"{comparison.loss_difference:.1e}")
@@ -164,99 +157,67 @@ def print_table(console: Console, first: DemoRun, second: DemoRun, comparison: D
 
 
 def _run_facts(run: DemoRun) -> dict[str, Any]:
+    measurement, facts = run.measurement, {name: run.facts[name] for name in FACTS if name in run.facts}
+    if run.facts:
+        facts["patch"] = run.facts.get("applied") or None
     return {
-        "title": run.title,
-        "losses": run.losses,
-        "step_seconds": run.measurement.seconds,
-        "median_step_seconds": run.measurement.step_seconds,
-        "tokens_per_second": run.measurement.tokens_per_second,
-        "peak_bytes_above_state": run.peak_bytes,
-        **run.facts,
-    }
+        "title": run.title, "losses": run.losses, "step_seconds": measurement.seconds,
+        "median_step_seconds": measurement.step_seconds, "tokens_per_second": measurement.tokens_per_second,
+        "peak_bytes_above_state": run.peak_bytes, **facts,
+    }  # fmt: skip
 
 
 def write_report(
-    path: Path,
-    runs: Sequence[DemoRun],
-    comparison: DemoComparison | None,
-    *,
-    corpus: Corpus,
-    tokens: Tokens,
+    path: Path, runs: Sequence[DemoRun], comparison: DemoComparison | None, *, corpus: Corpus, tokens: Tokens,
     interrupted: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Write all numbers, with the machine, versions and settings. Losses and seconds have an entry for each step."""
     first = runs[0]
     report = {
-        "format": 1,
-        "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "interrupted": interrupted,
+        "format": 1, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "interrupted": interrupted,
         "failures": {run.name: run.failure for run in runs if run.failure},
-        "environment": environment(),
-        "device": {"torch": first.job.device, "name": device_name(first.job.device)},
-        "model_type": first.model_type,
-        "seed": first.job.seed,
-        "preset": asdict(first.preset),
+        "environment": environment(), "device": {"torch": first.job.device, "name": device_name(first.job.device)},
+        "model_type": first.model_type, "seed": first.job.seed, "preset": asdict(first.preset),
         "warmup_steps": warmup_steps(max(len(run.measurement.seconds) for run in runs)),
         "text": {
-            "source": corpus.name,
-            "documents": len(corpus.documents),
-            "characters": corpus.characters,
-            "truncated": corpus.is_truncated,
-            "tokens": tokens.count,
-            "bpe_entries": tokens.entries,
+            "source": corpus.name, "documents": len(corpus.documents), "characters": corpus.characters,
+            "truncated": corpus.is_truncated, "tokens": tokens.count, "bpe_entries": tokens.entries,
         },
         "runs": {run.name: _run_facts(run) for run in runs},
-        "comparison": comparison
-        and {
-            **asdict(comparison),
-            "loss_difference": comparison.loss_difference,
-            "largest_at_step": comparison.largest,
-            "agree": comparison.agree,
+        "comparison": comparison and {
+            **asdict(comparison), "loss_difference": comparison.loss_difference,
+            "largest_at_step": comparison.largest, "agree": comparison.agree,
         },
         "tolerance_reason": TOLERANCE[first.job.dtype].reason,
-    }
+    }  # fmt: skip
     write_json(path, report, indent=2)
 
 
 def plot_loss(path: Path, first: DemoRun, second: DemoRun, comparison: DemoComparison | None, subtitle: str) -> None:
     """Draw both curves over each other, and below them their relative difference with the tolerance."""
-    curves = [
-        Curve(run.title, colour, run.losses, broad=run is first)
-        for run, colour in zip((first, second), COLOURS, strict=True)
-    ]
     title = f"Training loss: {first.title} and {second.title}"
-    if comparison is None:
-        draw_losses(path, title, subtitle, curves)
-        return
-    differences = [Curve("", INK, comparison.differences)]
-    label = "relative\ndifference"
-    draw_losses(path, title, subtitle, curves, differences, label, comparison.tolerances, resolution=1e-8)
+    curves = [Curve(first.title, COLOURS[0], first.losses, broad=True), Curve(second.title, COLOURS[1], second.losses)]
+    differences = [Curve("", INK, comparison.differences)] if comparison else []
+    tolerances = comparison.tolerances if comparison else []
+    draw_losses(path, title, subtitle, curves, differences, "relative\ndifference", tolerances, resolution=1e-8)
 
 
 def plot_speed_memory(path: Path, first: DemoRun, second: DemoRun, subtitle: str) -> None:
     """Draw bars of tokens/s and of peak memory above the model, with the second run's ratio to the first."""
-    figure = new_figure(7.2, 3.8)
-    headline(figure, "Speed and memory", subtitle)
-    in_gib = max(first.peak_bytes, second.peak_bytes) >= 10_000 * 2**20
-    memory: Callable[[float], str] = lambda value: (
-        f"{value / 2**30:,.1f} GiB" if in_gib else f"{value / 2**20:,.0f} MiB"
-    )
-    panels: list[tuple[str, list[float | None], Callable[[float], str]]] = [
-        ("Tokens per second", [run.measurement.tokens_per_second for run in (first, second)], "{:,.0f}".format),
-        ("Peak memory above the model", [run.peak_bytes or None for run in (first, second)], memory),
-    ]
-    for axes, (title, values, form) in zip(figure.subplots(1, 2), panels, strict=True):
-        draw_bars(axes, [
-            Bar(run.title, colour, value, "not measured" if value is None else form(value))
-            for run, colour, value in zip((first, second), COLOURS, values, strict=True)
-        ])  # fmt: skip
+
+    def panel(title: str, values: Sequence[float | None], form: str) -> Panel:
         ratio = _ratio(*values)
-        if values[1] is not None and ratio is not None:
-            # The text is inside the bar, where it cannot overlap the text above the bar.
-            axes.text(
-                1, values[1] / 2, f"{ratio:.2f}x", ha="center", va="center", fontsize=15, weight="bold", color="white"
-            )  # fmt: skip
-        axes.set_yticks([])
-        clean(axes, title)
-        axes.spines["left"].set_visible(False)
-    figure.savefig(path)
+        texts = ["not measured" if value is None else form.format(value) for value in values]
+        ratios = ("", "" if ratio is None else f"{ratio:.2f}x")
+        return Panel(title, [Bar(*bar) for bar in zip(titles, COLOURS, values, texts, ratios, strict=True)])
+
+    titles = (first.title, second.title)
+    speeds = (first.measurement.tokens_per_second, second.measurement.tokens_per_second)
+    in_gib = max(first.peak_bytes, second.peak_bytes) >= 10_000 * 2**20
+    unit, size, form = ("GiB", 2**30, "{:,.1f} GiB") if in_gib else ("MiB", 2**20, "{:,.0f} MiB")
+    peaks = (first.peak_bytes / size or None, second.peak_bytes / size or None)
+    panels = [
+        panel("Tokens per second", speeds, "{:,.0f}"),
+        panel(f"Peak memory above the model, {unit}", peaks, form),
+    ]
+    draw_panels(path, "Speed and memory", subtitle, panels, 7.2, 3.8)

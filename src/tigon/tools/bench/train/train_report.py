@@ -16,17 +16,15 @@ a cross where memory ran out. loss.png has the losses of one size.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.table import Table
-from rich.text import Text
 
-from tigon.tools.bench.plots import COLOURS
-from tigon.tools.bench.report import markdown_table, number, versions
+from tigon.tools.bench.report import versions
+from tigon.tools.output import console_table, format_number, markdown_table, write_json
 from tigon.tools.training import figures
 from tigon.tools.training.measurement import (
     SLACK,
@@ -36,7 +34,6 @@ from tigon.tools.training.measurement import (
     compare_with_stock,
     loss_differences,
 )
-from tigon.tools.training.records import write_json
 
 __all__ = ["curve_table", "legend", "markdown", "plot", "sentence", "table", "write_report"]
 
@@ -44,6 +41,7 @@ __all__ = ["curve_table", "legend", "markdown", "plot", "sentence", "table", "wr
 
 # The columns that are aligned to the left.
 LEFT = ("provider", "note", "within")
+Value = Callable[[Measurement], float | None]
 
 
 def legend(machine: dict[str, Any]) -> str:
@@ -67,8 +65,8 @@ def _milliseconds(row: Measurement) -> str:
     if row.step_seconds is None:
         return "-"
     spread = row.spread
-    text = number(1e3 * row.step_seconds)
-    return text if spread is None else f"{text} ({number(1e3 * spread[0])}-{number(1e3 * spread[1])})"
+    text = format_number(1e3 * row.step_seconds)
+    return text if spread is None else f"{text} ({format_number(1e3 * spread[0])}-{format_number(1e3 * spread[1])})"
 
 
 def _note(row: Measurement) -> str:
@@ -97,7 +95,7 @@ def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
     titles = ["provider", "batch", "length", "ms", "host ms", "tokens/s", *(f"x {peer}" for peer in peers)]
     titles += ["peak GiB", "reserved GiB", "note"]
     cells = [
-        [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row), number(row.host and 1e3 * row.host),
+        [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row), format_number(row.host and 1e3 * row.host),
          "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
          *(ratio(row, peer) for peer in peers), _format_gib(row.allocated), _format_gib(row.reserved), _note(row)]
         for row in rows
@@ -128,37 +126,25 @@ def sentence(row: Measurement) -> str:
     return f"{start}  {_milliseconds(row)} ms  {row.tokens_per_second:,.0f} tokens/s{peak}{note}"
 
 
-def table(rows: Sequence[Measurement], title: str = "") -> Table:
+def table(rows: Sequence[Measurement]) -> Table:
     """Return the table of all rows for the terminal."""
-    titles, cells = _cells(rows)
-    return _terminal_table(titles, cells, title)
+    return console_table(*_cells(rows), LEFT, "")
 
 
 def curve_table(curves: dict[str, LossComparison]) -> Table:
     """Return the table of the comparisons with stock for the terminal."""
-    return _terminal_table(*_curve_cells(curves), "Losses against stock's")
+    return console_table(*_curve_cells(curves), LEFT, "Losses against stock's")
 
 
-def _terminal_table(titles: Sequence[str], cells: Iterable[Sequence[str]], title: str) -> Table:
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, title=title or None, title_justify="left")
-    for name in titles:
-        table.add_column(name, justify="left" if name in LEFT else "right", overflow="fold")
-    for line in cells:
-        table.add_row(*map(Text, line))
-    return table
-
-
-def _largest(rows: Iterable[Measurement], sweep: str) -> dict[str, tuple[int | None, int | None]]:
-    """Return the largest size that fitted and the smallest that did not, for each provider."""
-    sizes: dict[str, tuple[int | None, int | None]] = {}
-    for row in rows:
-        fits, fails = sizes.setdefault(row.provider, (None, None))
-        size = getattr(row, sweep)
-        if row.ok:
-            sizes[row.provider] = (max(size, fits or 0), fails)
-        elif row.status == "out of memory":
-            sizes[row.provider] = (fits, min(size, fails or size))
-    return sizes
+def _largest_cells(rows: Sequence[Measurement], sweep: str) -> list[list[str]]:
+    """Return each provider with the largest size that fitted and the smallest that did not."""
+    lines = {line.label: line for line in _sweep_lines(rows, sweep, lambda row: 0.0)}
+    cells = []
+    for provider in dict.fromkeys(row.provider for row in rows):
+        line = lines.get(provider, figures.SweepLine(provider, "", [], None))
+        fits = f"{line.points[-1][0]:,}" if line.points else "-"
+        cells.append([provider, fits, "-" if line.failed_size is None else f"{line.failed_size:,}"])
+    return cells
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -186,13 +172,10 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
     titles, cells = _cells(rows)
     lines += [legend(machine), "", *markdown_table(titles, cells, LEFT), ""]
     if settings["sweep"]:
-        sizes = [
-            [name, *("-" if size is None else f"{size:,}" for size in pair)]
-            for name, pair in _largest(rows, settings["sweep"]).items()
-        ]
         names = {"seq": "length", "batch": "batch"}[settings["sweep"]]
+        cells = _largest_cells(rows, settings["sweep"])
         lines += [f"## The largest {names}", ""]
-        lines += [*markdown_table(["provider", "fits", "out of memory"], sizes, LEFT), ""]
+        lines += [*markdown_table(["provider", "fits", "out of memory"], cells, LEFT), ""]
     curves = compare_with_stock(rows)
     if curves and not settings["sweep"]:
         lines += ["## Losses against stock's", ""]
@@ -212,25 +195,7 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
 
 # --- pictures ------------------------------------------------------------------------------------
 
-PEERS = {
-    "stock": figures.STOCK,
-    "stock-reversed": "#c4c4c4",
-    "liger": COLOURS["liger"],
-    "compile": COLOURS["compile"],
-    "stock-checkpoint": figures.STOCK,
-    "liger-checkpoint": "#5b8fc7",
-}
 SIZE_LABELS = {"seq": "tokens a sequence", "batch": "sequences a GPU"}
-Value = Callable[[Measurement], float | None]
-
-
-def _colour(provider: str) -> str:
-    level = provider.removeprefix("tigon").removeprefix("-") or "default"
-    return PEERS.get(provider) or figures.LEVELS.get(level, "#444444")
-
-
-def _allocated_gib(row: Measurement) -> float | None:
-    return None if row.allocated is None else row.allocated / 2**30
 
 
 def plot(
@@ -241,34 +206,27 @@ def plot(
         return []
     limit = machine.get("memory_gib")
     speed, memory, loss = (folder / f"{name}.png" for name in ("throughput", "memory", "loss"))
-    providers = [row for row in rows if row.provider != "stock-reversed"]
+    allocated_gib: Value = lambda row: None if row.allocated is None else row.allocated / 2**30
     memory_label = "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB"
-    _plot_sizes(speed, providers, sweep, "Tokens per second", title, lambda row: row.tokens_per_second, None)
-    _plot_sizes(memory, providers, sweep, memory_label, title, _allocated_gib, limit)
+    providers = [row for row in rows if row.provider != "stock-reversed"]
+
+    def panel(value: Value, limit: float | None = None) -> figures.Panel:
+        if not sweep:
+            return figures.Panel("", _provider_bars(providers, value), limit=limit)
+        return figures.Panel("", (), _sweep_lines(providers, sweep, value), limit, SIZE_LABELS[sweep])
+
+    figures.draw_panels(speed, "Tokens per second", title, [panel(lambda row: row.tokens_per_second)], 7.2, 4.2)
+    figures.draw_panels(memory, memory_label, title, [panel(allocated_gib, limit)], 7.2, 4.2)
     if sweep or not any(row.losses for row in rows):
         return [speed, memory]
     _plot_losses(loss, [row for row in rows if row.losses], title)
     return [speed, memory, loss]
 
 
-def _plot_sizes(
-    path: Path, rows: Sequence[Measurement], sweep: str | None, label: str, title: str, value: Value,
-    limit: float | None,
-) -> None:  # fmt: skip
-    figure = figures.new_figure(7.2, 4.2)
-    axes = figure.subplots()
-    figures.headline(figure, label, title)
-    if limit:
-        figures.mark_limit(axes, limit, "memory of the GPU")
-    if sweep:
-        figures.draw_sweep(axes, _sweep_lines(rows, sweep, value), limit, SIZE_LABELS[sweep])
-        figures.add_side_legend(axes)
-    else:
-        figures.draw_bars(axes, _provider_bars(rows, value), limit)
-        axes.grid(axis="y", color=figures.FAINT, linewidth=0.7)
-        axes.yaxis.set_major_formatter("{x:,g}")
-    figures.clean(axes)
-    figure.savefig(path)
+def _sweep_lines(rows: Sequence[Measurement], sweep: str, value: Value) -> list[figures.SweepLine]:
+    """Return a line over the size for each provider that fitted or ran out of memory at any size."""
+    rows = [row for row in rows if row.ok or row.status == "out of memory"]
+    return figures.sweep_lines((row.provider, getattr(row, sweep), value(row) if row.ok else None) for row in rows)
 
 
 def _provider_bars(rows: Sequence[Measurement], value: Value) -> list[figures.Bar]:
@@ -279,43 +237,23 @@ def _provider_bars(rows: Sequence[Measurement], value: Value) -> list[figures.Ba
     digits = 0 if highest >= 1000 else 1 if highest >= 10 else 2 if highest >= 0.1 else 4
     return [
         figures.Bar(
-            row.provider.replace("-", "\n", 1),
-            _colour(row.provider),
-            n,
+            row.provider.replace("-", "\n", 1), figures.provider_colour(row.provider), n,
             row.status if n is None else f"{n:,.{digits}f}",
         )
         for row, n in zip(rows, numbers, strict=True)
-    ]
-
-
-def _sweep_lines(rows: Sequence[Measurement], sweep: str, value: Value) -> list[figures.SweepLine]:
-    """Return a line over the size for each provider, with the smallest size that did not fit."""
-    size = lambda row: getattr(row, sweep)
-    lines = []
-    for provider in dict.fromkeys(row.provider for row in rows):
-        provider_rows = sorted((row for row in rows if row.provider == provider), key=size)
-        points = [(size(row), y) for row in provider_rows if row.ok and (y := value(row)) is not None]
-        failed_size = next((size(row) for row in provider_rows if row.status == "out of memory"), None)
-        if points or failed_size:
-            lines.append(figures.SweepLine(provider, _colour(provider), points, failed_size))
-    return lines
+    ]  # fmt: skip
 
 
 def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
     """Draw the losses over each other, and below them their differences from stock's."""
-    losses = [
-        figures.Curve(row.provider, _colour(row.provider), row.losses, broad=row.provider == "stock")
-        for row in rows
-        if row.provider != "stock-reversed"
-    ]
-    comparisons = compare_with_stock(rows)
+    losses, differences = [], []
     stock = next((row.losses for row in rows if row.provider == "stock"), [])
-    differences = [
-        figures.Curve(
-            "noise" if row.provider == "stock-reversed" else "", _colour(row.provider),
-            loss_differences(row.losses, stock), broad=row.provider == "stock-reversed",
-        )
-        for row in rows
-        if row.provider in comparisons
-    ]  # fmt: skip
+    comparisons = compare_with_stock(rows)
+    for row in rows:
+        colour, is_noise = figures.provider_colour(row.provider), row.provider == "stock-reversed"
+        if not is_noise:
+            losses.append(figures.Curve(row.provider, colour, row.losses, broad=row.provider == "stock"))
+        if row.provider in comparisons:
+            label = "noise" if is_noise else ""
+            differences.append(figures.Curve(label, colour, loss_differences(row.losses, stock), broad=is_noise))
     figures.draw_losses(path, "Training loss", title, losses, differences, "difference\nfrom stock")

@@ -8,7 +8,7 @@ from tigon.tools.training.models import random_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["PRESETS", "Preset", "build_model", "demo_config", "warmup_steps"]
+__all__ = ["PRESETS", "DemoPreset", "build_model", "demo_config", "warmup_steps"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Preset(Shape):
+class DemoPreset(Shape):
     """The shape of a model, and the settings of its training.
 
     `take_turns`: the two runs train one step each in turn, so that other work of the machine slows both down alike. Two
@@ -41,22 +41,17 @@ class Preset(Shape):
     lr: float
     take_turns: bool
 
-    @property
-    def tokens(self) -> int:
-        """Return the number of tokens of a step."""
-        return self.batch * self.seq
-
 
 PRESETS = {
     # The vocabulary is as large as Llama-2's and the other layers are small, so that the loss needs most of the memory,
     # as in large models with large vocabularies.
-    "cpu": Preset(
+    "cpu": DemoPreset(
         vocab_size=32_000, hidden_size=256, intermediate_size=688, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64, rope_theta=10_000.0, tie_word_embeddings=True, dtype="float32", batch=4,
         seq=512, steps=24, lr=1e-3, take_turns=True,
     ),
     # This is the shape of Llama 3.2 1B.
-    "cuda": Preset(
+    "cuda": DemoPreset(
         vocab_size=128_256, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
         num_key_value_heads=8, head_dim=64, rope_theta=500_000.0, tie_word_embeddings=True, dtype="bfloat16", batch=4,
         seq=2048, steps=30, lr=3e-4, take_turns=False,
@@ -73,7 +68,7 @@ def warmup_steps(steps: int) -> int:
     return min(3, steps // 2)
 
 
-def demo_config(model_type: str, preset: Preset) -> "PretrainedConfig":
+def demo_config(model_type: str, preset: DemoPreset) -> "PretrainedConfig":
     """Return the config of `model_type` in the shape of the preset.
 
     Raises:
@@ -101,6 +96,6 @@ def demo_config(model_type: str, preset: Preset) -> "PretrainedConfig":
     return config_class(**{name: value for name, value in values.items() if has_setter(name)})
 
 
-def build_model(model_type: str, preset: Preset, device: str) -> "PreTrainedModel":
+def build_model(model_type: str, preset: DemoPreset, device: str) -> "PreTrainedModel":
     """Return a model of random weights in training mode on `device`. Set the seed before the call."""
     return random_model(demo_config(model_type, preset), preset.dtype, device)

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Missing", "Provider", "Unsupported", "levels", "select"]
+__all__ = ["Missing", "ModelProvider", "Unsupported", "levels", "select"]
 
 PEERS = ("stock", "liger", "compile")
 # This suffix of a peer's name means that all its layers are checkpointed.
@@ -30,7 +30,7 @@ def levels() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Provider:
+class ModelProvider:
     """A way to train a model. `level` is the level of memory of `tigon.patch`; None means a peer of Tigon."""
 
     name: str
@@ -84,7 +84,7 @@ def _apply_liger(model: Any, device: str) -> str:
     return "its defaults"
 
 
-def _are_equal(a: Provider, b: Provider, checkpointing: bool) -> bool:
+def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
     """Return whether two providers train in the same way. With `checkpointing` the suffix of a peer has no effect."""
     if a.level is not None or b.level is not None:
         return a.level == b.level
@@ -94,7 +94,7 @@ def _are_equal(a: Provider, b: Provider, checkpointing: bool) -> bool:
 # --- names ---------------------------------------------------------------------------------------
 
 
-def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Provider]:
+def select(names: str | Iterable[str], checkpointing: bool = False) -> list[ModelProvider]:
     """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
 
     stock-checkpoint, liger-checkpoint and compile-checkpoint use gradient checkpointing in every layer. With
@@ -108,10 +108,12 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
     """
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
-    known_providers = {name + end: Provider(name + end) for end in ("", CHECKPOINT) for name in PEERS}
-    known_providers["tigon"] = Provider("tigon", "checkpoint" if checkpointing else "default")
-    known_providers |= {f"tigon-{level}": Provider(f"tigon-{level}", level) for level in levels() if level != "default"}
-    chosen_providers: list[Provider] = []
+    known_providers = {name + end: ModelProvider(name + end) for end in ("", CHECKPOINT) for name in PEERS}
+    known_providers["tigon"] = ModelProvider("tigon", "checkpoint" if checkpointing else "default")
+    known_providers |= {
+        f"tigon-{level}": ModelProvider(f"tigon-{level}", level) for level in levels() if level != "default"
+    }
+    chosen_providers: list[ModelProvider] = []
     for name in names:
         if name not in known_providers:
             near = difflib.get_close_matches(name, known_providers, n=1)

@@ -2,19 +2,23 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import typer
 
-from tigon.tools.demo.presets import PRESETS, Preset, build_model, demo_config
-from tigon.tools.demo.report import TOLERANCE
-from tigon.tools.demo.runner import DemoRun
+from tigon.tools.cli import pick_device
+from tigon.tools.demo.demo_presets import PRESETS, DemoPreset, build_model, demo_config
+from tigon.tools.demo.demo_report import TOLERANCE
+from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.training.job import Job
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
 
-__all__ = ["DemoPlan", "make_job", "make_plan", "pick_preset"]
+if TYPE_CHECKING:
+    from tigon.tools.demo.command import DemoOptions
+
+__all__ = ["DemoPlan", "make_job", "make_plan"]
 
 
 @dataclass(frozen=True)
@@ -29,27 +33,26 @@ class DemoPlan:
     parameters: int
 
 
-def _check_at_least(least: int, value: int, option: str) -> None:
-    if value < least:
-        raise typer.BadParameter(f"must be at least {least}, got {value}", param_hint=option)
-
-
-def pick_preset(device: str, **options: Any) -> Preset:
-    """Return the preset of the device with the fields in `options` replaced, except those that are None."""
-    options = {name: value for name, value in options.items() if value is not None}
-    if options.get("dtype", "float32") not in TOLERANCE:
-        message = f"must be one of {', '.join(TOLERANCE)}, got {options['dtype']!r}"
+def _pick_preset(device: str, options: "DemoOptions") -> DemoPreset:
+    """Return the preset of the device with the values that the options name."""
+    if options.dtype is not None and options.dtype not in TOLERANCE:
+        message = f"must be one of {', '.join(TOLERANCE)}, got {options.dtype!r}"
         raise typer.BadParameter(message, param_hint="--dtype")
-    preset = replace(PRESETS[torch.device(device).type], **options)
-    _check_at_least(1, preset.steps, "--steps")
-    _check_at_least(1, preset.batch, "--batch")
+    values = {
+        "dtype": options.dtype, "vocab_size": options.vocab, "batch": options.batch, "seq": options.seq,
+        "steps": options.steps,
+    }  # fmt: skip
+    named_values: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
+    preset = replace(PRESETS[torch.device(device).type], **named_values)
     # The first token of a sequence is never a target, so a sequence of one token would have no loss.
-    _check_at_least(2, preset.seq, "--seq")
-    _check_at_least(MIN_VOCAB, preset.vocab_size, "--vocab")
+    minima = (("steps", preset.steps, 1), ("batch", preset.batch, 1), ("seq", preset.seq, 2))
+    for name, value, least in (*minima, ("vocab", preset.vocab_size, MIN_VOCAB)):
+        if value < least:
+            raise typer.BadParameter(f"must be at least {least}, got {value}", param_hint=f"--{name}")
     return preset
 
 
-def _build_on_meta(model_type: str, preset: Preset, memory: str) -> tuple[str, int]:
+def _build_on_meta(model_type: str, preset: DemoPreset, memory: str) -> tuple[str, int]:
     """Build and patch the model on the meta device; return the name of its class and its number of parameters."""
     import tigon
 
@@ -65,7 +68,7 @@ def _build_on_meta(model_type: str, preset: Preset, memory: str) -> tuple[str, i
     return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())
 
 
-def _check_memory(parameters: int, preset: Preset, device: str) -> None:
+def _check_memory(parameters: int, preset: DemoPreset, device: str) -> None:
     """Refuse a model whose parameters, gradients and two moments of AdamW alone need more memory than is free."""
     import psutil
 
@@ -80,24 +83,25 @@ def _check_memory(parameters: int, preset: Preset, device: str) -> None:
         )
 
 
-def make_job(model_type: str, preset: Preset, device: str, seed: int, tokens: Path) -> Job:
+def make_job(model_type: str, preset: DemoPreset, device: str, seed: int, tokens: Path) -> Job:
     """Return the job of the stock run."""
     config = config_fields(demo_config(model_type, preset))
     return Job("stock", config, str(tokens), preset.dtype, device, seed=seed, lr=preset.lr, turns=True)
 
 
-def make_plan(
-    model_type: str, preset: Preset, *, device: str, seed: int, memory: str, text: Path | None, noise: bool
-) -> DemoPlan:
+def make_plan(options: "DemoOptions") -> DemoPlan:
     """Check the options, build the model without memory, and tokenise the text.
 
     Raises:
         typer.BadParameter: the message names the option, the rule and the value.
     """
+    model_type, memory, seed = options.model_type, options.memory, options.seed
+    device = pick_device(options.device)
+    preset = _pick_preset(device, options)
     if not 0 <= seed < 2**64:
         raise typer.BadParameter(f"must be at least 0 and below 2**64, got {seed}", param_hint="--seed")
     try:
-        corpus = read_text(text)
+        corpus = read_text(options.text)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error), param_hint="--text") from error
     model_class, parameters = _build_on_meta(model_type, preset, memory)
@@ -116,7 +120,7 @@ def make_plan(
         )
     stock = make_job(model_type, preset, device, seed, tokens.path)
     first = DemoRun("stock", "stock", model_type, preset, stock)
-    if noise:
+    if options.noise:
         second = DemoRun("reordered", "reordered", model_type, preset, replace(stock, reverse=True))
     else:
         provider = "tigon" if memory == "default" else f"tigon-{memory}"

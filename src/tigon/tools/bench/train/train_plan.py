@@ -3,22 +3,22 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tigon.runtime.requirements import unmet
+from tigon.tools.bench.train.command import TrainOptions
 from tigon.tools.training.job import Job
+from tigon.tools.training.model_providers import ModelProvider, select
 from tigon.tools.training.models import config_fields
-from tigon.tools.training.providers import Provider, select
 from tigon.tools.training.search import Search
 from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-__all__ = ["SWEEPS", "ProviderRun", "TrainOptions", "TrainPlan", "make_plan", "model_config"]
+__all__ = ["SWEEPS", "ProviderRun", "TrainPlan", "make_plan", "model_config"]
 
 SWEEPS = ("seq", "batch")
 DTYPES = ("bfloat16", "float32")
@@ -34,37 +34,11 @@ TINY = {
 
 
 @dataclass(frozen=True)
-class TrainOptions:
-    """The options of the command line; None stands for a default. `tigon.tools.bench.train.command` explains them."""
-
-    model: str
-    providers: str = "stock,liger,tigon"
-    batch: int = 1
-    seq: int = 2048
-    steps: int | None = None
-    warmup: int | None = None
-    rounds: int = 1
-    checkpointing: bool = False
-    gpus: int = 1
-    sweep: str | None = None
-    sizes: str | None = None
-    resolution: int | None = None
-    layers: int | None = None
-    curves: bool = False
-    device: str = "cuda"
-    dtype: str | None = None
-    lr: float = 1e-4
-    seed: int = 0
-    text: Path | None = None
-    budget: float | None = None
-
-
-@dataclass(frozen=True)
 class ProviderRun:
     """The training of one provider. With `reverse`, the sequences of each batch come in reverse order."""
 
     name: str
-    provider: Provider
+    provider: ModelProvider
     reverse: bool = False
 
 
