@@ -37,6 +37,7 @@ def hook_of(module: str):
         ("accelerate.hooks", True, True),
         ("transformers.distributed.tensor_parallel", True, True),
         ("transformers.integrations.tensor_parallel", True, True),
+        ("transformers.integrations.neftune", False, False),
         ("transformers.utils.output_capturing", False, True),
         ("transformers.models.llama.modeling_llama", False, False),
         ("torchvision.ops", False, False),
@@ -73,6 +74,13 @@ def test_the_hooks_of_fsdp_are_recognised(tmp_path):
         dist.destroy_process_group()
     assert hooks
     assert all(keeps_values(hook) and may_run_twice(hook) for hook in hooks)
+
+
+def test_the_hook_of_neftune_is_known_to_change_values():
+    neftune = pytest.importorskip("transformers.integrations.neftune")
+    hook = neftune.neftune_post_forward_hook
+    assert not keeps_values(hook)
+    assert not may_run_twice(hook)
 
 
 def test_accelerate_sets_the_known_attributes():

@@ -38,6 +38,8 @@ HOOK_ORIGINS = (
     HookOrigin("accelerate.", keeps_values=True, may_run_twice=True),
     # Tensor and expert parallelism.
     HookOrigin("transformers.distributed.", keeps_values=True, may_run_twice=True),
+    # NEFTune adds noise to the outputs of its module, usually the embedding of tokens.
+    HookOrigin("transformers.integrations.neftune", keeps_values=False, may_run_twice=False),
     HookOrigin("transformers.integrations.", keeps_values=True, may_run_twice=True),
     # These hooks collect the outputs of layers (`output_hidden_states`), and have no effect after the model's call. A
     # replaced forward may not compute the output that they collect.
