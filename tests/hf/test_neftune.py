@@ -1,4 +1,4 @@
-"""NEFTune adds noise to the outputs of a module by a forward hook. A patched model trains on the same noise as a stock one.
+"""NEFTune adds noise to the outputs of a module by a forward hook. A patched model trains on the noise of a stock one.
 
 The trainers of transformers and TRL register this hook on the embedding of the tokens, before or after the patch.
 """

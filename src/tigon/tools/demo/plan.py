@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import typer
 
-from tigon.tools.demo.presets import PRESETS, Preset, build_model, demo_config
+from tigon.tools.demo.presets import DEMO_PRESETS, Preset, build_model, demo_config
 from tigon.tools.demo.report import TOLERANCE
 from tigon.tools.demo.runner import DemoRun
 from tigon.tools.training.job import Job
@@ -40,7 +40,7 @@ def pick_preset(device: str, **options: Any) -> Preset:
     if options.get("dtype", "float32") not in TOLERANCE:
         message = f"must be one of {', '.join(TOLERANCE)}, got {options['dtype']!r}"
         raise typer.BadParameter(message, param_hint="--dtype")
-    preset = replace(PRESETS[torch.device(device).type], **options)
+    preset = replace(DEMO_PRESETS[torch.device(device).type], **options)
     _check_at_least(1, preset.steps, "--steps")
     _check_at_least(1, preset.batch, "--batch")
     # The first token of a sequence is never a target, so a sequence of one token would have no loss.

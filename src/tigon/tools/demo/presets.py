@@ -8,7 +8,7 @@ from tigon.tools.training.models import random_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["PRESETS", "Preset", "build_model", "demo_config", "warmup_steps"]
+__all__ = ["DEMO_PRESETS", "Preset", "build_model", "demo_config", "warmup_steps"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Preset(Shape):
         return self.batch * self.seq
 
 
-PRESETS = {
+DEMO_PRESETS = {
     # The vocabulary is as large as Llama-2's and the other layers are small, so that the loss needs most of the memory,
     # as in large models with large vocabularies.
     "cpu": Preset(
@@ -79,7 +79,7 @@ def demo_config(model_type: str, preset: Preset) -> "PretrainedConfig":
     Raises:
         ValueError: transformers has no causal language model of `model_type`, or the type refuses the shape.
 
-    >>> demo_config("qwen3", PRESETS["cpu"]).hidden_size
+    >>> demo_config("qwen3", DEMO_PRESETS["cpu"]).hidden_size
     256
     """
     from transformers import CONFIG_MAPPING

@@ -76,7 +76,7 @@ def plan(
     The exit code is 0, or 1 if no level fits, 2 for bad input, and 130 after Ctrl-C.
     """
     from tigon.tools.inspect.build import find_preset
-    from tigon.tools.plan.planner import Settings, TooLong, recommend
+    from tigon.tools.plan.planner import PlanSettings, TooLong, recommend
     from tigon.tools.plan.report import as_json, print_plan
     from tigon.tools.presets import PRESETS
 
@@ -87,7 +87,7 @@ def plan(
         if path is not None:
             check_file(path, option)
     try:
-        settings = Settings(
+        settings = PlanSettings(
             seq=seq,
             batch=1 if batch is None else batch,
             gpus=gpus,
