@@ -25,12 +25,12 @@ from torch.distributed.fsdp import fully_shard
 
 import tigon
 from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
-from tigon.tools.training.records import Record
+from tigon.tools.training.records import JobRecord
 from tigon.tools.training.text import read_text
 
 
 @dataclass(frozen=True)
-class MedusaJob(Record):
+class MedusaJob(JobRecord):
     """A variant, its model and the settings of its training, without the length.
 
     `variant` is "stock", "stock:checkpoint", "tigon" or "tigon:LEVEL". The steps of a length end `seconds` after its

@@ -60,8 +60,12 @@ def torch_linear_cross_entropy(case: Case) -> Run:
 
 
 def transformers_experts(case: Case) -> Run:
-    from transformers.integrations.moe import grouped_mm_experts_forward
+    from tigon.hf.transformers_private import grouped_experts
 
+    try:
+        compute = grouped_experts()
+    except RuntimeError as error:
+        raise Unsupported(str(error)) from error
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
 
     def gate(gate_up: Tensor) -> Tensor:
@@ -70,7 +74,7 @@ def transformers_experts(case: Case) -> Run:
 
     def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         module = SimpleNamespace(gate_up_proj=up_proj, down_proj=down_proj, _apply_gate=gate, **flags)
-        return (grouped_mm_experts_forward(module, x, index, weights),)
+        return (compute(module, x, index, weights),)
 
     return run
 
@@ -337,6 +341,8 @@ def trl_linear_cross_entropy(case: Case) -> Run:
     """
     # `from trl.trainer import utils` would raise an error that does not name the missing package.
     utils = import_module("trl.trainer.utils")
+    if not hasattr(utils, "_ChunkedLogProbFunction"):
+        raise Unsupported("this version of TRL has no trl.trainer.utils._ChunkedLogProbFunction")
     function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     # TRL always sums in fp32.
     _refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")

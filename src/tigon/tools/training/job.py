@@ -3,13 +3,13 @@
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.tools.training.records import Record
+from tigon.tools.training.records import JobRecord
 
 __all__ = ["Job", "Point"]
 
 
 @dataclass(frozen=True)
-class Job(Record):
+class Job(JobRecord):
     """A model, its data and the settings of its training, without the size of a step.
 
     `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
@@ -32,7 +32,7 @@ class Job(Record):
 
 
 @dataclass(frozen=True)
-class Point(Record):
+class Point(JobRecord):
     """The size of a step, `batch` sequences of `seq` tokens on each rank, and the number of steps.
 
     `warmup` steps come first, then `steps` that are timed. If these would take more than `seconds`, fewer steps are

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["Missing", "Provider", "Unsupported", "levels", "select"]
+__all__ = ["Missing", "TrainingProvider", "UnsupportedModel", "levels", "select"]
 
 PEERS = ("stock", "liger", "compile")
 # This suffix of a peer's name means that all its layers are checkpointed.
@@ -18,7 +18,7 @@ class Missing(Exception):
     """The provider is not installed, or cannot run on this device."""
 
 
-class Unsupported(Exception):
+class UnsupportedModel(Exception):
     """The provider does not know this model, or refuses it."""
 
 
@@ -30,7 +30,7 @@ def levels() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Provider:
+class TrainingProvider:
     """A way to train a model. `level` is the level of memory of `tigon.patch`; None means a peer of Tigon."""
 
     name: str
@@ -50,7 +50,7 @@ class Provider:
 
         Raises:
             Missing: the provider is not installed.
-            Unsupported: the provider refuses this model.
+            UnsupportedModel: the provider refuses this model.
         """
         if self.level is not None:
             return _apply_tigon(model, self.level)
@@ -66,7 +66,7 @@ def _apply_tigon(model: nn.Module, level: str) -> str:
     try:
         return str(tigon.patch(model, memory=level))
     except ValueError as reason:
-        raise Unsupported(str(reason)) from reason
+        raise UnsupportedModel(str(reason)) from reason
 
 
 def _apply_liger(model: Any, device: str) -> str:
@@ -79,12 +79,12 @@ def _apply_liger(model: Any, device: str) -> str:
     except ImportError as reason:
         raise Missing(f"not installed ({reason})") from reason
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise Unsupported(f"Liger Kernel does not know {model.config.model_type}")
+        raise UnsupportedModel(f"Liger Kernel does not know {model.config.model_type}")
     _apply_liger_kernel_to_instance(model=model)
     return "its defaults"
 
 
-def _are_equal(a: Provider, b: Provider, checkpointing: bool) -> bool:
+def _are_equal(a: TrainingProvider, b: TrainingProvider, checkpointing: bool) -> bool:
     """Return whether two providers train in the same way. With `checkpointing` the suffix of a peer has no effect."""
     if a.level is not None or b.level is not None:
         return a.level == b.level
@@ -94,7 +94,7 @@ def _are_equal(a: Provider, b: Provider, checkpointing: bool) -> bool:
 # --- names ---------------------------------------------------------------------------------------
 
 
-def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Provider]:
+def select(names: str | Iterable[str], checkpointing: bool = False) -> list[TrainingProvider]:
     """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
 
     stock-checkpoint, liger-checkpoint and compile-checkpoint use gradient checkpointing in every layer. With
@@ -108,10 +108,12 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Prov
     """
     if isinstance(names, str):
         names = [name.strip() for name in names.split(",") if name.strip()]
-    known_providers = {name + end: Provider(name + end) for end in ("", CHECKPOINT) for name in PEERS}
-    known_providers["tigon"] = Provider("tigon", "checkpoint" if checkpointing else "default")
-    known_providers |= {f"tigon-{level}": Provider(f"tigon-{level}", level) for level in levels() if level != "default"}
-    chosen_providers: list[Provider] = []
+    known_providers = {name + end: TrainingProvider(name + end) for end in ("", CHECKPOINT) for name in PEERS}
+    known_providers["tigon"] = TrainingProvider("tigon", "checkpoint" if checkpointing else "default")
+    known_providers |= {
+        f"tigon-{level}": TrainingProvider(f"tigon-{level}", level) for level in levels() if level != "default"
+    }
+    chosen_providers: list[TrainingProvider] = []
     for name in names:
         if name not in known_providers:
             near = difflib.get_close_matches(name, known_providers, n=1)

@@ -6,10 +6,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
-__all__ = ["Record", "write_json"]
+__all__ = ["JobRecord", "write_json"]
 
 
-class Record:
+class JobRecord:
     """Base of dataclasses that are written as a JSON object and read from one. JSON must have a form for all fields."""
 
     def to_json(self) -> str:

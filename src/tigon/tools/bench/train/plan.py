@@ -11,7 +11,7 @@ import torch
 from tigon.runtime.requirements import unmet
 from tigon.tools.training.job import Job
 from tigon.tools.training.models import config_fields
-from tigon.tools.training.providers import Provider, select
+from tigon.tools.training.providers import TrainingProvider, select
 from tigon.tools.training.search import Search
 from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
 
@@ -64,7 +64,7 @@ class ProviderRun:
     """The training of one provider. With `reverse`, the sequences of each batch come in reverse order."""
 
     name: str
-    provider: Provider
+    provider: TrainingProvider
     reverse: bool = False
 
 
