@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import typer
@@ -13,6 +13,9 @@ from tigon.tools.demo.runner import DemoRun
 from tigon.tools.training.job import Job
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
+
+if TYPE_CHECKING:
+    from tigon.hf.patch import MemoryLevel
 
 __all__ = ["DemoPlan", "make_job", "make_plan", "pick_preset"]
 
@@ -59,7 +62,8 @@ def _build_on_meta(model_type: str, preset: Preset, memory: str) -> tuple[str, i
         # Configs and models of transformers raise errors of many types.
         raise typer.BadParameter(str(error), param_hint="--model-type") from error
     try:
-        tigon.patch(model, memory=memory)
+        # `tigon.patch` refuses a name that is no level.
+        tigon.patch(model, memory=cast("MemoryLevel", memory))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--memory") from error
     return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())

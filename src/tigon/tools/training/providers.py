@@ -3,9 +3,12 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
+
+if TYPE_CHECKING:
+    from tigon.hf.patch import MemoryLevel
 
 __all__ = ["Missing", "TrainingProvider", "UnsupportedModel", "levels", "select"]
 
@@ -64,7 +67,7 @@ def _apply_tigon(model: nn.Module, level: str) -> str:
     import tigon
 
     try:
-        return str(tigon.patch(model, memory=level))
+        return str(tigon.patch(model, memory=cast("MemoryLevel", level)))
     except ValueError as reason:
         raise UnsupportedModel(str(reason)) from reason
 
