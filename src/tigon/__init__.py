@@ -10,7 +10,7 @@ used.
 # ruff: noqa: E402 - The versions are checked before the imports that fail with an older torch or triton.
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tigon.runtime.requirements import require
 
@@ -34,6 +34,10 @@ from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
 from tigon.ops.optim.adamw import AdamW
 from tigon.ops.rotary.qk_norm_rope import qk_norm_rope
 from tigon.ops.rotary.rope import rope
+
+if TYPE_CHECKING:
+    # Type checkers see the signatures of the names that are imported when they are first used.
+    from tigon.hf import AutoModelForCausalLM, patch, patched
 
 __version__ = "0.1.0"
 

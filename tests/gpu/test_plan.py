@@ -9,7 +9,7 @@ transformers = pytest.importorskip("transformers")
 
 import tigon  # noqa: E402
 from tigon.hf.patch import MEMORY  # noqa: E402
-from tigon.tools.plan.planner import STOCK, Settings, plan  # noqa: E402
+from tigon.tools.plan.planner import STOCK, PlanSettings, plan  # noqa: E402
 
 SIZES = {
     "vocab_size": 64000, "hidden_size": 2048, "intermediate_size": 7168, "num_hidden_layers": 6,
@@ -36,7 +36,7 @@ def measure_peak(config, level):
 @pytest.mark.parametrize("level", [STOCK, *MEMORY])
 @pytest.mark.parametrize("kind", [transformers.LlamaConfig, transformers.Qwen3Config], ids=lambda kind: kind.model_type)
 def test_an_estimate_is_within_ten_percent(kind, level):
-    config, settings = kind(**SIZES), Settings(SEQ, batch=BATCH)
+    config, settings = kind(**SIZES), PlanSettings(SEQ, batch=BATCH)
     row = next(plan(config, settings, levels=(level,), search=False))
     gc.collect()
     before = torch.cuda.memory_allocated()

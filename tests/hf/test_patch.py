@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import warnings
-from typing import get_args
+from typing import Never, get_args
 
 import pytest
 import torch
@@ -433,6 +433,11 @@ def test_the_signature_names_and_documents_every_option():
     documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
     assert documented[: 1 + len(options)] == ["model", *options]
     assert set(get_args(MemoryLevel)) == set(LEVELS)
+
+
+def test_type_checkers_refuse_unknown_options():
+    """No value has the type Never. At run time an unknown option raises an error that lists all options."""
+    assert inspect.signature(tigon.patch).parameters["unknown"].annotation is Never
 
 
 def test_the_old_name_of_fused_statements_works(make_model):

@@ -147,6 +147,21 @@ def test_the_classes_of_layers_are_named(model):
     assert transformers_private.layer_classes(model) == {"LlamaDecoderLayer"}
 
 
+def test_the_attention_of_a_model_is_named(model):
+    assert transformers_private.attention_of(model) == "sdpa"
+    assert transformers_private.attention_of(types.SimpleNamespace(config=types.SimpleNamespace())) == "unknown"
+
+
+def test_the_experts_of_transformers_take_a_module_with_marks():
+    experts = transformers_private.grouped_experts()
+    width, count = 8, 2
+    weights = {"gate_up_proj": torch.ones(count, 2 * width, width), "down_proj": torch.ones(count, width, width)}
+    marks = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": count}
+    module = types.SimpleNamespace(_apply_gate=lambda x: x.chunk(2, -1)[0], **weights, **marks)
+    index, scores = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
+    assert torch.equal(experts(module, torch.ones(3, width), index, scores), torch.full((3, width), float(width**2)))
+
+
 def test_experts_have_the_marks_that_recognition_reads():
     sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
@@ -238,6 +253,14 @@ def test_the_types_are_read_from_the_public_table_without_the_private_one(monkey
     assert public <= model_types
 
 
+def test_missing_experts_of_transformers_are_refused_by_name(monkeypatch):
+    from transformers.integrations import moe
+
+    monkeypatch.delattr(moe, "grouped_mm_experts_forward")
+    with pytest.raises(RuntimeError, match=r"has no integrations\.moe\.grouped_mm_experts_forward"):
+        transformers_private.grouped_experts()
+
+
 def test_a_model_that_does_not_name_its_layers_is_refused():
     with pytest.raises(RuntimeError, match=r"has no PreTrainedModel\._no_split_modules"):
         transformers_private.layer_classes(types.SimpleNamespace())
@@ -260,6 +283,8 @@ def test_no_other_file_uses_these_names():
         "modeling_utils",
         "_no_split_modules",
         r"\b_from_config\b",
+        "_attn_implementation",
+        "grouped_mm_experts_forward",
     )
     pattern = re.compile("|".join(names))
     source = Path(transformers_private.__file__).parents[1]

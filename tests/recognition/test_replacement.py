@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook, install
+from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward, install
 
 
 def twice(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -172,9 +172,9 @@ def test_hooks_are_foreign_except_those_of_engines_that_shard(layer, register, p
     for library, foreign in (("torch.distributed.fsdp", None), ("another.package", "another.package")):
         hook = function_of_library(library, "forward = lambda *args: None")
         getattr(layer, f"register_{register}")(functools.partial(hook) if partial else hook)
-        assert foreign_hook(nn.Sequential(layer)) == foreign
+        assert find_changing_hook(nn.Sequential(layer)) == foreign
 
 
 def test_hooks_before_the_forward_are_not_foreign(layer):
     layer.register_forward_pre_hook(lambda module, args: None)
-    assert foreign_hook(layer) is None
+    assert find_changing_hook(layer) is None

@@ -1,5 +1,6 @@
 """`report.why` shows what recognition tried on a module, the nearest candidate and the first case that differs."""
 
+import math
 import re
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 import tigon
 from tigon.hf.patch import PARTS
 from tigon.recognition.relu2 import recognise_relu2
-from tigon.recognition.trials import recording
+from tigon.recognition.trials import record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")
 
@@ -99,6 +100,44 @@ def test_why_names_the_dtype_shape_and_mode_in_which_a_norm_differs(compute, cas
     assert "left alone: computes something else than rms_norm or layer_norm" in text
     assert re.search(r"nearest candidate: (rms_norm, offset 0|layer_norm)", text)
     assert re.search(f"first case that differs: {case}", text)
+
+
+@pytest.mark.parametrize("factor", [1.01, 0.98], ids=["one percent more", "two percent less"])
+def test_why_states_the_difference_relative_to_the_largest_value_of_the_module(factor):
+    """The candidate computes y, and the module computes factor * y. The ratio is |1 - factor| / factor."""
+    text = why(Norm(lambda y: y * factor), "rms_norm")
+    number = r"([0-9.e+-]+)"
+    sentence = (
+        rf"the largest difference is {number}, which is {number} times the largest value that the module computes"
+    )
+    difference, stated, largest = map(float, re.search(rf"{sentence} \({number}\)", text).groups())
+    assert stated == pytest.approx(abs(1 - factor) / factor, rel=0.02)
+    # Each number is rounded to three digits.
+    assert stated == pytest.approx(difference / largest, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("ours", "stock", "sentence"),
+    [
+        ([1.0, 2.0], [1.0, 4.0], "the largest difference is 2, which is 0.5 times the largest value that the module"),
+        ([1.0, 2.0], [0.0, 0.0], "the largest difference is 2, where the module computes only zeros"),
+        ([1.0, math.nan], [1.0, 2.0], "computes NaN or infinity where the other computes another value"),
+        ([math.inf, 1.0], [-math.inf, 1.0], "computes NaN or infinity where the other computes another value"),
+    ],
+    ids=["ratio", "zeros", "nan", "infinities"],
+)
+def test_a_difference_is_a_sentence_for_all_values(ours, stock, sentence):
+    with recording() as trials:
+        record(False, "candidate", None, (), torch.tensor(ours), torch.tensor(stock))
+    assert sentence in trials.lines()[1]
+
+
+def test_the_ratio_belongs_to_the_tensor_with_the_largest_difference():
+    """Another tensor of larger values, such as a gradient of a weight, does not make a difference look small."""
+    results, expected = [torch.tensor([2.0]), torch.tensor([1e6])], [torch.tensor([4.0]), torch.tensor([1e6])]
+    with recording() as trials:
+        record(False, "candidate", None, (), results, expected)
+    assert "which is 0.5 times the largest value that the module computes (4)" in trials.lines()[1]
 
 
 def test_why_says_why_an_activation_is_no_squared_relu():

@@ -47,8 +47,8 @@ def _plan(monkeypatch, library: _Library) -> cublaslt.Plan:
     monkeypatch.setattr(cublaslt, "current_raw_stream", lambda device: 77)
     problem = cublaslt.PlanProblem(
         dtype=torch.bfloat16, out_dtype=torch.float32, m=2, k=3, n=4,
-        a_layout=cublaslt.Layout(False, 3), b_layout=cublaslt.Layout(True, 3), out_stride=4, accumulate=True,
-        alignments=(16, 16, 16),
+        a_layout=cublaslt.MatrixLayout(False, 3), b_layout=cublaslt.MatrixLayout(True, 3), out_stride=4,
+        accumulate=True, alignments=(16, 16, 16),
     )  # fmt: skip
     return cublaslt.Plan(ctypes.c_void_p(1), problem, tuple(cublaslt.PING_PONG_TILES.values()))
 

@@ -3,15 +3,20 @@
 import functools
 import importlib
 import importlib.util
+import inspect
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from tigon.recognition.replacement import foreign_forward
 from tigon.runtime.engines import (
     HOOK_ORIGINS,
+    WRAPPED_FORWARD,
     WRAPPER_ATTRIBUTES,
+    forward_slot,
+    full_shape,
     is_hook_of_deepspeed,
     keeps_values,
     may_run_twice,
@@ -37,6 +42,7 @@ def hook_of(module: str):
         ("accelerate.hooks", True, True),
         ("transformers.distributed.tensor_parallel", True, True),
         ("transformers.integrations.tensor_parallel", True, True),
+        ("transformers.integrations.neftune", False, False),
         ("transformers.utils.output_capturing", False, True),
         ("transformers.models.llama.modeling_llama", False, False),
         ("torchvision.ops", False, False),
@@ -75,9 +81,43 @@ def test_the_hooks_of_fsdp_are_recognised(tmp_path):
     assert all(keeps_values(hook) and may_run_twice(hook) for hook in hooks)
 
 
+def test_the_hook_of_neftune_is_known_to_change_values():
+    neftune = pytest.importorskip("transformers.integrations.neftune")
+    hook = neftune.neftune_post_forward_hook
+    assert not keeps_values(hook)
+    assert not may_run_twice(hook)
+
+
 def test_accelerate_sets_the_known_attributes():
     hooks = pytest.importorskip("accelerate.hooks")
     layer = nn.Linear(4, 4)
     before = vars(layer).keys() | {"forward"}
+    assert forward_slot(layer) == "forward"
+    forward = layer.forward
     hooks.add_hook_to_module(layer, hooks.ModelHook())
     assert vars(layer).keys() - before == set(WRAPPER_ATTRIBUTES)
+    assert forward_slot(layer) == WRAPPED_FORWARD
+    assert getattr(layer, forward_slot(layer)) == forward
+
+
+def test_a_wrapper_with_other_attributes_counts_as_a_replaced_forward(monkeypatch):
+    """The module then stays stock."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    layer = nn.Linear(4, 4)
+    hooks.add_hook_to_module(layer, hooks.ModelHook())
+    # Another accelerate would store the forward of the class under a name that Tigon does not know.
+    layer.another_name = vars(layer).pop(WRAPPED_FORWARD)
+    assert "its forward was already replaced (by accelerate" in foreign_forward(layer)
+
+
+def test_the_shape_of_a_parameter_of_zero_is_that_of_the_whole():
+    parameter = nn.Parameter(torch.empty(0))
+    assert full_shape(parameter) == (0,)
+    parameter.ds_shape = torch.Size((4, 2))
+    assert full_shape(parameter) == (4, 2)
+
+
+@pytest.mark.deepspeed
+def test_zero_sets_the_shape_of_the_whole_parameter():
+    zero = pytest.importorskip("deepspeed.runtime.zero.partition_parameters")
+    assert "ds_shape" in inspect.getsource(zero)

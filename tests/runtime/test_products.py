@@ -71,8 +71,8 @@ def test_plan_describes_the_layouts_of_the_factors(plans):
         products.product(_matrix(8, 4), _matrix(6, 4).t(), out, accumulate=True)
     ((problem, tiles),) = plans
     assert (problem.m, problem.k, problem.n, problem.accumulate) == (8, 4, 6, True)
-    assert problem.a_layout == cublaslt.Layout(by_columns=False, stride=4)
-    assert problem.b_layout == cublaslt.Layout(by_columns=True, stride=4)
+    assert problem.a_layout == cublaslt.MatrixLayout(by_columns=False, stride=4)
+    assert problem.b_layout == cublaslt.MatrixLayout(by_columns=True, stride=4)
     assert problem.out_stride == 16
     assert tiles == (7,)
     assert (out == 4).all()

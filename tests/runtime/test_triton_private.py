@@ -1,5 +1,6 @@
 """The private names of Triton give the known answers, and Tigon works without them as the file says."""
 
+import inspect
 import sys
 
 import pytest
@@ -7,7 +8,7 @@ import triton
 
 from tigon.ops.logits import softmax
 from tigon.runtime import triton_private
-from tigon.runtime.triton_private import JITFunction, has_direct_launch, is_hooked
+from tigon.runtime.triton_private import JITFunction, compiler_tools, has_direct_launch, has_launch_hook
 
 pytestmark = pytest.mark.no_interpreter("The interpreter launches nothing through these names.")
 
@@ -39,18 +40,36 @@ def test_kernel_has_the_attributes_of_the_key():
 
 @pytest.mark.parametrize("which", ["launch_enter_hook", "launch_exit_hook"])
 def test_hooks_of_a_profiler_are_noticed(which):
-    assert not is_hooked()
+    assert not has_launch_hook()
     hook = lambda metadata: None
     chain = getattr(triton.knobs.runtime, which)
     if hasattr(chain, "add"):
         chain.add(hook)
-        assert is_hooked()
+        assert has_launch_hook()
         chain.remove(hook)
     else:
         setattr(triton.knobs.runtime, which, hook)
-        assert is_hooked()
+        assert has_launch_hook()
         setattr(triton.knobs.runtime, which, None)
-    assert not is_hooked()
+    assert not has_launch_hook()
+
+
+def test_the_compiler_has_the_sources_and_targets_that_resources_are_read_with():
+    tools = compiler_tools()
+    target = tools.GPUTarget("hip", "gfx942", 64)
+    assert (target.backend, target.arch, target.warp_size) == ("hip", "gfx942", 64)
+    assert {"fn", "signature", "constexprs", "attrs"} <= inspect.signature(tools.ASTSource).parameters.keys()
+    assert (tools.GluonASTSource is None) == (triton_private.gluon is None)
+    assert softmax._forward_kernel.is_gluon() is False
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [("triton.backends.compiler", "GPUTarget"), ("triton.compiler", "ASTSource")]
+)
+def test_resources_are_refused_by_name_if_the_compiler_differs(monkeypatch, module, name):
+    monkeypatch.delattr(sys.modules[module], name)
+    with pytest.raises(RuntimeError, match=f"triton .* has another compiler than Tigon needs here .*{name}"):
+        compiler_tools()
 
 
 def test_missing_hooks_count_as_none(monkeypatch):
@@ -62,4 +81,4 @@ def test_missing_hooks_count_as_none(monkeypatch):
     )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    assert not module.is_hooked()
+    assert not module.has_launch_hook()

@@ -43,17 +43,18 @@ from tigon.hf.transformers_private import loss_slot, loss_type
 from tigon.ops.head.chunks import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.function_guard import FunctionGuard
-from tigon.recognition.replacement import find_replacement, foreign_forward, foreign_hook
+from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward
 from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
 from tigon.runtime.stock import calls_are_stock, linears_are_stock
-from tigon.runtime.torch_private import any_global_hook, assert_on_device, has_active_transform, is_replica
+from tigon.runtime.torch_private.autograd import has_active_transform
+from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook, is_replica
+from tigon.runtime.torch_private.operators import assert_on_device
 
 __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "called_head", "is_sharded_by_rows"]
 
 LOGGER = logging.getLogger("tigon")
 
-MODULE_STATE = vars(nn.Module()).keys()
 # The allowed relative errors of the token at the loss, in fp32 and after a cast. A few operations in fp32 cause an
 # error of 1e-6, and a cast to bf16 causes 0.004.
 FP32_TOLERANCE, CAST_TOLERANCE = 2e-5, 0.01
@@ -86,7 +87,7 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
         if is_head(m):
             return lambda x: _HeadCall(m, x)
         containers = {
-            k: copy.copy(v) for k, v in vars(m).items() if type(v) in (list, dict, set) and k not in MODULE_STATE
+            k: copy.copy(v) for k, v in vars(m).items() if type(v) in (list, dict, set) and k not in MODULE_ATTRIBUTES
         }
         children: dict[str, Any] = {name: child and twin(child) for name, child in m._modules.items()}
         return stand_in(m, {}, children, **containers)
@@ -115,7 +116,7 @@ def is_sharded_by_rows(x: Any, *head: Any) -> bool:
 
 
 @dataclass
-class Call:
+class LossCall:
     """One fused forward: the arguments that its loss depends on, and the loss."""
 
     # Only a call of this head computes the loss. A call of a copy of the head does not.
@@ -158,7 +159,7 @@ class FusedLoss(threading.local):
 
     spec: Spec
     # The fused call of this thread.
-    call: Call | None = None
+    call: LossCall | None = None
 
     def __post_init__(self) -> None:
         self._has_settings = settings_check(self.spec.settings)
@@ -191,7 +192,7 @@ class FusedLoss(threading.local):
                 pass
         return changed_setting(model, self.spec.settings)
 
-    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Call | None:
+    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LossCall | None:
         """Return the call whose loss the head computes, or None if the stock code must run."""
         spec, skip_logits = self.spec, kwargs.pop("skip_logits", None)
         by_position = dict(zip(spec.positional_arguments, args, strict=False))
@@ -215,10 +216,10 @@ class FusedLoss(threading.local):
                 warnings.warn(f"tigon: {change} of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
         child = getattr(model, spec.head)
-        is_hooked = foreign_hook(child) or any_global_hook() or not calls_are_stock(child)
+        may_change_logits = find_changing_hook(child) or any_global_hook() or not calls_are_stock(child)
         # The head may have been replaced since the patch, by resized embeddings or an adapter.
         head: Any = called_head(child, self.is_head)
-        if head is None or is_hooked:
+        if head is None or may_change_logits:
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
             return None
@@ -230,7 +231,7 @@ class FusedLoss(threading.local):
         # An engine may gather the weight of the head later, so its shape cannot be read here.
         multiplications = labels.numel() * spec.vocabulary * head.in_features
         ignore_index, shift_labels = options.get("ignore_index", IGNORE_INDEX), options.get("shift_labels")
-        return Call(head, labels, shift_labels, num_items, ignore_index, multiplications)
+        return LossCall(head, labels, shift_labels, num_items, ignore_index, multiplications)
 
 
 @dataclass(eq=False)

@@ -22,9 +22,9 @@ from tigon.hf.spec import LOSS_ARGUMENTS, NUMBERS, Settings, Spec, loss_argument
 from tigon.hf.transformers_private import is_code_of_base_class, loss_slot, loss_type
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.replacement import (
+    find_changing_hook,
     find_replacement,
     foreign_forward,
-    foreign_hook,
     install,
     uninstall,
     wrapped_forward,
@@ -48,7 +48,7 @@ from tigon.runtime.state.bytecode import code_use
 from tigon.runtime.state.places import Place
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, written_in
-from tigon.runtime.torch_private import NAMES_FOR_LOSS, require
+from tigon.runtime.torch_private.names import NAMES_FOR_LOSS, require_names
 
 __all__ = ["attach", "learn_loss"]
 
@@ -339,7 +339,7 @@ def learn_loss(model: Any) -> Spec | str | None:
     if head is None:
         return None
     try:
-        require("the loss in the head", *NAMES_FOR_LOSS)
+        require_names("the loss in the head", *NAMES_FOR_LOSS)
     except RuntimeError as error:
         return str(error)
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
@@ -351,7 +351,7 @@ def learn_loss(model: Any) -> Spec | str | None:
         is_sharded = hasattr(getattr(layer, "weight", None), "placements")
         if (foreign := foreign_forward(layer)) and not (is_sharded and wrapped_forward(layer)):
             return f"{type(layer).__name__}: {foreign}"
-    if (origin := foreign_hook(head)) is not None:
+    if (origin := find_changing_hook(head)) is not None:
         return f"a hook on its head (by {origin}) may change the logits"
     if not calls_are_stock(head):
         return "the call of its head was replaced, and may change the logits"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tigon.runtime.engines import keeps_values
-from tigon.runtime.torch_private import DisableTorchFunctionSubclass
+from tigon.runtime.torch_private.autograd import DisableTorchFunctionSubclass
 
 __all__ = [
     "PLACEHOLDER_SHAPE",

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, get_args
+from typing import Any, Literal, Never, ParamSpec, get_args
 
 from torch import nn
 
@@ -262,7 +262,7 @@ def patch(
     loss: bool = True,
     memory: MemoryLevel = "default",
     glue: bool | None = None,
-    **unknown: Any,
+    **unknown: Never,
 ) -> Report:
     """Replace the modules of this instance that compute, bit for bit, what an op of Tigon computes.
 

@@ -90,7 +90,7 @@ class Report:
         """Say for any module of the model which parts were tried, and why each of them replaces it or does not.
 
         Where the module was compared with candidates, the text names the nearest candidate, the first case that differs
-        (dtypes, shapes, mode) and the largest difference.
+        (dtypes, shapes, mode) and the largest difference, also relative to the largest value of the module.
 
         Args:
             name: The name of a module in `model.named_modules()`; "" is the model itself.

@@ -23,11 +23,13 @@ from torch import nn
 LOGGER = logging.getLogger("tigon")
 
 __all__ = [
+    "attention_of",
     "auto_class_has",
     "causal_lm_types",
     "checkpoint_function",
     "checkpoint_refusal",
     "constructors",
+    "grouped_experts",
     "has_checkpoint_switch",
     "is_checkpoint_layer",
     "is_code_of_base_class",
@@ -250,6 +252,31 @@ def causal_lm_types() -> list[str]:
 
         return sorted({config.model_type for config in MODEL_FOR_CAUSAL_LM_MAPPING})
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def attention_of(model: Any) -> str:
+    """Return the name of a model's attention, such as "sdpa".
+
+    The config has it as `_attn_implementation`. Without this name, the result is "unknown": reports print the name, and
+    nothing depends on it.
+    """
+    return getattr(model.config, "_attn_implementation", None) or "unknown"
+
+
+def grouped_experts() -> Callable[..., Any]:
+    """Return the function that computes the experts of a mixture by grouped products: `tigon bench` compares with it.
+
+    It is the undocumented `transformers.integrations.moe.grouped_mm_experts_forward`. Its first argument is a module
+    with the marks of experts, which `tigon.recognition.experts` reads too.
+
+    Raises:
+        RuntimeError: transformers has no such function. `tigon bench` then says that this peer is not supported.
+    """
+    try:
+        from transformers.integrations.moe import grouped_mm_experts_forward
+    except ImportError as error:
+        raise _missing("integrations.moe.grouped_mm_experts_forward") from error
+    return grouped_mm_experts_forward
 
 
 def layer_classes(model: Any) -> set[str]:

@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from tigon.memory.lean import is_checkpoint_recomputation
-from tigon.memory.repeating import REPEATABLE_PACKAGES, foreign_hook
+from tigon.memory.repeating import REPEATABLE_PACKAGES, find_unrepeatable_hook
+from tigon.runtime.engines import FORWARD_SLOTS
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import written_in
-from tigon.runtime.torch_private import any_global_hook
+from tigon.runtime.torch_private.modules import any_global_hook
 
 __all__ = ["LayerJudgement"]
 
@@ -63,8 +64,7 @@ def _explore_module(module: nn.Module) -> Reach | None:
 
 def _explore_assigned(module: nn.Module) -> list[Reach]:
     """Return the state that functions assigned to a module as its forward can reach."""
-    # accelerate wraps a forward, and stores the original forward under the second name.
-    forwards = (vars(module).get(slot) for slot in ("forward", "_old_forward"))
+    forwards = (vars(module).get(slot) for slot in FORWARD_SLOTS)
     return [explore(forward) for forward in forwards if forward is not None and not _is_trusted(written_in(forward))]
 
 
@@ -81,7 +81,7 @@ class LayerJudgement:
                 self.reason = f"{name or type(layer).__name__} ({type(module).__name__}) {clause}"
 
     def _judge(self, module: nn.Module) -> str | None:
-        if (origin := foreign_hook(module)) is not None:
+        if (origin := find_unrepeatable_hook(module)) is not None:
             return f"has a forward hook (by {origin})"
         reaches = _explore_assigned(module)
         if (class_reach := _explore_module(module)) is not None:

@@ -28,14 +28,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tigon.memory.block import Block
 from tigon.memory.offload import Offloader
 from tigon.memory.recomputation import unpack
-from tigon.runtime.torch_private import (
-    NAMES_FOR_LEAN,
-    NAMES_FOR_OFFLOAD,
-    is_checkpoint_hook,
-    is_recompute_hook,
-    require,
-    saved_tensor_hooks,
-)
+from tigon.runtime.torch_private.autograd import is_checkpoint_hook, is_recompute_hook, saved_tensor_hooks
+from tigon.runtime.torch_private.names import NAMES_FOR_LEAN, NAMES_FOR_OFFLOAD, require_names
 
 __all__ = [
     "call_mlp_region",
@@ -238,9 +232,9 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         finally:
             _open, _open_mlp = _open - 1, _open_mlp - mlp
         return
-    require("lean", *NAMES_FOR_LEAN)
+    require_names("lean", *NAMES_FOR_LEAN)
     if offload:
-        require("lean: offload=True", *NAMES_FOR_OFFLOAD)
+        require_names("lean: offload=True", *NAMES_FOR_OFFLOAD)
     outer = saved_tensor_hooks(True)
     # A checkpointed region saves no tensors in any case, and the checkpoint counts the tensors that its hooks receive.
     if in_checkpoint():

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.runtime.device import simulation_of
-from tigon.runtime.torch_private import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
+from tigon.runtime.torch_private.autograd import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
 
 __all__ = ["Offloader"]
 

@@ -20,9 +20,9 @@ from tigon.runtime.engines import may_run_twice
 from tigon.runtime.state.places import is_simple
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import calls_are_stock, has_stock_call, linears_are_stock, origin_of
-from tigon.runtime.torch_private import any_global_hook
+from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook
 
-__all__ = ["REPEATABLE_PACKAGES", "CallWatch", "RepeatedCall", "foreign_hook"]
+__all__ = ["REPEATABLE_PACKAGES", "CallWatch", "RepeatedCall", "find_unrepeatable_hook"]
 
 # Packages whose layers, quantised layers and adapters give the same values at every call, except for effects of torch's
 # random numbers and of buffers, which `CallWatch` compares.
@@ -40,7 +40,7 @@ def _is_plain(module: nn.Module) -> bool:
     return is_stock and not hooks and "forward" not in vars(module)
 
 
-def foreign_hook(module: nn.Module) -> str | None:
+def find_unrepeatable_hook(module: nn.Module) -> str | None:
     """Return the Python module that defines a forward hook of a module, if no engine defines it; None otherwise."""
     if not (module._forward_pre_hooks or module._forward_hooks):
         return None
@@ -54,7 +54,7 @@ def _may_run_other_code(module: nn.Module) -> bool:
     Such code must run once for each call of the model.
     """
     is_replaced = any_global_hook() or not calls_are_stock(module)
-    return is_replaced or any(foreign_hook(m) is not None for m in module.modules())
+    return is_replaced or any(find_unrepeatable_hook(m) is not None for m in module.modules())
 
 
 def _read_call_state(module: nn.Module, x: Tensor) -> tuple | None:
@@ -146,9 +146,6 @@ def _code_names(code: CodeType) -> Iterator[str]:
             yield from _code_names(constant)
 
 
-_MODULE_STATE = frozenset(vars(nn.Module()))
-
-
 @functools.cache
 def _setting_names(cls: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names in the code of a module's class and of its bases, without the names that every module has.
@@ -164,7 +161,7 @@ def _setting_names(cls: type[nn.Module]) -> tuple[frozenset[str], frozenset[str]
             getters = (value.fget,) if isinstance(value, property) else (getattr(value, "__func__", value),)
             for function in getters:
                 if isinstance(function, FunctionType):
-                    names |= {*_code_names(function.__code__)} - _MODULE_STATE
+                    names |= {*_code_names(function.__code__)} - MODULE_ATTRIBUTES
     return frozenset(names), frozenset(name for name in names if is_simple(getattr(cls, name, cls)))
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.adapters.lora import Adapter, Projection, add_adapters, lora_linears, takes_adapters
-from tigon.ops.mlps.projections import is_hooked, is_plain
+from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.deferred import (
     Call,
     Cast,
@@ -57,7 +57,7 @@ from tigon.recognition.trials import record
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import has_stock_call, linears_are_stock
-from tigon.runtime.torch_private import any_global_hook
+from tigon.runtime.torch_private.modules import any_global_hook
 
 __all__ = ["AdapterRecipe", "install_adapters", "is_linear", "read_projections", "recognise_adapters"]
 
@@ -208,7 +208,7 @@ def _read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | N
     if is_plain(layer):
         return Projection(layer.weight, layer.bias)
     recipe = _recipe_of(layer)
-    if type(recipe) is not AdapterRecipe or is_hooked(layer):
+    if type(recipe) is not AdapterRecipe or does_more_than_forward(layer):
         return None
     result = recipe.read(layer, x)
     return result if isinstance(result, Projection) else None
@@ -330,7 +330,12 @@ def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], No
     undo = [install(layer, recipe)]
     for child in _layers_of(layer):
         is_base = sizes is not None and (child.in_features, child.out_features) == sizes[:2]
-        if is_base and type(child) is not nn.Linear and not is_hooked(child) and "forward" not in vars(child):
+        if (
+            is_base
+            and type(child) is not nn.Linear
+            and not does_more_than_forward(child)
+            and "forward" not in vars(child)
+        ):
             undo.append(install(child, BaseRecipe()))
     return lambda: [function() for function in undo].clear()
 

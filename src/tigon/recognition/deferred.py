@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tigon.runtime.torch_private import native_linear
+from tigon.runtime.torch_private.operators import native_linear
 
 __all__ = [
     "Call",

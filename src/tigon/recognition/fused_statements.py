@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
-from tigon.ops.mlps.projections import is_hooked, linears
+from tigon.ops.mlps.projections import does_more_than_forward, linears
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
 from tigon.recognition.adapters import is_linear, read_projections
 from tigon.recognition.kind import kind_of
@@ -42,7 +42,7 @@ def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, An
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     if type(forward) is not Replacement or type(recipe := forward.recipe) is not RMSNormRecipe or not forward.holds():
         return None
-    return None if is_hooked(norm) else recipe.arguments(norm, x)
+    return None if does_more_than_forward(norm) else recipe.arguments(norm, x)
 
 
 def add_norm(norm: nn.Module, a: Any, b: Any) -> tuple[Any, Any]:

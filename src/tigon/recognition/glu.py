@@ -22,7 +22,7 @@ from tigon.recognition.glu_probes import (
     select_by_values,
     wirings,
 )
-from tigon.recognition.glu_recipe import GATES, GLURecipe
+from tigon.recognition.glu_recipe import GATE_KINDS, GLURecipe
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import WritesTensor, accepts_inputs, describe, own_tensors, probing, without_parameters
 from tigon.runtime.state.places import Reach
@@ -70,7 +70,7 @@ def _try_wirings(
     failure, has_run = DIFFERENT, False
     for wiring in possible_wirings:
         subject = GLUSubject(module, projections, wiring)
-        candidates = [GLURecipe(kind, *wiring) for kind in GATES]
+        candidates = [GLURecipe(kind, *wiring) for kind in GATE_KINDS]
         try:
             with reach.preserved(), probing():
                 candidates = select_by_values(subject, candidates)

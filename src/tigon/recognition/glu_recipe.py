@@ -16,9 +16,9 @@ from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_we
 from tigon.recognition.adapters import read_projections
 from tigon.recognition.deferred import TensorLike
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
-from tigon.runtime.torch_private import any_global_hook
+from tigon.runtime.torch_private.modules import any_global_hook
 
-__all__ = ["GATES", "GLURecipe", "Gate", "is_plain_input"]
+__all__ = ["GATE_KINDS", "GLURecipe", "Gate", "is_plain_input"]
 
 
 class Gate(NamedTuple):
@@ -30,7 +30,7 @@ class Gate(NamedTuple):
 
 
 # The gates by the name that the report shows.
-GATES: dict[str, Gate] = {
+GATE_KINDS: dict[str, Gate] = {
     "swiglu": Gate(swiglu, swiglu_reference, "silu"),
     "geglu": Gate(geglu, geglu_reference, "gelu"),
     "geglu (tanh)": Gate(
@@ -81,10 +81,10 @@ class GLURecipe:
                 assert isinstance(gate_weight, Tensor)
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
-                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, GATES[self.kind].activation)
+                return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, GATE_KINDS[self.kind].activation)
             if None in weights and (projections := self._projections(module, x)) is not None:
                 gate, up, down = projections
-                return lora_glu_mlp(x, gate, up, down, GATES[self.kind].activation)
+                return lora_glu_mlp(x, gate, up, down, GATE_KINDS[self.kind].activation)
         return getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
 
     def _projections(self, module: nn.Module, x: Tensor) -> list[Projection] | None:
@@ -111,7 +111,7 @@ class GLURecipe:
             up = call_projection(up_layer, x)
         # If gate and up have different dtypes, the reference promotes as torch does.
         is_mixed = up is not None and up.dtype != gate.dtype
-        return (GATES[self.kind].reference if reference or is_mixed else GATES[self.kind].op)(gate, up)
+        return (GATE_KINDS[self.kind].reference if reference or is_mixed else GATE_KINDS[self.kind].op)(gate, up)
 
     def __str__(self) -> str:
         return f"{self.kind}, packed" if self.up is None else self.kind

@@ -2,8 +2,8 @@
 
 Dynamo, the tracer of torch.compile, guards only what it traces, and a recipe does not read what the forward that it
 replaces reads. Therefore Tigon adds a guard to the graph: a Python function that compares the whole state, as an eager
-call does. This uses internals of Dynamo, which are in `tigon.runtime.torch_private`. Where they are missing or differ,
-graphs contain the stock forward: it is exact, and Dynamo guards what it reads.
+call does. This uses internals of Dynamo, which are in `tigon.runtime.torch_private.graphs`. Where they are missing or
+differ, graphs contain the stock forward: it is exact, and Dynamo guards what it reads.
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from tigon.runtime.torch_private import (
+from tigon.runtime.torch_private.graphs import (
     DYNAMO_ERRORS,
     add_lambda_guard,
     changed_objects,

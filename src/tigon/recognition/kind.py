@@ -7,6 +7,7 @@ from torch import nn
 
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import own_tensors
+from tigon.runtime.engines import full_shape
 from tigon.runtime.state.modules import MODULE_STATE
 
 __all__ = ["kind_of"]
@@ -17,7 +18,7 @@ def kind_of(module: nn.Module) -> tuple:
     settings = [(name, value) for name, value in vars(module).items() if name not in MODULE_STATE]
     attributes = tuple((name, _describe(value)) for name, value in settings)
     tensors = own_tensors(module).items()
-    shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
+    shapes = tuple((k, None if t is None else full_shape(t)) for k, t in tensors)
     children = tuple((k, None if child is None else kind_of(child)) for k, child in module._modules.items())
     return type(module), attributes, shapes, children, is_changed(module)
 

@@ -9,11 +9,12 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.norms.rms_norm import Rounding
 from tigon.recognition.code_facts import has_conditions, may_see_sizes
 from tigon.recognition.norm_recipes import LAYER_NORM_FORMULAS, LayerNormRecipe, NormRecipe, RMSNormRecipe, Scope
 from tigon.recognition.probes import (
@@ -84,7 +85,6 @@ class NormSubject:
 # --- candidates --------------------------------------------------------------------------------------
 
 # The offsets of the weight and the roundings of RMS norms.
-Rounding = Literal["before_weight", "after_weight"]
 _ROUNDINGS: tuple[Rounding, ...] = ("before_weight", "after_weight")
 RMS_NORM_FORMS = list(itertools.product((0.0, 1.0), _ROUNDINGS))
 

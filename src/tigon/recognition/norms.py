@@ -15,6 +15,7 @@ from tigon.recognition.code_facts import largest_number
 from tigon.recognition.norm_probes import NormSubject, confirm, norm_candidates, select_by_dims, select_by_values
 from tigon.recognition.norm_recipes import NormRecipe
 from tigon.recognition.standin import WritesTensor, accepts_inputs, describe, own_tensors, probing
+from tigon.runtime.engines import full_shape
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 
@@ -40,8 +41,8 @@ def recognise_norm(module: nn.Module) -> NormRecipe | str | None:
         or any(t.dim() > 1 for t in tensors.values())
     ):
         return None
-    # ZeRO-3 keeps the full shape in `ds_shape`. FSDP1 may leave an empty shard on this rank.
-    sizes = {tuple(getattr(t, "ds_shape", t.shape)) for t in tensors.values()} - {(0,)}
+    # FSDP1 may leave an empty shard on this rank.
+    sizes = {full_shape(t) for t in tensors.values()} - {(0,)}
     if len(tensors) > 2 or len(sizes) > 1 or any(b is not None for b in module._buffers.values()):
         return "has more state than a norm"
     if (1,) in sizes:

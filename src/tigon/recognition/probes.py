@@ -37,7 +37,7 @@ SHAPES = ((), (8,), (2, 4), (2, 2, 2))
 SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
 
 Subject = Callable[..., nn.Module]
-Inputs = Callable[..., list[Tensor]]
+ProbeInputs = Callable[..., list[Tensor]]
 
 
 def agrees(
@@ -142,7 +142,7 @@ def _same_gradient(a: Tensor | None, b: Tensor | None) -> bool:
     return torch.equal(a.isfinite().all(-1), is_finite) and bool((~is_finite | (difference <= bound)).all())
 
 
-def agrees_in_circumstances(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:
+def agrees_in_circumstances(candidate: Callable, subject: Subject, inputs: ProbeInputs) -> bool:
     """Compare special gradients, small sizes, autocast, no_grad for inputs that require gradients, and devices."""
     in_fp32 = functools.partial(subject, FP32)
     x, x_bf16 = inputs(FP32, 2, 4), inputs(BF16, 2, 4)
@@ -178,7 +178,7 @@ def _to_meta(twin: nn.Module) -> nn.Module:
 
 
 def agrees_in_product(
-    candidate: Callable, subject: Subject, inputs: Inputs, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
+    candidate: Callable, subject: Subject, inputs: ProbeInputs, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
 ) -> bool:
     """Compare in every combination of mode, dtypes, number of dimensions and gradients.
 
@@ -191,7 +191,7 @@ def agrees_in_product(
     return True
 
 
-def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Inputs) -> bool:
+def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: ProbeInputs) -> bool:
     """Return True if the candidate reproduces a forward for an input that is not contiguous.
 
     A forward may refuse such an input, as `view` does, or copy it first, which changes the order of sums.

@@ -16,24 +16,22 @@ from typing import Any
 
 from torch import nn
 
-from tigon.runtime.engines import is_hook_of_deepspeed, keeps_values
+from tigon.runtime.engines import FORWARD_SLOTS, WRAPPED_FORWARD, forward_slot, is_hook_of_deepspeed, keeps_values
 from tigon.runtime.stock import has_stock_call, origin_of, written_in
+from tigon.runtime.torch_private.modules import HOOK_TABLES, REPLICATE
 
 __all__ = [
     "Replacement",
     "exchange",
+    "find_changing_hook",
     "find_replacement",
     "foreign_forward",
-    "foreign_hook",
     "install",
     "is_changed",
     "uninstall",
     "wrapped_forward",
     "written_in",
 ]
-
-# The method by which `nn.DataParallel` copies a module.
-REPLICATE = "_replicate_for_data_parallel"
 
 
 class Replacement:
@@ -75,9 +73,9 @@ class Replacement:
     def replicate(self) -> nn.Module:
         """Return a replica of the module for `nn.DataParallel`, which copies the attributes of the module.
 
-        This method takes the place of the module's `_replicate_for_data_parallel`.
+        This method is the attribute `REPLICATE` of the module, where it takes the place of torch's method.
         """
-        replica: Any = type(self.__self__)._replicate_for_data_parallel(self.__self__)
+        replica: Any = getattr(type(self.__self__), REPLICATE)(self.__self__)
         del vars(replica)[REPLICATE]
         if vars(replica).get("forward") is self:
             vars(replica)["forward"] = Replacement(replica, self.recipe, self.guard)
@@ -126,16 +124,6 @@ class Replacement:
 # --- the attribute that holds a forward --------------------------------------------------------------
 
 
-def _slot(module: nn.Module) -> str:
-    """Return the name of the attribute that holds the forward of the model's author.
-
-    Hooks of accelerate move this forward to `_old_forward`.
-    """
-    # torch.compile can trace this expression.
-    is_hooked = "_hf_hook" in module.__dict__ and "_old_forward" in module.__dict__
-    return "_old_forward" if is_hooked else "forward"
-
-
 def wrapped_forward(module: nn.Module) -> CellType | None:
     """Return the cell in which a function that was assigned as forward holds the forward that it calls.
 
@@ -157,7 +145,7 @@ def find_replacement(module: nn.Module) -> Replacement | None:
         del attributes["forward"]
         if getattr(attributes.get(REPLICATE), "__self__", None) is shared:
             del attributes[REPLICATE]
-    for slot in ("forward", "_old_forward"):
+    for slot in FORWARD_SLOTS:
         if isinstance(forward := attributes.get(slot), Replacement):
             return forward
     cell = wrapped_forward(module)
@@ -169,7 +157,7 @@ def find_replacement(module: nn.Module) -> Replacement | None:
 
 def _assigned_forward(module: nn.Module) -> Callable | None:
     """Return a forward that was assigned to the instance and is not the forward of its class; None if there is none."""
-    current = module.__dict__.get(_slot(module))
+    current = module.__dict__.get(forward_slot(module))
     return None if getattr(current, "__func__", None) is type(module).forward else current
 
 
@@ -178,12 +166,12 @@ def is_changed(module: nn.Module) -> bool:
 
     Hooks of DeepSpeed do not count. They are on every module, and move its parameters.
     """
-    groups = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    has_hook = any(not is_hook_of_deepspeed(hook) for group in groups for hook in group.values())
+    tables = (getattr(module, name) for name in HOOK_TABLES)
+    has_hook = any(not is_hook_of_deepspeed(hook) for table in tables for hook in table.values())
     return has_hook or _assigned_forward(module) is not None or not has_stock_call(module)
 
 
-def foreign_hook(module: nn.Module) -> str | None:
+def find_changing_hook(module: nn.Module) -> str | None:
     """Return the Python module that defines a hook which may change outputs or gradients; None without such a hook.
 
     The hooks of the descendants count too. Hooks before the forward do not count, because the forward receives their
@@ -226,7 +214,7 @@ def install(module: nn.Module, recipe: Callable, guard: Any = None) -> Callable[
     if (cell := wrapped_forward(module)) is not None:
         cell.cell_contents = replacement
     else:
-        vars(module)[_slot(module)] = replacement
+        vars(module)[forward_slot(module)] = replacement
     vars(module)[REPLICATE] = replacement.replicate
     return functools.partial(uninstall, module, replacement)
 
@@ -253,5 +241,5 @@ def uninstall(module: nn.Module, replacement: Replacement) -> None:
         cell.cell_contents = stock
     elif attributes.get("forward") is replacement:
         del attributes["forward"]
-    elif attributes.get("_old_forward") is replacement:
-        attributes["_old_forward"] = stock
+    elif attributes.get(WRAPPED_FORWARD) is replacement:
+        attributes[WRAPPED_FORWARD] = stock

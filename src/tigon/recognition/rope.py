@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tigon.ops.rotary.rope import rotary_size
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.fused_statements import fuse_statements
-from tigon.recognition.rope_forms import Call, Form
+from tigon.recognition.rope_forms import Form, RopeCall
 from tigon.recognition.rope_function import recognise_function
 from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuild_wrappers
 from tigon.runtime.state.bytecode import code_use
@@ -32,7 +32,7 @@ class _FusedRope:
     """Takes the place of the stock function. It runs the op where the op accepts the arguments, else this function."""
 
     def __init__(self, stock: types.FunctionType, form: Form, guard: FunctionGuard) -> None:
-        call = Call.of(stock)
+        call = RopeCall.of(stock)
         assert call is not None, "recognition found a form, so the function has the arguments of a rotary embedding"
         self.stock, self.form, self.call, self.guard = stock, form, call, guard
 

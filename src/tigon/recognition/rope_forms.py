@@ -11,11 +11,11 @@ from torch import Tensor
 from tigon.ops.rotary.rope import Layout, Table, rope, rope_reference
 from tigon.runtime.device import runs_kernels
 
-__all__ = ["FORMS", "Call", "Form"]
+__all__ = ["FORMS", "Form", "RopeCall"]
 
 # The dtype of the result. "promoted": the dtype to which torch promotes q and cos. "cast": the dtype of q. "fp32": the
 # dtype of q, and the computation is in fp32.
-Result = Literal["promoted", "cast", "fp32"]
+ResultDtype = Literal["promoted", "cast", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Form:
 
     layout: Layout
     table: Table
-    result: Result
+    result: ResultDtype
     # True if the function rotates by the negative angle.
     flipped: bool = False
     # True if the function also accepts tables that are narrower than the heads, and rotates a part of each head.
@@ -49,7 +49,7 @@ class Form:
 
 _LAYOUTS: tuple[Layout, ...] = ("split_half", "interleaved", "deinterleaved")
 _TABLES: tuple[Table, ...] = ("halves", "once")
-_RESULTS: tuple[Result, ...] = ("promoted", "cast", "fp32")
+_RESULTS: tuple[ResultDtype, ...] = ("promoted", "cast", "fp32")
 _LAYOUTS_WITH_TABLES: list[tuple[Layout, Table]] = [*itertools.product(_LAYOUTS, _TABLES), ("interleaved", "pairs")]
 
 # The candidates, in the order in which they are compared with a function.
@@ -60,7 +60,7 @@ FORMS = [
 
 
 @dataclass(frozen=True)
-class Call:
+class RopeCall:
     """The arguments of a function: one or two tensors to rotate, `cos`, `sin` and arguments with defaults."""
 
     # The names of all arguments, in their order.
@@ -71,11 +71,11 @@ class Call:
     heads: int | None
 
     @staticmethod
-    def of(function: Callable[..., Any]) -> "Call | None":
+    def of(function: Callable[..., Any]) -> "RopeCall | None":
         """Return the arguments of a function; None if they are not those of a rotary embedding."""
         parameters = inspect.signature(function).parameters
         tensors = tuple(name for name in parameters if name not in ("cos", "sin", "unsqueeze_dim", "position_ids"))
         if not {"cos", "sin"} <= parameters.keys() or len(tensors) not in (1, 2):
             return None
         heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
-        return Call(tuple(parameters), tensors, heads) if heads in (None, 1, 2) else None
+        return RopeCall(tuple(parameters), tensors, heads) if heads in (None, 1, 2) else None

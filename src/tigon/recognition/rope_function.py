@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tigon.recognition.rope_forms import FORMS, Call, Form
+from tigon.recognition.rope_forms import FORMS, Form, RopeCall
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.recognition.trials import Trials, current_trials, not_recording, record, recording
 from tigon.runtime.state.reach import explore
@@ -55,7 +55,7 @@ def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | str |
 
 
 def _find_form(function: types.FunctionType) -> Form | str | None:
-    if (call := Call.of(function)) is None:
+    if (call := RopeCall.of(function)) is None:
         return None
     failure = "computes another rotary embedding than the op"
     comparison = _Comparison(function, call)
@@ -84,7 +84,7 @@ class _Comparison:
     A case is a position of the heads, a batch size of the tables, and the dtypes of the tensors and of the tables.
     """
 
-    def __init__(self, function: types.FunctionType, call: Call) -> None:
+    def __init__(self, function: types.FunctionType, call: RopeCall) -> None:
         self.function, self.call = function, call
         dtypes = [
             (torch.float32, torch.float32),

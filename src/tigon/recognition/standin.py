@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.recognition.trials import record
+from tigon.runtime.engines import WRAPPER_ATTRIBUTES
 
 __all__ = [
     "BF16",
@@ -102,7 +103,7 @@ def stand_in(
     twin = object.__new__(type(module))
     state = twin.__dict__
     state.update(module.__dict__)
-    for name in ("forward", "_old_forward", "_hf_hook", *(parameters or {})):
+    for name in ("forward", *WRAPPER_ATTRIBUTES, *(parameters or {})):
         state.pop(name, None)
     for name, value in state.items():
         if "_hooks" in name and isinstance(value, dict):

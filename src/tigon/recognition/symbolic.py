@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.torch_private import DispatchMode, SymbolicTools, symbolic_tools
+from tigon.runtime.torch_private.graphs import DispatchMode, SymbolicTools, symbolic_tools
+from tigon.runtime.torch_private.operators import schema_of
 
 __all__ = ["find_size_use"]
 
@@ -41,16 +42,21 @@ class _ArgumentWatch(DispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self.first is None and (value := _size_as_value(func, args, kwargs)) is not None:
-            self.first = f"aten.{func._schema.name.partition('::')[2]}", value
+            self.first = f"aten.{_short_name(func)}", value
         return func(*args, **kwargs)
+
+
+def _short_name(operator: Any) -> str:
+    """Return the name of an operator that has a schema, without its namespace."""
+    return schema_of(operator).name.partition("::")[2]
 
 
 def _size_as_value(func: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
     """Return a size that an operator takes as a value, or None."""
-    if not hasattr(func, "_schema"):
+    if (schema := schema_of(func)) is None:
         return None
-    name = func._schema.name.partition("::")[2]
-    for position, argument in enumerate(func._schema.arguments):
+    name = _short_name(func)
+    for position, argument in enumerate(schema.arguments):
         value = args[position] if position < len(args) else kwargs.get(argument.name)
         is_size = "int" in str(argument.type).lower() and name not in BY_POSITION
         values = value if isinstance(value, (list, tuple)) else (value,)

@@ -5,11 +5,15 @@
     nearest candidate: rms_norm, offset 0, rounded before the weight (4 comparisons agreed before the first difference)
     first case that differs: input bfloat16 (2, 8, 48), weights bfloat16, training: the largest difference is 0.01, ...
 
+The difference is stated beside its ratio to the largest value that the module computes, because only this ratio shows
+whether the candidate computes something else or rounds in another way.
+
 Recognition runs once for each kind of module, so the record costs a few tensor operations for each candidate that
 differs.
 """
 
 import contextlib
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
@@ -159,6 +163,7 @@ def _difference(results: Any, expected: Any) -> tuple[str, float]:
     results, expected = ([x] if not isinstance(x, (list, tuple)) else list(x) for x in (results, expected))
     if len(results) != len(expected):
         return f"the candidate returns {len(results)} results, the module {len(expected)}", torch.inf
+    # The largest difference, and the largest absolute value of the expected tensor that it belongs to.
     largest, scale, others = 0.0, 0.0, []
     for ours, stock in zip(results, expected, strict=True):
         if not (isinstance(ours, Tensor) and isinstance(stock, Tensor)):
@@ -178,10 +183,20 @@ def _difference(results: Any, expected: Any) -> tuple[str, float]:
         # A NaN or an infinity in one of the two is an infinite difference.
         gap = torch.where(is_equal, 0.0, (a - b).abs()).nan_to_num(nan=torch.inf, posinf=torch.inf)
         finite = b[b.isfinite()]
-        largest = max(largest, gap.max().item())
-        scale = max(scale, finite.abs().max().item() if finite.numel() else 0.0)
+        if (difference := gap.max().item()) > largest:
+            largest, scale = difference, finite.abs().max().item() if finite.numel() else 0.0
     if others:
         return "; ".join(dict.fromkeys(others)), torch.inf
     if largest == 0:
         return "values are equal, but not the layout, the device, the type or the need of gradients", torch.inf
-    return f"the largest difference is {largest:.3g}, of values up to {scale:.3g}", largest
+    return _describe_difference(largest, scale), largest
+
+
+def _describe_difference(largest: float, scale: float) -> str:
+    """Return a sentence about the largest difference, relative to the largest absolute value that was expected."""
+    if math.isinf(largest):
+        return "the candidate or the module computes NaN or infinity where the other computes another value"
+    if scale == 0:
+        return f"the largest difference is {largest:.3g}, where the module computes only zeros"
+    ratio = f"{largest / scale:.3g} times the largest value that the module computes"
+    return f"the largest difference is {largest:.3g}, which is {ratio} ({scale:.3g})"

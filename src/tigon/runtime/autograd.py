@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tigon.runtime.torch_private import keeps_graph
+from tigon.runtime.torch_private.autograd import keeps_graph
 
 __all__ = ["first_order", "keep_none_gradients", "may_overwrite_saved", "without_autocast"]
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from tigon.runtime.device import HIP
-from tigon.runtime.torch_private import current_raw_stream
+from tigon.runtime.torch_private.operators import current_raw_stream
 
-__all__ = ["Layout", "Plan", "PlanProblem", "plan", "state"]
+__all__ = ["MatrixLayout", "Plan", "PlanProblem", "plan", "state"]
 
 # --- names and values of cublasLt.h ----------------------------------------------------------------
 
@@ -156,7 +156,7 @@ def _check(status: int) -> None:
         raise RuntimeError(f"cuBLASLt: status {status}")
 
 
-class Layout(NamedTuple):
+class MatrixLayout(NamedTuple):
     """The memory layout of a matrix."""
 
     # True if the columns are contiguous, and False if the rows are
@@ -173,8 +173,8 @@ class PlanProblem(NamedTuple):
     m: int
     k: int
     n: int
-    a_layout: Layout
-    b_layout: Layout
+    a_layout: MatrixLayout
+    b_layout: MatrixLayout
     # elements from one row of `out` to the next
     out_stride: int
     accumulate: bool

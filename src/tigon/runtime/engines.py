@@ -1,4 +1,4 @@
-"""Recognise the hooks and attributes that training engines put on modules.
+"""Recognise the hooks and attributes that training engines put on modules and parameters.
 
 An engine (FSDP, DeepSpeed, accelerate, tensor parallelism in transformers) registers hooks on modules, to gather and
 shard parameters or to convert inputs and outputs. The Python module that defines a hook shows which engine the hook
@@ -11,9 +11,20 @@ belongs to. Two questions about a hook may have different answers, so each row o
 from collections.abc import Callable
 from typing import NamedTuple
 
+from torch import Tensor, nn
+
 from tigon.runtime.stock import origin_of
 
-__all__ = ["WRAPPER_ATTRIBUTES", "is_hook_of_deepspeed", "keeps_values", "may_run_twice"]
+__all__ = [
+    "FORWARD_SLOTS",
+    "WRAPPED_FORWARD",
+    "WRAPPER_ATTRIBUTES",
+    "forward_slot",
+    "full_shape",
+    "is_hook_of_deepspeed",
+    "keeps_values",
+    "may_run_twice",
+]
 
 
 class HookOrigin(NamedTuple):
@@ -38,14 +49,20 @@ HOOK_ORIGINS = (
     HookOrigin("accelerate.", keeps_values=True, may_run_twice=True),
     # Tensor and expert parallelism.
     HookOrigin("transformers.distributed.", keeps_values=True, may_run_twice=True),
+    # NEFTune adds noise to the outputs of its module, usually the embedding of tokens.
+    HookOrigin("transformers.integrations.neftune", keeps_values=False, may_run_twice=False),
     HookOrigin("transformers.integrations.", keeps_values=True, may_run_twice=True),
     # These hooks collect the outputs of layers (`output_hidden_states`), and have no effect after the model's call. A
     # replaced forward may not compute the output that they collect.
     HookOrigin("transformers.utils.output_capturing", keeps_values=False, may_run_twice=True),
 )
 
-# The attributes that accelerate's `add_hook_to_module` sets on a module: the hook, and the forward that it wraps.
-WRAPPER_ATTRIBUTES = ("_hf_hook", "_old_forward")
+# The attributes that accelerate's `add_hook_to_module` sets on a module: the hook, and the forward that it wraps. Seen
+# in accelerate 1.14 and 1.15. An accelerate with other names counts as a library that has replaced the forward of the
+# module, so the module stays stock.
+WRAPPER_ATTRIBUTES = WRAPPER_HOOK, WRAPPED_FORWARD = "_hf_hook", "_old_forward"
+# The attributes that may hold a forward of the module's author, or one that replaces it.
+FORWARD_SLOTS = "forward", WRAPPED_FORWARD
 
 
 def _find_origin(hook: Callable) -> HookOrigin | None:
@@ -63,6 +80,25 @@ def may_run_twice(hook: Callable) -> bool:
     """Return True if a hook may run a second time in backward without an effect outside of the call."""
     origin = _find_origin(hook)
     return origin is not None and origin.may_run_twice
+
+
+def forward_slot(module: nn.Module) -> str:
+    """Return the name of the attribute that holds the forward of the module's author.
+
+    Hooks of accelerate move this forward to `_old_forward`.
+    """
+    # torch.compile can trace this expression.
+    is_wrapped = WRAPPER_HOOK in module.__dict__ and WRAPPED_FORWARD in module.__dict__
+    return WRAPPED_FORWARD if is_wrapped else "forward"
+
+
+def full_shape(x: Tensor) -> tuple[int, ...]:
+    """Return the shape of a tensor, or of the whole parameter if DeepSpeed's ZeRO-3 has left an empty tensor here.
+
+    ZeRO-3 keeps the whole shape in `ds_shape`, seen in DeepSpeed 0.19. Without it, the shape is that of the empty
+    tensor, and recognition tries likely widths, as it does for the empty shards of FSDP1.
+    """
+    return tuple(getattr(x, "ds_shape", x.shape))
 
 
 def is_hook_of_deepspeed(hook: Callable) -> bool:

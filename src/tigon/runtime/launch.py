@@ -14,8 +14,8 @@ import triton.language as tl
 from torch import Tensor, library
 
 from tigon.runtime.device import HIP, PLAIN, simulation_of
-from tigon.runtime.torch_private import current_device, current_raw_stream, dispatch_modes
-from tigon.runtime.triton_private import JITFunction, has_direct_launch, is_hooked, positional_launch
+from tigon.runtime.torch_private.operators import current_device, current_raw_stream, dispatch_modes
+from tigon.runtime.triton_private import JITFunction, has_direct_launch, has_launch_hook, positional_launch
 
 __all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device"]
 
@@ -82,7 +82,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         simulation.count_launch(arguments)
         return
     # The interpreter has no device, and only Triton calls the hooks of a profiler.
-    if device < 0 or is_hooked():
+    if device < 0 or has_launch_hook():
         kernel[(programs,)](*arguments, **constants, **COMPILE)
         return
     kinds = (id(kernel), *map(type, arguments))

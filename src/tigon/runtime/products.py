@@ -22,7 +22,7 @@ from torch import Tensor
 from tigon.runtime import cublaslt
 from tigon.runtime.device import Device, device_kind, device_of
 from tigon.runtime.launch import on_device
-from tigon.runtime.torch_private import dispatch_modes
+from tigon.runtime.torch_private.operators import dispatch_modes
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["ProductConfig", "ProductProblem", "accumulates_in_fp32", "multiply", "product"]
@@ -72,13 +72,13 @@ def accumulates_in_fp32(x: Tensor) -> bool:
     return device_kind(x) == "cuda" and x.element_size() == 2
 
 
-def _layout(x: Tensor) -> cublaslt.Layout | None:
+def _layout(x: Tensor) -> cublaslt.MatrixLayout | None:
     """Return how a matrix is stored, or None if neither its rows nor its columns are contiguous."""
     rows, columns = x.shape
     row_stride, column_stride = x.stride()
     if column_stride == 1 and row_stride >= columns:
-        return cublaslt.Layout(False, row_stride)
-    return cublaslt.Layout(True, column_stride) if row_stride == 1 and column_stride >= rows else None
+        return cublaslt.MatrixLayout(False, row_stride)
+    return cublaslt.MatrixLayout(True, column_stride) if row_stride == 1 and column_stride >= rows else None
 
 
 def _alignment(x: Tensor) -> int:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from tigon.runtime.torch_private import call_impl, native_linear
+from tigon.runtime.torch_private.modules import CALL_IMPL, COMPILED_CALL_IMPL, call_impl
+from tigon.runtime.torch_private.operators import native_linear
 
 __all__ = ["calls_are_stock", "has_stock_call", "linears_are_stock", "origin_of", "written_in"]
 
@@ -53,12 +54,12 @@ def linears_are_stock() -> bool:
 def has_stock_call(module: nn.Module) -> bool:
     """Return True if a call of the module runs its hooks and its forward, and nothing else.
 
-    This is False if `__call__` or `_call_impl` of its class is not that of torch, or if one of
-    `torch_private.INSTANCE_CALLS` was assigned to the module.
+    This is False if `__call__` or `_call_impl` of its class is not that of torch, or if one of `INSTANCE_CALLS` of
+    `torch_private.modules` was assigned to the module.
     """
     cls, attributes = type(module), module.__dict__
-    is_stock = cls.__call__ is _CALL and getattr(cls, "_call_impl", None) is _CALL_IMPL
-    return is_stock and "_call_impl" not in attributes and "_compiled_call_impl" not in attributes
+    is_stock = cls.__call__ is _CALL and getattr(cls, CALL_IMPL, None) is _CALL_IMPL
+    return is_stock and CALL_IMPL not in attributes and COMPILED_CALL_IMPL not in attributes
 
 
 def calls_are_stock(module: nn.Module) -> bool:

@@ -7,20 +7,23 @@ version.
 
 import importlib
 import types
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import triton
 from triton.runtime.jit import JITFunction
 
 __all__ = [
+    "CompilerTools",
     "JITFunction",
     "async_load",
     "block_barrier",
     "commit_group",
+    "compiler_tools",
     "gl",
     "gluon",
     "has_direct_launch",
-    "is_hooked",
+    "has_launch_hook",
     "positional_launch",
     "wait_group",
 ]
@@ -56,7 +59,7 @@ if not (hasattr(_runtime, "launch_enter_hook") and hasattr(_runtime, "launch_exi
     _runtime = types.SimpleNamespace(launch_enter_hook=None, launch_exit_hook=None)
 
 
-def is_hooked() -> bool:
+def has_launch_hook() -> bool:
     """Return whether a profiler has set a hook on launches, which only a launch through Triton itself calls."""
     # A hook is None or a function in Triton 3.4, and a chain of functions later.
     enter, leave = _runtime.launch_enter_hook, _runtime.launch_exit_hook
@@ -84,3 +87,39 @@ try:
     gluon = importlib.import_module("triton.experimental.gluon")
 except (ImportError, AttributeError):
     pass
+
+
+# --- the compiler for other chips ------------------------------------------------------------------
+
+
+class CompilerTools(NamedTuple):
+    """The names of Triton with which `tigon resources` compiles a kernel for a chip that this machine does not have."""
+
+    GPUTarget: Any
+    ASTSource: Any
+    # The source of a Gluon kernel; None in a Triton without Gluon, in which no such kernel is launched.
+    GluonASTSource: Any
+    # The program of CUDA that prints the registers and the stack of a compiled kernel.
+    cuobjdump: Path
+
+
+def compiler_tools() -> CompilerTools:
+    """Import the names of Triton's compiler. Seen in 3.4 to 3.9.
+
+    Raises:
+        RuntimeError: This Triton lacks one of the names. `tigon resources` then compiles nothing.
+    """
+    try:
+        compiler = importlib.import_module("triton.backends.compiler")
+        backend = importlib.import_module("triton.backends.nvidia")
+        source = importlib.import_module("triton.compiler").ASTSource
+        gluon_source = None
+        if gluon is not None:
+            gluon_source = importlib.import_module("triton.experimental.gluon._runtime").GluonASTSource
+        cuobjdump = Path(str(backend.__file__)).parent / "bin" / "cuobjdump"
+        return CompilerTools(compiler.GPUTarget, source, gluon_source, cuobjdump)
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"triton {triton.__version__} has another compiler than Tigon needs here ({error}); docs/versions.md lists "
+            "the versions that work"
+        ) from error

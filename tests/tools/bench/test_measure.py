@@ -88,13 +88,13 @@ class FakeGpu:
         for name, value in {
             "get_device_properties": lambda device: properties,
             "synchronize": lambda device=None: None,
-            "_sleep": lambda cycles: self.launch(marker),
             "Event": lambda **_: SimpleNamespace(record=lambda: None, elapsed_time=lambda other: 7.0),
             "reset_peak_memory_stats": lambda device: None,
             "memory_allocated": lambda device: 100,
             "max_memory_allocated": lambda device: 350,
         }.items():
             monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(measure, "sleep_on_device", lambda cycles: self.launch(marker))
         monkeypatch.setattr(measure, "_device_events", lambda profiler: self.timeline)
         original = measure._quiet_profile
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from tigon.tools.bench import peers
+from tigon.tools.bench import floor
 from tigon.tools.bench.accuracy import BoundProvider, Errors, eager_results, exact_results, judge, typical_loss_error
 from tigon.tools.bench.cases import OPS, Case
 from tigon.tools.bench.eager import EAGER, SUMMED
@@ -203,7 +203,7 @@ LINEAR = [case for case in CASES if case.op == "linear_cross_entropy"]
 @pytest.mark.parametrize("case", LINEAR, ids=lambda case: case.name)
 def test_products_multiply_what_the_loss_multiplies(monkeypatch, case, elements, chunk):
     """The products return the gradients of the loss for the valid rows."""
-    monkeypatch.setattr(peers, "PREPARED_ELEMENTS", elements)
+    monkeypatch.setattr(floor, "PREPARED_ELEMENTS", elements)
     products, inputs = PROVIDERS[case.op][-1], case.make(CPU)
     assert products.name == "products"
     run = partial(products.load(case), chunk=chunk)

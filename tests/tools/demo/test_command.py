@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tigon.tools import cli
 from tigon.tools.demo import demo_runs
-from tigon.tools.demo.demo_presets import PRESETS, build_model, demo_config
+from tigon.tools.demo.demo_presets import DEMO_PRESETS, build_model, demo_config
 
 TINY = ["--device", "cpu", "--vocab", "512", "--batch", "2", "--seq", "32"]
 
@@ -151,7 +151,7 @@ def test_demo_refuses_a_model_that_does_not_fit(text, cache, monkeypatch):
 )
 def test_every_model_type_gets_the_shape_of_the_preset(model_type):
     """The head size matches too, the embeddings are tied, and no memory is allocated."""
-    preset = PRESETS["cuda"]
+    preset = DEMO_PRESETS["cuda"]
     config = demo_config(model_type, preset)
     model = build_model(model_type, preset, "meta")
     assert type(model).__name__.lower().startswith(model_type)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tigon.tools.demo.demo_presets import PRESETS, warmup_steps
+from tigon.tools.demo.demo_presets import DEMO_PRESETS, warmup_steps
 from tigon.tools.demo.demo_report import TOLERANCE, compare, plot_loss, plot_speed_memory, print_table, write_report
 from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.training.job import Job
@@ -19,7 +19,7 @@ NAN = float("nan")
 def make_run(
     name: str, losses: list[float], seconds: float = 1.0, peak: int = 100 * 2**20, dtype: str = "float32"
 ) -> DemoRun:
-    preset = replace(PRESETS["cpu"], steps=10, batch=2, seq=50, dtype=dtype)
+    preset = replace(DEMO_PRESETS["cpu"], steps=10, batch=2, seq=50, dtype=dtype)
     job = Job("stock", {}, "tokens.npy", dtype, "cpu", turns=True)
     run = DemoRun(name, name, "llama", preset, job)
     run.facts = {"parameters": 5, "state_bytes": 1000}

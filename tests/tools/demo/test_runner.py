@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from tigon.tools.demo.demo_plan import make_job
-from tigon.tools.demo.demo_presets import PRESETS
+from tigon.tools.demo.demo_presets import DEMO_PRESETS
 from tigon.tools.demo.demo_runs import DemoRun, train_runs
 from tigon.tools.training import child
 from tigon.tools.training.child import Child, ChildFailed, Event, worker_command
@@ -17,7 +17,7 @@ from tigon.tools.training.job import Job, Point
 
 
 def make_runs(take_turns: bool, steps: int = 3) -> list[DemoRun]:
-    preset = replace(PRESETS["cpu"], take_turns=take_turns, steps=steps)
+    preset = replace(DEMO_PRESETS["cpu"], take_turns=take_turns, steps=steps)
     job = make_job("llama", preset, "cpu", 0, Path("tokens.npy"))
     return [
         DemoRun("stock", "stock", "llama", preset, job),
@@ -37,7 +37,7 @@ def story(monkeypatch):
             actions.append(f"{self.name} starts")
 
         def send(self, line: str) -> None:
-            assert Point.from_json(line) == Point(PRESETS["cpu"].batch, PRESETS["cpu"].seq)
+            assert Point.from_json(line) == Point(DEMO_PRESETS["cpu"].batch, DEMO_PRESETS["cpu"].seq)
 
         def next_event(self) -> Event:
             if not self.is_ready:

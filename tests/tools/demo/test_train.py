@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tigon.tools.demo.demo_plan import make_job
-from tigon.tools.demo.demo_presets import PRESETS, build_model
+from tigon.tools.demo.demo_presets import DEMO_PRESETS, build_model
 from tigon.tools.training.job import Point
 from tigon.tools.training.worker import prime, serve
 
 PRESET = replace(
-    PRESETS["cpu"], vocab_size=512, hidden_size=32, intermediate_size=64, head_dim=8, batch=2, seq=16, steps=3
+    DEMO_PRESETS["cpu"], vocab_size=512, hidden_size=32, intermediate_size=64, head_dim=8, batch=2, seq=16, steps=3
 )
 
 POINT = Point(batch=2, seq=16).to_json()

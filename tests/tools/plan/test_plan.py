@@ -23,7 +23,7 @@ from tigon.tools.inspect.build import build  # noqa: E402
 from tigon.tools.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
 from tigon.tools.plan.ledger import Ledger, Work  # noqa: E402
 from tigon.tools.plan.plan_table import print_plan  # noqa: E402
-from tigon.tools.plan.planner import LevelPlan, NotPlanned, Settings, TooLong, _largest, plan, recommend  # noqa: E402
+from tigon.tools.plan.planner import LevelPlan, NotPlanned, TooLong, _largest, plan, recommend  # noqa: E402
 from tigon.tools.plan.positions import find_position_table  # noqa: E402
 from tigon.tools.plan.step import Step, count_step  # noqa: E402
 from tigon.tools.presets import PRESETS, preset_config  # noqa: E402
@@ -174,7 +174,7 @@ def test_fsdp_shards_parameters_and_gathers_layers():
 def test_the_dtype_mixed_has_fp32_shards():
     config = transformers.LlamaConfig(**SIZES)
     bf16, mixed = (
-        next(plan(config, Settings(128, strategy="fsdp", dtype=dtype), levels=("default",), search=False))
+        next(plan(config, PlanSettings(128, strategy="fsdp", dtype=dtype), levels=("default",), search=False))
         for dtype in ("bf16", "mixed")
     )
     assert mixed.step.fixed == pytest.approx(2 * bf16.step.fixed, rel=0.01)
@@ -209,7 +209,7 @@ def test_the_products_of_a_step_are_counted():
 @pytest.mark.parametrize("kind", ["steps", "doublings on the host", "never"])
 def test_the_search_finds_the_largest_batch(size, first, kind):
     """The memory has a floor and grows in steps; or memory of the host doubles; or no batch fits."""
-    settings, batches = Settings(256, gpu_memory=1.0, reserve=0.0, host_memory=1.0), []
+    settings, batches = PlanSettings(256, gpu_memory=1.0, reserve=0.0, host_memory=1.0), []
 
     def count(batch):
         batches.append(batch)
@@ -228,7 +228,7 @@ def test_the_search_finds_the_largest_batch(size, first, kind):
 
 
 def test_a_larger_batch_of_a_model_than_the_largest_does_not_fit():
-    config, settings = transformers.LlamaConfig(**SIZES), Settings(256, batch=2, gpu_memory=0.3, reserve=0.0)
+    config, settings = transformers.LlamaConfig(**SIZES), PlanSettings(256, batch=2, gpu_memory=0.3, reserve=0.0)
     level_plan = next(plan(config, settings, levels=("lean",)))
     model = tiny_llama()
     optimizer = optimizer_costs("adamw", [p.numel() for p in model.parameters()], torch.bfloat16)
@@ -240,7 +240,7 @@ def test_a_larger_batch_of_a_model_than_the_largest_does_not_fit():
 
 def test_recommended_is_the_fastest_that_fits():
     step = step_of(tiny_llama())
-    settings = Settings(256, gpu_memory=step.peak / 2**30, reserve=0.0)
+    settings = PlanSettings(256, gpu_memory=step.peak / 2**30, reserve=0.0)
     big = dataclasses.replace(step, peaks=(2 * step.peak, 0, 0))
     plans = [
         LevelPlan("default", big, None, speed=1.0),
@@ -274,12 +274,12 @@ def test_recommended_is_the_fastest_that_fits():
 )
 def test_bad_settings_are_refused(setting, message):
     with pytest.raises(ValueError, match=message):
-        Settings(**{"seq": 128, **setting})
+        PlanSettings(**{"seq": 128, **setting})
 
 
 def test_a_model_that_cannot_be_trained_is_refused():
     with pytest.raises(NotPlanned, match="T5ForConditionalGeneration.*decoder_start_token_id"):
-        next(plan(transformers.T5Config(num_layers=1), Settings(16)))
+        next(plan(transformers.T5Config(num_layers=1), PlanSettings(16)))
 
 
 # --- positions -------------------------------------------------------------------------------------
@@ -332,9 +332,9 @@ def test_a_sequence_beyond_the_positions_is_refused(config, positions, name):
         with pytest.raises(
             TooLong, match=rf"must be at most {positions} \({name}.* has no more positions\), got {seq}"
         ):
-            next(plan(config, Settings(seq, dtype="fp32"), levels=("stock",), search=False))
+            next(plan(config, PlanSettings(seq, dtype="fp32"), levels=("stock",), search=False))
     level_plan = next(
-        plan(config, Settings(32, dtype="fp32"), levels=("stock",), lengths=(32, 64, 128, 256), search=False)
+        plan(config, PlanSettings(32, dtype="fp32"), levels=("stock",), lengths=(32, 64, 128, 256), search=False)
     )
     assert [step.seq for step in level_plan.by_length] == [32, 64]
 
@@ -453,7 +453,7 @@ def _plans(fits):
 def test_names_of_levels_are_whole_at_every_width(width, fits):
     """A user copies them into `memory=`. From 60 columns on, headings and numbers are whole too."""
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    settings = Settings(131072, gpus=8, batch=1)
+    settings = PlanSettings(131072, gpus=8, batch=1)
     print_plan(console, "Llama-3-8B", _plans(fits), settings, has_batch=False)
     output = console.file.getvalue()
     table = [line for line in output.splitlines() if line[:1] in "│┃"]
@@ -474,7 +474,7 @@ def test_plot_has_a_line_for_each_level(tmp_path):
 
     assert lengths(1024) == (128, 256, 512, 1024, 2048, 4096)
     assert lengths(64) == (128, 256)
-    settings, levels = Settings(256), ("stock", "lean")
+    settings, levels = PlanSettings(256), ("stock", "lean")
     plans = list(plan(transformers.LlamaConfig(**SIZES), settings, levels=levels, lengths=(128, 256), search=False))
     draw(tmp_path / "plan.svg", "tiny", plans, settings)
     plot = (tmp_path / "plan.svg").read_text()

@@ -19,7 +19,7 @@ from torch import Tensor
 from tigon.ops.logits.token.kernels import Options, Shard, Statistics, Wants, combined_statistics, partial_statistics
 from tigon.runtime import checks
 from tigon.runtime.device import cdiv
-from tigon.runtime.torch_private import process_group_of
+from tigon.runtime.torch_private.operators import process_group_of
 
 __all__ = ["largest_shard", "local_parts", "parallel_statistics", "shard_of", "sum_over_ranks"]
 

@@ -280,7 +280,7 @@ class SavedDivergence(NamedTuple):
     slope: Tensor | None
 
 
-NOTHING_SAVED = SavedDivergence(None, None, None)
+NO_SAVED_DIVERGENCE = SavedDivergence(None, None, None)
 
 
 def _run(
@@ -348,7 +348,7 @@ def divergence_forward(
         labels: [M], or None if all rows are valid.
         inverse_count: [3] whose first element is 1 / valid rows, a factor of the loss, or None.
     """
-    saved = NOTHING_SAVED
+    saved = NO_SAVED_DIVERGENCE
     if options.from_logits:
         targets, ignored = labels, options.ignore_index
         # Without labels no row is ignored, whatever `ignore_index` is.
@@ -383,7 +383,7 @@ def divergence_backward(
 ) -> Tensor:  # fmt: skip
     """Return dx [M, V] for dloss [], or [M, V] with elementwise losses."""
     # Compiled code passes empty tensors in place of None.
-    saved = saved if options.from_logits else NOTHING_SAVED
+    saved = saved if options.from_logits else NO_SAVED_DIVERGENCE
     slope = saved.slope
     if options.from_logits and options.elements:
         saved = saved._replace(slope=None)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
-from tigon.runtime.torch_private import keeps_graph
+from tigon.runtime.torch_private.autograd import keeps_graph
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["RescaleConfig", "RescaleProblem", "rescale", "rescaled"]

@@ -43,7 +43,7 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
 from tigon.runtime.device import Device, device_of
 from tigon.runtime.products import multiply
-from tigon.runtime.torch_private import keeps_graph
+from tigon.runtime.torch_private.autograd import keeps_graph
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [

@@ -20,9 +20,18 @@ from tigon.runtime.autograd import first_order, keep_none_gradients, without_aut
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
 from tigon.runtime.stock import has_stock_call, linears_are_stock
-from tigon.runtime.torch_private import any_global_hook, reshape_without_view
+from tigon.runtime.torch_private.modules import HOOK_TABLES, any_global_hook
+from tigon.runtime.torch_private.operators import reshape_without_view
 
-__all__ = ["check_layer", "input_gradient", "is_hooked", "is_plain", "linear", "linears", "supports_products"]
+__all__ = [
+    "check_layer",
+    "does_more_than_forward",
+    "input_gradient",
+    "is_plain",
+    "linear",
+    "linears",
+    "supports_products",
+]
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -71,18 +80,23 @@ class _Linears(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), *gradients
 
 
-def is_hooked(module: nn.Module) -> bool:
+def does_more_than_forward(module: nn.Module) -> bool:
     """Return whether a call of the module does more than its forward.
 
     It does if the module or every module has a hook, or if the call itself was replaced.
     """
-    names = "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-    return any(module.__dict__[name] for name in names) or any_global_hook() or not has_stock_call(module)
+    has_hook = any(module.__dict__[table] for table in HOOK_TABLES)
+    return has_hook or any_global_hook() or not has_stock_call(module)
 
 
 def is_plain(layer: nn.Module) -> TypeGuard[nn.Linear]:
     """Return whether a layer only computes the product of an `nn.Linear`: it has no hooks, and the forward of torch."""
-    return type(layer) is nn.Linear and "forward" not in layer.__dict__ and linears_are_stock() and not is_hooked(layer)
+    return (
+        type(layer) is nn.Linear
+        and "forward" not in layer.__dict__
+        and linears_are_stock()
+        and not does_more_than_forward(layer)
+    )
 
 
 def check_layer(op: str, x: Tensor, layer: nn.Module) -> None:

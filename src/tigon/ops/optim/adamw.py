@@ -14,7 +14,8 @@ from torch import Tensor
 from tigon.ops.optim.adamw_kernels import adamw_step
 from tigon.runtime import checks
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN, runs_kernels
-from tigon.runtime.torch_private import disable_dynamo, has_init_group, increment
+from tigon.runtime.torch_private.graphs import disable_dynamo
+from tigon.runtime.torch_private.operators import has_init_group, increment
 
 __all__ = ["AdamW"]
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, on_device
-from tigon.runtime.torch_private import current_raw_stream
+from tigon.runtime.torch_private.operators import current_raw_stream
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["AdamWConfig", "AdamWProblem", "Table", "adamw_reference", "adamw_step"]
+__all__ = ["AdamWConfig", "AdamWProblem", "TensorTable", "adamw_reference", "adamw_step"]
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
@@ -206,7 +206,7 @@ class TableKey(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class TensorTable:
     """The tensors of one launch, in the memory of their device."""
 
     key: TableKey
@@ -228,7 +228,7 @@ def adamw_step(
     weight_decay: float,
     maximize: bool = False,
     *,
-    tables: dict[int, Table] | None = None,
+    tables: dict[int, TensorTable] | None = None,
 ) -> None:
     """Update p, m and v of each parameter in place, for step number `steps[i]`.
 
@@ -270,7 +270,9 @@ def adamw_step(
         _launch(table.rows, table.tensor_of_span, device_lr, numbers, kind, maximize, config)
 
 
-def _update_table(previous: Table | None, tensors: list[_Addresses], device: torch.device, span_size: int) -> Table:
+def _update_table(
+    previous: TensorTable | None, tensors: list[_Addresses], device: torch.device, span_size: int
+) -> TensorTable:
     """Return the table of these tensors for spans of `span_size` elements. It is `previous` if nothing has changed."""
     # A copy on another stream may not have ended, so the table depends on the stream.
     key = TableKey(tensors, device, span_size, current_raw_stream(device.index) if device.type == "cuda" else 0)
@@ -287,8 +289,8 @@ def _update_table(previous: Table | None, tensors: list[_Addresses], device: tor
     # has ended.
     rows = (host_rows.pin_memory() if device.type == "cuda" else host_rows).to(device, non_blocking=True)
     if previous is not None and previous.key[1:] == key[1:] and [n for *_, n in previous.key.tensors] == lengths:
-        return Table(key, rows, previous.tensor_of_span)
-    return Table(key, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=first_span))
+        return TensorTable(key, rows, previous.tensor_of_span)
+    return TensorTable(key, rows, torch.repeat_interleave(rows[:, 7].int(), output_size=first_span))
 
 
 @on_device

@@ -18,7 +18,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
-from tigon.runtime.state.decisions import Inputs, dependent_variables, find_decisions
+from tigon.runtime.state.decisions import FunctionInputs, dependent_variables, find_decisions
 from tigon.runtime.state.instructions import (
     call_arguments,
     enters_block,
@@ -362,7 +362,8 @@ def _understands_bytecode() -> bool:
         and use.attributes >= {"method", "constant", "shape", "setting"}
         and [what for what, _ in use.writes] == [".attribute"]
         and [what for what, _ in use.item_writes] == ["__iadd__"]
-        and [line - _probe.__code__.co_firstlineno for line in find_decisions(_probe.__code__, Inputs())[0]] == [2]
+        and [line - _probe.__code__.co_firstlineno for line in find_decisions(_probe.__code__, FunctionInputs())[0]]
+        == [2]
         and not use.reads_all_attributes
         and computed.reads_all_attributes
     )

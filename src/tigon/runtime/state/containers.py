@@ -11,7 +11,7 @@ from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import IMPURE, TRUSTED
 from tigon.runtime.state.objects import find_impure_statement, is_table_of_functions, package_of, stable_repr
 from tigon.runtime.state.places import MOST_PLACES, Place, bits_of
-from tigon.runtime.torch_private import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
+from tigon.runtime.torch_private.operators import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
 
 __all__ = ["CONTAINERS", "ContainerSearch"]
 

@@ -33,7 +33,7 @@ from tigon.runtime.state.instructions import (
 )
 from tigon.runtime.state.known_names import PROBED, PROBED_FUNCTIONS
 
-__all__ = ["Inputs", "dependent_variables", "find_decisions", "is_condition"]
+__all__ = ["FunctionInputs", "dependent_variables", "find_decisions", "is_condition"]
 
 # Instructions that build the message of an exception begin with one of these names.
 MESSAGE_STEPS = (
@@ -50,7 +50,7 @@ MESSAGE_STEPS = (
 )
 
 
-class Inputs(NamedTuple):
+class FunctionInputs(NamedTuple):
     """The arguments with which a function is called.
 
     If `positional_count` is a number, the caller passes that many positional arguments after `self`. The last
@@ -63,10 +63,10 @@ class Inputs(NamedTuple):
     self_holds_inputs: bool = False
 
 
-ANY_INPUTS = Inputs()
+ANY_INPUTS = FunctionInputs()
 
 
-def _arguments(code: types.CodeType, inputs: Inputs) -> set[str]:
+def _arguments(code: types.CodeType, inputs: FunctionInputs) -> set[str]:
     """Return the arguments of a function that hold inputs, or values computed from inputs."""
     positional_count, default_count, self_holds_inputs = inputs
     count = code.co_argcount + code.co_kwonlyargcount
@@ -140,7 +140,7 @@ def dependent_variables(
     code: types.CodeType,
     steps: list[dis.Instruction],
     inherited: frozenset[str] = frozenset(),
-    inputs: Inputs = ANY_INPUTS,
+    inputs: FunctionInputs = ANY_INPUTS,
     ignores_width: bool = False,
 ) -> set[str]:
     """Return the variables that hold an input or a value computed from one.
@@ -202,7 +202,7 @@ def _leads_to_check(steps: list[dis.Instruction], side: int, index: int) -> bool
 
 
 @functools.cache
-def find_decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def find_decisions(code: types.CodeType, inputs: FunctionInputs) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return the lines of the decisions of a function, and of the checks in it.
 
     A check is a condition on the last size of an argument that only raises an exception, as in
@@ -214,7 +214,7 @@ def find_decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...
     """
     lines: list[int] = []
     checks: list[int] = []
-    pending: list[tuple[types.CodeType, frozenset[str], Inputs]] = [(code, frozenset(), inputs)]
+    pending: list[tuple[types.CodeType, frozenset[str], FunctionInputs]] = [(code, frozenset(), inputs)]
     for each, inherited, inputs_of_each in pending:
         steps = list(dis.get_instructions(each))
         dependent = dependent_variables(each, steps, inherited, inputs_of_each)
@@ -232,7 +232,7 @@ def find_decisions(code: types.CodeType, inputs: Inputs) -> tuple[tuple[int, ...
                 is_width = not _depends(part, beyond_width, unchanged, ignores_width=True)
                 (checks if is_width and _is_check(steps, i, protected_ranges) else lines).append(line)
         inner = frozenset(dependent)
-        pending += [(c, inner, Inputs()) for c in each.co_consts if isinstance(c, types.CodeType)]
+        pending += [(c, inner, FunctionInputs()) for c in each.co_consts if isinstance(c, types.CodeType)]
     return tuple(lines), tuple(checks)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tigon.runtime.state.bytecode import CodeUse, code_use, digest
-from tigon.runtime.state.decisions import Inputs, find_decisions
+from tigon.runtime.state.decisions import FunctionInputs, find_decisions
 from tigon.runtime.state.known_names import (
     FACTS_OF_TENSORS,
     IMPURE,
@@ -153,13 +153,13 @@ class FunctionSearch(Record):
                 attribute = "attributes by computed names" if name is None else f".{name}"
                 self.reach.unprobed_reads.append(f"reads {attribute} of its input, if there is one {where(line)}")
 
-    def inputs_of(self, function: types.FunctionType) -> Inputs:
+    def inputs_of(self, function: types.FunctionType) -> FunctionInputs:
         """Return the arguments with which a function is called. They are known only for the forward of the module."""
         is_forward = isinstance(self.module, nn.Module) and type(self.module).__dict__.get("forward") is function
         # A forward that is called by its name may get more arguments than the recipe passes.
         if self.inputs is None or not is_forward or "forward" in self.names:
-            return Inputs(self_holds_inputs=self.self_holds_inputs)
-        return Inputs(self.inputs, len(function.__defaults__ or ()))
+            return FunctionInputs(self_holds_inputs=self.self_holds_inputs)
+        return FunctionInputs(self.inputs, len(function.__defaults__ or ()))
 
     def visit_imports(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
         """Visit the Python modules that a function imports. An import that runs new code is a write."""

@@ -11,14 +11,12 @@ from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import TRUSTED
 from tigon.runtime.state.objects import bases_of_torch, defines, has_attribute, holds_tensors, package_of
 from tigon.runtime.state.places import REGISTERED, Place
-from tigon.runtime.torch_private import INSTANCE_CALLS
+from tigon.runtime.torch_private.modules import CALL_IMPL, HOOK_TABLES, INSTANCE_CALLS, MODULE_ATTRIBUTES, REPLICATE
 
 __all__ = ["MODULE_STATE", "ModuleSearch"]
 
 # Attributes that every module has, and attributes that accelerate's hooks and Tigon add. They are not settings.
-MODULE_STATE = {*vars(nn.Module()), "forward", *WRAPPER_ATTRIBUTES, "_replicate_for_data_parallel"}
-# The tables of a module that hold hooks.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+MODULE_STATE = {*MODULE_ATTRIBUTES, "forward", *WRAPPER_ATTRIBUTES, REPLICATE}
 
 
 def _without_deepspeed(hooks: dict[int, Callable]) -> list[Callable]:
@@ -71,7 +69,7 @@ class ModuleSearch(ClassSearch):
         """Watch the names that the class defines, and that these names do not appear on the instance."""
         attributes, kind = vars(module), type(module)
         names = self.names.difference(attributes, *(attributes[table] for table in REGISTERED))
-        special = {"forward", "__call__", "__getattr__", "__getattribute__", "_call_impl"}
+        special = {"forward", "__call__", "__getattr__", "__getattribute__", CALL_IMPL}
         self.visit_class_attributes(kind, sorted(names | special), path, owner)
         # Names that the code assigns, but that are not set yet, are watched as absent too.
         may_appear = lambda name: name in self.stored_names or defines(kind, name, nn.Module.__mro__)
@@ -86,14 +84,14 @@ class ModuleSearch(ClassSearch):
                 self.watch(attributes, "item", name, attributes[name], f"{path}.{name}")
             else:
                 self.watch_absence(attributes, [name], path)
-        for name in ("__call__", "_call_impl"):
+        for name in ("__call__", *([CALL_IMPL] if hasattr(kind, CALL_IMPL) else [])):
             self.watch(module, "class", name, getattr(kind, name), f"{path}.{name}")
-        for table in HOOKS:
+        for table in HOOK_TABLES:
             self.reach.places.append(
                 Place(attributes[table], "length", None, len(attributes[table]), f"{path}.{table}")
             )
         # DeepSpeed puts hooks that move tensors on every module. They are ignored, because this module has no tensor.
-        self.entries += [(path, table, len(_without_deepspeed(attributes[table]))) for table in HOOKS]
+        self.entries += [(path, table, len(_without_deepspeed(attributes[table]))) for table in HOOK_TABLES]
         self.entries.append((path, "class", f"{kind.__module__}.{kind.__qualname__}"))
 
     def watch_optional_names(

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from tigon.runtime.torch_private.operators import memory_events, sleep_on_device
 from tigon.tools.bench.accuracy import BoundProvider
 
 __all__ = ["Meter", "Roofline", "Samples", "make_meter"]
@@ -112,12 +113,8 @@ class Meter:
             result = bound()
         del result
         live = peak = 0
-        # torch's stubs do not know the result of the profiler or the sizes of its events.
-        results: Any = profiler.profiler
-        changes = (event for event in results.kineto_results.events() if event.name() == "[memory]")
-        for event in sorted(changes, key=lambda event: event.start_ns()):
-            # The size is negative if memory is freed.
-            live += event.nbytes()
+        for event in sorted(memory_events(profiler), key=lambda event: event.time_ns):
+            live += event.nbytes
             peak = max(peak, live)
         return peak
 
@@ -222,7 +219,7 @@ class CudaMeter(Meter):
 
     def _mark(self, times: int) -> None:
         for _ in range(times):
-            torch.cuda._sleep(1)
+            sleep_on_device(1)
 
     def _lead_in(self) -> None:
         # A profile may lose the first kernels of a session, which must not be those that are measured.
@@ -255,7 +252,7 @@ class CudaMeter(Meter):
         start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self.prepare(bound)
         # This takes about 2 ms.
-        torch.cuda._sleep(4_000_000)
+        sleep_on_device(4_000_000)
         start.record()
         result = bound()
         stop.record()

@@ -14,8 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.tools.bench.cases import Case
-from tigon.tools.bench.eager import softcapped
-from tigon.tools.workloads import Inputs
 
 Run = Callable[..., tuple[Tensor, ...]]
 
@@ -24,7 +22,7 @@ class Unsupported(Exception):
     """The provider cannot compute this case. The message says why."""
 
 
-def _refuse_other_options(case: Case, *options: str) -> None:
+def refuse_other_options(case: Case, *options: str) -> None:
     """Raise `Unsupported` if the case has an option that is not among `options`."""
     others = [f"{key}={value}" for key, value in case.options.items() if key not in options]
     if others:
@@ -39,7 +37,7 @@ def _tuple(result: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
 
 
 def torch_rms_norm(case: Case) -> Run:
-    _refuse_other_options(case)
+    refuse_other_options(case)
     return lambda x, weight: (F.rms_norm(x, weight.shape, weight, 1e-6),)
 
 
@@ -55,13 +53,17 @@ def torch_linear_cross_entropy(case: Case) -> Run:
     if not hasattr(F, "linear_cross_entropy"):
         raise Unsupported("torch.nn.functional.linear_cross_entropy is in torch 2.13 and later")
     # Torch computes one product of all tokens, which is summed in fp32.
-    _refuse_other_options(case, "acc_dtype")
+    refuse_other_options(case, "acc_dtype")
     return lambda input, linear_weight, target: (F.linear_cross_entropy(input, linear_weight, target),)
 
 
 def transformers_experts(case: Case) -> Run:
-    from transformers.integrations.moe import grouped_mm_experts_forward
+    from tigon.hf.transformers_private import grouped_experts
 
+    try:
+        compute = grouped_experts()
+    except RuntimeError as error:
+        raise Unsupported(str(error)) from error
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
 
     def gate(gate_up: Tensor) -> Tensor:
@@ -70,7 +72,7 @@ def transformers_experts(case: Case) -> Run:
 
     def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         module = SimpleNamespace(gate_up_proj=up_proj, down_proj=down_proj, _apply_gate=gate, **flags)
-        return (grouped_mm_experts_forward(module, x, index, weights),)
+        return (compute(module, x, index, weights),)
 
     return run
 
@@ -113,7 +115,7 @@ def liger_rope(case: Case) -> Run:
     from liger_kernel.transformers import liger_rotary_pos_emb
     from liger_kernel.transformers.qwen2vl_mrope import liger_multimodal_rotary_pos_emb
 
-    _refuse_other_options(case, "sections")
+    refuse_other_options(case, "sections")
     if sections := case.options.get("sections"):
         return lambda q, k, cos, sin: tuple(liger_multimodal_rotary_pos_emb(q, k, cos, sin, list(sections)))
     return lambda q, k, cos, sin: tuple(liger_rotary_pos_emb(q, k, cos, sin))
@@ -124,7 +126,7 @@ def liger_qk_norm_rope(case: Case) -> Run:
     from liger_kernel.ops import LigerRMSNormFunction
     from liger_kernel.transformers import liger_rotary_pos_emb
 
-    _refuse_other_options(case, "offset", "rounding")
+    refuse_other_options(case, "offset", "rounding")
     offset, casting = _casting(case)
 
     def normalised(x: Tensor, weight: Tensor) -> Tensor:
@@ -181,7 +183,7 @@ def liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Cas
     def load(case: Case) -> Run:
         from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-        _refuse_other_options(case, "softcap", "acc_dtype")
+        refuse_other_options(case, "softcap", "acc_dtype")
         dtype = accum_dtype or case.options.get("acc_dtype")
         loss = LigerFusedLinearCrossEntropyLoss(softcap=case.options.get("softcap"), accum_dtype=dtype)
         return lambda input, linear_weight, target: (loss(linear_weight, input, target),)
@@ -192,7 +194,7 @@ def liger_linear_cross_entropy(accum_dtype: torch.dtype | None) -> Callable[[Cas
 def liger_kl_div(case: Case) -> Run:
     from liger_kernel.transformers import LigerKLDIVLoss
 
-    _refuse_other_options(case, "log_target")
+    refuse_other_options(case, "log_target")
     loss = LigerKLDIVLoss(reduction="batchmean", **case.options)
     return lambda input, target: (loss(input, target),)
 
@@ -200,7 +202,7 @@ def liger_kl_div(case: Case) -> Run:
 def liger_jsd(case: Case) -> Run:
     from liger_kernel.transformers import LigerJSD
 
-    _refuse_other_options(case, "beta", "from_logits")
+    refuse_other_options(case, "beta", "from_logits")
     loss = LigerJSD(beta=case.options.get("beta", 0.5))
     # LigerJSD accepts log-probabilities only, so torch's log_softmax converts logits, as in Liger's distillation code.
     convert = F.log_softmax if case.options.get("from_logits") else lambda x, dim: x
@@ -210,7 +212,7 @@ def liger_jsd(case: Case) -> Run:
 def liger_tvd(case: Case) -> Run:
     from liger_kernel.transformers import LigerTVDLoss
 
-    _refuse_other_options(case)
+    refuse_other_options(case)
     loss = LigerTVDLoss(reduction="batchmean")
     return lambda input, target: (loss(input, target),)
 
@@ -257,7 +259,7 @@ def quack_add_rms_norm(case: Case) -> Run:
 def _quack_rotation(case: Case) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     from quack.rotary import apply_rotary_emb
 
-    _refuse_other_options(case, "offset", "rounding")
+    refuse_other_options(case, "offset", "rounding")
 
     # x is [B, H, S, D]; Quack expects [B, S, H, D] and tables of shape [S, D / 2].
     def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -305,7 +307,7 @@ def quack_linear_cross_entropy(case: Case) -> Run:
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
     # Quack always sums in fp32.
-    _refuse_other_options(case, "acc_dtype")
+    refuse_other_options(case, "acc_dtype")
     # Version 0.6.5 raises if the chunk, 4096 by default, equals H.
     chunk = 4096 if case.shape[1] != 4096 else 8192
     return lambda input, linear_weight, target: (
@@ -313,14 +315,14 @@ def quack_linear_cross_entropy(case: Case) -> Run:
     )
 
 
-# --- cut-cross-entropy, TRL, and the floor -------------------------------------------------------
+# --- cut-cross-entropy and TRL ---------------------------------------------------------------------
 
 
 def cce(exact: bool) -> Callable[[Case], Run]:
     def load(case: Case) -> Run:
         from cut_cross_entropy import linear_cross_entropy
 
-        _refuse_other_options(case, "softcap")
+        refuse_other_options(case, "softcap")
         options: dict[str, Any] = {"impl": "cce", "softcap": case.options.get("softcap")}
         if exact:
             options["filter_eps"] = None
@@ -337,9 +339,11 @@ def trl_linear_cross_entropy(case: Case) -> Run:
     """
     # `from trl.trainer import utils` would raise an error that does not name the missing package.
     utils = import_module("trl.trainer.utils")
+    if not hasattr(utils, "_ChunkedLogProbFunction"):
+        raise Unsupported("this version of TRL has no trl.trainer.utils._ChunkedLogProbFunction")
     function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
     # TRL always sums in fp32.
-    _refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
+    refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
     softcap, returns_log_probs, returns_entropy = (
         case.options.get(name) for name in ("softcap", "return_log_probs", "return_entropy")
     )
@@ -354,73 +358,5 @@ def trl_linear_cross_entropy(case: Case) -> Run:
         loss = -log_probs.sum() / valid.sum().clamp(min=1)
         results = [log_probs] * bool(returns_log_probs) + [entropy] * bool(returns_entropy)
         return loss, *(values.new_zeros(target.shape).masked_scatter(valid, values) for values in results)
-
-    return run
-
-
-# This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
-PREPARED_ELEMENTS = 2**27
-
-
-def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
-    """Return the operands of `products`: hidden states of the valid tokens, the weight, and d(logits) for gradients.
-
-    d(logits) [valid, V] is the gradient of the mean loss. It is computed from logits as the head rounds them, and
-    rounded to their dtype.
-    """
-    softcap = case.options.get("softcap")
-    input, linear_weight, target = inputs.tensors.values()
-    valid = (target != -100).nonzero()[:, 0]
-    x, target = input.detach()[valid], target[valid]
-    tensors = {"input": x.requires_grad_(input.requires_grad), "linear_weight": linear_weight}
-    if not inputs.grad_names:
-        return Inputs(tensors)
-    dlogits = x.new_empty(len(x), len(linear_weight))
-    wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(linear_weight))
-    for start in range(0, len(x), step):
-        rows = slice(start, start + step)
-        logits = F.linear(x[rows].detach(), linear_weight.detach()).requires_grad_()
-        wide_logits = softcapped(logits.to(wide), softcap)
-        loss = F.cross_entropy(wide_logits, target[rows], reduction="sum") / len(x)
-        dlogits[rows] = torch.autograd.grad(loss, logits)[0]
-        del logits, wide_logits, loss
-    return Inputs(tensors | {"dlogits": dlogits})
-
-
-def products(case: Case) -> Run:
-    """Load the matrix products of the valid tokens alone, with no softmax: they are the floor.
-
-        a = x W^T,    dx = da W,    dW += da^T x        (only for the gradients that are needed)
-
-    The operands are those of the loss: x and W of the case, and da = d(logits). A GPU at its power limit multiplies
-    numbers with few different bits faster, so other operands, such as the logits in place of da, would give another
-    floor. `with_dlogits` computes da before a round, outside the measured part, and it lives as long as the round.
-
-    The products take 8192 tokens at a time, which is large enough for cuBLAS. The first chunk writes dW, and the others
-    add to it.
-    """
-    # None of these options changes the products.
-    _refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
-
-    @torch.no_grad()
-    def run(
-        input: Tensor, linear_weight: Tensor, dlogits: Tensor | None = None, chunk: int = 8192
-    ) -> tuple[Tensor, ...]:
-        logits = input.new_empty(min(chunk, len(input)), len(linear_weight))
-        dinput = torch.empty_like(input) if input.requires_grad else None
-        dweight = torch.empty_like(linear_weight) if linear_weight.requires_grad else None
-        for start in range(0, len(input), chunk):
-            rows = slice(start, start + chunk)
-            x = input[rows]
-            torch.mm(x, linear_weight.t(), out=logits[: len(x)])
-            if dlogits is None:
-                continue
-            if dinput is not None:
-                torch.mm(dlogits[rows], linear_weight, out=dinput[rows])
-            if dweight is not None and start == 0:
-                torch.mm(dlogits[rows].t(), x, out=dweight)
-            elif dweight is not None:
-                dweight.addmm_(dlogits[rows].t(), x)
-        return tuple(gradient for gradient in (dinput, dweight) if gradient is not None)
 
     return run

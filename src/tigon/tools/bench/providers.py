@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import tigon
-from tigon.tools.bench import peers
+from tigon.tools.bench import floor, peers
 from tigon.tools.bench.cases import OPS, Case, split_words
 from tigon.tools.bench.eager import EAGER
 from tigon.tools.bench.peers import Run, Unsupported
@@ -170,9 +170,9 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("trl", peers.trl_linear_cross_entropy, needs_gpu=True, note="four products"),
         Provider(
             "products",
-            peers.products,
+            floor.products,
             autograd=False,
-            prepare=peers.with_dlogits,
+            prepare=floor.with_dlogits,
             note="the matrix products alone, of the same operands: the floor",
         ),
     ),

@@ -4,7 +4,6 @@ import contextlib
 import gc
 import math
 import random
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -12,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from tigon.runtime.torch_private.graphs import reset_compiler
 from tigon.tools.bench.accuracy import (
     BoundProvider,
     Errors,
@@ -131,8 +131,7 @@ def run_case(
     """
     entries = [_Entry(provider, _row(case, provider), case) for provider in providers]
     # Graphs that were compiled for an earlier case hold memory, and count toward the limit of recompilations.
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
+    reset_compiler()
     for entry in entries:
         _attempt(entry, meter, partial(_load, entry, case, meter))
     check = partial(_check, case, entries, meter, show_step)

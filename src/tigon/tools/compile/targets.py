@@ -15,19 +15,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
+from typing import Any, TypedDict
 from unittest.mock import patch
 
 import torch
 import triton
-import triton.backends.nvidia
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
 from tigon.runtime import device
 from tigon.runtime.device import Device
-from tigon.runtime.triton_private import gluon
+from tigon.runtime.triton_private import CompilerTools, JITFunction, compiler_tools, gluon
 
 __all__ = ["CHIPS", "Chip", "KernelResources", "Launch", "recorded", "resources"]
 
@@ -37,17 +33,16 @@ class Chip:
     """A compilation target and the properties that launch parameters depend on."""
 
     name: str
-    target: GPUTarget
+    # "cuda" or "hip".
+    backend: str
+    arch: int | str
     device: Device
 
 
 def _chip(name: str, backend: str, arch: int | str, multiprocessors: int, shared_kib: int) -> Chip:
     warp_size = 64 if backend == "hip" else 32
-    return Chip(
-        name,
-        GPUTarget(backend, arch, warp_size),
-        Device(multiprocessors, warp_size, shared_kib * 1024, backend == "cuda", name),
-    )
+    device = Device(multiprocessors, warp_size, shared_kib * 1024, backend == "cuda", name)
+    return Chip(name, backend, arch, device)
 
 
 # These are A100, H100 and H200, B200, one of the two dies of MI250X, MI300X, and MI355X.
@@ -113,7 +108,7 @@ def recorded(chip: Chip) -> Iterator[list[Launch]]:
         yield launches
 
 
-def _source(launch: Launch) -> ASTSource:
+def _source(launch: Launch, tools: CompilerTools) -> Any:
     """Return the source that Triton compiles for the launch, specialised for tensors whose addresses are aligned."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], object] = {}
@@ -132,11 +127,7 @@ def _source(launch: Launch) -> ASTSource:
             signature[name], is_aligned = "fp32", False
         if is_aligned and is_specialised:
             attributes[(index,)] = [["tt.divisibility", 16]]
-    source_type = ASTSource
-    if gluon is not None and launch.kernel.is_gluon():
-        from triton.experimental.gluon._runtime import GluonASTSource
-
-        source_type = GluonASTSource
+    source_type = tools.GluonASTSource if gluon is not None and launch.kernel.is_gluon() else tools.ASTSource
     return source_type(fn=launch.kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
@@ -150,21 +141,25 @@ def resources(launch: Launch, chip: Chip) -> KernelResources:
     """Compile the launch for `chip`, and return its resources.
 
     Raises:
+        RuntimeError: this Triton has another compiler.
         Exception: the kernel does not compile. The error is that of Triton.
     """
-    compiled_kernel = triton.compile(_source(launch), target=chip.target, options=launch.options)
-    if chip.target.backend == "cuda":
-        tool = Path(triton.backends.nvidia.__file__).parent / "bin" / "cuobjdump"
+    tools = compiler_tools()
+    target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)
+    compiled_kernel = triton.compile(_source(launch, tools), target=target, options=launch.options)
+    if chip.backend == "cuda":
         with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
             Path(file.name).write_bytes(compiled_kernel.asm["cubin"])
-            text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+            text = subprocess.run(
+                [tools.cuobjdump, "-res-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
         registers, spilled = (_number(rf"{word}:(\d+)", text) for word in ("REG", "STACK"))
     else:
         text = compiled_kernel.asm["amdgcn"]
         registers, spilled = (_number(rf"\.{word}:\s*(\d+)", text) for word in ("vgpr_count", "vgpr_spill_count"))
     return {
         "kernel": launch.kernel.__name__,
-        "threads": compiled_kernel.metadata.num_warps * chip.target.warp_size,
+        "threads": compiled_kernel.metadata.num_warps * chip.device.warp_size,
         "registers": registers,
         "spilled": spilled,
         "shared": compiled_kernel.metadata.shared,

@@ -2,13 +2,13 @@
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import typer
 
 from tigon.tools.cli import pick_device
-from tigon.tools.demo.demo_presets import PRESETS, DemoPreset, build_model, demo_config
+from tigon.tools.demo.demo_presets import DEMO_PRESETS, DemoPreset, build_model, demo_config
 from tigon.tools.demo.demo_report import TOLERANCE
 from tigon.tools.demo.demo_runs import DemoRun
 from tigon.tools.training.job import Job
@@ -16,6 +16,7 @@ from tigon.tools.training.models import config_fields
 from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, read_text, tokenise
 
 if TYPE_CHECKING:
+    from tigon.hf.patch import MemoryLevel
     from tigon.tools.demo.command import DemoOptions
 
 __all__ = ["DemoPlan", "make_job", "make_plan"]
@@ -43,7 +44,7 @@ def _pick_preset(device: str, options: "DemoOptions") -> DemoPreset:
         "steps": options.steps,
     }  # fmt: skip
     named_values: dict[str, Any] = {name: value for name, value in values.items() if value is not None}
-    preset = replace(PRESETS[torch.device(device).type], **named_values)
+    preset = replace(DEMO_PRESETS[torch.device(device).type], **named_values)
     # The first token of a sequence is never a target, so a sequence of one token would have no loss.
     minima = (("steps", preset.steps, 1), ("batch", preset.batch, 1), ("seq", preset.seq, 2))
     for name, value, least in (*minima, ("vocab", preset.vocab_size, MIN_VOCAB)):
@@ -62,7 +63,8 @@ def _build_on_meta(model_type: str, preset: DemoPreset, memory: str) -> tuple[st
         # Configs and models of transformers raise errors of many types.
         raise typer.BadParameter(str(error), param_hint="--model-type") from error
     try:
-        tigon.patch(model, memory=memory)
+        # `tigon.patch` refuses a name that is no level.
+        tigon.patch(model, memory=cast("MemoryLevel", memory))
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--memory") from error
     return type(model).__name__, sum(parameter.numel() for parameter in model.parameters())

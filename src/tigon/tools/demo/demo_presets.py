@@ -8,7 +8,7 @@ from tigon.tools.training.models import random_model
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-__all__ = ["PRESETS", "DemoPreset", "build_model", "demo_config", "warmup_steps"]
+__all__ = ["DEMO_PRESETS", "DemoPreset", "build_model", "demo_config", "warmup_steps"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DemoPreset(Shape):
     take_turns: bool
 
 
-PRESETS = {
+DEMO_PRESETS = {
     # The vocabulary is as large as Llama-2's and the other layers are small, so that the loss needs most of the memory,
     # as in large models with large vocabularies.
     "cpu": DemoPreset(
@@ -74,7 +74,7 @@ def demo_config(model_type: str, preset: DemoPreset) -> "PretrainedConfig":
     Raises:
         ValueError: transformers has no causal language model of `model_type`, or the type refuses the shape.
 
-    >>> demo_config("qwen3", PRESETS["cpu"]).hidden_size
+    >>> demo_config("qwen3", DEMO_PRESETS["cpu"]).hidden_size
     256
     """
     from transformers import CONFIG_MAPPING

@@ -77,7 +77,7 @@ def plan(
     """
     from tigon.tools.inspect.build import find_preset
     from tigon.tools.plan.plan_table import as_json, print_plan
-    from tigon.tools.plan.planner import Settings, TooLong, recommend
+    from tigon.tools.plan.planner import PlanSettings, TooLong, recommend
     from tigon.tools.presets import PRESETS
 
     console = make_console()
@@ -87,7 +87,7 @@ def plan(
         if path is not None:
             check_file(path, option)
     try:
-        settings = Settings(
+        settings = PlanSettings(
             seq=seq,
             batch=1 if batch is None else batch,
             gpus=gpus,

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.hf.transformers_private import layer_classes
-from tigon.runtime.torch_private import storage_id
+from tigon.runtime.torch_private.autograd import storage_id
 from tigon.tools.plan.ledger import Ledger
 
 __all__ = ["OPTIMIZERS", "STRATEGIES", "OptimizerCosts", "Replicated", "Sharded", "optimizer_costs"]

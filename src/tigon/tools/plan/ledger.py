@@ -18,14 +18,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import flop_registry
 
 from tigon.runtime.device import Device, simulated
-from tigon.runtime.torch_private import (
-    DisableTorchFunction,
-    DispatchMode,
-    grouped_mm,
-    is_in_place,
-    read_scalar,
-    storage_id,
-)
+from tigon.runtime.torch_private.autograd import DisableTorchFunction, storage_id
+from tigon.runtime.torch_private.graphs import DispatchMode
+from tigon.runtime.torch_private.operators import grouped_mm, is_in_place, read_scalar
 
 __all__ = ["H200", "Ledger", "Work"]
 

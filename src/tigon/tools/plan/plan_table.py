@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import tigon
-from tigon.tools.plan.planner import DTYPES, GIB, STOCK, LevelPlan, Settings, recommend, seconds
+from tigon.tools.plan.planner import DTYPES, GIB, STOCK, LevelPlan, PlanSettings, recommend, seconds
 from tigon.tools.plan.step import Step
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "assumptions", "print_plan"]
 
 
-def assumptions(settings: Settings) -> list[str]:
+def assumptions(settings: PlanSettings) -> list[str]:
     """Return the assumptions behind the numbers, as sentences."""
     rates = settings.rates
     products = rates.products_fp32 if settings.dtype == "fp32" else rates.products
@@ -46,7 +46,7 @@ def _size(step: Step | None) -> str:
 _Column = tuple[str, Callable[[LevelPlan], str]]
 
 
-def _columns(settings: Settings) -> tuple[list[_Column], list[_Column]]:
+def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
     """Return the columns about the batch of the settings, and those about the largest batch of each level.
 
     A row without a step has no cells; see `_table`.
@@ -99,7 +99,7 @@ def print_plan(
     console: "Console",
     name: str,
     rows: list[LevelPlan],
-    settings: Settings,
+    settings: PlanSettings,
     has_batch: bool,
     notes: list[str] | None = None,
 ) -> None:
@@ -135,7 +135,7 @@ def print_plan(
         console.print(sentence, style="dim")
 
 
-def _advice(best: LevelPlan | None, settings: Settings, has_batch: bool) -> str:
+def _advice(best: LevelPlan | None, settings: PlanSettings, has_batch: bool) -> str:
     """Return the sentence about the recommended level, or about what to try if no level fits."""
     if best is None:
         subject = f"batch {settings.batch}" if has_batch else "even one sequence"
@@ -145,7 +145,7 @@ def _advice(best: LevelPlan | None, settings: Settings, has_batch: bool) -> str:
     return f"{choice}: this is the fastest level that fits."
 
 
-def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
+def _step_json(step: Step | None, settings: PlanSettings) -> dict[str, Any] | None:
     """Return a step as values that `json` can write."""
     if step is None:
         return None
@@ -165,7 +165,7 @@ def _step_json(step: Step | None, settings: Settings) -> dict[str, Any] | None:
 
 
 def as_json(
-    name: str, rows: list[LevelPlan], settings: Settings, has_batch: bool, notes: list[str] | None = None
+    name: str, rows: list[LevelPlan], settings: PlanSettings, has_batch: bool, notes: list[str] | None = None
 ) -> dict[str, Any]:
     """Return the whole plan as values that `json` can write."""
     import torch

@@ -22,8 +22,8 @@ __all__ = [
     "STOCK",
     "LevelPlan",
     "NotPlanned",
+    "PlanSettings",
     "Rates",
-    "Settings",
     "TooLong",
     "plan",
     "recommend",
@@ -83,7 +83,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Settings:
+class PlanSettings:
     """The settings of a plan. `batch`, `seq` and the memories, in GiB, are those of one GPU.
 
     `reserve` is the part of `gpu_memory` that tensors do not get.
@@ -171,22 +171,22 @@ class LevelPlan:
     # Steps at the batch of the settings and at other lengths of sequences.
     by_length: tuple[Step, ...] = ()
 
-    def fits(self, settings: Settings) -> bool:
+    def fits(self, settings: PlanSettings) -> bool:
         """Return whether the batch of the settings fits."""
         return self.step is not None and settings.load(self.step) <= 1.0
 
 
-def seconds(step: Step, settings: Settings) -> float:
+def seconds(step: Step, settings: PlanSettings) -> float:
     """Return the estimated seconds of a step."""
     return sum(settings.rates.seconds(work, DTYPES[settings.dtype][0]) for work in step.work)
 
 
-def _tokens_a_second(step: Step, settings: Settings) -> float:
+def _tokens_a_second(step: Step, settings: PlanSettings) -> float:
     """Return the estimated tokens of one GPU in a second."""
     return step.batch * step.seq / seconds(step, settings)
 
 
-def _largest(count: Callable[[int], Step], first: int, settings: Settings) -> Step | None:
+def _largest(count: Callable[[int], Step], first: int, settings: PlanSettings) -> Step | None:
     """Return the step of the largest batch that fits. The search begins at `first`; memory must grow with the batch."""
     # The batch `low` fits, and the batch `high` does not.
     low, high = 0, MAX_BATCH + 1
@@ -207,7 +207,7 @@ def _largest(count: Callable[[int], Step], first: int, settings: Settings) -> St
     return steps.get(low)
 
 
-def _crossing(a: Step, b: Step, settings: Settings) -> int:
+def _crossing(a: Step, b: Step, settings: PlanSettings) -> int:
     """Return the largest batch that fits if the memory of each stage is a line through two steps.
 
     Each stage has its own line, because the peak of a small batch is in the optimizer's step, which does not grow.
@@ -230,7 +230,7 @@ def _one_line(error: BaseException) -> str:
 
 def plan(
     config: Any,
-    settings: Settings,
+    settings: PlanSettings,
     *,
     trust_remote_code: bool = False,
     levels: tuple[str, ...] = (STOCK, *MEMORY),
@@ -254,7 +254,7 @@ def plan(
 
     Example:
         >>> from tigon.tools.presets import preset_config
-        >>> settings = Settings(seq=4096, batch=2)
+        >>> settings = PlanSettings(seq=4096, batch=2)
         >>> (lean,) = plan(preset_config("Llama-3.2-1B"), settings, levels=("lean",), search=False)
         >>> lean.fits(settings)
         True
@@ -334,7 +334,7 @@ def plan(
         yield dataclasses.replace(level_plan, speed=tokens_a_second / base, largest_speed=largest_speed)
 
 
-def recommend(plans: list[LevelPlan], settings: Settings, has_batch: bool) -> LevelPlan | None:
+def recommend(plans: list[LevelPlan], settings: PlanSettings, has_batch: bool) -> LevelPlan | None:
     """Return the plan of the fastest level that fits; None if none fits.
 
     Args:

@@ -3,7 +3,7 @@
 from itertools import cycle
 from pathlib import Path
 
-from tigon.tools.plan.planner import GIB, STOCK, LevelPlan, Settings
+from tigon.tools.plan.planner import GIB, STOCK, LevelPlan, PlanSettings
 
 __all__ = ["draw", "lengths"]
 
@@ -15,7 +15,7 @@ def lengths(seq: int) -> tuple[int, ...]:
     return tuple(seq * 2**k // 8 for k in range(6) if seq * 2**k // 8 >= SHORTEST_SEQUENCE) or (seq,)
 
 
-def draw(path: Path, name: str, plans: list[LevelPlan], settings: Settings) -> None:
+def draw(path: Path, name: str, plans: list[LevelPlan], settings: PlanSettings) -> None:
     """Plot the steps `by_length` of all levels to a file, whose suffix names its format. This needs matplotlib."""
     from tigon.tools.training import figures
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime.torch_private import NAMES_FOR_PLAN, engine_run_backward, require
+from tigon.runtime.torch_private.autograd import engine_run_backward
+from tigon.runtime.torch_private.names import NAMES_FOR_PLAN, require_names
 from tigon.tools.plan.engines import OptimizerCosts, Replicated, Sharded
 from tigon.tools.plan.ledger import Ledger, Work
 
@@ -54,7 +55,7 @@ def count_step(model: nn.Module, engine: Replicated | Sharded, optimizer: Optimi
     Raises:
         RuntimeError: torch lacks a private name that counting needs.
     """
-    require("tigon plan", *NAMES_FOR_PLAN)
+    require_names("tigon plan", *NAMES_FOR_PLAN)
     with Ledger() as ledger:
         engine.start(ledger)
         for buffer in model.buffers():

@@ -3,11 +3,14 @@
 import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-__all__ = ["Missing", "ModelProvider", "Unsupported", "levels", "select"]
+if TYPE_CHECKING:
+    from tigon.hf.patch import MemoryLevel
+
+__all__ = ["Missing", "ModelProvider", "UnsupportedModel", "levels", "select"]
 
 PEERS = ("stock", "liger", "compile")
 # This suffix of a peer's name means that all its layers are checkpointed.
@@ -18,7 +21,7 @@ class Missing(Exception):
     """The provider is not installed, or cannot run on this device."""
 
 
-class Unsupported(Exception):
+class UnsupportedModel(Exception):
     """The provider does not know this model, or refuses it."""
 
 
@@ -50,7 +53,7 @@ class ModelProvider:
 
         Raises:
             Missing: the provider is not installed.
-            Unsupported: the provider refuses this model.
+            UnsupportedModel: the provider refuses this model.
         """
         if self.level is not None:
             return _apply_tigon(model, self.level)
@@ -64,9 +67,9 @@ def _apply_tigon(model: nn.Module, level: str) -> str:
     import tigon
 
     try:
-        return str(tigon.patch(model, memory=level))
+        return str(tigon.patch(model, memory=cast("MemoryLevel", level)))
     except ValueError as reason:
-        raise Unsupported(str(reason)) from reason
+        raise UnsupportedModel(str(reason)) from reason
 
 
 def _apply_liger(model: Any, device: str) -> str:
@@ -79,7 +82,7 @@ def _apply_liger(model: Any, device: str) -> str:
     except ImportError as reason:
         raise Missing(f"not installed ({reason})") from reason
     if model.config.model_type not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise Unsupported(f"Liger Kernel does not know {model.config.model_type}")
+        raise UnsupportedModel(f"Liger Kernel does not know {model.config.model_type}")
     _apply_liger_kernel_to_instance(model=model)
     return "its defaults"
 

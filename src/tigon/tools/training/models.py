@@ -19,7 +19,7 @@ def config_fields(config: "PretrainedConfig") -> dict[str, Any]:
 
 def read_config(fields: dict[str, Any]) -> "PretrainedConfig":
     """Return the config that has the fields."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers import CONFIG_MAPPING
 
     return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
 

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from tigon.hf.transformers_private import attention_of
 from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.job import Job, Point
-from tigon.tools.training.model_providers import Missing, Unsupported, select
+from tigon.tools.training.model_providers import Missing, UnsupportedModel, select
 from tigon.tools.training.models import random_model, read_config
 from tigon.tools.training.resident import ResidentMemory
 from tigon.tools.training.text import batches
@@ -42,7 +43,7 @@ LEAST_STEPS = 3
 # --- time and memory -----------------------------------------------------------------------------
 
 
-class Meter:
+class StepMeter:
     """Times of steps and peaks of memory. On a GPU, events mark the steps, so that the host does not wait for them."""
 
     def __init__(self, device: torch.device, state_bytes: int) -> None:
@@ -127,7 +128,7 @@ class Trainer(Rank):
         (self.provider,) = select([job.provider], job.checkpointing)
         torch.manual_seed(job.seed)
         model: nn.Module = random_model(read_config(job.config), job.dtype, self.device)
-        parameters, attention = sum(p.numel() for p in model.parameters()), model.config._attn_implementation  # type: ignore[union-attr]
+        parameters, attention = sum(p.numel() for p in model.parameters()), attention_of(model)
         description = self.provider.apply(model, job.checkpointing, self.device.type)
         self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
@@ -143,7 +144,7 @@ class Trainer(Rank):
         if job.turns:
             state_bytes = prime(model, self.optimizer, torch.arange(8, device=self.device)[None])
             self.free()
-        self._meter = Meter(self.device, state_bytes)
+        self._meter = StepMeter(self.device, state_bytes)
         self._meter.start()
         write_event(
             "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=state_bytes,
@@ -235,7 +236,7 @@ def serve(job: Job, rank: int, points: Iterator[str], write_event: WriteEvent) -
     """Build the model of `job` and train every point; return whether the process ends in order."""
     try:
         return answer_points(lambda write_group_event: Trainer(job, rank, write_group_event), rank, points, write_event)
-    except (Missing, Unsupported) as refusal:
+    except (Missing, UnsupportedModel) as refusal:
         if rank == 0:
             write_event("refused", status=type(refusal).__name__.lower(), note=str(refusal))
         return True

@@ -74,7 +74,7 @@ def test_liger_is_applied_with_its_defaults_and_with_checkpointing(liger, monkey
     assert (liger, model.checkpointing_calls) == ([model], [])
     provider.apply(model, True, "cuda")
     assert model.checkpointing_calls == [{"use_reentrant": False}]
-    with pytest.raises(providers.Unsupported, match="does not know gpt2"):
+    with pytest.raises(providers.UnsupportedModel, match="does not know gpt2"):
         provider.apply(make_model("gpt2"), False, "cuda")
     monkeypatch.setitem(sys.modules, "liger_kernel.transformers", None)
     with pytest.raises(providers.Missing, match="not installed"):

@@ -1,0 +1,20 @@
+"""Every private or undocumented name of torch that Tigon needs, in one folder.
+
+| file | subject |
+|---|---|
+| `names` | names that this torch may lack, and features that refuse to run without them |
+| `autograd` | backward, saved tensors, hooks of gradients, storages, function modes |
+| `modules` | calls, hooks and copies of modules |
+| `operators` | devices, operators, optimizers, process groups, profiles |
+| `graphs` | runs with symbolic sizes, and guards of graphs |
+
+Each name states why it is needed, the versions of torch that it was seen in, and what happens without it: another way
+that is slower or takes more memory, or one clear refusal. `tests/runtime/torch_private` tests the behaviour of each
+name, so that it names what is different in a new version of torch.
+
+These private names alone are typed in other files, because torch cannot change them without breaking every saved model
+or every custom layer: the tables `_parameters`, `_buffers` and `_modules` of a module, its tables of hooks, and
+`_version` and `_base` of a tensor. The same tests check them.
+
+The names are bound once, at import, because small models wait for the host.
+"""

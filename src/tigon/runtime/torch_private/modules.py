@@ -1,0 +1,64 @@
+"""Private names of torch about modules: their calls, hooks and copies."""
+
+from typing import Any
+
+from torch import nn
+
+__all__ = [
+    "CALL_IMPL",
+    "COMPILED_CALL_IMPL",
+    "HOOK_TABLES",
+    "INSTANCE_CALLS",
+    "MODULE_ATTRIBUTES",
+    "REPLICATE",
+    "any_global_hook",
+    "call_impl",
+    "is_replica",
+]
+
+# The attributes that every module has: its tables of parameters, buffers, children and hooks, and its mode.
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
+
+# The tables of a module that hold hooks of its call. A call reads all of them, so torch cannot rename one of them
+# without breaking the modules that were pickled before.
+HOOK_TABLES = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+
+# --- calls -----------------------------------------------------------------------------------------
+
+# The attributes of an instance that its call looks up and that hold no forward. Seen in 2.8 to 2.13. A torch that looks
+# none of them up ignores them, so watching them is harmless there.
+INSTANCE_CALLS = CALL_IMPL, COMPILED_CALL_IMPL = "_call_impl", "_compiled_call_impl"
+
+# The function that `module(x)` runs: it calls the hooks and the forward. A replaced one may do anything. Seen in 2.8 to
+# 2.13. Without it: no call counts as torch's own, so every module whose replacement depends on this check stays stock.
+call_impl: Any = getattr(nn.Module, CALL_IMPL, None)
+
+# --- hooks of all modules --------------------------------------------------------------------------
+
+_KINDS = "forward_pre", "forward", "backward_pre", "backward"
+_GLOBAL_HOOKS = tuple(getattr(nn.modules.module, f"_global_{kind}_hooks", None) for kind in _KINDS)
+_KNOWS_GLOBAL_HOOKS = None not in _GLOBAL_HOOKS
+
+
+def any_global_hook() -> bool:
+    """Return whether a hook is registered for every module, which a fused part would not call.
+
+    torch keeps these hooks in four private dicts, seen in 2.8 to 2.13. If one of them is missing the answer is True, so
+    parts that skip a module's call stay stock.
+    """
+    return any(_GLOBAL_HOOKS) if _KNOWS_GLOBAL_HOOKS else True
+
+
+# --- copies for other devices ----------------------------------------------------------------------
+
+# The method by which `nn.DataParallel` copies a module to another device. Seen in 2.8 to 2.13. Without it: a copy has
+# the forward of the module that it was copied from, so its call raises torch's error about tensors on two devices.
+REPLICATE = "_replicate_for_data_parallel"
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Return whether a module is a copy that `nn.DataParallel` made for one call on another device.
+
+    Seen in 2.8 to 2.13. Without the attribute, `nn.DataParallel` raises TypeError when it gathers skipped logits.
+    """
+    return getattr(module, "_is_replica", False)

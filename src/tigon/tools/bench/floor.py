@@ -1,0 +1,79 @@
+"""The floor of the loss of a head: its matrix products alone, without the softmax between them."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.tools.bench.cases import Case
+from tigon.tools.bench.eager import softcapped
+from tigon.tools.bench.peers import Run, refuse_other_options
+from tigon.tools.workloads import Inputs
+
+__all__ = ["products", "with_dlogits"]
+
+# This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
+PREPARED_ELEMENTS = 2**27
+
+
+def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
+    """Return the operands of `products`: hidden states of the valid tokens, the weight, and d(logits) for gradients.
+
+    d(logits) [valid, V] is the gradient of the mean loss. It is computed from logits as the head rounds them, and
+    rounded to their dtype.
+    """
+    softcap = case.options.get("softcap")
+    input, linear_weight, target = inputs.tensors.values()
+    valid = (target != -100).nonzero()[:, 0]
+    x, target = input.detach()[valid], target[valid]
+    tensors = {"input": x.requires_grad_(input.requires_grad), "linear_weight": linear_weight}
+    if not inputs.grad_names:
+        return Inputs(tensors)
+    dlogits = x.new_empty(len(x), len(linear_weight))
+    wide, step = torch.promote_types(x.dtype, torch.float32), max(1, PREPARED_ELEMENTS // len(linear_weight))
+    for start in range(0, len(x), step):
+        rows = slice(start, start + step)
+        logits = F.linear(x[rows].detach(), linear_weight.detach()).requires_grad_()
+        wide_logits = softcapped(logits.to(wide), softcap)
+        loss = F.cross_entropy(wide_logits, target[rows], reduction="sum") / len(x)
+        dlogits[rows] = torch.autograd.grad(loss, logits)[0]
+        del logits, wide_logits, loss
+    return Inputs(tensors | {"dlogits": dlogits})
+
+
+def products(case: Case) -> Run:
+    """Load the matrix products of the valid tokens alone, with no softmax: they are the floor.
+
+        a = x W^T,    dx = da W,    dW += da^T x        (only for the gradients that are needed)
+
+    The operands are those of the loss: x and W of the case, and da = d(logits). A GPU at its power limit multiplies
+    numbers with few different bits faster, so other operands, such as the logits in place of da, would give another
+    floor. `with_dlogits` computes da before a round, outside the measured part, and it lives as long as the round.
+
+    The products take 8192 tokens at a time, which is large enough for cuBLAS. The first chunk writes dW, and the others
+    add to it.
+    """
+    # None of these options changes the products.
+    refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
+
+    @torch.no_grad()
+    def run(
+        input: Tensor, linear_weight: Tensor, dlogits: Tensor | None = None, chunk: int = 8192
+    ) -> tuple[Tensor, ...]:
+        logits = input.new_empty(min(chunk, len(input)), len(linear_weight))
+        dinput = torch.empty_like(input) if input.requires_grad else None
+        dweight = torch.empty_like(linear_weight) if linear_weight.requires_grad else None
+        for start in range(0, len(input), chunk):
+            rows = slice(start, start + chunk)
+            x = input[rows]
+            torch.mm(x, linear_weight.t(), out=logits[: len(x)])
+            if dlogits is None:
+                continue
+            if dinput is not None:
+                torch.mm(dlogits[rows], linear_weight, out=dinput[rows])
+            if dweight is not None and start == 0:
+                torch.mm(dlogits[rows].t(), x, out=dweight)
+            elif dweight is not None:
+                dweight.addmm_(dlogits[rows].t(), x)
+        return tuple(gradient for gradient in (dinput, dweight) if gradient is not None)
+
+    return run

@@ -1,0 +1,19 @@
+"""What the tests of recognition share."""
+
+import pytest
+import torch.nn.functional as F
+
+from recognition import changes
+from recognition.modules import MLP
+
+
+@pytest.fixture
+def unchanged(monkeypatch):
+    """Undo the changes that a test makes to `changes.py`, to torch and to the class."""
+    monkeypatch.setattr(changes, "SCALE", 1.0)
+    monkeypatch.setattr(changes, "activation", changes.activation)
+    monkeypatch.setattr(F, "silu", F.silu)
+    monkeypatch.setattr(MLP, "finish", MLP.finish)
+    code = changes.ACTIVATION.__code__
+    yield
+    changes.ACTIVATION.__code__ = code

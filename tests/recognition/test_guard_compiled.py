@@ -1,0 +1,140 @@
+"""A setting that changes after `torch.compile` compiles the module again, and the guard breaks no graph."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tigon
+from recognition.changes import CHANGES, Pickled, by_cell, by_chain_map, by_config, by_list, by_partial
+from recognition.modules import MLP, Norm, variant
+
+SCALE = 1.0
+
+
+def by_forward_of_the_class(mlp):
+    def forward(self, x):
+        return 2 * MLP.forward(self, x)
+
+    return lambda self, x: F.silu(x), lambda m: setattr(type(m), "forward", forward)
+
+
+def by_hook_of_a_child(mlp):
+    mlp.child = nn.SiLU()
+    return lambda self, x: self.child(x), lambda m: m.child.register_forward_hook(lambda m, args, y: 2 * y)
+
+
+def compiled_outputs(how, backend: str, fullgraph: bool = False) -> list[Tensor]:
+    """Return the output of a compiled module before and after a change, and then the output of its class."""
+    torch.manual_seed(0)
+    mlp, x = MLP(), torch.randn(2, 8, 16)
+    mlp.__class__ = variant("Settings")
+    act, change = how(mlp)
+    type(mlp).act = act
+    assert tigon.patch(nn.ModuleList([mlp]))
+    torch.compiler.reset()
+    compiled = torch.compile(mlp, backend=backend, fullgraph=fullgraph)
+    before = compiled(x)
+    change(mlp)
+    after = compiled(x)
+    return [before, after, type(mlp).forward(mlp, x)]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("how", [*CHANGES, by_forward_of_the_class, by_hook_of_a_child], ids=lambda f: f.__name__)
+def test_a_compiled_module_is_compiled_again_after_a_change(how, backend, unchanged):
+    before, after, expected = compiled_outputs(how, backend)
+    assert not torch.equal(expected, before), "the change changes nothing"
+    torch.testing.assert_close(after, expected)
+
+
+@pytest.mark.parametrize("how", [by_list, by_cell, by_config, by_partial, by_chain_map], ids=lambda f: f.__name__)
+def test_the_guard_breaks_no_graph(how, unchanged):
+    _, after, expected = compiled_outputs(how, "eager", fullgraph=True)
+    torch.testing.assert_close(after, expected)
+
+
+@pytest.fixture
+def compiled_norm():
+    """Return a patched norm that reads a list and a global, and its compiled form."""
+    norm = type("Compiled", (Norm,), {"compute": lambda self, x, w: Norm.compute(self, x, w) * self.table[0] * SCALE})()
+    norm.table = [1.0, 3.0]
+    assert tigon.patch(norm)
+    torch.compiler.reset()
+    return norm, torch.compile(norm, backend="eager", fullgraph=True)
+
+
+def test_equal_settings_compile_once(compiled_norm, unchanged):
+    norm, compiled = compiled_norm
+    x = torch.randn(4, 48)
+    compiled(x)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        norm.table = [float("1.0"), float("3.0")]
+        compiled(x)
+        norm.note = "what the forward does not read"
+        compiled(x)
+
+
+@pytest.mark.parametrize("moved", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copied", "pickled"])
+def test_a_compiled_copy_sees_changes(moved, unchanged):
+    model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
+    tigon.patch(model)
+    model = moved(model)
+    torch.compiler.reset()
+    compiled = torch.compile(model[0], backend="eager", fullgraph=True)
+    compiled(x)
+    model[0].table.insert(0, 2.0)
+    torch.testing.assert_close(compiled(x), Pickled.forward(model[0], x))
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["the module", "a copy"])
+def test_a_graph_contains_the_recipe(moved, monkeypatch, unchanged):
+    model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
+    tigon.patch(model)
+    model = copy.deepcopy(model) if moved else model
+    calls = []
+    replacement = vars(model[0])["forward"]
+    recipe = replacement.recipe
+    # Dynamo traces this function; the append is a side effect of every run of the graph.
+    replacement.recipe = lambda module, x: calls.append(1) or type(recipe).__call__(recipe, module, x)
+    torch.compiler.reset()
+    compiled = torch.compile(model[0], backend="eager", fullgraph=True)
+    compiled(x), compiled(x)
+    assert calls == [1, 1]
+    model[0].table[0] = 2.0
+    compiled(x)
+    assert calls == [1, 1], "the recipe ran after a change"
+    model[0].table[0] = 1.0
+    compiled(x)
+    assert calls == [1, 1, 1], "the first graph runs again"
+
+
+def test_a_change_inside_the_graph_is_used(unchanged):
+    model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
+    tigon.patch(model)
+
+    def step(x: Tensor, scale: float) -> Tensor:
+        model[0].table[0] = scale
+        return model[0](x)
+
+    torch.compiler.reset()
+    compiled = torch.compile(step, backend="eager", fullgraph=True)
+    for scale in (2.0, 3.0):
+        result = compiled(x, scale)
+        model[0].table[0] = scale
+        torch.testing.assert_close(result, Pickled.forward(model[0], x))
+        model[0].table[0] = 1.0
+
+
+def test_graphs_are_stock_where_dynamo_has_other_internals(monkeypatch, unchanged):
+    """The stock forward is exact, and Dynamo guards what it reads."""
+
+    def fail(*_):
+        raise AttributeError
+
+    monkeypatch.setattr("tigon.recognition.graph_guard.install_guard", fail)
+    _, after, expected = compiled_outputs(by_list, "eager", fullgraph=True)
+    torch.testing.assert_close(after, expected, rtol=0, atol=0)
