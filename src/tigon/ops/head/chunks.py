@@ -355,10 +355,9 @@ def _fill_as_ignored(result: Statistics) -> None:
 
 
 def _empty_results(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, dw_buffer: Tensor | None, saved: SavedStatistics, upstream: Upstream,
-    settings: LossSettings,
-) -> ChunkResults:  # fmt: skip
+    x: Tensor, weight: Tensor, bias: Tensor | None, saved: SavedStatistics, settings: LossSettings
+) -> ChunkResults:
+    """Allocate what `linear_cross_entropy_chunks` returns."""
     needs, statistics = settings.needs, ChunkStatistics()
     if saved.lse is None:
         statistics = ChunkStatistics(*empty_statistics(x, settings.options, settings.wants))

@@ -119,13 +119,7 @@ def log_probs_and_entropy_reference(
 # --- launchers (2-D in, no autograd) -------------------------------------------------------------
 
 
-def _empty_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants
-) -> Statistics:
-    return empty_statistics(logits, options, wants)
-
-
-@launcher(fake=_empty_forward)
+@launcher(fake=empty_statistics)
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants
 ) -> Statistics:
@@ -133,14 +127,7 @@ def cross_entropy_forward(
     return statistics(logits, target, weight, scales, options, wants)
 
 
-def _empty_backward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
-    options: Options,
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape)
-
-
-@launcher(fake=_empty_backward)
+@launcher(fake=lambda logits: logits.new_empty(logits.shape))
 def cross_entropy_backward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
     options: Options,
@@ -148,8 +135,7 @@ def cross_entropy_backward(
     """Return dlogits [M, V] for upstream gradients [M], of which None means zeros, also for the loss."""
     if upstream.loss is None:
         upstream = upstream._replace(loss=scales.new_zeros(()))
-    out = _empty_backward(logits, target, weight, scales, saved, upstream, options)
-    return gradient(logits, target, weight, scales, saved, upstream, options, out)
+    return gradient(logits, target, weight, scales, saved, upstream, options, out=logits.new_empty(logits.shape))
 
 
 # --- autograd ------------------------------------------------------------------------------------

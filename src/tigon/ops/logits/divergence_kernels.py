@@ -170,13 +170,13 @@ def _element(
         return tl.abs(x - y) * (0.5 * unit), g * x if LOGS else g, x * unit
 
 
-@triton.jit(do_not_specialize=["ignore_index", "stride_dloss"])
+@triton.jit(do_not_specialize=["ignore_index", "stride_dloss_m"])
 def _divergence_kernel(
     x_ptr, y_ptr, label_ptr, valid_ptr,  # [M, V] twice, [M] or None, 1 / valid rows or None
     x_lse_ptr, y_lse_ptr, slope_ptr,  # [M, 2] or None: max and sum exp(x - max); [M, 2] or None; [M] or None: G
     dloss_ptr,  # [], [M, V] with ELEMENTS, or None
     loss_ptr, slopes_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTS; [M, parts]; [M, V]; each may be None
-    stride_x, stride_y, stride_dloss, stride_dloss_v, stride_dx, V, parts,
+    stride_x, stride_y, stride_dloss_m, stride_dloss_v, stride_dx, V, parts,
     ignore_index, scale, beta, rest, inverse_temperature,
     KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTS: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_V: tl.constexpr, SPAN: tl.constexpr,
@@ -225,7 +225,8 @@ def _divergence_kernel(
             if loss_ptr is not None:
                 tl.store(loss_ptr + row * V + cols, loss, mask=inside)
             if dloss_ptr is not None:
-                g *= tl.load(dloss_ptr + row * stride_dloss + cols.to(tl.int64) * stride_dloss_v, mask=inside, other=0)
+                dloss_ptrs = dloss_ptr + row * stride_dloss_m + cols.to(tl.int64) * stride_dloss_v
+                g *= tl.load(dloss_ptrs, mask=inside, other=0)
         losses += loss
         slopes += g
         if dx_ptr is not None:
@@ -296,14 +297,12 @@ def _run(
     losses = x.new_empty((m, v if elements else parts), dtype=torch.float32) if with_loss else None
     slopes = x.new_empty((m, parts), dtype=torch.float32) if with_slope else None
     dx = x.new_empty(m, v) if with_dx else None
-    stride_dloss, stride_dloss_v = dloss.stride() if elements and dloss is not None else (0, 0)
-    arguments = in_order(
-        _divergence_kernel,
+    arguments = in_order(_divergence_kernel)(
         x_ptr=x, y_ptr=y, label_ptr=labels, valid_ptr=inverse_count,
         x_lse_ptr=saved.x_lse, y_lse_ptr=saved.y_lse, slope_ptr=saved.slope,
         dloss_ptr=dloss, loss_ptr=losses, slopes_ptr=slopes, dx_ptr=dx,
-        stride_x=x.stride(0), stride_y=y.stride(0), stride_dloss=stride_dloss, stride_dloss_v=stride_dloss_v,
-        stride_dx=v, V=v, parts=parts,
+        stride_x=x.stride(0), stride_y=y.stride(0),
+        strides_dloss=dloss.stride() if elements and dloss is not None else (0, 0), stride_dx=v, V=v, parts=parts,
         ignore_index=options.ignore_index, scale=1.0 / options.divisor, beta=options.beta, rest=1.0 - options.beta,
         inverse_temperature=1.0 / options.temperature,
     )  # fmt: skip
@@ -321,10 +320,7 @@ def _needs_slope(options: DivergenceOptions, weighted: bool = False) -> bool:
     return options.from_logits and (weighted or options.kind != "kl")
 
 
-def _empty_forward(
-    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
-    options: DivergenceOptions,
-) -> DivergenceResults:  # fmt: skip
+def _empty_forward(x: Tensor, needs_dx: bool, options: DivergenceOptions) -> DivergenceResults:
     m, v = x.shape
     fp32 = lambda *shape: x.new_empty(shape, dtype=torch.float32)
     return DivergenceResults(
@@ -369,14 +365,7 @@ def divergence_forward(
     return DivergenceResults(loss, dx, saved.x_lse, saved.y_lse, slope)
 
 
-def _empty_backward(
-    dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
-    options: DivergenceOptions,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape)
-
-
-@launcher(fake=_empty_backward)
+@launcher(fake=lambda x: x.new_empty(x.shape))
 def divergence_backward(
     dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
     options: DivergenceOptions,
