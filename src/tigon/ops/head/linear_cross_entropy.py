@@ -34,15 +34,15 @@ from tigon.ops.head.chunks import (
     LossSettings,
     Needs,
     linear_cross_entropy_chunks,
-    rows_to_compute,
 )
+from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.vocab_parallel import largest_shard, local_parts, shard_of
-from tigon.ops.logits.cross_entropy import (
+from tigon.ops.logits.cross_entropy import cross_entropy_reference
+from tigon.ops.logits.loss_arguments import (
     LossOutput,
     Reduction,
     as_scalar,
     check_loss_arguments,
-    cross_entropy_reference,
     loss_options,
     loss_output,
 )

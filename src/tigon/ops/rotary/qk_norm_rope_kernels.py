@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.norms.kernels import sum_rows
+from tigon.ops.norms.row_sums import sum_rows
 from tigon.ops.rotary.heads import (
     PAIRED,
     RotaryOptions,
