@@ -16,6 +16,7 @@ from tigon.hf.entered import watch_forward
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVELS, apply_level, explain_refusal
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
+from tigon.recognition.adapters import install_adapters, recognise_adapters
 from tigon.recognition.experts import recognise_experts
 from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_norms, recognise_fused_statements
 from tigon.recognition.glu import recognise_glu
@@ -55,6 +56,11 @@ PARTS = {
     ),
     "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),
     "experts": Part(recognise_experts, install_guarded, "experts have the layout that transformers marks"),
+    "adapters": Part(
+        recognise_adapters,
+        install_adapters,
+        "a layer with adapters has linear children A and B that fit behind each other, and a layer of the same sizes",
+    ),
     "rope": Part(recognise_rope, install, "its forward names no function of cos and sin"),
     "fused_statements": Part(
         recognise_fused_statements, install, "the module has fewer than two children, or no forward of its own"
@@ -249,6 +255,7 @@ def patch(
     glu: bool = True,
     relu2: bool = True,
     experts: bool = True,
+    adapters: bool = True,
     rope: bool = True,
     fused_statements: bool = True,
     loss: bool = True,
@@ -272,6 +279,8 @@ def patch(
         glu: Replace gated MLPs.
         relu2: Replace squared ReLUs.
         experts: Replace the experts of a mixture whose weights are one tensor.
+        adapters: Replace linear layers with low-rank adapters (LoRA). Which of them are active, their scaling and their
+            dropout are read at every call. Merged, disabled and other kinds of adapters run as before.
         rope: Replace the rotary embeddings of attentions.
         fused_statements: Replace statements of a layer's forward that one op computes together: a residual sum and the
             norm of this sum, a norm whose input is also the residual, and linear layers that have the same input. The
@@ -329,6 +338,7 @@ def patch(
         "glu": glu,
         "relu2": relu2,
         "experts": experts,
+        "adapters": adapters,
         "rope": rope,
         "fused_statements": fused_statements,
         "loss": loss,

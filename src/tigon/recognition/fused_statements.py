@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
+from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.mlps.projections import is_hooked, linears
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
+from tigon.recognition.adapters import is_linear, read_projections
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
@@ -24,7 +26,7 @@ from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.trials import explain_none, not_recording
-from tigon.runtime.device import runs_kernels
+from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.state.reach import explore
 
 __all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_norms", "recognise_fused_statements"]
@@ -70,7 +72,12 @@ def norm_pass(norm: nn.Module, x: Any) -> tuple[Any, Any]:
 
 def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
     """Return layer(x) for each layer; None if the caller has to call the layers."""
-    return None if torch.compiler.is_compiling() else linears(x, layers)
+    if torch.compiler.is_compiling():
+        return None
+    if (outputs := linears(x, layers)) is not None:
+        return outputs
+    projections = read_projections([(layer, x) for layer in layers]) if type(x) in PLAIN else None
+    return lora_linears(x, projections) if projections is not None and takes_adapters(x, projections) else None
 
 
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
@@ -160,13 +167,13 @@ def recognise_fused_statements(module: nn.Module) -> FusedStatementsRecipe | str
     if len(children) < 2 or not isinstance(forward, FunctionType):
         return None
     function = fuse_statements(forward)
-    has_projections = sum(isinstance(child, nn.Linear) for child in children) > 1
+    has_projections = sum(is_linear(child) for child in children) > 1
     if function is None:
         explain_none("its forward has no sum or residual before a norm, and no linear layers called with one input")
         return None
     with not_recording():
         has_rms_norm = any(map(_is_rms_norm, children))
     if not (has_projections or has_rms_norm):
-        explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two plain linear layers")
+        explain_none("its forward could be rewritten, but it has no RMS norm, and fewer than two linear layers")
         return None
     return function if isinstance(function, str) else FusedStatementsRecipe(type(module))

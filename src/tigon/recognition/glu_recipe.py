@@ -8,9 +8,13 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.memory.lean import call_mlp_region, call_projection
+from tigon.memory.lean import call_mlp_region, call_projection, recomputes_mlp
+from tigon.ops.adapters.lora import Projection, takes_adapters
+from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
+from tigon.recognition.adapters import read_projections
+from tigon.recognition.deferred import TensorLike
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.torch_private import any_global_hook
 
@@ -78,7 +82,21 @@ class GLURecipe:
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
                 return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, GATES[self.kind].activation)
+            if None in weights and (projections := self._projections(module, x)) is not None:
+                gate, up, down = projections
+                return lora_glu_mlp(x, gate, up, down, GATES[self.kind].activation)
         return getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
+
+    def _projections(self, module: nn.Module, x: Tensor) -> list[Projection] | None:
+        """Return gate, up and down if some of them have adapters, and an op computes them all."""
+        assert self.up is not None
+        gate, up, down = (getattr(module, name) for name in (self.gate, self.up, self.down))
+        inner = TensorLike(torch.Size((*x.shape[:-1], down.in_features)), x.dtype, x.device)
+        projections = read_projections([(gate, x), (up, x), (down, inner)])
+        if projections is None or not takes_adapters(x, projections):
+            return None
+        # Otherwise gate and up are recomputed one by one.
+        return projections if runs_as_one_node(x, projections) or not recomputes_mlp() else None
 
     def _fits(self, x: Any) -> bool:
         """Return True if recognition compared the module with the op for an input of this kind."""

@@ -1,5 +1,8 @@
 """Group modules into kinds, so that recognition runs once for each kind: modules of one kind compute the same."""
 
+from typing import Any
+
+import torch
 from torch import nn
 
 from tigon.recognition.replacement import is_changed
@@ -12,11 +15,22 @@ __all__ = ["kind_of"]
 def kind_of(module: nn.Module) -> tuple:
     """Return everything that recognition depends on. A model with many layers has few kinds."""
     settings = [(name, value) for name, value in vars(module).items() if name not in MODULE_STATE]
-    # The type is included, because 1 and True are equal.
-    attributes = tuple(
-        (k, type(v), v if isinstance(v, (int, float, str, bool, type(None))) else id(v)) for k, v in settings
-    )
+    attributes = tuple((name, _describe(value)) for name, value in settings)
     tensors = own_tensors(module).items()
     shapes = tuple((k, None if t is None else tuple(getattr(t, "ds_shape", t.shape))) for k, t in tensors)
     children = tuple((k, None if child is None else kind_of(child)) for k, child in module._modules.items())
     return type(module), attributes, shapes, children, is_changed(module)
+
+
+def _describe(value: Any) -> tuple:
+    """Return the type of a value, and the value itself if it is simple or a container of simple values, else its id.
+
+    The type is included, because 1 and True are equal.
+    """
+    if isinstance(value, (int, float, str, bool, type(None), torch.device, torch.dtype)):
+        return type(value), value
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_describe, value))
+    if type(value) is dict:
+        return type(value), tuple((_describe(key), _describe(item)) for key, item in value.items())
+    return type(value), id(value)

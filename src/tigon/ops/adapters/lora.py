@@ -33,6 +33,7 @@ from tigon.runtime.products import multiply
 __all__ = [
     "Adapter",
     "Projection",
+    "add_adapters",
     "eager_output",
     "lora_linear",
     "lora_linear_reference",
@@ -52,9 +53,9 @@ class Adapter(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer and its adapters."""
+    """A linear layer and its adapters. Without a weight, the output of the layer is given (`add_adapters`)."""
 
-    weight: Any  # Tensor [O, I]
+    weight: Any  # Tensor [O, I] or None
     bias: Any = None  # Tensor [O] or None
     adapters: tuple[Adapter, ...] = ()
 
@@ -206,7 +207,8 @@ def compute_input_gradient(
         a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
         expand(dh[..., _span(group)], a.t(), dx, group[0].factor, keep=group[0].keep, adds=not is_first)
     for i, dy in dys.items():
-        dx = multiply(dy, projections[i].weight, onto=dx)
+        if projections[i].weight is not None:
+            dx = multiply(dy, projections[i].weight, onto=dx)
     return dx
 
 
@@ -283,6 +285,43 @@ class _LoRALinears(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), None, *flatten(gradients)[0]
 
 
+class _AddAdapters(torch.autograd.Function):
+    """Compute the output of one layer with adapters from x, the output y of its base, and the tensors of adapters."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, numbers: tuple, *tensors: Any) -> Tensor:
+        projections, needs = rebuild(tensors, numbers), rebuild(ctx.needs_input_grad[3:], numbers)
+        rows, seeds = rows_of(x), draw_seeds(projections, x)
+        entries = list_entries(projections, len(rows), seeds)
+        h = compute_hidden(rows, entries)
+        # The output is no view: autograd lets no view of a node's result be overwritten.
+        out = x.new_empty(y.shape).copy_(y)
+        out_rows, bias = out.view(len(rows), -1), _total_bias(projections[0])
+        for entry in entries:
+            first_bias = bias if entry is entries[0] else None
+            expand(h[..., entry.columns], entry.adapter.b, out_rows, entry.adapter.scaling, first_bias, adds=True)
+        needs_a, needs_b = (any(getattr(need, name) for need in needs[0].adapters) for name in ("a", "b"))
+        ctx.save_for_backward(x if needs_a else None, h if needs_b else None, seeds, *tensors)
+        ctx.numbers, ctx.shape = numbers, x.shape
+        return out
+
+    @staticmethod
+    @first_order
+    @without_autocast
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, h, seeds, *tensors = ctx.saved_tensors
+        projections, needs = rebuild(tensors, ctx.numbers), rebuild(ctx.needs_input_grad[3:], ctx.numbers)
+        dys = {0: rows_of(dy)}
+        entries = list_entries(projections, len(dys[0]), seeds)
+        dh: Tensor | None = None
+        used: list[Entry] = []
+        if ctx.needs_input_grad[0] or any(need.a for need in needs[0].adapters):
+            dh, used = project_gradients(dys, entries)
+        gradients = layer_gradients(None if x is None else rows_of(x), h, dys, dh, entries, used, needs)
+        dx = compute_input_gradient(dys, projections, dh, used) if ctx.needs_input_grad[0] else None
+        return None if dx is None else dx.view(ctx.shape), dy, None, *flatten(gradients)[0]
+
+
 def layer_gradients(
     rows: Tensor | None,
     h: Tensor | None,
@@ -353,7 +392,7 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
     assert isinstance(x, Tensor)
     if any(tensor.device != x.device for tensor in tensors) or not runs_kernels(x, *tensors):
         return False
-    if x.dtype == torch.float32 or any(projection.weight.dtype != x.dtype for projection in projections):
+    if x.dtype == torch.float32 or any(p.weight is not None and p.weight.dtype != x.dtype for p in projections):
         return False
     autocasts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     if autocasts and torch.get_autocast_dtype(x.device.type) != x.dtype:
@@ -375,6 +414,24 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
         return tuple(eager_output(x, projection) for projection in projections)
     tensors, numbers = flatten(projections)
     return _LoRALinears.apply(x, numbers, *tensors)
+
+
+def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor | None:
+    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j) in one node, or None if the node does not take x and y.
+
+    This is for a layer whose product only its own code can compute, such as a quantised one.
+
+    Args:
+        x: [..., I], the input of the layer.
+        y: [..., O], the output of the layer, in the dtype of x.
+        adapters: At least one adapter.
+    """
+    projection = Projection(None, None, tuple(adapters))
+    is_output = y.dtype == x.dtype and y.device == x.device and y.shape == (*x.shape[:-1], len(adapters[0].b))
+    if not is_output or not takes_adapters(x, [projection]):
+        return None
+    tensors, numbers = flatten([projection])
+    return _AddAdapters.apply(x, y, numbers, *tensors)
 
 
 def lora_linear(

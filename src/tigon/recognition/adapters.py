@@ -1,0 +1,377 @@
+"""Recognise linear layers with low-rank adapters: base(x) + sum_j s_j (B_j(A_j(dropout(x))) + bias_j).
+
+The settings of such a layer change while it trains: another adapter becomes active, all of them are disabled or merged,
+the scaling is set again. So a replaced layer does not compare its settings with those of the time of the patch. Its own
+forward runs at every call, without computing (`recognition.deferred`), and shows which products with which tensors this
+call consists of. If these are the products of a linear layer with adapters, an op computes them. If not, the forward
+runs as it is.
+
+At the time of the patch a small copy of the layer is run in both ways, and outputs and gradients are compared.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tigon.ops.adapters.lora import Adapter, Projection, add_adapters, lora_linears, takes_adapters
+from tigon.ops.mlps.projections import is_hooked, is_plain
+from tigon.recognition.deferred import (
+    Call,
+    Cast,
+    Computed,
+    Dropout,
+    Expression,
+    Input,
+    Product,
+    Refusal,
+    Scaled,
+    Sum,
+    TensorLike,
+    call_deferred,
+    defer,
+    evaluate,
+    product_dtype,
+)
+from tigon.recognition.replacement import Replacement, install
+from tigon.recognition.standin import (
+    BF16,
+    FP16,
+    FP32,
+    accepts_inputs,
+    describe,
+    gradients,
+    normal,
+    probing,
+    random_linear,
+    same_bits,
+    same_gradients,
+    stand_in,
+)
+from tigon.recognition.trials import record
+from tigon.runtime.device import PLAIN, runs_kernels
+from tigon.runtime.state.reach import explore
+from tigon.runtime.stock import has_stock_call, linears_are_stock
+from tigon.runtime.torch_private import any_global_hook
+
+__all__ = ["AdapterRecipe", "install_adapters", "is_linear", "read_projections", "recognise_adapters"]
+
+LOGGER = logging.getLogger("tigon")
+
+DIFFERENT = "computes something else than a linear layer with low-rank adapters"
+
+# The sizes of a copy: the features of its input and of its output, and the largest other size.
+SMALL_INPUT, SMALL_OUTPUT, LARGEST_OTHER = 24, 40, 8
+
+
+# --- from an expression to a projection --------------------------------------------------------------
+
+
+def _cast_input(expression: Expression, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of an input of this dtype after casts that keep its values; None for any other expression."""
+    if isinstance(expression, Input):
+        return dtype
+    if not isinstance(expression, Cast):
+        return None
+    source, target = _cast_input(expression.operand, dtype), expression.dtype
+    return target if source is not None and torch.promote_types(source, target) == target else None
+
+
+def _read_adapter(expression: Expression, dtype: torch.dtype) -> Adapter | None:
+    """Return the adapter that an expression computes: scaling * (dropout(x) A^T B^T + bias)."""
+    scaling = 1.0
+    if isinstance(expression, Scaled):
+        scaling, expression = expression.factor, expression.operand
+    down = expression.operand if isinstance(expression, Product) else None
+    if not isinstance(expression, Product) or not isinstance(down, Product) or down.bias is not None:
+        return None
+    inner = down.operand
+    dropout, x = (inner.probability, inner.operand) if isinstance(inner, Dropout) else (0.0, inner)
+    if _cast_input(x, dtype) is None:
+        return None
+    return Adapter(down.weight, expression.weight, scaling, expression.bias, dropout)
+
+
+class AdaptedCall(NamedTuple):
+    """A layer with adapters whose base is called as a module."""
+
+    base: nn.Module
+    adapters: tuple[Adapter, ...]
+
+
+def _to_layer(computed: Computed, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
+    """Return the linear layer with adapters that was computed of x; None if something else was computed."""
+    expression, output = computed
+    # The sum of a bf16 layer and an fp32 adapter is cast back to the dtype of the layer.
+    if output.dtype != product_dtype(x):
+        return None
+    without_cast = lambda term: term.operand if isinstance(term, Cast) and term.dtype == output.dtype else term
+    expression = without_cast(expression)
+    adapters: list[Adapter] = []
+    while isinstance(expression, Sum):
+        adapter = _read_adapter(without_cast(expression.second), x.dtype)
+        if adapter is None:
+            return None
+        adapters.insert(0, adapter)
+        expression = expression.first
+    if isinstance(expression, Call) and isinstance(expression.operand, Input) and adapters:
+        return AdaptedCall(expression.module, tuple(adapters))
+    if isinstance(expression, Product) and isinstance(expression.operand, Input):
+        return Projection(expression.weight, expression.bias, tuple(adapters))
+    return None
+
+
+# --- the recipe --------------------------------------------------------------------------------------
+
+
+class BaseRecipe:
+    """Recipe of a base layer that is no `nn.Linear`: its own forward, which a forward without values does not run."""
+
+    part = "adapters"
+
+    def __call__(self, base: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 1 and not kwargs and (output := call_deferred(base, args[0], base.out_features)) is not None:
+            return output
+        return type(base).forward(base, *args, **kwargs)
+
+
+def _runs_own_forwards(layer: nn.Module) -> bool:
+    """Return True if no child has a hook or another forward, which would see tensors without values."""
+    modules = [*layer._modules.values()]
+    for module in modules:
+        # These containers define a `__call__` that raises.
+        if module is None or isinstance(module, (nn.ParameterDict, nn.ParameterList)):
+            continue
+        attributes = module.__dict__
+        has_hook = attributes["_forward_pre_hooks"] or attributes["_forward_hooks"]
+        has_hook = has_hook or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
+        if has_hook or not has_stock_call(module):
+            return False
+        if "forward" in attributes and not isinstance(_recipe_of(module), BaseRecipe):
+            return False
+        modules += module._modules.values()
+    return True
+
+
+def _recipe_of(module: nn.Module) -> Any:
+    """Return the recipe that is installed on a module, or None, also if accelerate wraps the forward of the module."""
+    forward = module.__dict__.get("forward")
+    # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
+    return forward.recipe if type(forward) is Replacement else None
+
+
+@dataclass(frozen=True)
+class AdapterRecipe:
+    """Recipe: an op, with the products that the forward shows at every call."""
+
+    part: ClassVar[str] = "adapters"
+
+    def read(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
+        """Return what the forward of a layer computes of x, or None if the forward has to run."""
+        if not _runs_own_forwards(layer) or not linears_are_stock():
+            return None
+        computed = defer(functools.partial(type(layer).forward, layer), x)
+        return None if isinstance(computed, Refusal) else _to_layer(computed, x)
+
+    def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        output = None
+        if len(args) == 1 and not kwargs and _may_defer(args[0]):
+            output = self._compute(args[0], self.read(layer, args[0]))
+        return type(layer).forward(layer, *args, **kwargs) if output is None else output
+
+    def _compute(self, x: Tensor, layer: Projection | AdaptedCall | None) -> Tensor | None:
+        """Return the output of a layer, or None if no op computes it."""
+        if isinstance(layer, AdaptedCall):
+            if not takes_adapters(x, [Projection(None, None, layer.adapters)]):
+                return None
+            return add_adapters(x, layer.base(x), layer.adapters)
+        if layer is None or not layer.adapters or not takes_adapters(x, [layer]):
+            return None
+        return lora_linears(x, [layer])[0]
+
+    def __str__(self) -> str:
+        return "low-rank adapters"
+
+
+def _may_defer(x: Any) -> bool:
+    """Return True if an op may compute the products of x, so that the forward need not run."""
+    is_plain_tensor = type(x) in PLAIN and x.dtype in (BF16, FP16) and x.layout is torch.strided and not x.is_nested
+    return is_plain_tensor and runs_kernels(x) and not torch.compiler.is_compiling() and not any_global_hook()
+
+
+def _read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:
+    if is_plain(layer):
+        return Projection(layer.weight, layer.bias)
+    recipe = _recipe_of(layer)
+    if type(recipe) is not AdapterRecipe or is_hooked(layer):
+        return None
+    result = recipe.read(layer, x)
+    return result if isinstance(result, Projection) else None
+
+
+def read_projections(calls: Sequence[tuple[nn.Module, Tensor | TensorLike]]) -> list[Projection] | None:
+    """Return the linear layers with adapters that the calls `layer(x)` compute, for pairs of a layer and its input.
+
+    The result is None if one of the layers has to be called, or if none has an adapter.
+    """
+    # Most models have no adapters, so their layers are only looked at.
+    if all(type(layer) is nn.Linear for layer, _ in calls) or not _may_defer(calls[0][1]):
+        return None
+    projections = []
+    for layer, x in calls:
+        projection = _read_projection(layer, x)
+        if projection is None:
+            return None
+        projections.append(projection)
+    return projections if any(projection.adapters for projection in projections) else None
+
+
+# --- recognition -------------------------------------------------------------------------------------
+
+
+def is_linear(module: Any) -> bool:
+    """Return True for a module that states the features of its input and output, as linear layers do."""
+    return all(type(getattr(module, name, None)) is int for name in ("in_features", "out_features"))
+
+
+def _layers_of(module: nn.Module) -> Iterator[Any]:
+    """Yield the linear layers among the children of a module, and in its dicts and lists of modules."""
+    for child in module._modules.values():
+        if isinstance(child, (nn.ModuleDict, nn.ModuleList)):
+            yield from _layers_of(child)
+        elif is_linear(child):
+            yield child
+
+
+class Sizes(NamedTuple):
+    """The sizes of a layer with an adapter."""
+
+    inputs: int
+    outputs: int
+    rank: int
+
+
+def _find_sizes(module: nn.Module) -> Sizes | None:
+    """Return the sizes of a layer that has the children of an adapter; None for any other module.
+
+    Two of its linear layers, A and B, fit behind each other, and beside them there is a layer of their inputs and
+    outputs, or a weight of the module itself.
+    """
+    layers = list(_layers_of(module))
+    own = module._parameters.get("weight")
+    for a, b in itertools.permutations(layers, 2):
+        sizes = Sizes(a.in_features, b.out_features, a.out_features)
+        if sizes.rank != b.in_features:
+            continue
+        others = [(layer.in_features, layer.out_features) for layer in layers if layer is not a and layer is not b]
+        own_sizes = None if own is None else (own.shape[-1], own.shape[0])
+        if sizes[:2] in (*others, own_sizes):
+            return sizes
+    return None
+
+
+def _small_copy(module: nn.Module, sizes: dict[int, int], base: torch.dtype, other: torch.dtype, training: bool) -> Any:
+    """Return a stand-in of a module and its descendants with small random tensors.
+
+    `sizes` holds the small size of each number of features of the layer. The base layer gets the dtype `base`, and all
+    other layers get the dtype `other`.
+    """
+    small = lambda size: sizes.get(size, min(size, LARGEST_OTHER))
+    children: dict[str, nn.Module | None] = {}
+    for number, (name, child) in enumerate(module._modules.items()):
+        if child is None or not is_linear(child):
+            children[name] = child and _small_copy(child, sizes, base, other, training)
+            continue
+        is_base = child.in_features in sizes and child.out_features in sizes
+        layer = random_linear(
+            10 * number, small(child.in_features), small(child.out_features), base if is_base else other,
+            bias=getattr(child, "bias", None) is not None,
+        )  # fmt: skip
+        children[name] = layer
+    own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    parameters = {name: normal(7, *map(small, tensor.shape), dtype=base) for name, tensor in own.items()}
+    return stand_in(module, parameters, children, training=training)
+
+
+def recognise_adapters(module: nn.Module) -> AdapterRecipe | str | None:
+    """Recognise a linear layer with low-rank adapters.
+
+    Return a recipe, the reason why such a layer keeps its forward, or None for another module.
+    """
+    sizes = _find_sizes(module)
+    if sizes is None or not accepts_inputs(module, 1):
+        return None
+    if not _runs_own_forwards(module):
+        result: AdapterRecipe | str = "has hooks on its children, or their call or forward was replaced"
+    else:
+        recipe, reach = AdapterRecipe(), explore(module, inputs=1)
+        try:
+            with reach.preserved(), probing():
+                result = _compare(module, sizes, recipe)
+        except Exception as error:
+            LOGGER.debug("%s cannot be run as a layer with adapters", type(module).__name__, exc_info=True)
+            result = f"cannot be run by itself ({describe(error)})"
+    # The projections of an attention may have such sizes too. They need no reason in the report.
+    is_low_rank = sizes.rank < min(sizes.inputs, sizes.outputs)
+    return result if is_low_rank or isinstance(result, AdapterRecipe) else None
+
+
+def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], None]:
+    """Install the recipe on a layer, and another one on its base if that is no `nn.Linear`.
+
+    Return a function that uninstalls both.
+    """
+    sizes = _find_sizes(layer)
+    undo = [install(layer, recipe)]
+    for child in _layers_of(layer):
+        is_base = sizes is not None and (child.in_features, child.out_features) == sizes[:2]
+        if is_base and type(child) is not nn.Linear and not is_hooked(child) and "forward" not in vars(child):
+            undo.append(install(child, BaseRecipe()))
+    return lambda: [function() for function in undo].clear()
+
+
+def _compare(module: nn.Module, sizes: Sizes, recipe: AdapterRecipe) -> AdapterRecipe | str:
+    """Compare a layer with the recipe for outputs and gradients. Return the recipe, or the reason against it."""
+    small_sizes = {sizes.outputs: SMALL_OUTPUT, sizes.inputs: SMALL_INPUT}
+    for (base, other), training in itertools.product(((FP32, FP32), (BF16, BF16), (BF16, FP32)), (True, False)):
+        twin = _small_copy(module, small_sizes, base, other, training)
+        x = normal(5, 2, 3, SMALL_INPUT, dtype=base)
+        forward = functools.partial(type(twin).forward, twin)
+        computed = defer(forward, x)
+        # Some layers do not accept adapters of another dtype.
+        if base != other and not _runs(forward, x):
+            continue
+        if isinstance(computed, Refusal):
+            return f"{DIFFERENT}: its forward {computed}"
+        if _to_layer(computed, x) is None:
+            return DIFFERENT
+        ours = functools.partial(evaluate, computed.expression)
+        expected, actual = _seeded(forward, x), _seeded(ours, x)
+        if not record(same_bits(expected, actual), recipe, twin, [x], actual, expected):
+            return DIFFERENT
+        leaves = [x, *twin.parameters()]
+        expected, actual = (gradients(functools.partial(_seeded, f, x), leaves) for f in (forward, ours))
+        if not record(same_gradients(actual, expected), recipe, twin, [x], actual, expected, mode="gradients"):
+            return DIFFERENT
+    return recipe
+
+
+def _runs(forward: Callable, x: Tensor) -> bool:
+    """Return whether a forward accepts an input."""
+    try:
+        forward(x)
+    except Exception:
+        LOGGER.debug("a layer with adapters refuses adapters of another dtype", exc_info=True)
+        return False
+    return True
+
+
+def _seeded(forward: Callable, x: Tensor) -> Any:
+    """Return forward(x), in which each dropout draws the same mask at every call."""
+    torch.default_generator.manual_seed(0)
+    return forward(x)

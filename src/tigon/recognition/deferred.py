@@ -1,0 +1,295 @@
+"""Run a forward without computing: its operations on the input are recorded, and none of them is carried out.
+
+`defer(run, x)` calls `run` with a `Deferred` in place of the tensor x. A `Deferred` has the dtype, the shape and the
+device of a tensor, but no values. The few operations of which a linear layer with adapters consists (products with
+weights, dropout, sums, multiplication by a number, conversion to another dtype) return another `Deferred`, which holds
+the operation as an `Expression`. For
+
+    def forward(self, x):
+        y = self.base(x)
+        return y + self.b(self.a(x.float())) * 2.0
+
+the result is `Sum(Product(Input(), base), Scaled(Product(Product(Cast(Input(), float32), a), b), 2.0))`.
+
+The Python code of the forward runs as always. So the expression shows what this very call computes, whatever settings
+the code reads and however these have changed. If the code does anything else with the input, reads its values or keeps
+it after the call, `defer` returns the reason, and the caller runs the forward with the tensor itself.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tigon.runtime.torch_private import native_linear
+
+__all__ = [
+    "Call",
+    "Cast",
+    "Computed",
+    "Dropout",
+    "Expression",
+    "Input",
+    "Product",
+    "Refusal",
+    "Scaled",
+    "Sum",
+    "TensorLike",
+    "call_deferred",
+    "defer",
+    "evaluate",
+    "product_dtype",
+]
+
+
+class TensorLike(NamedTuple):
+    """What the code of a forward may know about a tensor whose values it does not read."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+
+# --- expressions -----------------------------------------------------------------------------------
+
+
+class Input(NamedTuple):
+    """The tensor with which the forward was called."""
+
+
+class Cast(NamedTuple):
+    operand: "Expression"
+    dtype: torch.dtype
+
+
+class Dropout(NamedTuple):
+    """A dropout with this probability, in training mode."""
+
+    operand: "Expression"
+    probability: float
+
+
+class Product(NamedTuple):
+    """operand W^T + bias."""
+
+    operand: "Expression"
+    weight: Any
+    bias: Tensor | None
+
+
+class Call(NamedTuple):
+    """The output of a module that was called with the operand, and whose code was not run."""
+
+    operand: "Expression"
+    module: nn.Module
+
+
+class Scaled(NamedTuple):
+    operand: "Expression"
+    factor: float
+
+
+class Sum(NamedTuple):
+    first: "Expression"
+    second: "Expression"
+
+
+Expression: TypeAlias = Input | Cast | Dropout | Product | Call | Scaled | Sum
+
+
+def evaluate(expression: Expression, x: Tensor) -> Tensor:
+    """Carry out the operations of an expression on x."""
+    if isinstance(expression, Input):
+        return x
+    if isinstance(expression, Sum):
+        first = evaluate(expression.first, x)
+        return first + evaluate(expression.second, x)
+    operand = evaluate(expression.operand, x)
+    if isinstance(expression, Cast):
+        return operand.to(expression.dtype)
+    if isinstance(expression, Dropout):
+        return F.dropout(operand, expression.probability)
+    if isinstance(expression, Product):
+        return F.linear(operand, expression.weight, expression.bias)
+    if isinstance(expression, Call):
+        return expression.module(operand)
+    return operand * expression.factor
+
+
+class Computed(NamedTuple):
+    """What a forward computes, and the properties of the result."""
+
+    expression: Expression
+    properties: TensorLike
+
+
+# --- tensors without values --------------------------------------------------------------------------
+
+
+class Refusal(str):
+    """The reason why a forward cannot run without values."""
+
+
+class _CannotDefer(Exception):
+    """Ends a forward that needs the values of a `Deferred`."""
+
+
+class _Recording:
+    """One call of a forward. It knows every `Deferred` of the call, and the first operation that needed values."""
+
+    def __init__(self) -> None:
+        self.created: list[weakref.ref[Deferred]] = []
+        self.refusal: Refusal | None = None
+
+    def refuse(self, what: str) -> _CannotDefer:
+        """Return the exception that ends the forward, and keep the reason in case that the forward catches it."""
+        self.refusal = self.refusal or Refusal(what)
+        return _CannotDefer(what)
+
+
+class Deferred:
+    """A tensor whose values are not computed. `isinstance(x, torch.Tensor)` is True for it."""
+
+    __slots__ = ("__weakref__", "_expression", "_properties", "_recording")
+
+    def __init__(self, recording: _Recording, expression: Expression, properties: TensorLike) -> None:
+        self._recording, self._expression, self._properties = recording, expression, properties
+        recording.created.append(weakref.ref(self))
+
+    def _then(self, expression: Expression, **changes: Any) -> "Deferred":
+        return Deferred(self._recording, expression, self._properties._replace(**changes))
+
+    # --- what the code may read ------------------------------------------------------------------------
+
+    __class__ = property(lambda self: Tensor)
+    shape = property(lambda self: self._properties.shape)
+    dtype = property(lambda self: self._properties.dtype)
+    device = property(lambda self: self._properties.device)
+    ndim = property(lambda self: len(self._properties.shape))
+
+    def dim(self) -> int:
+        return len(self._properties.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self._properties.shape if dim is None else self._properties.shape[dim]
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._recording.refuse(f"reads .{name} of a tensor")
+
+    # --- operations ------------------------------------------------------------------------------------
+
+    def to(self, *args: Any, **kwargs: Any) -> "Deferred":
+        """Return the tensor in another dtype, given as the only argument."""
+        dtypes = [*args, *kwargs.values()]
+        if len(dtypes) != 1 or not isinstance(dtypes[0], torch.dtype) or kwargs.keys() - {"dtype"}:
+            raise self._recording.refuse("calls .to with other arguments than a dtype")
+        return self if dtypes[0] == self.dtype else self._then(Cast(self._expression, dtypes[0]), dtype=dtypes[0])
+
+    def clone(self) -> "Deferred":
+        return self._then(self._expression)
+
+    def __add__(self, other: Any) -> "Deferred":
+        if type(other) is not Deferred or other._recording is not self._recording:
+            raise self._recording.refuse("adds another tensor or a number")
+        if other.shape != self.shape or other.device != self.device:
+            raise self._recording.refuse("adds tensors of different shapes")
+        dtype = torch.promote_types(self.dtype, other.dtype)
+        return self._then(Sum(self._expression, other._expression), dtype=dtype)
+
+    def __mul__(self, factor: Any) -> "Deferred":
+        if type(factor) not in (int, float) or not self.dtype.is_floating_point:
+            raise self._recording.refuse("multiplies by something else than a number")
+        return self._then(Scaled(self._expression, float(factor)))
+
+    __rmul__ = __mul__
+
+    def _linear(self, weight: Any, bias: Tensor | None = None) -> "Deferred":
+        shape, properties = self.shape, self._properties
+        tensors = [weight] if bias is None else [weight, bias]
+        if not all(isinstance(t, Tensor) and type(t) is not Deferred for t in tensors) or weight.dim() != 2:
+            raise self._recording.refuse("multiplies by something else than a weight")
+        dtype = product_dtype(properties)
+        fits = all(t.device == self.device and product_dtype(t) == dtype for t in tensors)
+        # A product that does not fit raises an error, which the forward itself should raise.
+        if not shape or weight.shape[1] != shape[-1] or not fits:
+            raise self._recording.refuse("multiplies by a weight of another dtype, shape or device")
+        return self._then(
+            Product(self._expression, weight, bias), shape=torch.Size((*shape[:-1], weight.shape[0])), dtype=dtype
+        )
+
+    def _dropout(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> "Deferred":
+        if inplace or not 0.0 <= p < 1.0:
+            raise self._recording.refuse("calls dropout in place, or drops everything")
+        return self._then(Dropout(self._expression, float(p))) if training and p > 0.0 else self
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> "Deferred":
+        options = kwargs or {}
+        operand = next((x for x in (*args, *options.values()) if type(x) is Deferred), None)
+        assert operand is not None
+        if args and args[0] is operand:
+            if function is native_linear:
+                return operand._linear(*args[1:], **options)
+            if function is F.dropout:
+                return operand._dropout(*args[1:], **options)
+        name = getattr(function, "__name__", str(function))
+        raise operand._recording.refuse(f"calls {name} with its input")
+
+
+def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
+    """Return the dtype of a product of x with a weight of its dtype: that of autocast, if autocast is active."""
+    kind = x.device.type
+    is_cast = kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(kind) if is_cast else x.dtype
+
+
+def call_deferred(module: nn.Module, x: Any, features: int) -> Any:
+    """Return the output of a module with this number of features if x is a `Deferred`, otherwise None."""
+    if type(x) is not Deferred:
+        return None
+    return x._then(Call(x._expression, module), shape=torch.Size((*x.shape[:-1], features)))
+
+
+def _refusing(name: str) -> Callable:
+    def method(self: Deferred, *args: Any, **kwargs: Any) -> Any:
+        raise self._recording.refuse(f"calls {name} of a tensor")
+
+    return method
+
+
+# Operators look up their methods on the class, not by `__getattr__`. Those of `object` that are no operations stay.
+_OPERATORS = {name for name in dir(Tensor) if name.startswith("__") and callable(getattr(Tensor, name))}
+for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__"}:
+    setattr(Deferred, _name, _refusing(_name))
+Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refusal:
+    """Return what `run` computes of x, or the reason why this cannot be told.
+
+    Args:
+        run: A function of one tensor, such as the forward of a module.
+        x: The tensor, or its properties.
+    """
+    recording = _Recording()
+    try:
+        result = run(Deferred(recording, Input(), TensorLike(x.shape, x.dtype, x.device)))
+    except _CannotDefer:
+        return cast(Refusal, recording.refusal)
+    except Exception as error:
+        # The caller runs the forward with the tensor, which raises the error again if it is one of the forward's own.
+        return recording.refusal or Refusal(f"raises {type(error).__name__}")
+    if recording.refusal is not None:
+        return recording.refusal
+    if type(result) is not Deferred:
+        return Refusal("returns something else than one tensor that is computed of its input")
+    computed = Computed(result._expression, result._properties)
+    del result
+    if any(reference() is not None for reference in recording.created):
+        return Refusal("keeps a tensor after the call")
+    return computed
