@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.logits.loss_arguments import (
+    RESULT_OPTIONS,
     LossOutput,
     Reduction,
     as_scalar,
@@ -278,10 +279,7 @@ def cross_entropy(
     )  # fmt: skip
 
 
-_MODULE_OPTIONS = (
-    "softcap", "logit_scale", "z_loss", "token_scaling", "inplace",
-    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
-)  # fmt: skip
+_MODULE_OPTIONS = ("softcap", "logit_scale", "z_loss", "token_scaling", "inplace", *RESULT_OPTIONS)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

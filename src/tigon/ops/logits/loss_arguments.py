@@ -9,9 +9,22 @@ from tigon.ops.logits.token.kernels import Options
 from tigon.ops.logits.valid_rows import as_targets
 from tigon.runtime import checks
 
-__all__ = ["LossOutput", "Reduction", "as_scalar", "check_loss_arguments", "loss_options", "loss_output"]
+__all__ = [
+    "RESULT_OPTIONS",
+    "LossOutput",
+    "Reduction",
+    "as_scalar",
+    "check_loss_arguments",
+    "loss_options",
+    "loss_output",
+]
 
 Reduction = Literal["none", "mean", "sum"]
+
+# The options that request further results.
+RESULT_OPTIONS = (
+    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
+)  # fmt: skip
 
 
 class LossOutput(NamedTuple):
