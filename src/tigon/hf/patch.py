@@ -13,6 +13,7 @@ from torch import nn
 
 from tigon.hf.by_type import patch_type
 from tigon.hf.entered import watch_forward
+from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVELS, apply_level, explain_refusal
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
@@ -374,6 +375,8 @@ def patch(
     report.undo += [watch_forward(module, _lost_features(level, True)) for module in fused_models]
     if LEVELS[level].lean and model not in fused_models:
         report.undo.append(watch_forward(model, _lost_features(level, False)))
+    if adapters and report:
+        report.undo += [watch_children(module, report) for module in fused_models or [model]]
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")
     elif not report and level == "default":

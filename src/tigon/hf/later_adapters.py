@@ -1,0 +1,92 @@
+"""Replace layers with adapters that a library adds after the patch.
+
+`peft.get_peft_model(model, config)`, and trainers that call it, put layers with adapters in the place of linear layers.
+If the model was patched before, no recipe is installed on these layers. Therefore the body of a patched model compares
+at each call the children of its modules with those of the call before, in about 1 us for each module with linear
+layers. New children that are layers with adapters are replaced before they run.
+"""
+
+import logging
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from tigon.hf.report import Report
+from tigon.recognition.adapters import AdapterRecipe, install_adapters, is_linear, recognise_adapters
+from tigon.recognition.kind import kind_of
+from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+
+__all__ = ["watch_children"]
+
+LOGGER = logging.getLogger("tigon")
+
+
+class _Parent:
+    """A module with linear layers, and the ids of its children when they were last compared."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module = name, weakref.ref(module)
+        self.children = _ids_of_children(module)
+
+    def new_children(self) -> dict[str, nn.Module]:
+        """Return the children, by their full names, if one of them is new. They are not new at the next call."""
+        module = self.module()
+        if module is None or (children := _ids_of_children(module)) == self.children:
+            return {}
+        old, self.children = {*self.children}, children
+        new = {name: child for name, child in module._modules.items() if child is not None and id(child) not in old}
+        return {f"{self.name}.{name}" if self.name else name: child for name, child in new.items()}
+
+
+def _ids_of_children(module: nn.Module) -> tuple[int, ...]:
+    return tuple(map(id, module._modules.values()))
+
+
+class BodyWithChildren:
+    """Recipe for the body of a model: it replaces new layers with adapters, then runs the body's earlier forward."""
+
+    def __init__(self, parents: list[_Parent], report: Report | None, inner: Callable | None) -> None:
+        # A copy of the body does not know its modules, so it compares nothing.
+        self.parents, self.report, self.inner = parents, report, inner
+        # What recognition returned, by the kind of the module.
+        self.results: dict[tuple, Any] = {}
+
+    def __reduce__(self) -> tuple:
+        return BodyWithChildren, ([], None, self.inner)
+
+    def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for parent in self.parents:
+                if children := parent.new_children():
+                    self.replace(children)
+        return (self.inner or type(body).forward)(body, *args, **kwargs)
+
+    def replace(self, children: dict[str, nn.Module]) -> None:
+        """Replace those of the modules that are layers with adapters. Modules of one kind are recognised once."""
+        for name, child in children.items():
+            if find_replacement(child) is not None or foreign_forward(child):
+                continue
+            kind = kind_of(child)
+            if kind not in self.results:
+                self.results[kind] = recognise_adapters(child)
+            recipe = self.results[kind]
+            if isinstance(recipe, AdapterRecipe) and self.report is not None:
+                self.report.undo.append(install_adapters(child, recipe))
+                self.report.add("adapters", type(child).__name__, True, f"{recipe}, added after the patch", name)
+                LOGGER.info("%s was added after the patch, and its adapters are computed by an op", name)
+
+
+def watch_children(model: nn.Module, report: Report) -> Callable[[], None]:
+    """Let the body of a model replace layers with adapters that are added later; return a function to undo this."""
+    body = getattr(model, "base_model", None)
+    if not isinstance(body, nn.Module) or body is model:
+        return lambda: None
+    parents = [_Parent(name, module) for name, module in body.named_modules() if any(map(is_linear, module.children()))]
+    replacement = find_replacement(body)
+    recipe = BodyWithChildren(parents, report, None if replacement is None else replacement.recipe)
+    if replacement is not None:
+        return exchange(replacement, recipe)
+    return (lambda: None) if foreign_forward(body) else install(body, recipe)

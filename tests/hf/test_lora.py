@@ -1,0 +1,335 @@
+"""Models with adapters of PEFT compute what they compute without Tigon, whatever happens to the adapters later."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon
+from op_cases import DEVICE
+from tigon.ops.adapters import lora
+from tigon.recognition.replacement import find_replacement
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.kernels
+
+HIDDEN, INNER = 32, 48
+NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+class Layer(nn.Module):
+    """An attention with one key, and a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, inputs, outputs in (
+            ("q_proj", HIDDEN, HIDDEN), ("k_proj", HIDDEN, HIDDEN), ("v_proj", HIDDEN, HIDDEN),
+            ("o_proj", HIDDEN, HIDDEN),
+        ):  # fmt: skip
+            setattr(self, name, nn.Linear(inputs, outputs, bias=name == "q_proj"))
+        self.mlp = MLP()
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
+        x = x + self.o_proj(torch.sigmoid(q * k) * v)
+        return x + self.mlp(x)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(HIDDEN, INNER, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.layer, self.head = nn.Embedding(20, HIDDEN), Layer(), nn.Linear(HIDDEN, 7, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.layer(self.embed(tokens)))
+
+
+def build(dtype: torch.dtype = torch.bfloat16, convert: Callable | None = None, **options: Any) -> nn.Module:
+    """Return a model with adapters on all layers but the head, with random weights."""
+    torch.manual_seed(0)
+    model: nn.Module = Model().to(dtype)
+    if convert is not None:
+        for module in list(model.modules()):
+            for name, child in list(module.named_children()):
+                if name in NAMES:
+                    setattr(module, name, convert(child))
+    config = {"r": 4, "lora_alpha": 6, "target_modules": NAMES, "init_lora_weights": False} | options
+    cast = config.pop("autocast_adapter_dtype", True)
+    model = peft.get_peft_model(model, peft.LoraConfig(**config), autocast_adapter_dtype=cast)
+    return model.to(DEVICE)
+
+
+def step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
+    """Return the output, the gradient of the embeddings' output and all other gradients, by name."""
+    model.zero_grad(set_to_none=True)
+    embedded: list[Tensor] = []
+
+    def keep(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0]
+
+    handle = model.get_submodule("base_model.model.embed").register_forward_hook(keep)
+    torch.manual_seed(5)
+    y = model(tokens)
+    handle.remove()
+    y.float().square().sum().backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"output": y.detach(), "input": embedded[0].grad, **gradients}
+
+
+TOKENS = torch.randint(0, 20, (3, 5), generator=torch.Generator().manual_seed(0))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm())
+
+
+def assert_same_step(model: nn.Module, stock: nn.Module) -> None:
+    """Assert that a model is not much further from a model in fp64 than a stock model, apart from one rounding.
+
+    The rounding errors of two models differ, so the limit is three times the distance of the stock model.
+    """
+    tokens = TOKENS.to(DEVICE)
+    with torch.autocast(torch.device(DEVICE).type, enabled=False):
+        exact = step(copy.deepcopy(stock).double(), tokens)
+    actual, expected = (step(each, tokens) for each in (model, stock))
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype
+        limit = 3 * distance(value, exact[name]) + 2**-8 * float(exact[name].norm())
+        assert distance(actual[name], exact[name]) <= limit, name
+
+
+@pytest.fixture
+def nodes(monkeypatch) -> list[str]:
+    """The names of the autograd nodes for adapters, in the order in which they are called."""
+    from tigon.ops.adapters import lora_mlp
+
+    names: list[str] = []
+
+    def spy(node: type) -> None:
+        apply = node.apply
+        monkeypatch.setattr(node, "apply", staticmethod(lambda *args: (names.append(node.__name__), apply(*args))[1]))
+
+    for node in (lora._LoRALinears, lora._AddAdapters, lora_mlp._LoRAGLUMLP):
+        spy(node)
+    return names
+
+
+# Query, key and value are one node, the output projection is one, and the MLP is one.
+FUSED = ["_LoRALinears", "_LoRALinears", "_LoRAGLUMLP"]
+# The activation of an MLP lies between two nodes.
+COMPOSED = ["_LoRALinears", "_LoRALinears", "_LoRALinears", "_LoRALinears"]
+
+VARIANTS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "plain": ({}, FUSED),
+    "rank-stabilised": ({"use_rslora": True}, FUSED),
+    "bias": ({"lora_bias": True}, COMPOSED),
+    "adapters in bf16": ({"autocast_adapter_dtype": False}, FUSED),
+    "fp16": ({"dtype": torch.float16}, FUSED),
+    "ranks by name": ({"rank_pattern": {"up_proj": 2, "v_proj": 3}, "alpha_pattern": {"q_proj": 1}}, FUSED),
+    "few layers": ({"target_modules": ["q_proj", "down_proj"]}, ["_LoRALinears", "_LoRAGLUMLP"]),
+    "modules_to_save": ({"modules_to_save": ["head"]}, FUSED),
+    "trained biases": ({"bias": "all"}, FUSED),
+    "DoRA": ({"use_dora": True}, []),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_of_lora_compute_what_stock_computes(variant, nodes):
+    options, expected = VARIANTS[variant]
+    stock = build(**options)
+    model = copy.deepcopy(stock)
+    report = tigon.patch(model)
+    assert_same_step(model, stock)
+    assert nodes == expected
+    if variant == "DoRA":
+        assert {entry.part for entry in report.left_alone} == {"adapters"}
+        assert all("something else than a linear layer" in entry.detail for entry in report.left_alone)
+    else:
+        assert not report.left_alone
+
+
+def test_dropout_is_the_same_in_evaluation_and_has_the_right_mean_in_training(nodes):
+    stock = build(lora_dropout=0.5)
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    assert_same_step(model.eval(), stock.eval())
+    nodes.clear()
+    model.train()
+    layer = model.get_submodule("base_model.model.layer.o_proj")
+    plain = stock.get_submodule("base_model.model.layer.o_proj")
+    x = torch.randn(1, 4, HIDDEN, generator=torch.Generator().manual_seed(1)).to(DEVICE, torch.bfloat16)
+    with torch.no_grad():
+        mean = torch.stack([layer(x).float() for _ in range(60)]).mean(0)
+        expected = plain(x).float()
+    assert nodes == ["_LoRALinears"] * 60
+    # The deviation of a mean of 60 draws is about an eighth of that of one draw.
+    adapter = (expected - plain.base_layer(x).float()).abs().mean()
+    assert (mean - expected).abs().mean() < 0.4 * adapter
+
+
+def _add(model: Any) -> None:
+    torch.manual_seed(7)
+    model.add_adapter("second", peft.LoraConfig(r=2, target_modules=NAMES, init_lora_weights=False))
+    model.to(DEVICE)
+
+
+STEPS: list[tuple[str, Callable[[Any], object], list[str]]] = [
+    ("disable", lambda model: model.base_model.disable_adapter_layers(), []),
+    ("enable", lambda model: model.base_model.enable_adapter_layers(), FUSED),
+    ("add", _add, FUSED),
+    ("set", lambda model: model.set_adapter("second"), FUSED),
+    ("both", lambda model: model.base_model.set_adapter(["default", "second"]), COMPOSED),
+    ("scale", lambda model: model.get_submodule("base_model.model.layer.q_proj").scale_layer(0.5), COMPOSED),
+    ("delete", lambda model: model.delete_adapter("second"), FUSED),
+    ("merge", lambda model: model.merge_adapter(), []),
+    ("unmerge", lambda model: model.unmerge_adapter(), FUSED),
+    ("cast", lambda model: model.to(torch.bfloat16), FUSED),
+]  # fmt: skip
+
+
+def test_changes_of_the_adapters_count_at_the_next_call(nodes):
+    stock = build()
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    for name, change, expected in STEPS:
+        for each in (model, stock):
+            change(each)
+        nodes.clear()
+        assert_same_step(model, stock)
+        assert nodes == expected, name
+    unloaded, plain = (each.merge_and_unload() for each in (model, stock))
+    nodes.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            unloaded(TOKENS.to(DEVICE)), plain(TOKENS.to(DEVICE)), rtol=2e-2, atol=2e-2
+        )  # fmt: skip
+    assert not nodes
+
+
+def test_a_mixed_batch_runs_stock(nodes):
+    stock = build()
+    _add(stock)
+    model = copy.deepcopy(stock)
+    tigon.patch(model, glu=False)
+    names = ["default", "__base__", "second"]
+    with torch.no_grad():
+        actual, expected = (
+            each.eval()(TOKENS.to(DEVICE), adapter_names=names) for each in (model, stock)
+        )  # fmt: skip
+    assert torch.equal(actual, expected)
+    assert not nodes
+
+
+def test_autocast_computes_in_its_dtype(nodes):
+    """Layers in the dtype of autocast take the ops, and layers in fp32 run as before."""
+    stock = build()
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        assert_same_step(model, stock)
+    assert nodes == FUSED
+    nodes.clear()
+    stock = build(torch.float32)
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16):
+        assert_same_step(model, stock)
+    assert not nodes
+
+
+def to_4bit(linear: nn.Linear) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, linear.bias is not None, compute_dtype=torch.bfloat16
+    )
+    layer.weight = bnb.nn.Params4bit(
+        linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=True, module=layer
+    )
+    layer.bias = linear.bias
+    return layer.to(DEVICE)
+
+
+def to_8bit(linear: nn.Linear) -> nn.Module:
+    bnb = pytest.importorskip("bitsandbytes")
+    layer = bnb.nn.Linear8bitLt(
+        linear.in_features, linear.out_features, linear.bias is not None, has_fp16_weights=False
+    )
+    layer.load_state_dict(linear.state_dict())
+    return layer.to(DEVICE)
+
+
+@pytest.mark.parametrize("convert", [to_4bit, to_8bit])
+def test_quantised_layers_get_their_adapters_from_an_op(convert, nodes):
+    stock, model = (build(convert=convert) for _ in range(2))
+    report = tigon.patch(model)
+    assert not report.left_alone
+    actual, expected = (step(each, TOKENS.to(DEVICE)) for each in (model, stock))
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert distance(actual[name], value) <= 0.05 * float(value.norm()), name
+    assert nodes == ["_AddAdapters"] * len(NAMES)
+    report.restore()
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+# --- transformers ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def llama() -> Callable[[], nn.Module]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=37, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=1, num_attention_heads=2
+    )
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return transformers.LlamaForCausalLM(config).to(DEVICE, torch.bfloat16)
+
+    return make
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    torch.manual_seed(1)
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=NAMES, init_lora_weights=False))
+
+
+@pytest.mark.parametrize("order", ["adapters first", "patch first"])
+@pytest.mark.parametrize("memory", ["default", "lean+mlp"])
+def test_a_language_model_runs_its_adapters_by_ops_in_either_order(llama, nodes, order, memory):
+    stock, model = with_lora(llama()), llama()
+    report = tigon.patch(model, memory=memory) if order == "patch first" else None
+    model = with_lora(model)
+    report = report or tigon.patch(model, memory=memory)
+    losses = {}
+    for name, each in {"stock": stock, "patched": model}.items():
+        nodes.clear()
+        loss = each(input_ids=TOKENS.to(DEVICE), labels=TOKENS.to(DEVICE)).loss
+        loss.backward()
+        losses[name] = loss.detach()
+        assert nodes == ([] if name == "stock" else FUSED)
+    torch.testing.assert_close(losses["patched"], losses["stock"], rtol=1e-2, atol=0.0)
+    for (name, p), q in zip(model.named_parameters(), stock.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            assert (p.grad - q.grad).norm() <= 0.05 * q.grad.norm(), name
+    assert sum(entry.count for entry in report.replaced if entry.part == "adapters") == len(NAMES)
+    report.restore()
+    assert not any(find_replacement(module) for module in model.modules())

@@ -1,0 +1,411 @@
+"""Layers with low-rank adapters of any class are recognised, and every call computes what their own code computes."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tigon
+from op_cases import DEVICE, assert_as_accurate_as_eager
+from tigon.ops.adapters import lora, lora_mlp
+from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
+from tigon.recognition.replacement import find_replacement
+
+INPUTS, OUTPUTS, RANK = 48, 64, 4
+
+
+class Adapted(nn.Module):
+    """A frozen linear layer and a dict of adapters, of which some are active."""
+
+    def __init__(self, base: nn.Module, dropout: float = 0.0, bias: bool = False) -> None:
+        super().__init__()
+        self.base, self.scaling, self.active = base, {"first": 2.0, "second": 0.5}, ["first"]
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.dropout = nn.Dropout(dropout)
+        self.a = nn.ModuleDict({name: nn.Linear(base.in_features, RANK, bias=False) for name in self.scaling})
+        self.b = nn.ModuleDict({name: nn.Linear(RANK, base.out_features, bias=bias) for name in self.scaling})
+        base.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x)
+        for name in self.active:
+            hidden = self.a[name](self.dropout(x.to(self.a[name].weight.dtype)))
+            result = result + self.b[name](hidden) * self.scaling[name]
+        return result.to(x.dtype)
+
+
+class OwnWeight(nn.Module):
+    """An adapter beside a weight of the module itself. The factor comes first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(OUTPUTS, INPUTS) * INPUTS**-0.5, requires_grad=False)
+        self.dropout, self.alpha = nn.Identity(), 16
+        self.a, self.b = nn.Linear(INPUTS, RANK, bias=False), nn.Linear(RANK, OUTPUTS, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight) + (self.alpha / RANK) * self.b(self.a(self.dropout(x)))
+
+
+def adapted(**options: Any) -> Adapted:
+    return Adapted(nn.Linear(INPUTS, OUTPUTS), **options)
+
+
+def moved(layer: nn.Module, base: torch.dtype = torch.bfloat16, other: torch.dtype = torch.float32) -> nn.Module:
+    """Return the layer with large weights in one dtype and adapters in another one."""
+    layer.to(DEVICE, other)
+    (layer.base if hasattr(layer, "base") else layer).to(base)
+    return layer
+
+
+def input_for(layer: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(2, 5, layer.a.in_features if isinstance(layer, OwnWeight) else layer.in_features,
+                       generator=generator).to(DEVICE, dtype)  # fmt: skip
+
+
+def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
+    """Return the output and the gradients of the input and of all parameters that train."""
+    leaves = [x.detach().clone().requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
+    torch.manual_seed(1)
+    y = layer(leaves[0])
+    return [y, *torch.autograd.grad(y, leaves, torch.ones_like(y), allow_unused=True)]
+
+
+def assert_same(layer: nn.Module, stock: nn.Module, x: Tensor) -> None:
+    """Assert that two layers agree up to rounding."""
+    for a, b in zip(results(layer, x), results(stock, x), strict=True):
+        assert (a is None) == (b is None)
+        if a is not None:
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.abs().max()))
+
+
+def assert_accurate(layer: nn.Module, stock: nn.Module, x: Tensor) -> None:
+    """Assert that a layer is as accurate as a stock layer, in its output and in the gradients that it computes."""
+    used = [f".{name}." for name in layer.active]
+    names = [n for n, p in layer.named_parameters() if n.startswith("base") or any(each in n for each in used)]
+    parameters = [layer.get_parameter(name) for name in names]
+    run = lambda module: lambda x, *values: torch.func.functional_call(module, dict(zip(names, values, strict=True)), x)
+    assert_as_accurate_as_eager(run(layer), run(stock), [x.requires_grad_(), *parameters])
+
+
+def spy_on(monkeypatch: pytest.MonkeyPatch, node: type) -> list[int]:
+    """Return a list that grows by one at each call of an autograd node."""
+    calls: list[int] = []
+    apply = node.apply
+    monkeypatch.setattr(node, "apply", staticmethod(lambda *args: (calls.append(1), apply(*args))[1]))
+    return calls
+
+
+# --- what is recognised ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    {"dict": adapted, "dropout": lambda: adapted(dropout=0.3), "bias": lambda: adapted(bias=True), "own": OwnWeight}
+    .values(),
+    ids=["dict", "dropout", "bias", "own weight"],
+)  # fmt: skip
+def test_layers_with_adapters_are_recognised(make):
+    layer = make()
+    before = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
+    assert isinstance(recognise_adapters(layer), AdapterRecipe)
+    assert all(torch.equal(a, b) for a, b in zip(layer.state_dict().values(), before[0].values(), strict=True))
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+class WithReLU(Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b["first"](torch.relu(self.a["first"](x)))
+
+
+class Residual(Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b["first"](self.a["first"](x)) + 1
+
+
+class Twice(Adapted):
+    """The input of the adapter is the output of the base layer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b["first"](self.a["first"](self.base(x)[..., :INPUTS]))
+
+
+class Keeps(Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x) + self.b["first"](self.a["first"](x))
+        self.last = result
+        return result
+
+
+class Catches(Adapted):
+    """It catches the exception of a run without values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            largest = float(x.max())
+        except Exception:
+            largest = 0.0
+        return self.base(x) + self.b["first"](self.a["first"](x)) * (1.0 + (largest > 1.0))
+
+
+class InPlace(Adapted):
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x) + self.b["first"](self.a["first"](x))
+        x *= 0
+        return result
+
+
+class OtherByType(Adapted):
+    """It computes something else for a tensor of another type than torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = 3.0 if type(x) is Tensor else 1.0
+        return self.base(x) + self.b["first"](self.a["first"](x)) * factor
+
+
+@pytest.mark.parametrize("cls", [WithReLU, Residual, Twice, Keeps, Catches, InPlace, OtherByType])
+def test_other_layers_are_left_alone_with_a_reason(cls):
+    layer = cls(nn.Linear(INPUTS, OUTPUTS))
+    reason = recognise_adapters(layer)
+    assert isinstance(reason, str)
+    assert "layer with low-rank adapters" in reason
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        report = tigon.patch(nn.Sequential(layer))
+    (entry,) = report.left_alone
+    assert entry.part == "adapters"
+    assert find_replacement(layer) is None
+
+
+@pytest.mark.parametrize("module", [nn.Linear(8, 8), nn.MultiheadAttention(8, 2), nn.Sequential(nn.Linear(8, 8))])
+def test_other_modules_are_no_layers_with_adapters(module):
+    assert recognise_adapters(module) is None
+
+
+def test_hooks_on_children_keep_the_forward():
+    layer = adapted()
+    layer.a["first"].register_forward_hook(lambda module, args, output: output * 2)
+    assert recognise_adapters(layer) == "has hooks on its children, or their call or forward was replaced"
+
+
+# --- what a patched layer computes -------------------------------------------------------------------
+
+
+@pytest.fixture(params=["bf16-fp32", "bf16", "fp16-fp32"])
+def dtypes(request) -> tuple[torch.dtype, torch.dtype]:
+    kinds = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
+    base, *other = request.param.split("-")
+    return kinds[base], kinds[other[0] if other else base]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("active", [["first"], ["second", "first"]], ids=["one", "two"])
+def test_an_op_computes_the_layer_as_accurately_as_its_own_code(dtypes, active, monkeypatch):
+    calls = spy_on(monkeypatch, lora._LoRALinears)
+    layer = moved(adapted(bias=True), *dtypes)
+    layer.active = active
+    stock = copy.deepcopy(layer)
+    tigon.patch(layer)
+    assert_accurate(layer, stock, input_for(layer, dtypes[0]))
+    assert calls
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "none are active": lambda layer: layer.active.clear(),
+    "another is active": lambda layer: setattr(layer, "active", ["second"]),
+    "two are active": lambda layer: layer.active.append("second"),
+    "scaling": lambda layer: layer.scaling.update(first=-0.25),
+    "adapters are cast": lambda layer: layer.a.to(torch.bfloat16) and layer.b.to(torch.bfloat16),
+    "another base": lambda layer: setattr(layer, "base", moved(nn.Linear(INPUTS, OUTPUTS))),
+    "another class of base": lambda layer: setattr(layer, "base", nn.Sequential(layer.base, nn.Tanh())),
+    "a hook of a child": lambda layer: layer.b["first"].register_forward_hook(lambda m, args, output: output * 3),
+    "a hook of the base": lambda layer: layer.base.register_forward_hook(lambda m, args, output: output * 3),
+    "a forward of a child": lambda layer: setattr(layer.a["first"], "forward", lambda x: x[..., :RANK].float() * 2),
+    "an activation": lambda layer: layer.b.update({"first": nn.Sequential(layer.b["first"], nn.Tanh())}),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_after_the_patch_counts_at_the_next_call(change):
+    torch.manual_seed(0)
+    layer = moved(adapted())
+    stock, x = copy.deepcopy(layer), input_for(layer)
+    tigon.patch(layer)
+    assert_same(layer, stock, x)
+    before = layer(x)
+    for each in (layer, stock):
+        torch.manual_seed(2)
+        CHANGES[change](each)
+    assert_same(layer, stock, x)
+    if change != "adapters are cast":
+        assert (layer(x) - before).abs().max() > 0.1 * before.abs().max()
+
+
+def test_global_hooks_see_the_calls_of_children(monkeypatch):
+    layer = moved(adapted())
+    tigon.patch(layer)
+    seen: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(lambda module, args, y: seen.append(type(module).__name__))
+    try:
+        layer(input_for(layer))
+    finally:
+        hook.remove()
+    assert seen.count("Linear") == 3
+
+
+def test_errors_are_those_of_the_layer():
+    layer = moved(adapted())
+    tigon.patch(layer)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        layer(torch.zeros(3, INPUTS + 1, device=DEVICE, dtype=torch.bfloat16))
+
+
+def test_restore_gives_the_forward_back():
+    layer = moved(Adapted(Quantised(INPUTS, OUTPUTS)))
+    before = dict(vars(layer)), dict(vars(layer.base))
+    report = tigon.patch(layer)
+    assert vars(layer) != before[0]
+    report.restore()
+    assert (vars(layer), vars(layer.base)) == before
+
+
+@pytest.mark.kernels
+def test_dropout_draws_one_mask_for_forward_and_backward():
+    """The gradient of A is that of the mask which the output shows, also in a checkpointed region."""
+    layer = moved(adapted(dropout=0.5))
+    tigon.patch(layer)
+    layer.base.weight.data.zero_()
+    layer.base.bias.data.zero_()
+    x = input_for(layer)
+
+    def run(checkpointed: bool) -> list[Tensor]:
+        leaves = [x.detach().clone().requires_grad_(), layer.a["first"].weight]
+        torch.manual_seed(4)
+        call = lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+        y = call(leaves[0])
+        return [y, *torch.autograd.grad(y.float().square().sum(), leaves)]
+
+    plain, repeated = run(False), run(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, repeated, strict=True))
+    y, dx, _ = plain
+    # The layer is linear in x, so x . dx of y^2 is 2 y^2, for this mask only.
+    torch.testing.assert_close((x.float() * dx.float()).sum(), 2 * y.float().square().sum(), rtol=2e-2, atol=0.0)
+
+
+# --- layers whose product only their own code computes -------------------------------------------------
+
+
+class Quantised(nn.Module):
+    """A layer with weights of 8 bits and a factor, frozen."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.register_buffer("codes", torch.randint(-127, 127, (outputs, inputs), dtype=torch.int8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.codes.to(x.dtype) * (x.new_tensor(0.01) / 127 * 12)
+        return x @ weight.t()
+
+
+@pytest.mark.kernels
+def test_adapters_are_added_to_the_output_of_a_quantised_layer(monkeypatch):
+    calls = spy_on(monkeypatch, lora._AddAdapters)
+    torch.manual_seed(0)
+    layer = moved(Adapted(Quantised(INPUTS, OUTPUTS), bias=True))
+    stock = copy.deepcopy(layer)
+    report = tigon.patch(layer)
+    assert [entry.part for entry in report.replaced] == ["adapters"]
+    assert_accurate(layer, stock, input_for(layer))
+    assert calls
+
+
+# --- several layers in one node ------------------------------------------------------------------------
+
+
+class MLP(nn.Module):
+    def __init__(self, hidden: int = 32, inner: int = 48) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Heads(nn.Module):
+    """Three projections of one input, as in an attention."""
+
+    def __init__(self, hidden: int = 32) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(hidden, size, bias=False) for size in (32, 16, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_proj(x)
+        k = self.k_proj(x)
+        v = self.v_proj(x)
+        return torch.cat((q, k, v), -1)
+
+
+def with_adapters(module: nn.Module, names: tuple[str, ...], **options: Any) -> nn.Module:
+    """Return a module in bf16 on the device, whose children of these names have fp32 adapters."""
+    module.requires_grad_(False).to(DEVICE, torch.bfloat16)
+    for name in names:
+        setattr(module, name, moved(Adapted(getattr(module, name), **options)))
+    return module
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("memory", ["default", "lean", "lean+mlp"])
+@pytest.mark.parametrize("names", [("gate_proj", "up_proj", "down_proj"), ("up_proj",)], ids=["all", "up"])
+def test_a_gated_mlp_with_adapters_is_one_node(names, memory, monkeypatch):
+    calls = spy_on(monkeypatch, lora_mlp._LoRAGLUMLP)
+    torch.manual_seed(0)
+    stock = nn.Sequential(with_adapters(MLP(), names))
+    model = copy.deepcopy(stock)
+    tigon.patch(model, memory=memory)
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    assert_same(model, stock, x)
+    assert calls == [1]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("names", "options"), [
+    (("q_proj", "k_proj", "v_proj"), {}), (("q_proj", "v_proj"), {}), (("q_proj", "k_proj"), {"bias": True}),
+])  # fmt: skip
+def test_projections_of_one_input_are_one_node(names, options, monkeypatch):
+    calls = spy_on(monkeypatch, lora._LoRALinears)
+    torch.manual_seed(0)
+    stock = with_adapters(Heads(), names, **options)
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    assert_same(model, stock, x)
+    assert calls == [1]
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("part", ["glu", "fused_statements"])
+def test_hooks_on_adapted_projections_run(part):
+    """A hook of a layer with adapters sees its output, so the layer is called."""
+    module = MLP() if part == "glu" else Heads()
+    name = "up_proj" if part == "glu" else "k_proj"
+    model = with_adapters(module, tuple(module._modules))
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    tigon.patch(model)
+    expected = getattr(model, name)(x)
+    seen: list[Tensor] = []
+    getattr(model, name).register_forward_hook(lambda layer, args, output: seen.append(output))
+    model(x)
+    assert len(seen) == 1
+    torch.testing.assert_close(seen[0], expected)
+
+
+@pytest.mark.parametrize(("adapters", "glu"), [(True, False), (False, True), (True, True)])
+def test_parts_are_independent(adapters, glu):
+    report = tigon.patch(with_adapters(MLP(), ("up_proj",)), adapters=adapters, glu=glu)
+    expected = ({"adapters"} if adapters else set()) | ({"glu"} if glu else set())
+    assert {entry.part for entry in report.replaced} == expected
