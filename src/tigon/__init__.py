@@ -20,9 +20,10 @@ from tigon.memory.lean import lean
 from tigon.ops.adapters.lora import lora_linear
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
-from tigon.ops.logits.cross_entropy import CrossEntropyLoss, LossOutput, cross_entropy
+from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
 from tigon.ops.logits.jsd import JSDLoss, jsd
 from tigon.ops.logits.kl_div import KLDivLoss, kl_div
+from tigon.ops.logits.loss_arguments import LossOutput
 from tigon.ops.logits.softmax import Softmax, softmax
 from tigon.ops.logits.tvd import TVDLoss, tvd
 from tigon.ops.logits.valid_rows import ValidRows

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 import tigon
 from memory.steps import assert_same_bits, block, run
 from memory.test_ops import ALIVE, CASES
-from tigon.memory import offload
+from tigon.memory.offload import OffloadConfig
+from tigon.runtime.tuning import tuned
 
 transformers = pytest.importorskip("transformers")
 
@@ -75,15 +76,14 @@ def deterministic():
 
 @pytest.mark.parametrize("level", ["lean", "lean+mlp", "checkpoint", "offload"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2"])
-def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic, monkeypatch):
-    monkeypatch.setattr(offload, "WINDOW", 2**20)
-    monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
+def test_every_level_has_the_bits_of_the_default_level(model_type, level, deterministic):
     results = []
-    for memory in (level, "default"):
-        model, batch = make_model(memory, model_type), make_batch()
-        take_step(model, batch)
-        results.append(take_step(model, batch)[0])
-        del model
+    with tuned(OffloadConfig, window=2**20, window_tensors=1):
+        for memory in (level, "default"):
+            model, batch = make_model(memory, model_type), make_batch()
+            take_step(model, batch)
+            results.append(take_step(model, batch)[0])
+            del model
     assert_same_bits(*results)
 
 
@@ -120,10 +120,10 @@ def test_lean_mlp_saves_neither_gate_nor_up():
 
 
 @pytest.fixture
-def small_window(monkeypatch):
+def small_window():
     """Use a window of one or two tensors. The window of a large model would hold all tensors of these tests."""
-    monkeypatch.setattr(offload, "WINDOW", 2**22)
-    monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
+    with tuned(OffloadConfig, window=2**22, window_tensors=1):
+        yield
 
 
 def test_offload_moves_the_saved_tensors_to_the_host(small_window):

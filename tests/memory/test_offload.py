@@ -3,6 +3,7 @@
 import gc
 import itertools
 import threading
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import tigon
 from memory.steps import Step, assert_same_bits
 from tigon.memory import offload
-from tigon.memory.offload import Offloader, _Segment
+from tigon.memory.offload import OffloadConfig, Offloader, _Segment
+from tigon.runtime.tuning import tuned
 
 # Bytes of an activation.
 SIZE = 4 * 64 * 16
@@ -28,12 +30,9 @@ class Record:
 
 
 @pytest.fixture
-def record(monkeypatch) -> Record:
+def record(monkeypatch) -> Iterator[Record]:
     """Copy every tensor of 1 KiB or more after one further activation, and free it after another one."""
     monkeypatch.setattr(offload, "can_offload", lambda device: True)
-    monkeypatch.setattr(offload, "SMALLEST", 1024)
-    monkeypatch.setattr(offload, "WINDOW", 2 * SIZE)
-    monkeypatch.setattr(offload, "WINDOW_TENSORS", 1)
     record, copy, init, prefetch = Record(), offload._copy, Offloader.__init__, Offloader.prefetch_before
 
     def counted(source, direction, *rest):
@@ -48,7 +47,8 @@ def record(monkeypatch) -> Record:
     monkeypatch.setattr(offload, "_copy", counted)
     monkeypatch.setattr(Offloader, "prefetch_before", watched)
     monkeypatch.setattr(Offloader, "__init__", lambda self: (init(self), record.offloaders.append(self))[0])
-    return record
+    with tuned(OffloadConfig, smallest=1024, window=2 * SIZE, window_tensors=1):
+        yield record
 
 
 def chain(step: Step, layers: int = 6) -> Tensor:
@@ -91,9 +91,9 @@ def test_all_tensors_but_the_last_are_offloaded(record):
     assert_all_is_freed(record)
 
 
-def test_a_window_is_prefetched(record, monkeypatch):
-    monkeypatch.setattr(offload, "WINDOW", 4 * SIZE)
-    step, actual = run(True)
+def test_a_window_is_prefetched(record):
+    with tuned(OffloadConfig, window=4 * SIZE):
+        step, actual = run(True)
     assert_same_bits(actual, run(False)[1])
     assert step.alive_after_forward == {"x4", "y4", "x5", "y5"}
     assert record.max_prefetched_bytes == 4 * SIZE
@@ -218,14 +218,15 @@ def test_a_tensor_may_be_written_after_its_copy(record):
     assert torch.equal(x.grad, 2 * x.detach() + 2 * (x.detach() + 1))
 
 
-def test_a_tensor_that_is_far_larger_stays_on_the_device(record, monkeypatch):
+def test_a_tensor_that_is_far_larger_stays_on_the_device(record):
     """The gradient of a head may be such a tensor. It does not widen the window."""
-    monkeypatch.setattr(offload, "WINDOW_TENSORS", 2)
 
     def forward(step: Step) -> Tensor:
         return (step.leaf(6400, 16) * 1.0).square().sum() + chain(step)
 
-    assert_same_bits(run(True, forward)[1], run(False, forward)[1])
+    with tuned(OffloadConfig, window_tensors=2):
+        actual = run(True, forward)[1]
+    assert_same_bits(actual, run(False, forward)[1])
     assert record.offloaders[0].window == 2 * SIZE
     assert record.copies_out == 11
 
@@ -319,8 +320,8 @@ def test_a_new_tensor_at_an_old_address_has_its_own_copy(record):
 def test_on_a_cpu_nothing_is_offloaded(monkeypatch):
     copies = []
     monkeypatch.setattr(offload, "_copy", lambda *args: copies.append(args))
-    monkeypatch.setattr(offload, "SMALLEST", 0)
-    assert_same_bits(run(True)[1], run(False)[1])
+    with tuned(OffloadConfig, smallest=0):
+        assert_same_bits(run(True)[1], run(False)[1])
     assert not copies
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from tigon.ops.head.chunks import CountConfig
+from tigon.ops.head.computed_rows import CountConfig
 from tigon.runtime.tuning import tuned
 
 

@@ -10,6 +10,7 @@ from op_cases import INTERPRETED
 from tigon.ops.logits import softmax
 from tigon.ops.mlps import glu
 from tigon.ops.norms import kernels as norm
+from tigon.ops.rotary import rope
 from tigon.runtime import launch
 
 pytestmark = pytest.mark.no_interpreter("The interpreter compiles no variants.")
@@ -80,6 +81,32 @@ def test_key_depends_on_which_tensors_are_none():
         arguments = (BASE, None, BASE, *absent)
         keys.add((*map(type, arguments), launch._key_function(norm._forward_kernel, arguments)(*arguments)))
     assert len(keys) == 8
+
+
+# --- arguments by name ----------------------------------------------------------------------------
+
+
+def test_arguments_by_name_are_in_the_order_of_the_parameters():
+    arguments = {"N": 6, "M": 5, "stride_y": 4, "stride_x": 3, "y_ptr": "y", "x_ptr": "x"}
+    assert launch.in_order(softmax._forward_kernel)(**arguments) == ("x", "y", 3, 4, 5, 6)
+
+
+def test_strides_of_a_tensor_are_one_argument():
+    names = ("q", "k", "q_out", "k_out", "cos")
+    tensors = {f"{name}_ptr": name for name in ("q", "k", "cos", "sin", "q_out", "k_out")}
+    strides = {
+        f"strides_{name}": tuple(f"{name}_{axis}" for axis in ("abs" if name == "cos" else "bhs")) for name in names
+    }
+    arguments = launch.in_order(rope._rope_kernel)(**tensors, **strides, S=7)
+    expected = [name.removesuffix("_ptr").removeprefix("stride_") for name in rope._rope_kernel.arg_names]
+    assert list(arguments) == [*expected[: len(arguments) - 1], 7]
+
+
+@pytest.mark.parametrize("wrong", [{"N": 6, "blocks": 1}, {}], ids=["an unknown argument", "a missing argument"])
+def test_arguments_that_the_kernel_does_not_have_are_refused(wrong):
+    arguments = {"M": 5, "stride_y": 4, "stride_x": 3, "y_ptr": "y", "x_ptr": "x"}
+    with pytest.raises(TypeError, match="blocks|'N'"):
+        launch.in_order(softmax._forward_kernel)(**arguments, **wrong)
 
 
 # --- what changes with the batch -----------------------------------------------------------------

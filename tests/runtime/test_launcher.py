@@ -33,7 +33,7 @@ class Results(NamedTuple):
     statistics: Statistics
 
 
-def _fake_scaled(x: Tensor, options: Options, weight: Tensor | None) -> Results:
+def _fake_scaled(options: Options, x: Tensor) -> Results:
     assert isinstance(options, Options)
     assert isinstance(options.range, Range)
     return Results(torch.empty_like(x), Statistics(x.new_empty(()), x.new_empty(()) if options.name else None))
@@ -52,7 +52,8 @@ def launcher_test_scaled(x: Tensor, options: Options, weight: Tensor | None) -> 
     return Results(y, Statistics(y.sum(), y.max() if options.name else None))
 
 
-@launcher(fake=lambda x, ends: (torch.empty_like(x), None))
+# A fake function has only the parameters that it needs.
+@launcher(fake=lambda x: (torch.empty_like(x), None))
 def launcher_test_pair(x: Tensor, ends: Range) -> tuple[Tensor, Tensor]:
     return x.clamp(ends.low, ends.high), None
 

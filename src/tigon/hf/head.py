@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
 from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, loss_arguments, settings_check
 from tigon.hf.transformers_private import loss_slot, loss_type
-from tigon.ops.head.chunks import find_rows
+from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward

@@ -21,24 +21,42 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from tigon.runtime.device import simulation_of
+from tigon.runtime.device import Device, device_of, simulation_of
 from tigon.runtime.torch_private.autograd import AccumulateGrad, CastBackward, StorageWeakRef, backward_id, storage_id
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["Offloader"]
+__all__ = ["OffloadConfig", "OffloadProblem", "Offloader"]
 
-# Tensors of fewer bytes stay on the device.
-SMALLEST = 2**20
-# In bytes: a layer of Llama-3-8B saves 0.3 GiB for 8192 tokens.
-WINDOW = 2**29
-# The window holds at least this many tensors of the second largest size, because an attention unpacks them together.
-WINDOW_TENSORS = 4
 # In bytes: the allocator of the device aligns its blocks to this number.
 ALIGNMENT = 512
+
+
+class OffloadProblem(NamedTuple):
+    """The properties that the parameters of an offloader depend on: none, because one window serves all models."""
+
+
+@dataclass(frozen=True)
+class OffloadConfig(LaunchConfig):
+    """Parameters that say which saved tensors move to the host, and when."""
+
+    # Tensors of fewer bytes stay on the device.
+    smallest: int
+    # The window in bytes.
+    window: int
+    # The window holds at least this many tensors of the second largest size, because an attention unpacks them
+    # together.
+    window_tensors: int
+
+    @staticmethod
+    def heuristic(problem: OffloadProblem, device: Device) -> "OffloadConfig":
+        # A layer of Llama-3-8B saves 0.3 GiB for 8192 tokens.
+        return OffloadConfig(smallest=2**20, window=2**29, window_tensors=4)
 
 
 def can_offload(device: torch.device) -> bool:
@@ -249,7 +267,7 @@ class Offloader:
         # The compute streams of each device.
         self.streams: dict[torch.device, set] = {}
         # Both are bytes; `largest` holds the two largest sizes.
-        self.window, self.largest = WINDOW, [0, 0]
+        self.window, self.largest = 0, [0, 0]
         # Bytes that were copied back and that no node has unpacked yet.
         self.prefetched_bytes = 0
         self.lock = threading.RLock()
@@ -259,7 +277,8 @@ class Offloader:
         if not can_offload(t.device) or t.numel() == 0 or t.dtype.is_complex or t.is_neg() or _is_weight(t):
             return None
         storage, (start, end) = t.untyped_storage(), _byte_range(t)
-        if end - start < SMALLEST:
+        config = OffloadConfig.choose(OffloadProblem(), device_of(t))
+        if end - start < config.smallest:
             return None
         with torch.no_grad(), self.lock:
             address, version = storage_id(storage), t._version
@@ -270,7 +289,7 @@ class Offloader:
             # A tensor that is far larger than all others stays. One example is the gradient of the head: the loss
             # saves it, and its backward runs first.
             self.largest = sorted((*self.largest, end - start))[1:]
-            self.window = max(self.window, WINDOW_TENSORS * self.largest[0])
+            self.window = max(self.window, config.window, config.window_tensors * self.largest[0])
             if end - start > self.window:
                 return None
             if (stream := _stream(t.device)) is not None:

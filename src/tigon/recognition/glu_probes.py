@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tigon.recognition.code_facts import has_conditions, largest_number, may_see_sizes
+from tigon.recognition.code_facts import has_conditions, largest_number
 from tigon.recognition.glu_recipe import GLURecipe
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
     agrees_in_circumstances,
     agrees_in_product,
-    explain_reads_of_input,
+    explain_limits,
     runs_without_contiguity,
 )
 from tigon.recognition.standin import (
@@ -37,7 +37,6 @@ from tigon.recognition.standin import (
     stand_in,
     unusual_values,
 )
-from tigon.recognition.symbolic import find_size_use
 from tigon.runtime.state.places import Reach, is_simple
 
 __all__ = ["DIFFERENT", "GLUSubject", "Wiring", "confirm", "select_by_dims", "select_by_values", "wirings"]
@@ -222,7 +221,6 @@ def confirm(recipe: GLURecipe, subject: GLUSubject, reach: Reach) -> GLURecipe |
     if sorted(order) != sorted(subject.projections) or order[-1] != recipe.down:
         return "its forward does not call each of its linear layers once"
     recipe = replace(recipe, up_first=recipe.up is not None and order[0] == recipe.up)
-    conditional = has_conditions(reach)
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
     pairs = [(dtype, dtype) for dtype in DTYPES]
     if not (
@@ -230,12 +228,10 @@ def confirm(recipe: GLURecipe, subject: GLUSubject, reach: Reach) -> GLURecipe |
         and _agrees_on_weights(recipe, subject)
         and _agrees_on_mixed_dtypes(recipe, subject)
         and _agrees_beyond(recipe, subject, largest_number(reach))
-        and (not conditional or agrees_in_product(recipe, subject, subject.inputs, pairs))
+        and (not has_conditions(reach) or agrees_in_product(recipe, subject, subject.inputs, pairs))
     ):
         return DIFFERENT
-    if reason := explain_reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
-        return reason
-    if may_see_sizes(reach, subject.module) and (reason := _size_use(recipe, subject, conditional)):
+    if reason := explain_limits(recipe, subject, subject.inputs, subject.module, reach, pairs, recipe.dims):
         return reason
     return replace(recipe, contiguous=not accepts_strides)
 
@@ -274,16 +270,3 @@ def _agrees_beyond(recipe: GLURecipe, subject: GLUSubject, number: int) -> bool:
         if agrees(recipe, wide, wide.inputs(FP32, 2, 2)) is False:
             return False
     return True
-
-
-def _size_use(recipe: GLURecipe, subject: GLUSubject, conditional: bool) -> str | None:
-    """Return why the module may compute something else for other batch sizes, or None."""
-    modes, dtypes = (True, False) if conditional else (True,), DTYPES if conditional else DTYPES[:1]
-    dims = sorted(recipe.dims - {1}) if conditional else (3,)
-    for training, dtype, dim in itertools.product(modes, dtypes, dims):
-        twin = subject(dtype, training)
-        reference = functools.partial(recipe, twin, reference=True)
-        inputs = tuple(subject.inputs(dtype, *[2] * (dim - 1)))
-        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, inputs):
-            return reason
-    return None

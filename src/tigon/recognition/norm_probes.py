@@ -15,14 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.norms.rms_norm import Rounding
-from tigon.recognition.code_facts import has_conditions, may_see_sizes
+from tigon.recognition.code_facts import has_conditions
 from tigon.recognition.norm_recipes import LAYER_NORM_FORMULAS, LayerNormRecipe, NormRecipe, RMSNormRecipe, Scope
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
     agrees_in_circumstances,
     agrees_in_product,
-    explain_reads_of_input,
+    explain_limits,
     runs_without_contiguity,
 )
 from tigon.recognition.standin import (
@@ -37,7 +37,6 @@ from tigon.recognition.standin import (
     stand_in,
     unusual_values,
 )
-from tigon.recognition.symbolic import find_size_use
 from tigon.recognition.trials import not_recording
 from tigon.runtime.state.places import Reach
 
@@ -192,18 +191,13 @@ def confirm(recipe: NormRecipe, subject: NormSubject, dims: frozenset[int], reac
     Return the candidate with its scope, a reason to keep the forward, or None if the candidate differs.
     """
     pairs, module = _agreeing_pairs(recipe, subject), subject.module
-    conditional = has_conditions(reach)
     if not (agrees_in_circumstances(recipe, subject, subject.inputs) and _agrees_on_weights(recipe, subject)):
         return None
-    if conditional and not agrees_in_product(recipe, subject, subject.inputs, pairs):
+    if has_conditions(reach) and not agrees_in_product(recipe, subject, subject.inputs, pairs):
         return None
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
-    if reason := explain_reads_of_input(subject(), subject.inputs(FP32, 2, 4)):
+    if reason := explain_limits(recipe, subject, subject.inputs, module, reach, pairs, dims):
         return reason
-    if may_see_sizes(reach, module):
-        reason = _size_use(recipe, subject, pairs if conditional else [(FP32, FP32)], dims, conditional)
-        if reason is not None:
-            return reason
     weight_dtypes = {x: tuple(w for dtype, w in pairs if dtype == x) for x in DTYPES}
     if not recipe.weight:
         weight_dtypes = dict.fromkeys(DTYPES, (None,))
@@ -236,20 +230,6 @@ def _agrees_on_weights(recipe: NormRecipe, subject: NormSubject) -> bool:
         if any(agrees(recipe, make, x) is False for make in makes):
             return False
     return True
-
-
-def _size_use(
-    recipe: NormRecipe, subject: NormSubject, pairs: Sequence[Pair], dims: frozenset[int], conditional: bool
-) -> str | None:
-    """Return why the module may compute something else for other batch sizes, or None."""
-    modes, numbers = (True, False) if conditional else (True,), sorted(dims - {1}) if conditional else (3,)
-    for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, numbers):
-        twin = subject(weight_dtype, training)
-        reference = functools.partial(recipe, twin, reference=True)
-        inputs = tuple(subject.inputs(dtype, *[2] * (dim - 1)))
-        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, inputs):
-            return reason
-    return None
 
 
 def _uses_eps_unchanged(recipe: NormRecipe, subject: NormSubject) -> bool:

@@ -8,21 +8,24 @@ candidate. `inputs(dtype, *shape)` returns the inputs with these leading dimensi
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tigon.recognition.code_facts import has_conditions, may_see_sizes
 from tigon.recognition.standin import BF16, FP16, FP32, describe, normal, same_values
+from tigon.recognition.symbolic import find_size_use
 from tigon.recognition.trials import record
+from tigon.runtime.state.places import Reach
 
 __all__ = [
     "DTYPES",
     "agrees",
     "agrees_in_circumstances",
     "agrees_in_product",
-    "explain_reads_of_input",
+    "explain_limits",
     "runs_without_contiguity",
 ]
 
@@ -206,7 +209,38 @@ def runs_without_contiguity(candidate: Callable, subject: Subject, inputs: Probe
         return False
 
 
-def explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
+def explain_limits(
+    candidate: Callable,
+    subject: Subject,
+    inputs: ProbeInputs,
+    module: nn.Module,
+    reach: Reach,
+    pairs: Sequence[tuple[torch.dtype, torch.dtype | None]] | None = None,
+    dims: Iterable[int] = (),
+) -> str | None:
+    """Return why a forward may compute something else for other tensors or other batch sizes, or None.
+
+    `reach` is the code that the forward of `module` may run. Symbolic sizes run in training mode, in fp32, with three
+    dimensions. With `pairs` of dtypes and numbers of dimensions, `dims`, code that has conditions runs in each
+    combination of these, in both modes.
+    """
+    if reason := _explain_reads_of_input(subject(), inputs(FP32, 2, 4)):
+        return reason
+    if not may_see_sizes(reach, module):
+        return None
+    modes: tuple[bool, ...] = True, False
+    if pairs is None or not has_conditions(reach):
+        modes, pairs, dims = (True,), ((FP32, FP32),), (3,)
+    for training, (dtype, weight_dtype), dim in itertools.product(modes, pairs, sorted(set(dims) - {1})):
+        twin = subject(weight_dtype, training)
+        reference = functools.partial(candidate, twin, reference=True)
+        tensors = tuple(inputs(dtype, *[2] * (dim - 1)))
+        if reason := find_size_use(functools.partial(type(twin).forward, twin), reference, tensors):
+            return reason
+    return None
+
+
+def _explain_reads_of_input(twin: nn.Module, inputs: Sequence[Tensor]) -> str | None:
     """Return a reason if a forward looks for an attribute of its input that plain tensors do not have, or None."""
     names: list[str] = []
 

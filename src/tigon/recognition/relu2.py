@@ -1,6 +1,5 @@
 """Recognise squared ReLUs: modules that compute relu(x)^2 for any input, such as an activation of an MLP."""
 
-import functools
 import itertools
 import logging
 from dataclasses import dataclass, field, replace
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.mlps.relu2 import relu2, relu2_reference
-from tigon.recognition.code_facts import largest_number, may_see_sizes
+from tigon.recognition.code_facts import largest_number
 from tigon.recognition.glu_recipe import is_plain_input
 from tigon.recognition.probes import (
     DTYPES,
     agrees_in_circumstances,
     agrees_in_product,
-    explain_reads_of_input,
+    explain_limits,
     runs_without_contiguity,
 )
 from tigon.recognition.standin import (
@@ -35,7 +34,6 @@ from tigon.recognition.standin import (
     unusual_values,
     without_parameters,
 )
-from tigon.recognition.symbolic import find_size_use
 from tigon.recognition.trials import current_trials, explain_none, recording
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
@@ -119,10 +117,6 @@ def _confirm(module: nn.Module, reach: Reach) -> ReLU2Recipe | str:
     accepts_strides = runs_without_contiguity(recipe, subject, inputs)
     if not agrees_in_circumstances(recipe, subject, inputs) or not agrees_in_product(recipe, subject, inputs, pairs):
         return DIFFERENT
-    if reason := explain_reads_of_input(subject(), inputs(FP32, 2, 4)):
+    if reason := explain_limits(recipe, subject, inputs, module, reach):
         return reason
-    if may_see_sizes(reach, module):
-        run, reference = (functools.partial(f, subject()) for f in (type(module).forward, recipe))
-        if reason := find_size_use(run, functools.partial(reference, reference=True), tuple(inputs(FP32, 2, 2))):
-            return reason
     return replace(recipe, contiguous=not accepts_strides)

@@ -6,7 +6,8 @@ import torch.nn.functional as F
 
 import tigon
 from op_cases import DEVICE, INTERPRETED, assert_as_accurate_as_eager, one_in, outputs_and_gradients
-from tigon.ops.head.chunks import ChunkConfig, ChunkProblem, CountConfig, CountProblem
+from tigon.ops.head.chunks import ChunkConfig, ChunkProblem
+from tigon.ops.head.computed_rows import CountConfig, CountProblem
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.head.weight_gradient import WeightGradientConfig
 from tigon.runtime.device import EMULATED

@@ -23,7 +23,7 @@ from tigon.tools.inspect.build import build  # noqa: E402
 from tigon.tools.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
 from tigon.tools.plan.ledger import Ledger, Work  # noqa: E402
 from tigon.tools.plan.plan_table import print_plan  # noqa: E402
-from tigon.tools.plan.planner import LevelPlan, NotPlanned, TooLong, _largest, plan, recommend  # noqa: E402
+from tigon.tools.plan.planner import LevelPlan, NotPlanned, PlanSettings, TooLong, _largest, plan, recommend  # noqa: E402
 from tigon.tools.plan.positions import find_position_table  # noqa: E402
 from tigon.tools.plan.step import Step, count_step  # noqa: E402
 from tigon.tools.presets import PRESETS, preset_config  # noqa: E402

@@ -64,17 +64,10 @@ class Projection(NamedTuple):
 
 
 def lora_linear_reference(
-    x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scaling: float = 1.0,
-    *,
-    bias: Tensor | None = None,
-    lora_bias: Tensor | None = None,
-    dropout: float = 0.0,
-) -> Tensor:
-    """Return what `lora_linear` does, in eager operations: those of PEFT."""
+    x: Tensor, weight: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0, *,
+    bias: Tensor | None = None, lora_bias: Tensor | None = None, dropout: float = 0.0,
+) -> Tensor:  # fmt: skip
+    """Compute `lora_linear` in eager torch, by the operations of PEFT."""
     return eager_output(x, Projection(weight, bias, (Adapter(a, b, scaling, lora_bias, dropout),)))
 
 

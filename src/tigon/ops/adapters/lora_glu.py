@@ -25,10 +25,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import TERMS, empty_hidden, join, rank_block, split_evenly
+from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, join, rank_block
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import launch, on_device
+from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["LoRAGLUConfig", "lora_glu_backward", "lora_glu_forward"]
@@ -46,14 +46,8 @@ class LoRAGLUProblem(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LoRAGLUConfig(LaunchConfig):
+class LoRAGLUConfig(PartTiles, LaunchConfig):
     """Launch parameters: tiles of `block_t` tokens and `block_n` features."""
-
-    block_t: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_multiprocessor: int
 
     @staticmethod
     def heuristic(problem: LoRAGLUProblem, device: Device) -> "LoRAGLUConfig":
@@ -298,13 +292,19 @@ def lora_glu_forward(
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), False), device)
     blocks = cdiv(t, config.block_t)
-    part, parts = split_evenly(i, config.block_n, blocks, device.multiprocessors * config.programs_per_multiprocessor)
+    part, parts = config.divide(i, config.block_n, blocks, device)
     a, down_r = torch.empty_like(gate), adapters.ranks[2]
     h = gate.new_empty((parts, t, down_r), dtype=torch.float32) if down_r else None
+    stride_h, stride_term = adapters.strides()
     launch(
-        _lora_glu_forward_kernel, blocks * parts, gate, up, a, adapters.gate_h, adapters.up_h, adapters.gate_b,
-        adapters.up_b, adapters.down_a, h, t, i, part, parts, *adapters.strides(), adapters.gate_scaling,
-        adapters.up_scaling, **_constants(gate, adapters, kind, config),
+        _lora_glu_forward_kernel, blocks * parts,
+        *in_order(_lora_glu_forward_kernel)(
+            gate_ptr=gate, up_ptr=up, a_ptr=a, gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h,
+            gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b, down_a_ptr=adapters.down_a, down_h_ptr=h,
+            T=t, N=i, part=part, parts=parts, stride_h=stride_h, stride_term=stride_term,
+            gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
+        ),
+        **_constants(gate, adapters, kind, config),
     )  # fmt: skip
     if h is None:
         return a, None
@@ -335,16 +335,24 @@ def lora_glu_backward(
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), True), device)
     blocks = cdiv(i, config.block_n)
-    part, parts = split_evenly(t, config.block_t, blocks, device.multiprocessors * config.programs_per_multiprocessor)
+    part, parts = config.divide(t, config.block_t, blocks, device)
     gate_r, up_r, down_r = adapters.ranks
     shapes = (parts, i, gate_r), (parts, i, up_r), (parts, down_r, i)
-    sums = [
+    gate_db, up_db, down_da = sums = [
         gate.new_empty(shape, dtype=torch.float32) if need else None for shape, need in zip(shapes, needs, strict=True)
     ]  # fmt: skip
-    dh_strides = (0, 0) if down_dh is None else (down_dh.stride(1), down_dh.stride(0))
+    stride_h, stride_term = adapters.strides()
+    stride_dh, stride_dh_term = (0, 0) if down_dh is None else (down_dh.stride(1), down_dh.stride(0))
     launch(
-        _lora_glu_backward_kernel, blocks * parts, da, gate, up, dgate, dup, adapters.gate_h, adapters.up_h,
-        adapters.gate_b, adapters.up_b, down_dh, adapters.down_a, *sums, t, i, part, parts, *adapters.strides(),
-        *dh_strides, adapters.gate_scaling, adapters.up_scaling, **_constants(gate, adapters, kind, config),
+        _lora_glu_backward_kernel, blocks * parts,
+        *in_order(_lora_glu_backward_kernel)(
+            da_ptr=da, gate_ptr=gate, up_ptr=up, dgate_ptr=dgate, dup_ptr=dup,
+            gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h, gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b,
+            down_dh_ptr=down_dh, down_a_ptr=adapters.down_a, gate_db_ptr=gate_db, up_db_ptr=up_db, down_da_ptr=down_da,
+            T=t, N=i, part=part, parts=parts, stride_h=stride_h, stride_term=stride_term,
+            stride_dh=stride_dh, stride_dh_term=stride_dh_term,
+            gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
+        ),
+        **_constants(gate, adapters, kind, config),
     )  # fmt: skip
     return GLUGradients(*(None if x is None else x[0] if parts == 1 else x.sum(0) for x in sums))

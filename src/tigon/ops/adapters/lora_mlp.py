@@ -20,8 +20,6 @@ from torch import Tensor
 from tigon.memory.lean import (
     call_mlp_region,
     in_checkpoint,
-    is_checkpoint_recomputation,
-    is_saved_only_by_this_op,
     recomputes_mlp,
 )
 from tigon.ops.adapters.lora import (
@@ -42,8 +40,15 @@ from tigon.ops.adapters.lora import (
 )
 from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
 from tigon.ops.adapters.low_rank import empty_hidden, project, split_terms, token_sums
-from tigon.ops.mlps.glu_mlp import GATES, multiply_gates, save_early, unpack_early
-from tigon.runtime.autograd import first_order, may_overwrite_saved, without_autocast
+from tigon.ops.mlps.glu_mlp import (
+    GATES,
+    check_version,
+    gradient_buffers,
+    multiply_gates,
+    save_gated,
+    unpack_gated,
+)
+from tigon.runtime.autograd import first_order, without_autocast
 from tigon.runtime.products import multiply
 
 __all__ = ["lora_glu_mlp", "runs_as_one_node"]
@@ -79,17 +84,9 @@ class _LoRAGLUMLP(torch.autograd.Function):
         h = compute_hidden(rows, entries) if entries else None
         gate, up = multiply_gates(rows, gate_layer.weight, up_layer.weight)
         a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind)
-        saved = x, h, down_h, *((gate, up) if saves_gates else (None, None)), *tensors
-        ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
-        if ctx.saves_early:
-            # The second run of a checkpointed layer ends with the last tensor that is saved: before the last product.
-            ctx.saver = save_early(*saved)
-        else:
-            ctx.save_for_backward(*saved)
-        ctx.numbers, ctx.kind, ctx.shape, ctx.may_overwrite = numbers, kind, x.shape, is_saved_only_by_this_op()
-        # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
-        # them.
-        ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
+        gates = (gate, up) if saves_gates else (None, None)
+        save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *tensors)
+        ctx.numbers, ctx.kind, ctx.shape = numbers, kind, x.shape
         # The output is no view: autograd lets no view of a node's result be overwritten.
         y = x.new_empty((*x.shape[:-1], len(down.weight)))
         write_output(y.view(len(rows), -1), a, down, list_entries((down,), len(rows), None), down_h)
@@ -99,15 +96,11 @@ class _LoRAGLUMLP(torch.autograd.Function):
     @first_order
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, h, down_h, gate, up, *tensors = unpack_early(ctx) if ctx.saves_early else ctx.saved_tensors
+        x, h, down_h, gate, up, *tensors = unpack_gated(ctx)
         *layers, down = rebuild(tensors, ctx.numbers)
         *needs, down_needs = rebuild(ctx.needs_input_grad[5:], ctx.numbers)
         rows, dy = rows_of(x), rows_of(dy)
-        if ctx.version is not None and gate._version != ctx.version:
-            raise RuntimeError(
-                "lora_glu_mlp: gate and up of a checkpointed region that ran again have been modified by an inplace "
-                "operation: the backward of the whole region has overwritten them"
-            )
+        check_version("lora_glu_mlp", ctx, gate)
         is_recomputed = gate is None
         if is_recomputed:
             gate, up = multiply_gates(rows, *(layer.weight for layer in layers))
@@ -117,13 +110,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
             project(dy, split_terms(adapter.b.t()), down_dh, adapter.scaling)
             db = token_sums(dy, down_h, adapter.scaling).to(adapter.b.dtype) if need.b else None
             down_gradients.append(Adapter(None, db))
-        # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
-        if is_recomputed or (ctx.may_overwrite and may_overwrite_saved(gate)):
-            dgate, dup = gate, up
-            # If this backward raises an error, another attempt must not read the overwritten tensors.
-            torch.autograd.graph.increment_version((gate, up))
-        else:
-            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
         entries = list_entries(layers, len(rows), None)
         flags = (
             any(adapter.b for adapter in needs[0].adapters),

@@ -26,11 +26,12 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import launch, on_device
+from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
     "ExpandConfig",
+    "PartTiles",
     "ProjectConfig",
     "TokenSumConfig",
     "dropout_bits",
@@ -39,7 +40,6 @@ __all__ = [
     "join",
     "project",
     "rank_block",
-    "split_evenly",
     "split_terms",
     "token_sums",
 ]
@@ -64,14 +64,26 @@ def rank_block(rank: int) -> int:
 
 
 @dataclass(frozen=True)
-class ProjectConfig(LaunchConfig):
-    """Launch parameters of `project`: a program takes `block_t` tokens and a part of the features, in steps."""
+class PartTiles:
+    """The tiles of a product whose long dimension is divided into parts: a program computes one part, in steps."""
 
     block_t: int
     block_n: int
     num_warps: int
     num_stages: int
     programs_per_multiprocessor: int
+
+    def divide(self, length: int, step: int, blocks: int, device: Device) -> tuple[int, int]:
+        """Return the length of a part, a multiple of `step`, and the number of parts, if each has `blocks` programs."""
+        programs = device.multiprocessors * self.programs_per_multiprocessor
+        count = max(1, min(programs // max(blocks, 1), cdiv(length, 4 * step)))
+        part = cdiv(cdiv(length, count), step) * step
+        return part, max(1, cdiv(length, part))
+
+
+@dataclass(frozen=True)
+class ProjectConfig(PartTiles, LaunchConfig):
+    """Launch parameters of `project`: a program takes `block_t` tokens and a part of the features, in steps."""
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
@@ -99,14 +111,8 @@ class ExpandConfig(LaunchConfig):
 
 
 @dataclass(frozen=True)
-class TokenSumConfig(LaunchConfig):
+class TokenSumConfig(PartTiles, LaunchConfig):
     """Launch parameters of `token_sums`: a program takes `block_n` features and a part of the tokens, in steps."""
-
-    block_t: int
-    block_n: int
-    num_warps: int
-    num_stages: int
-    programs_per_multiprocessor: int
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "TokenSumConfig":
@@ -299,13 +305,6 @@ def _token_sum_kernel(
 # --- launchers (no autograd) ---------------------------------------------------------------------
 
 
-def split_evenly(length: int, step: int, blocks: int, programs: int) -> tuple[int, int]:
-    """Return the length of a part, a multiple of `step`, and the number of parts, for about `programs` programs."""
-    count = max(1, min(programs // max(blocks, 1), cdiv(length, 4 * step)))
-    part = cdiv(cdiv(length, count), step) * step
-    return part, max(1, cdiv(length, part))
-
-
 @on_device
 def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: float) -> Tensor:
     """Return the mask of a dropout with probability p as bits [T, ceil(N / 8)], from one of the `seeds` [n] int64.
@@ -355,12 +354,15 @@ def project(x: Tensor, a: Tensor, out: Tensor, factor: float = 1.0, keep: Tensor
     config = ProjectConfig.choose(LowRankProblem(r, x.element_size()), device)
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
-    programs = device.multiprocessors * config.programs_per_multiprocessor
-    part, parts = split_evenly(n, config.block_n, blocks, programs)
+    part, parts = config.divide(n, config.block_n, blocks, device)
     h = out if parts == 1 else x.new_empty((parts, t, r), dtype=torch.float32)
     launch(
-        _project_kernel, blocks * parts, x, a, h, keep, t, n, part, parts, x.stride(0),
-        0 if keep is None else keep.stride(0), out.stride(1), out.stride(0), factor,
+        _project_kernel, blocks * parts,
+        *in_order(_project_kernel)(
+            x_ptr=x, a_ptr=a, out_ptr=h, keep_ptr=keep, T=t, N=n, part=part, parts=parts,
+            stride_x=x.stride(0), stride_keep=0 if keep is None else keep.stride(0),
+            stride_out=out.stride(1), stride_term=out.stride(0), factor=factor,
+        ),
         R=r, X_TERMS=TERMS[x.dtype], A_TERMS=terms, IN_PARTS=parts > 1,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,
@@ -392,9 +394,13 @@ def expand(
     (_, t, r), n = h.shape, b.shape[0]
     config = ExpandConfig.choose(LowRankProblem(r, out.element_size()), device_of(out))
     launch(
-        _expand_kernel, cdiv(t, config.block_t) * cdiv(n, config.block_n), h, b, bias, out, keep, t, n,
-        h.stride(1), h.stride(0), b.stride(0), b.stride(1), out.stride(0), 0 if keep is None else keep.stride(0),
-        factor, R=r, ORDER=TERMS[out.dtype], ADDS=adds,
+        _expand_kernel, cdiv(t, config.block_t) * cdiv(n, config.block_n),
+        *in_order(_expand_kernel)(
+            h_ptr=h, b_ptr=b, bias_ptr=bias, out_ptr=out, keep_ptr=keep, T=t, N=n,
+            stride_h=h.stride(1), stride_term=h.stride(0), stride_bn=b.stride(0), stride_br=b.stride(1),
+            stride_out=out.stride(0), stride_keep=0 if keep is None else keep.stride(0), factor=factor,
+        ),
+        R=r, ORDER=TERMS[out.dtype], ADDS=adds,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=rank_block(r), num_warps=config.num_warps,
     )  # fmt: skip
     return out
@@ -410,13 +416,17 @@ def token_sums(
     config = TokenSumConfig.choose(LowRankProblem(r, z.element_size()), device)
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
-    programs = device.multiprocessors * config.programs_per_multiprocessor
-    part, parts = split_evenly(t, config.block_t, blocks, programs)
+    part, parts = config.divide(t, config.block_t, blocks, device)
     out = z.new_empty((parts, r, n) if transposed else (parts, n, r), dtype=torch.float32)
-    strides = (out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))
+    stride_on, stride_or = (out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))
     launch(
-        _token_sum_kernel, blocks * parts, z, h, out, keep, t, n, part, parts, z.stride(0),
-        0 if keep is None else keep.stride(0), h.stride(1), h.stride(0), out.stride(0), *strides, factor,
+        _token_sum_kernel, blocks * parts,
+        *in_order(_token_sum_kernel)(
+            z_ptr=z, h_ptr=h, out_ptr=out, keep_ptr=keep, T=t, N=n, part=part, parts=parts,
+            stride_z=z.stride(0), stride_keep=0 if keep is None else keep.stride(0),
+            stride_h=h.stride(1), stride_term=h.stride(0),
+            stride_part=out.stride(0), stride_on=stride_on, stride_or=stride_or, factor=factor,
+        ),
         R=r, Z_TERMS=TERMS[z.dtype],
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,

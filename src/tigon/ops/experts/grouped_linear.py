@@ -68,7 +68,7 @@ def _groups(ends: Tensor, rows: int) -> list[tuple[int, int, int]]:
     return [(i, start, end) for i, (start, end) in enumerate(zip([0, *sizes], sizes, strict=False)) if start < end]
 
 
-@launcher(fake=lambda x, weight, ends: x.new_empty(x.shape[0], weight.shape[2]))
+@launcher(fake=lambda x, weight: x.new_empty(x.shape[0], weight.shape[2]))
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return [S, M] for x [S, N], weight [E, N, M] and the end of each group, ends [E]."""
     if GROUPED_MM is not None and _supports_grouped_mm(x, weight):

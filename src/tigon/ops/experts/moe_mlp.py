@@ -126,9 +126,8 @@ def _product(x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, t
 
 
 def _empty_forward(
-    x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing, kind: str, transposed: bool,
-    saves_h: bool,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    x: Tensor, parameters: ExpertParameters, routing: Routing, transposed: bool, saves_h: bool
+) -> tuple[Tensor, Tensor | None]:
     """Allocate what `moe_forward` returns."""
     up = parameters.up
     h = up.new_empty(routing.order.shape[0], up.shape[2 if transposed else 1]) if saves_h else None
@@ -152,9 +151,8 @@ def moe_forward(
 
 
 def _empty_backward(
-    dy: Tensor, x: Tensor | None, h: Tensor, weights: Tensor, parameters: BackwardParameters, routing: Routing,
-    kind: str, transposed: bool, needs: NeededMoEGradients,
-) -> MoEGradients:  # fmt: skip
+    dy: Tensor, h: Tensor, weights: Tensor, routing: Routing, kind: str, transposed: bool, needs: NeededMoEGradients
+) -> MoEGradients:
     """Allocate what `moe_backward` returns."""
     (experts,), hidden, width = routing.ends.shape, dy.shape[1], h.shape[1]
     inner = width // ACTIVATIONS[kind][2]

@@ -178,7 +178,7 @@ def _spread_kernel(
 # --- launchers (no autograd) ---------------------------------------------------------------------
 
 
-def _empty_sum(rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+def _empty_sum(rows: Tensor, slot: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate what `sum_rows_of_tokens` returns."""
     return rows.new_empty((slot.shape[0], rows.shape[1]), dtype=dtype)
 
@@ -186,7 +186,7 @@ def _empty_sum(rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor,
 @launcher(fake=_empty_sum)
 def sum_rows_of_tokens(rows: Tensor, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return [T, H], the sum of each token's K rows of [S, H]. If weights [T, K] is not None, they scale the rows."""
-    y, h = _empty_sum(rows, weights, slot, ends, dtype), rows.shape[1]
+    y, h = _empty_sum(rows, slot, dtype), rows.shape[1]
     config = RoutingConfig.choose(RoutingProblem(h), device_of(rows))
     blocks = cdiv(h, config.sum_block)
     weights = weights if weights is None else weights.contiguous()
@@ -198,9 +198,8 @@ def sum_rows_of_tokens(rows: Tensor, weights: Tensor | None, slot: Tensor, ends:
 
 
 def _empty_spread(
-    x: Tensor, rows: Tensor | None, weights: Tensor | None, slot: Tensor, ends: Tensor, dtype: torch.dtype,
-    needs_rows: bool, needs_dot: bool,
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    x: Tensor, weights: Tensor | None, slot: Tensor, dtype: torch.dtype, needs_rows: bool, needs_dot: bool
+) -> tuple[Tensor | None, Tensor | None]:
     """Allocate what `spread_tokens` returns."""
     y = x.new_empty((slot.numel(), x.shape[1]), dtype=dtype) if needs_rows else None
     if not needs_dot:
@@ -220,7 +219,7 @@ def spread_tokens(
         weights[t, k] * x[t] [S, H], without the factor if `weights` is None; and x[t] . rows[slot[t, k]] [T, K] for
         rows [S, H]. A result that is not needed is None.
     """
-    y, dot = _empty_spread(x, rows, weights, slot, ends, dtype, needs_rows, needs_dot)
+    y, dot = _empty_spread(x, weights, slot, dtype, needs_rows, needs_dot)
     x, stride = dense_rows(x)
     config = RoutingConfig.choose(RoutingProblem(x.shape[-1]), device_of(x))
     contiguous = lambda tensor: None if tensor is None else tensor.contiguous()

@@ -34,15 +34,16 @@ from tigon.ops.head.chunks import (
     LossSettings,
     Needs,
     linear_cross_entropy_chunks,
-    rows_to_compute,
 )
+from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.vocab_parallel import largest_shard, local_parts, shard_of
-from tigon.ops.logits.cross_entropy import (
+from tigon.ops.logits.cross_entropy import cross_entropy_reference
+from tigon.ops.logits.loss_arguments import (
+    RESULT_OPTIONS,
     LossOutput,
     Reduction,
     as_scalar,
     check_loss_arguments,
-    cross_entropy_reference,
     loss_options,
     loss_output,
 )
@@ -317,8 +318,7 @@ def linear_cross_entropy(
 
 _MODULE_OPTIONS = (
     "reduction", "ignore_index", "label_smoothing", "softcap", "logit_scale", "z_loss", "max_logits_mib",
-    "token_scaling", "acc_dtype", "accumulate_grad", "process_group", "vocab_size",
-    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
+    "token_scaling", "acc_dtype", "accumulate_grad", "process_group", "vocab_size", *RESULT_OPTIONS,
 )  # fmt: skip
 
 

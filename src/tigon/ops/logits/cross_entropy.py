@@ -7,11 +7,20 @@ gradient, and backward returns it: this takes half the memory, and reads the log
 Shapes: M tokens (all leading dimensions), V vocabulary.
 """
 
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.logits.loss_arguments import (
+    RESULT_OPTIONS,
+    LossOutput,
+    Reduction,
+    as_scalar,
+    check_loss_arguments,
+    loss_options,
+    loss_output,
+)
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import (
     Options,
@@ -29,29 +38,12 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.launch import launcher
 
-__all__ = ["CrossEntropyLoss", "LossOutput", "Reduction", "cross_entropy", "cross_entropy_reference"]
-
-Reduction = Literal["none", "mean", "sum"]
-
-
-class LossOutput(NamedTuple):
-    """A loss and the further results that were requested. The fields of other results are None.
-
-    `loss`, `log_probs` and `entropy` are differentiable.
-    """
-
-    loss: Tensor
-    # the part of `loss` that is the z-loss, reduced like the loss
-    z_loss: Tensor | None = None
-    # fp32 scalar: the share of valid tokens whose largest logit is that of the target
-    token_accuracy: Tensor | None = None
-    # int64, shaped as the target: the argmax of the logits, -1 for ignored targets
-    predicted_tokens: Tensor | None = None
-    # fp32, shaped as the target: log p(target), 0 for ignored targets
-    log_probs: Tensor | None = None
-    # fp32, shaped as the target: the entropy of the probabilities in nats, 0 for ignored targets
-    entropy: Tensor | None = None
-
+__all__ = [
+    "CrossEntropyLoss",
+    "cross_entropy",
+    "cross_entropy_reference",
+    "log_probs_and_entropy_reference",
+]
 
 # --- reference -----------------------------------------------------------------------------------
 
@@ -119,13 +111,7 @@ def log_probs_and_entropy_reference(
 # --- launchers (2-D in, no autograd) -------------------------------------------------------------
 
 
-def _empty_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants
-) -> Statistics:
-    return empty_statistics(logits, options, wants)
-
-
-@launcher(fake=_empty_forward)
+@launcher(fake=empty_statistics)
 def cross_entropy_forward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants
 ) -> Statistics:
@@ -133,14 +119,7 @@ def cross_entropy_forward(
     return statistics(logits, target, weight, scales, options, wants)
 
 
-def _empty_backward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
-    options: Options,
-) -> Tensor:  # fmt: skip
-    return logits.new_empty(logits.shape)
-
-
-@launcher(fake=_empty_backward)
+@launcher(fake=lambda logits: logits.new_empty(logits.shape))
 def cross_entropy_backward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
     options: Options,
@@ -148,8 +127,7 @@ def cross_entropy_backward(
     """Return dlogits [M, V] for upstream gradients [M], of which None means zeros, also for the loss."""
     if upstream.loss is None:
         upstream = upstream._replace(loss=scales.new_zeros(()))
-    out = _empty_backward(logits, target, weight, scales, saved, upstream, options)
-    return gradient(logits, target, weight, scales, saved, upstream, options, out)
+    return gradient(logits, target, weight, scales, saved, upstream, options, out=logits.new_empty(logits.shape))
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -194,91 +172,6 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 # --- public --------------------------------------------------------------------------------------
-
-
-def check_loss_arguments(
-    op: str, vocabulary: int, target: Tensor, weight: Tensor | None, reduction: str,
-    num_items: Tensor | float | None, device: torch.device,
-) -> None:  # fmt: skip
-    """Check the arguments that `cross_entropy` and `linear_cross_entropy` share."""
-    checks.integer(op, target=target)
-    checks.choice(op, "reduction", reduction, ("none", "mean", "sum"))
-    if target.device != device:
-        raise ValueError(f"{op}: target must be on {device} like the input, got {target.device}")
-    if weight is not None:
-        checks.floating(op, weight=weight)
-        checks.shape(op, "weight", weight, (vocabulary,))
-        if weight.device != device:
-            raise ValueError(f"{op}: weight must be on {device} like the input, got {weight.device}")
-        if weight.requires_grad:
-            raise ValueError(f"{op}: weight must not require a gradient, because class weights get none")
-    if num_items is not None and reduction != "mean":
-        raise ValueError(f"{op}: num_items needs reduction='mean', which it divides, got reduction={reduction!r}")
-    if isinstance(num_items, Tensor):
-        if num_items.numel() != 1:
-            raise ValueError(f"{op}: num_items must be a number or one element, got shape {tuple(num_items.shape)}")
-        if num_items.dtype == torch.bool or num_items.is_complex():
-            raise TypeError(f"{op}: num_items must be a number, got a tensor of {num_items.dtype}")
-        if num_items.is_meta and device.type != "meta":
-            raise ValueError(f"{op}: num_items must be on {device} like the input, got meta")
-    elif num_items is not None:
-        checks.number(op, "num_items", num_items, 0.0)
-
-
-def loss_options(
-    op: str, ignore_index: int, label_smoothing: float, softcap: float | None, logit_scale: float, z_loss: float,
-    token_scaling: bool = False,
-) -> Options:  # fmt: skip
-    """Check the options that both losses share, and return them."""
-    checks.flag(op, token_scaling=token_scaling)
-    return Options(
-        ignore_index,
-        checks.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
-        None if softcap is None else checks.number(op, "softcap", softcap, 0.0, above=True),
-        checks.number(op, "logit_scale", logit_scale),
-        checks.number(op, "z_loss", z_loss, 0.0),
-        token_scaling,
-    )
-
-
-def as_scalar(num_items: Tensor | float | None, device: torch.device) -> Tensor | None:
-    """Return `num_items` as a tensor [] on the device. Neither the host nor the device waits for the other."""
-    if num_items is None:
-        return None
-    if isinstance(num_items, Tensor):
-        return num_items.detach().reshape(()).to(device, non_blocking=device.type != "cpu")
-    return torch.full((), float(num_items), dtype=torch.float32, device=device)
-
-
-def loss_output(
-    losses: Tensor, z_losses: Tensor, predicted: Tensor, target: Tensor, ignore_index: int, reduction: str,
-    return_z_loss: bool, return_token_accuracy: bool, return_predicted_tokens: bool,
-    log_probs: Tensor | None = None, entropy: Tensor | None = None,
-) -> Tensor | LossOutput:  # fmt: skip
-    """Return the loss, or a `LossOutput` with the requested results, reduced and shaped as the target.
-
-    The other arguments are results per token [M]. `log_probs` and `entropy` are None unless they were requested.
-    """
-    reduced = lambda values: values.view(target.shape) if reduction == "none" else values.sum()
-    shaped = lambda values: None if values is None else values.view(target.shape)
-    loss = losses if losses.dim() == 0 else reduced(losses)
-    returns_predictions = return_token_accuracy or return_predicted_tokens
-    if not (return_z_loss or returns_predictions) and log_probs is None and entropy is None:
-        return loss
-    accuracy = None
-    if return_token_accuracy:
-        target = as_targets(target, ignore_index).view(target.shape)
-        valid = target != ignore_index
-        is_correct = valid & (predicted.view(target.shape) == target)
-        accuracy = is_correct.sum() / valid.sum().clamp(min=1)
-    return LossOutput(
-        loss=loss,
-        z_loss=reduced(z_losses) if return_z_loss else None,
-        token_accuracy=accuracy,
-        predicted_tokens=shaped(predicted) if return_predicted_tokens else None,
-        log_probs=shaped(log_probs),
-        entropy=shaped(entropy),
-    )
 
 
 def cross_entropy(
@@ -386,10 +279,7 @@ def cross_entropy(
     )  # fmt: skip
 
 
-_MODULE_OPTIONS = (
-    "softcap", "logit_scale", "z_loss", "token_scaling", "inplace",
-    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
-)  # fmt: skip
+_MODULE_OPTIONS = ("softcap", "logit_scale", "z_loss", "token_scaling", "inplace", *RESULT_OPTIONS)
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):

@@ -29,27 +29,29 @@ probability below 2^-126 is treated as zero, and zero times infinity is zero.
 Shapes: M rows (all leading dimensions), V vocabulary.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.logits.divergence_reference import DivergenceReduction, divisor
-from tigon.ops.logits.rescale import rescaled
-from tigon.ops.logits.token.kernels import Options, gradient_scales, statistics
+from tigon.ops.logits.token.kernels import Options, statistics
 from tigon.ops.logits.token.maths import LN2, LOG2E
-from tigon.runtime import checks
-from tigon.runtime.autograd import first_order
-from tigon.runtime.device import HIP, INTERPRETED, Device, cdiv, device_of, runs_kernels
+from tigon.runtime.device import HIP, INTERPRETED, Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher
-from tigon.runtime.rows import dense_rows
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["DivergenceConfig", "DivergenceProblem", "divergence", "has_native_log2"]
+__all__ = [
+    "DivergenceConfig",
+    "DivergenceOptions",
+    "DivergenceProblem",
+    "SavedDivergence",
+    "divergence_backward",
+    "divergence_forward",
+    "has_native_log2",
+]
 
 # This number replaces -inf in differences. Its exponential is zero.
 LOWEST = tl.constexpr(-1e4)
@@ -170,13 +172,13 @@ def _element(
         return tl.abs(x - y) * (0.5 * unit), g * x if LOGS else g, x * unit
 
 
-@triton.jit(do_not_specialize=["ignore_index", "stride_dloss"])
+@triton.jit(do_not_specialize=["ignore_index", "stride_dloss_m"])
 def _divergence_kernel(
     x_ptr, y_ptr, label_ptr, valid_ptr,  # [M, V] twice, [M] or None, 1 / valid rows or None
     x_lse_ptr, y_lse_ptr, slope_ptr,  # [M, 2] or None: max and sum exp(x - max); [M, 2] or None; [M] or None: G
     dloss_ptr,  # [], [M, V] with ELEMENTS, or None
     loss_ptr, slopes_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTS; [M, parts]; [M, V]; each may be None
-    stride_x, stride_y, stride_dloss, stride_dloss_v, stride_dx, V, parts,
+    stride_x, stride_y, stride_dloss_m, stride_dloss_v, stride_dx, V, parts,
     ignore_index, scale, beta, rest, inverse_temperature,
     KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTS: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_V: tl.constexpr, SPAN: tl.constexpr,
@@ -225,7 +227,8 @@ def _divergence_kernel(
             if loss_ptr is not None:
                 tl.store(loss_ptr + row * V + cols, loss, mask=inside)
             if dloss_ptr is not None:
-                g *= tl.load(dloss_ptr + row * stride_dloss + cols.to(tl.int64) * stride_dloss_v, mask=inside, other=0)
+                dloss_ptrs = dloss_ptr + row * stride_dloss_m + cols.to(tl.int64) * stride_dloss_v
+                g *= tl.load(dloss_ptrs, mask=inside, other=0)
         losses += loss
         slopes += g
         if dx_ptr is not None:
@@ -296,14 +299,12 @@ def _run(
     losses = x.new_empty((m, v if elements else parts), dtype=torch.float32) if with_loss else None
     slopes = x.new_empty((m, parts), dtype=torch.float32) if with_slope else None
     dx = x.new_empty(m, v) if with_dx else None
-    stride_dloss, stride_dloss_v = dloss.stride() if elements and dloss is not None else (0, 0)
-    arguments = in_order(
-        _divergence_kernel,
+    arguments = in_order(_divergence_kernel)(
         x_ptr=x, y_ptr=y, label_ptr=labels, valid_ptr=inverse_count,
         x_lse_ptr=saved.x_lse, y_lse_ptr=saved.y_lse, slope_ptr=saved.slope,
         dloss_ptr=dloss, loss_ptr=losses, slopes_ptr=slopes, dx_ptr=dx,
-        stride_x=x.stride(0), stride_y=y.stride(0), stride_dloss=stride_dloss, stride_dloss_v=stride_dloss_v,
-        stride_dx=v, V=v, parts=parts,
+        stride_x=x.stride(0), stride_y=y.stride(0),
+        strides_dloss=dloss.stride() if elements and dloss is not None else (0, 0), stride_dx=v, V=v, parts=parts,
         ignore_index=options.ignore_index, scale=1.0 / options.divisor, beta=options.beta, rest=1.0 - options.beta,
         inverse_temperature=1.0 / options.temperature,
     )  # fmt: skip
@@ -321,10 +322,7 @@ def _needs_slope(options: DivergenceOptions, weighted: bool = False) -> bool:
     return options.from_logits and (weighted or options.kind != "kl")
 
 
-def _empty_forward(
-    x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
-    options: DivergenceOptions,
-) -> DivergenceResults:  # fmt: skip
+def _empty_forward(x: Tensor, needs_dx: bool, options: DivergenceOptions) -> DivergenceResults:
     m, v = x.shape
     fp32 = lambda *shape: x.new_empty(shape, dtype=torch.float32)
     return DivergenceResults(
@@ -369,14 +367,7 @@ def divergence_forward(
     return DivergenceResults(loss, dx, saved.x_lse, saved.y_lse, slope)
 
 
-def _empty_backward(
-    dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
-    options: DivergenceOptions,
-) -> Tensor:  # fmt: skip
-    return x.new_empty(x.shape)
-
-
-@launcher(fake=_empty_backward)
+@launcher(fake=lambda x: x.new_empty(x.shape))
 def divergence_backward(
     dloss: Tensor, x: Tensor, y: Tensor, labels: Tensor | None, inverse_count: Tensor | None, saved: SavedDivergence,
     options: DivergenceOptions,
@@ -392,88 +383,3 @@ def divergence_backward(
     *_, dx = _run(x, y, labels, inverse_count, saved, options, with_dx=True, dloss=dloss)
     assert dx is not None
     return dx
-
-
-# --- autograd ------------------------------------------------------------------------------------
-
-
-def _rows(x: Tensor) -> Tensor:
-    return dense_rows(x)[0].view(-1, x.shape[-1])
-
-
-def _flat(labels: Tensor | None) -> Tensor | None:
-    return None if labels is None else labels.reshape(-1).contiguous()
-
-
-class _Divergence(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, input: Tensor, target: Tensor, labels: Tensor | None, inverse_count: Tensor | None, needs_dx: bool,
-        options: DivergenceOptions,
-    ) -> Tensor:  # fmt: skip
-        x, y = _rows(input), _rows(target)
-        # Elementwise losses get their upstream gradients only in backward, and fp16 its loss scale.
-        in_forward = needs_dx and not options.elements and x.dtype != torch.float16
-        results = divergence_forward(x, y, _flat(labels), inverse_count, in_forward, options)
-        if in_forward:
-            ctx.save_for_backward(results.dx)
-        elif needs_dx:
-            saved = results.x_lse, results.y_lse, results.slope
-            ctx.save_for_backward(input, target, labels, inverse_count, *saved)
-        ctx.in_forward, ctx.options, ctx.shape = in_forward, options, input.shape
-        return results.loss.view(input.shape) if options.elements else results.loss
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.in_forward:
-            (dx,) = ctx.saved_tensors
-            dx = rescaled(dx, dloss)
-        else:
-            input, target, labels, inverse_count, *statistics = ctx.saved_tensors
-            dloss = dloss.reshape(-1, ctx.shape[-1]) if dloss.dim() else dloss
-            saved = SavedDivergence(*statistics)
-            dx = divergence_backward(
-                dloss, _rows(input), _rows(target), _flat(labels), inverse_count, saved, ctx.options
-            )  # fmt: skip
-        return dx.view(ctx.shape), None, None, None, None, None
-
-
-# --- public: the body of the three functions -----------------------------------------------------
-
-
-def divergence(
-    op: str, kind: str, reference: Callable[[], Tensor], input: Tensor, target: Tensor, labels: Tensor | None,
-    ignore_index: int, from_logits: bool, temperature: float, reduction: DivergenceReduction,
-    logs: bool = True, beta: float = 0.0,
-) -> Tensor:  # fmt: skip
-    """Check the arguments of a divergence, and return its loss by the kernels or by `reference`."""
-    checks.tensor(op, input=input, target=target)
-    checks.floating(op, input=input, target=target)
-    checks.flag(op, from_logits=from_logits)
-    if input.dim() == 0 or input.shape[-1] == 0:
-        raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
-    checks.shape(op, "target", target, input.shape)
-    checks.choice(op, "reduction", reduction, ("batchmean", "mean", "sum", "none"))
-    temperature = checks.number(op, "temperature", temperature, 0.0, above=True)
-    if temperature != 1.0 and not from_logits:
-        raise ValueError(
-            f"{op}: temperature needs from_logits=True, got temperature={temperature:g} (log-probabilities are logits "
-            "too)"
-        )
-    checks.ignore_index(op, ignore_index)
-    if labels is not None:
-        checks.integer(op, labels=labels)
-        checks.shape(op, "labels", labels, input.shape[:-1])
-    checks.same(op, "device", input=input, target=target, labels=labels)
-    needs_grad = torch.is_grad_enabled()
-    if not runs_kernels(input, target) or (needs_grad and target.requires_grad):
-        return reference()
-    inverse_count = None
-    if labels is not None and reduction in ("batchmean", "mean"):
-        inverse_count = gradient_scales(labels.reshape(-1).contiguous(), None, None, 1, ignore_index, True)
-    options = DivergenceOptions(
-        kind=kind, logs=logs or from_logits, from_logits=from_logits, elements=reduction == "none",
-        divisor=divisor(input, labels, reduction), ignore_index=ignore_index, beta=beta, temperature=temperature,
-    )  # fmt: skip
-    return _Divergence.apply(input, target, labels, inverse_count, needs_grad and input.requires_grad, options)

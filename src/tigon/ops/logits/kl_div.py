@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.logits.divergence_kernels import divergence
+from tigon.ops.logits.divergence import divergence
 from tigon.ops.logits.divergence_reference import (
     DivergenceReduction,
     prepare_distributions,

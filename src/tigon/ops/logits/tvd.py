@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tigon.ops.logits.divergence_kernels import divergence
+from tigon.ops.logits.divergence import divergence
 from tigon.ops.logits.divergence_reference import DivergenceReduction, prepare_distributions, reduce_losses
 from tigon.runtime import checks
 

@@ -158,7 +158,7 @@ def _launch(kernel: JITFunction, kind: str, tensors: tuple[Any, ...], strides: t
     )
 
 
-def _empty_forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
+def _empty_forward(gate: Tensor, up: Tensor | None) -> Tensor:
     """Allocate what `glu_forward` returns."""
     return gate.new_empty(gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2))
 
@@ -166,15 +166,13 @@ def _empty_forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
 @launcher(fake=_empty_forward)
 def glu_forward(gate: Tensor, up: Tensor | None, kind: str) -> Tensor:
     """Return act(gate) * up [..., I] for gate and up [..., I], or for packed [gate | up] [..., 2 I] and None."""
-    y = _empty_forward(gate, up, kind)
+    y = _empty_forward(gate, up)
     gate, up, stride_gate, stride_up = _unpack_rows(gate, up)
     _launch(_forward_kernel, kind, (gate, up, y), (stride_gate, stride_up, y.shape[-1]))
     return y
 
 
-def _empty_backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, kind: str, needs_dgate: bool, needs_dup: bool
-) -> tuple[Tensor, Tensor]:
+def _empty_backward(gate: Tensor, needs_dgate: bool, needs_dup: bool) -> tuple[Tensor, Tensor]:
     """Allocate what `glu_backward` returns."""
     return gate.new_empty(gate.shape if needs_dgate else 0), gate.new_empty(gate.shape if needs_dup else 0)
 
@@ -187,7 +185,7 @@ def glu_backward(
 
     For a packed input, they are [dgate | dup] [..., 2 I] and an empty tensor.
     """
-    gradients, is_packed = _empty_backward(dy, gate, up, kind, needs_dgate, needs_dup), up is None
+    gradients, is_packed = _empty_backward(gate, needs_dgate, needs_dup), up is None
     dy, stride_dy = dense_rows(dy)
     gate, up, stride_gate, stride_up = _unpack_rows(gate, up)
     if is_packed:

@@ -51,14 +51,16 @@ __all__ = [
     "GLUMLPConfig",
     "GLUMLPProblem",
     "SwiGLUMLP",
+    "check_version",
     "glu_mlp",
     "glu_mlp_by_kernels",
     "glu_mlp_reference",
+    "gradient_buffers",
     "multiply_gates",
     "plain_weight",
-    "save_early",
+    "save_gated",
     "supports_weights",
-    "unpack_early",
+    "unpack_gated",
 ]
 
 GATES = {
@@ -153,7 +155,7 @@ class _SaveEarly(torch.autograd.Function):
         return anchor.clone()
 
 
-def save_early(*tensors: Tensor | None) -> Tensor:
+def _save_early(*tensors: Tensor | None) -> Tensor:
     """Return an empty tensor whose node has saved `tensors`.
 
     The caller must hold the tensor, because in torch 2.11 a reference to its `grad_fn` does not keep the node alive.
@@ -162,12 +164,65 @@ def save_early(*tensors: Tensor | None) -> Tensor:
         return _SaveEarly.apply(torch.empty(0, requires_grad=True), tensors)
 
 
-class _GLUMLP(torch.autograd.Function):
-    """Compute y from x without saving a. gate and up are saved if `saves_gates` is True.
+def save_gated(ctx: Any, gate: Tensor, saves_gates: bool, is_checkpointed: bool, *tensors: Tensor | None) -> None:
+    """Save the tensors of a gated MLP, among them gate and up if `saves_gates` is True.
 
-    With `is_checkpointed` all tensors are saved before the activation, because the second run of a checkpointed layer
-    ends with the last tensor that is saved.
+    The second run of a checkpointed layer ends with the last tensor that is saved. So with `is_checkpointed` all
+    tensors are saved now, before the last product.
     """
+    ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
+    if ctx.saves_early:
+        ctx.saver = _save_early(*tensors)
+    else:
+        ctx.save_for_backward(*tensors)
+    ctx.may_overwrite = is_saved_only_by_this_op()
+    # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
+    # them.
+    ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
+
+
+def unpack_gated(ctx: Any) -> tuple[Any, ...]:
+    """Return the tensors that `save_gated` saved. As for any node, a second time needs a retained graph."""
+    if not ctx.saves_early:
+        return ctx.saved_tensors
+    if ctx.saver is None:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time (glu_mlp in a checkpointed region): specify "
+            "retain_graph=True in the first"
+        )
+    tensors = ctx.saver.grad_fn.saved_tensors
+    if not keeps_graph():
+        ctx.saver = None
+    return tensors
+
+
+def check_version(op: str, ctx: Any, gate: Tensor | None) -> None:
+    """Check that no other backward has overwritten the saved gate.
+
+    Raises:
+        RuntimeError: The backward of the node with which this node shares gate and up has overwritten them.
+    """
+    if ctx.version is not None and gate is not None and gate._version != ctx.version:
+        raise RuntimeError(
+            f"{op}: gate and up of a checkpointed region that ran again have been modified by an inplace "
+            "operation: the backward of the whole region has overwritten them"
+        )
+
+
+def gradient_buffers(ctx: Any, gate: Tensor, up: Tensor, is_recomputed: bool) -> tuple[Tensor, Tensor]:
+    """Return the memory for dgate and dup. The kernel reads gate and up before it writes, so these are overwritten.
+
+    Saved tensors are not overwritten if they may be needed again.
+    """
+    if not is_recomputed and not (ctx.may_overwrite and may_overwrite_saved(gate)):
+        return torch.empty_like(gate), torch.empty_like(up)
+    # If this backward raises an error, another attempt must not read the overwritten tensors.
+    torch.autograd.graph.increment_version((gate, up))
+    return gate, up
+
+
+class _GLUMLP(torch.autograd.Function):
+    """Compute y from x without saving a. gate and up are saved if `saves_gates` is True."""
 
     @staticmethod
     def forward(
@@ -185,60 +240,30 @@ class _GLUMLP(torch.autograd.Function):
         saves_x = not saves_gates or any(ctx.needs_input_grad[1:3])
         gates = (gate, up) if saves_gates else (None, None)
         tensors = x if saves_x else None, gate_weight, up_weight, down_weight, *gates
-        ctx.saves_early = is_checkpointed and any(ctx.needs_input_grad)
-        if ctx.saves_early:
-            ctx.saver = save_early(*tensors)
-        else:
-            ctx.save_for_backward(*tensors)
-        ctx.kind, ctx.shape, ctx.may_overwrite = kind, x.shape, is_saved_only_by_this_op()
-        # The second run of a checkpointed layer shares gate and up with the node of the first run, which may overwrite
-        # them.
-        ctx.version = gate._version if saves_gates and is_checkpoint_recomputation() else None
+        save_gated(ctx, gate, saves_gates, is_checkpointed, *tensors)
+        ctx.kind, ctx.shape = kind, x.shape
         return linear(glu_forward(gate, up, kind).view(*x.shape[:-1], -1), down_weight)
 
     @staticmethod
     @first_order
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate_weight, up_weight, down_weight, gate, up = unpack_early(ctx) if ctx.saves_early else ctx.saved_tensors
+        x, gate_weight, up_weight, down_weight, gate, up = unpack_gated(ctx)
         *needs, needs_down = ctx.needs_input_grad[:4]
         dy = dy.reshape(-1, dy.shape[-1])
         if x is not None:
             x = x.flatten(0, -2)
-        if ctx.version is not None and gate._version != ctx.version:
-            raise RuntimeError(
-                "glu_mlp: gate and up of a checkpointed region that ran again have been modified by an inplace "
-                "operation: the backward of the whole region has overwritten them"
-            )
+        check_version("glu_mlp", ctx, gate)
         is_recomputed = gate is None
         if is_recomputed:
             gate, up = multiply_gates(x, gate_weight, up_weight)
         if not any(needs):
             return None, None, None, torch.mm(dy.t(), glu_forward(gate, up, ctx.kind)), None, None, None
-        # The kernel reads gate and up before it writes. Saved tensors are not overwritten if they may be needed again.
-        if is_recomputed or (ctx.may_overwrite and may_overwrite_saved(gate)):
-            dgate, dup = gate, up
-            # If this backward raises an error, another attempt must not read the overwritten tensors.
-            torch.autograd.graph.increment_version((gate, up))
-        else:
-            dgate, dup = torch.empty_like(gate), torch.empty_like(up)
+        dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
         ddown_weight = _backward_of_activation(dy, down_weight, gate, up, ctx.kind, dgate, dup, needs_down)
         del gate, up
         dx, *dweights = _gradients(needs, x, dgate, dup, gate_weight, up_weight)
         return None if dx is None else dx.view(ctx.shape), *dweights, ddown_weight, None, None, None
-
-
-def unpack_early(ctx: Any) -> tuple[Any, ...]:
-    """Return the tensors that were saved early. As for any node, a second time needs a retained graph."""
-    if ctx.saver is None:
-        raise RuntimeError(
-            "Trying to backward through the graph a second time (glu_mlp in a checkpointed region): specify "
-            "retain_graph=True in the first"
-        )
-    tensors = ctx.saver.grad_fn.saved_tensors
-    if not keeps_graph():
-        ctx.saver = None
-    return tensors
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -20,12 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import launch, launcher, on_device
+from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.rows import dense_rows
 from tigon.runtime.tuning import LaunchConfig, rung
 
-__all__ = ["NormConfig", "NormProblem", "SumConfig", "norm_backward", "norm_forward", "recompute_norm", "sum_rows"]
+__all__ = ["NormConfig", "NormProblem", "norm_backward", "norm_forward", "recompute_norm"]
 
 # Wider rows do not fit in the registers of one workgroup. The references compute them.
 MAX_FEATURES = 32768
@@ -127,27 +128,6 @@ class NormConfig(LaunchConfig):
         """
         tiles, limit = cdiv(m, self.block_m), max(1, self.programs // blocks)
         return cdiv(tiles, max(2, cdiv(tiles, limit)))
-
-
-class SumProblem(NamedTuple):
-    """The size that the launch parameters of a sum over rows depend on."""
-
-    # The number of columns, N.
-    features: int
-
-
-@dataclass(frozen=True)
-class SumConfig(LaunchConfig):
-    """Launch parameters of `sum_rows`. A program sums `block_n` columns and loads `block_p` rows of them at a time."""
-
-    block_p: int
-    block_n: int
-    num_warps: int
-
-    @staticmethod
-    def heuristic(problem: SumProblem, device: Device) -> "SumConfig":
-        """Return the same parameters for every size."""
-        return SumConfig(block_p=256, block_n=32, num_warps=8)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -271,40 +251,7 @@ def _backward_kernel(
         tl.store(db_ptr + pid * N + cols, tl.sum(db, axis=0, keep_dims=True), mask=inside)
 
 
-@triton.jit
-def _sum_rows(partial_ptr, sum_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Sum a block of columns of [P, N] fp32 over P."""
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
-    for start in range(0, P, BLOCK_P):
-        rows = start + tl.arange(0, BLOCK_P)[:, None]
-        total += tl.load(partial_ptr + rows * N + cols, mask=(rows < P) & (cols < N), other=0.0)
-    tl.store(sum_ptr + cols, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
-
-
-@triton.jit(do_not_specialize=["P"])
-def _sum_kernel(
-    first_ptr, second_ptr, first_sum_ptr, second_sum_ptr,  # [P, N] fp32, [P, N] fp32 or None, [N], [N]
-    P, N,
-    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Sum a block of columns of one or two tensors over their rows."""
-    _sum_rows(first_ptr, first_sum_ptr, P, N, BLOCK_P, BLOCK_N)
-    if second_ptr is not None:
-        _sum_rows(second_ptr, second_sum_ptr, P, N, BLOCK_P, BLOCK_N)
-
-
 # --- launchers (any strides, no autograd) --------------------------------------------------------
-
-
-def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_out: Tensor | None = None) -> None:
-    """Write the sum of `partial` [P, N] fp32 over P into `out` [N], and that of `second` into `second_out`."""
-    p, n = partial.shape
-    config = SumConfig.choose(SumProblem(n), device_of(partial))
-    launch(
-        _sum_kernel, cdiv(n, config.block_n), partial, second, out, second_out, p, n,
-        BLOCK_P=config.block_p, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
 
 
 def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -312,14 +259,7 @@ def _empty_contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _empty_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    eps: float,
-    offset: float,
-    centred: bool,
-    round_first: bool,
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, centred: bool, round_first: bool
 ) -> tuple[Tensor, Any, Tensor]:
     """Allocate what `norm_forward` returns. The second result is None without a residual."""
     dtype, total = x.dtype, None
@@ -330,6 +270,29 @@ def _empty_forward(
         dtype = torch.promote_types(dtype, weight.dtype)
     y = _empty_contiguous(x, dtype)
     return y, total, x.new_empty((2 if centred else 1, x.numel() // x.shape[-1]), dtype=torch.float32)
+
+
+def _run_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, y: Tensor, total: Tensor | None,
+    statistics: Tensor, eps: float, offset: float, centred: bool, round_first: bool, reads_rstd: bool,
+) -> None:  # fmt: skip
+    """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are read in place of written."""
+    n, m = x.shape[-1], statistics.shape[1]
+    config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
+    x, stride_x = dense_rows(x)
+    residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
+    launch(
+        _forward_kernel, cdiv(m, config.block_m),
+        *in_order(_forward_kernel)(
+            x_ptr=x, residual_ptr=residual,
+            w_ptr=weight if weight is None else weight.contiguous(),
+            b_ptr=bias if bias is None else bias.contiguous(),
+            y_ptr=y, total_ptr=total, statistics_ptr=statistics,
+            stride_x=stride_x, stride_residual=stride_residual, M=m, N=n, eps=eps, offset=offset,
+        ),
+        CENTRED=centred, ROUND_FIRST=round_first, READS_RSTD=reads_rstd, EVEN=n == config.block_n,
+        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
 
 
 @launcher(fake=_empty_forward)
@@ -352,18 +315,8 @@ def norm_forward(
     Returns:
         y [..., N]; x + residual [..., N], or None without a residual; [1 or 2, M] fp32: rstd and, if centred, the mean.
     """
-    y, total, statistics = _empty_forward(x, residual, weight, bias, eps, offset, centred, round_first)
-    n, m = x.shape[-1], statistics.shape[1]
-    config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
-    x, stride_x = dense_rows(x)
-    residual, stride_residual = (None, 0) if residual is None else dense_rows(residual)
-    launch(
-        _forward_kernel, cdiv(m, config.block_m),
-        x, residual, weight if weight is None else weight.contiguous(), bias if bias is None else bias.contiguous(),
-        y, total, statistics, stride_x, stride_residual, m, n, eps, offset,
-        CENTRED=centred, ROUND_FIRST=round_first, READS_RSTD=False, EVEN=n == config.block_n,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
+    y, total, statistics = _empty_forward(x, residual, weight, centred, round_first)
+    _run_forward(x, residual, weight, bias, y, total, statistics, eps, offset, centred, round_first, reads_rstd=False)
     return y, total, statistics
 
 
@@ -374,30 +327,13 @@ def recompute_norm(z: Tensor, weight: Tensor | None, statistics: Tensor, offset:
     rstd is not recomputed, because a variant of the kernel without a residual may sum the features of a row in another
     order and round rstd differently. Centred norms are not supported.
     """
-    y, _, _ = _empty_forward(z, None, weight, None, 0.0, offset, False, round_first)
-    n, m = z.shape[-1], statistics.shape[1]
-    config = NormConfig.choose(NormProblem(n, z.element_size()), device_of(z))
-    z, stride_z = dense_rows(z)
-    launch(
-        _forward_kernel, cdiv(m, config.block_m),
-        z, None, weight if weight is None else weight.contiguous(), None, y, None, statistics, stride_z, 0, m, n, 0.0,
-        offset, CENTRED=False, ROUND_FIRST=round_first, READS_RSTD=True, EVEN=n == config.block_n,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, num_warps=config.num_warps,
-    )  # fmt: skip
+    y, _, _ = _empty_forward(z, None, weight, False, round_first)
+    _run_forward(z, None, weight, None, y, None, statistics, 0.0, offset, False, round_first, reads_rstd=True)
     return y
 
 
 def _empty_backward(
-    dy: Tensor,
-    dtotal: Tensor | None,
-    z: Tensor,
-    weight: Tensor | None,
-    statistics: Tensor,
-    offset: float,
-    centred: bool,
-    needs_dz: bool,
-    dw_dtype: torch.dtype | None,
-    db_dtype: torch.dtype | None,
+    z: Tensor, needs_dz: bool, dw_dtype: torch.dtype | None, db_dtype: torch.dtype | None
 ) -> tuple[Any, Any, Any]:
     """Allocate the gradients that are needed. The others are None."""
     dz = _empty_contiguous(z, z.dtype) if needs_dz else None
@@ -422,7 +358,7 @@ def norm_backward(
 
     A gradient that is not needed is None; dw and db are needed if they have a dtype.
     """
-    dz, dw, db = _empty_backward(dy, dtotal, z, weight, statistics, offset, centred, needs_dz, dw_dtype, db_dtype)
+    dz, dw, db = _empty_backward(z, needs_dz, dw_dtype, db_dtype)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)
     loads, sums = 2 if dtotal is None else 3, (dw is not None) + (db is not None)
     config = NormConfig.choose(NormProblem(n, z.element_size(), loads, sums), device)
@@ -434,7 +370,11 @@ def norm_backward(
     def run(config: NormConfig, programs: int, dz: Any, dw_parts: Any, db_parts: Any) -> None:
         launch(
             _backward_kernel, programs,
-            dy, dtotal, z, weight, statistics, dz, dw_parts, db_parts, stride_dy, stride_dtotal, stride_z, m, n, offset,
+            *in_order(_backward_kernel)(
+                dy_ptr=dy, dtotal_ptr=dtotal, z_ptr=z, w_ptr=weight, statistics_ptr=statistics,
+                dz_ptr=dz, dw_ptr=dw_parts, db_ptr=db_parts,
+                stride_dy=stride_dy, stride_dtotal=stride_dtotal, stride_z=stride_z, M=m, N=n, offset=offset,
+            ),
             CENTRED=centred, KEEPS_W=config.keeps_w, KEEPS_ROW=config.keeps_row, EVEN=n % config.block_n == 0,
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, STAGES=config.num_stages, num_warps=config.backward_warps,
         )  # fmt: skip

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import launch, on_device
+from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.torch_private.operators import current_raw_stream
 from tigon.runtime.tuning import LaunchConfig
 
@@ -255,10 +255,6 @@ def adamw_step(
         kind = device_index, p.dtype, g.dtype, m.dtype, v.dtype, is_aligned, number
         addresses = p_address, g_address, m_address, v_address, step_address, p.numel()
         launches.setdefault(kind, []).append(addresses)
-    numbers = (
-        float(betas[0]), float(betas[1]), 1.0 - betas[0], 1.0 - betas[1], _log(betas[0]), _log(betas[1]),
-        float(weight_decay), float(eps),
-    )  # fmt: skip
     for position, (fields, tensors) in enumerate(launches.items()):
         kind = LaunchKind(*fields)
         index = kind.device_index
@@ -267,7 +263,7 @@ def adamw_step(
         config = AdamWConfig.choose(AdamWProblem(kind.param_dtype.itemsize), device_of(first))
         table = tables[position] = _update_table(tables.get(position), tensors, device, config.block * config.span)
         device_lr = lr.to(device, non_blocking=True) if isinstance(lr, Tensor) else float(lr)
-        _launch(table.rows, table.tensor_of_span, device_lr, numbers, kind, maximize, config)
+        _launch(table.rows, table.tensor_of_span, device_lr, betas, eps, weight_decay, maximize, kind, config)
 
 
 def _update_table(
@@ -298,16 +294,24 @@ def _launch(
     rows: Tensor,
     tensor_of_span: Tensor,
     lr: Tensor | float,
-    numbers: tuple[float, ...],
-    kind: LaunchKind,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
     maximize: bool,
+    kind: LaunchKind,
     config: AdamWConfig,
 ) -> None:
     """Update the tensors of one launch."""
     lr_ptr, lr_number = (lr, 0.0) if isinstance(lr, Tensor) else (None, lr)
+    beta1, beta2 = betas
     launch(
         _step_kernel, tensor_of_span.numel() * config.span,
-        rows, tensor_of_span, lr_ptr, kind.step or 0.0, lr_number, *numbers,
+        *in_order(_step_kernel)(
+            rows_ptr=rows, tensor_of_span_ptr=tensor_of_span, lr_ptr=lr_ptr,
+            step=kind.step or 0.0, lr=lr_number, beta1=float(beta1), beta2=float(beta2),
+            rest1=1.0 - beta1, rest2=1.0 - beta2, log_beta1=_log(beta1), log_beta2=_log(beta2),
+            weight_decay=float(weight_decay), eps=float(eps),
+        ),
         P=TYPES[kind.param_dtype], G=TYPES[kind.grad_dtype],
         M=TYPES[kind.exp_avg_dtype], V=TYPES[kind.exp_avg_sq_dtype],
         ALIGNED=kind.is_aligned, STEPS=kind.step is None, MAXIMIZE=maximize,

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.norms.kernels import sum_rows
+from tigon.ops.norms.row_sums import sum_rows
 from tigon.ops.rotary.heads import (
     PAIRED,
     RotaryOptions,
@@ -37,7 +37,7 @@ from tigon.ops.rotary.heads import (
     tile_constants,
 )
 from tigon.runtime.device import Device, cdiv, device_of
-from tigon.runtime.launch import launch, launcher
+from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = [
@@ -159,7 +159,7 @@ def _sum_tile(x1, x2, rest, TOGETHER: tl.constexpr):
 @triton.jit
 def _forward_heads(
     x_ptr, w_ptr, y_ptr, rstd_ptr,  # of one token: [H, D], [D] or [H D], [H, D], [H] or [1]
-    stride_xh, stride_yh, cos1, cos2, sin1, sin2, eps, offset,
+    stride_x_h, stride_y_h, cos1, cos2, sin1, sin2, eps, offset,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     TOGETHER: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -168,7 +168,7 @@ def _forward_heads(
     for start in range(0, H, BLOCK_H):
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         inside = (heads < H) | (H % BLOCK_H == 0)
-        x1, x2, x3 = load_heads(x_ptr + heads * stride_xh, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
+        x1, x2, x3 = load_heads(x_ptr + heads * stride_x_h, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
         squares = _sum_tile(x1 * x1, x2 * x2, x3 * x3, TOGETHER)
         rstd = tl.rsqrt(squares / (D * H if TOGETHER else D) + eps)  # [H, 1] or [1, 1]
         if TOGETHER:
@@ -176,17 +176,17 @@ def _forward_heads(
         else:
             tl.store(rstd_ptr + heads, rstd, mask=inside)
         y1, y2 = rotate_pairs(x1 * rstd * w1, x2 * rstd * w2, cos1, cos2, sin1, sin2, False)
-        store_heads(y_ptr + heads * stride_yh, inside, y1, y2, x3 * rstd * w3, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
+        store_heads(y_ptr + heads * stride_y_h, inside, y1, y2, x3 * rstd * w3, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
 
 
-@triton.jit(do_not_specialize=["stride_ca", "S"])
+@triton.jit(do_not_specialize=["stride_cos_a", "S"])
 def _forward_kernel(
     cos_ptr, sin_ptr, q_ptr, k_ptr,  # [3, B, S, R] and [B, H, S, D], of any strides
     wq_ptr, wk_ptr, q_out_ptr, k_out_ptr,  # [D] or [H D]; [B, H, S, D] of any strides
     rstd_ptr,  # [T, Hq + Hk], or [T, 2] if all heads are normalised together
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos,
-    stride_ca, stride_cb, stride_cs, S, eps, offset,  # sin has the strides of cos
+    stride_q_b, stride_q_h, stride_q_s, stride_k_b, stride_k_h, stride_k_s,
+    stride_q_out_b, stride_q_out_h, stride_q_out_s, stride_k_out_b, stride_k_out_h, stride_k_out_s,
+    stride_cos_a, stride_cos_b, stride_cos_s, S, eps, offset,  # sin has the strides of cos
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -196,19 +196,19 @@ def _forward_kernel(
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
     rstd_ptr += token.to(tl.int64) * (2 if TOGETHER else HQ + HK)
 
-    row = b * stride_cb + s * stride_cs
-    cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
-    sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
+    row = b * stride_cos_b + s * stride_cos_s
+    cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, X_PAIRED, AXES, BLOCK_R, "halves")
+    sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, X_PAIRED, AXES, BLOCK_R, "halves")
     _forward_heads(
-        q_ptr + b * stride_qb + s * stride_qs, wq_ptr, q_out_ptr + b * stride_qob + s * stride_qos, rstd_ptr,
-        stride_qh, stride_qoh, cos1, cos2, sin1, sin2, eps, offset,
+        q_ptr + b * stride_q_b + s * stride_q_s, wq_ptr, q_out_ptr + b * stride_q_out_b + s * stride_q_out_s, rstd_ptr,
+        stride_q_h, stride_q_out_h, cos1, cos2, sin1, sin2, eps, offset,
         HQ, D, R, X_PAIRED, Y_PAIRED, TOGETHER, BLOCK_HQ, BLOCK_R, BLOCK_P,
     )  # fmt: skip
     if HK:
         _forward_heads(
-            k_ptr + b * stride_kb + s * stride_ks, wk_ptr, k_out_ptr + b * stride_kob + s * stride_kos,
+            k_ptr + b * stride_k_b + s * stride_k_s, wk_ptr, k_out_ptr + b * stride_k_out_b + s * stride_k_out_s,
             rstd_ptr + (1 if TOGETHER else HQ),
-            stride_kh, stride_koh, cos1, cos2, sin1, sin2, eps, offset,
+            stride_k_h, stride_k_out_h, cos1, cos2, sin1, sin2, eps, offset,
             HK, D, R, X_PAIRED, Y_PAIRED, TOGETHER, BLOCK_HK, BLOCK_R, BLOCK_P,
         )  # fmt: skip
 
@@ -216,8 +216,8 @@ def _forward_kernel(
 @triton.jit
 def _backward_heads(
     cos_ptr, sin_ptr, dy_ptr, x_ptr, w_ptr, rstd_ptr, dx_ptr, dw_ptr,  # dx and dw are None if not needed
-    stride_dyb, stride_dyh, stride_dys, stride_xb, stride_xh, stride_xs, stride_dxb, stride_dxh, stride_dxs,
-    stride_ca, stride_cb, stride_cs, S, T, offset,
+    stride_dy_b, stride_dy_h, stride_dy_s, stride_x_b, stride_x_h, stride_x_s, stride_dx_b, stride_dx_h, stride_dx_s,
+    stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     AXES: tl.constexpr, TOGETHER: tl.constexpr, RSTDS: tl.constexpr, KEEPS_W: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
@@ -237,13 +237,13 @@ def _backward_heads(
         heads = ((tile % TILES) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         inside = (heads < H) | (H % BLOCK_H == 0)
         b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
-        dy_ptrs = dy_ptr + b * stride_dyb + s * stride_dys + heads * stride_dyh
-        x_ptrs = x_ptr + b * stride_xb + s * stride_xs + heads * stride_xh
+        dy_ptrs = dy_ptr + b * stride_dy_b + s * stride_dy_s + heads * stride_dy_h
+        x_ptrs = x_ptr + b * stride_x_b + s * stride_x_s + heads * stride_x_h
         dy1, dy2, h3 = load_heads(dy_ptrs, inside, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
         x1, x2, x3 = load_heads(x_ptrs, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
-        row = b * stride_cb + s * stride_cs
-        cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
-        sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, X_PAIRED, AXES, BLOCK_R, "halves")
+        row = b * stride_cos_b + s * stride_cos_s
+        cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, X_PAIRED, AXES, BLOCK_R, "halves")
+        sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, X_PAIRED, AXES, BLOCK_R, "halves")
         rstd_ptrs = rstd_ptr + token.to(tl.int64) * RSTDS
         if TOGETHER:
             rstd = tl.load(rstd_ptrs + tl.zeros([1, 1], tl.int32))
@@ -261,7 +261,7 @@ def _backward_heads(
                 w1, w2, w3 = _load_weight(w_ptr, offset, H, D, R, X_PAIRED, TOGETHER, BLOCK_H, BLOCK_R, BLOCK_P)
             g1, g2, g3 = h1 * w1, h2 * w2, h3 * w3
             slope = _sum_tile(g1 * x1, g2 * x2, g3 * x3, TOGETHER) / (D * H if TOGETHER else D)
-            dx_ptrs = dx_ptr + b * stride_dxb + s * stride_dxs + heads * stride_dxh
+            dx_ptrs = dx_ptr + b * stride_dx_b + s * stride_dx_s + heads * stride_dx_h
             dx1, dx2, dx3 = rstd * (g1 - x1 * slope), rstd * (g2 - x2 * slope), rstd * (g3 - x3 * slope)
             store_heads(dx_ptrs, inside, dx1, dx2, dx3, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
 
@@ -273,14 +273,14 @@ def _backward_heads(
         store_heads(dw_ptr + heads * D, heads < H, dw1, dw2, dw3, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
 
 
-@triton.jit(do_not_specialize=["stride_ca", "S", "T"])
+@triton.jit(do_not_specialize=["stride_cos_a", "S", "T"])
 def _backward_kernel(
     cos_ptr, sin_ptr, dq_out_ptr, dk_out_ptr, q_ptr, k_ptr, wq_ptr, wk_ptr, rstd_ptr,  # as in `_forward_kernel`
     dq_ptr, dk_ptr, dwq_ptr, dwk_ptr,  # [B, H, S, D] of any strides, [P, stride_dw] fp32; None if not needed
-    stride_dqob, stride_dqoh, stride_dqos, stride_dkob, stride_dkoh, stride_dkos,
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    stride_dqb, stride_dqh, stride_dqs, stride_dkb, stride_dkh, stride_dks,
-    stride_dw, stride_ca, stride_cb, stride_cs, S, T, offset,
+    stride_dq_out_b, stride_dq_out_h, stride_dq_out_s, stride_dk_out_b, stride_dk_out_h, stride_dk_out_s,
+    stride_q_b, stride_q_h, stride_q_s, stride_k_b, stride_k_h, stride_k_s,
+    stride_dq_b, stride_dq_h, stride_dq_s, stride_dk_b, stride_dk_h, stride_dk_s,
+    stride_dw, stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TOGETHER: tl.constexpr, KEEPS_W: tl.constexpr,
     BLOCK_HQ: tl.constexpr, BLOCK_HK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, STAGES: tl.constexpr,
@@ -294,16 +294,16 @@ def _backward_kernel(
     if dq_ptr is not None or dwq_ptr is not None:
         _backward_heads(
             cos_ptr, sin_ptr, dq_out_ptr, q_ptr, wq_ptr, rstd_ptr, dq_ptr, dwq_ptr,
-            stride_dqob, stride_dqoh, stride_dqos, stride_qb, stride_qh, stride_qs, stride_dqb, stride_dqh, stride_dqs,
-            stride_ca, stride_cb, stride_cs, S, T, offset, HQ, D, R, X_PAIRED, Y_PAIRED, AXES, TOGETHER, RSTDS, KEEPS_W,
-            BLOCK_HQ, BLOCK_R, BLOCK_P, STAGES,
+            stride_dq_out_b, stride_dq_out_h, stride_dq_out_s, stride_q_b, stride_q_h, stride_q_s,
+            stride_dq_b, stride_dq_h, stride_dq_s, stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
+            HQ, D, R, X_PAIRED, Y_PAIRED, AXES, TOGETHER, RSTDS, KEEPS_W, BLOCK_HQ, BLOCK_R, BLOCK_P, STAGES,
         )  # fmt: skip
     if dk_ptr is not None or dwk_ptr is not None:
         _backward_heads(
             cos_ptr, sin_ptr, dk_out_ptr, k_ptr, wk_ptr, rstd_ptr + (1 if TOGETHER else HQ), dk_ptr, dwk_ptr,
-            stride_dkob, stride_dkoh, stride_dkos, stride_kb, stride_kh, stride_ks, stride_dkb, stride_dkh, stride_dks,
-            stride_ca, stride_cb, stride_cs, S, T, offset, HK, D, R, X_PAIRED, Y_PAIRED, AXES, TOGETHER, RSTDS, KEEPS_W,
-            BLOCK_HK, BLOCK_R, BLOCK_P, STAGES,
+            stride_dk_out_b, stride_dk_out_h, stride_dk_out_s, stride_k_b, stride_k_h, stride_k_s,
+            stride_dk_b, stride_dk_h, stride_dk_s, stride_cos_a, stride_cos_b, stride_cos_s, S, T, offset,
+            HK, D, R, X_PAIRED, Y_PAIRED, AXES, TOGETHER, RSTDS, KEEPS_W, BLOCK_HK, BLOCK_R, BLOCK_P, STAGES,
         )  # fmt: skip
 
 
@@ -355,13 +355,7 @@ class NeededHeadGradients(NamedTuple):
 
 
 def _empty_forward(
-    cos: Tensor,
-    sin: Tensor,
-    inputs: HeadInputs,
-    norm: HeadNormOptions,
-    rotary: RotaryOptions,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype | None,
+    inputs: HeadInputs, norm: HeadNormOptions, rotary: RotaryOptions, q_dtype: torch.dtype, k_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what `qk_norm_rope_forward` returns."""
     q, k, heads = inputs.q, inputs.k, rotary.heads
@@ -389,30 +383,26 @@ def qk_norm_rope_forward(
         The new q and k, each in its dtype; the second one is an empty tensor if k is None. The third result is rstd
         [T, Hq + Hk], or [T, 2] if all heads are normalised together.
     """
-    q_out, k_out, rstd = _empty_forward(cos, sin, inputs, norm, rotary, q_dtype, k_dtype)
+    q_out, k_out, rstd = _empty_forward(inputs, norm, rotary, q_dtype, k_dtype)
     q, k, q_weight, k_weight = inputs
     q, k, heads = dense_features(q), dense_features(k), rotary.heads
     config, constants = _choose_tiles(q, k, cos, rotary, norm.together, backward=False)
     launch(
-        _forward_kernel, rstd.shape[0], cos, sin, q, k, q_weight, k_weight, q_out, k_out, rstd,
-        *head_strides(q, heads), *head_strides(k, heads),
-        *head_strides(q_out, heads), *head_strides(None if k is None else k_out, heads),
-        *table_strides(cos), q.shape[3 - heads], norm.eps, norm.offset, **constants, num_warps=config.num_warps,
+        _forward_kernel, rstd.shape[0],
+        *in_order(_forward_kernel)(
+            cos_ptr=cos, sin_ptr=sin, q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight,
+            q_out_ptr=q_out, k_out_ptr=k_out, rstd_ptr=rstd,
+            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
+            strides_q_out=head_strides(q_out, heads),
+            strides_k_out=head_strides(None if k is None else k_out, heads),
+            strides_cos=table_strides(cos), S=q.shape[3 - heads], eps=norm.eps, offset=norm.offset,
+        ),
+        **constants, num_warps=config.num_warps,
     )  # fmt: skip
     return q_out, k_out, rstd
 
 
-def _empty_backward(
-    cos: Tensor,
-    sin: Tensor,
-    inputs: HeadInputs,
-    rstd: Tensor,
-    dq_out: Tensor | None,
-    dk_out: Tensor | None,
-    norm: HeadNormOptions,
-    rotary: RotaryOptions,
-    needs: NeededHeadGradients,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _empty_backward(inputs: HeadInputs, needs: NeededHeadGradients) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate what `qk_norm_rope_backward` returns."""
     q, k = inputs.q, inputs.k
     pairs = (inputs.q_weight, needs.q_weight), (inputs.k_weight, needs.k_weight)
@@ -439,7 +429,7 @@ def qk_norm_rope_backward(
 
     Gradients that are not needed are empty, and have no part in the third tensor.
     """
-    dq, dk, dw = _empty_backward(cos, sin, inputs, rstd, dq_out, dk_out, norm, rotary, needs)
+    dq, dk, dw = _empty_backward(inputs, needs)
     q, k, q_weight, k_weight = inputs
     dq_out, dk_out, q, k = dense_features(dq_out), dense_features(dk_out), dense_features(q), dense_features(k)
     config, constants = _choose_tiles(q, k, cos, rotary, norm.together, backward=True)
@@ -450,11 +440,16 @@ def qk_norm_rope_backward(
     k_start = q_weight.shape[0] if q_weight is not None and needs.q_weight else 0
     dq_stored, dk_stored = dq if needs.q else None, dk if needs.k else None
     launch(
-        _backward_kernel, programs, cos, sin, dq_out, dk_out, q, k, q_weight, k_weight, rstd, dq_stored, dk_stored,
-        partial if needs.q_weight else None, partial[:, k_start:] if needs.k_weight else None,
-        *head_strides(dq_out, heads), *head_strides(dk_out, heads), *head_strides(q, heads), *head_strides(k, heads),
-        *head_strides(dq_stored, heads), *head_strides(dk_stored, heads), n, *table_strides(cos), q.shape[3 - heads],
-        t, norm.offset,
+        _backward_kernel, programs,
+        *in_order(_backward_kernel)(
+            cos_ptr=cos, sin_ptr=sin, dq_out_ptr=dq_out, dk_out_ptr=dk_out,
+            q_ptr=q, k_ptr=k, wq_ptr=q_weight, wk_ptr=k_weight, rstd_ptr=rstd, dq_ptr=dq_stored, dk_ptr=dk_stored,
+            dwq_ptr=partial if needs.q_weight else None, dwk_ptr=partial[:, k_start:] if needs.k_weight else None,
+            strides_dq_out=head_strides(dq_out, heads), strides_dk_out=head_strides(dk_out, heads),
+            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
+            strides_dq=head_strides(dq_stored, heads), strides_dk=head_strides(dk_stored, heads),
+            stride_dw=n, strides_cos=table_strides(cos), S=q.shape[3 - heads], T=t, offset=norm.offset,
+        ),
         **constants, KEEPS_W=config.keeps_w, STAGES=config.num_stages, num_warps=config.backward_warps,
     )  # fmt: skip
     sum_rows(partial, dw)

@@ -44,7 +44,7 @@ from tigon.ops.rotary.heads import (
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import Device, device_of, runs_kernels
-from tigon.runtime.launch import launch, launcher
+from tigon.runtime.launch import in_order, launch, launcher
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["rope", "rope_reference"]
@@ -144,7 +144,7 @@ class RopeConfig(LaunchConfig):
 
 @triton.jit
 def _rotate_heads(
-    x_ptr, y_ptr, stride_xh, stride_yh, cos1, cos2, sin1, sin2,  # x, y [H, D] of one token; cos, sin [1, R / 2]
+    x_ptr, y_ptr, stride_x_h, stride_y_h, cos1, cos2, sin1, sin2,  # x, y [H, D] of one token; cos, sin [1, R / 2]
     H: tl.constexpr, D: tl.constexpr, R: tl.constexpr, X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr,
     BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -152,17 +152,17 @@ def _rotate_heads(
     for start in range(0, H, BLOCK_H):
         heads = (start + tl.arange(0, BLOCK_H)).to(tl.int64)[:, None]
         inside = (heads < H) | (H % BLOCK_H == 0)
-        x1, x2, rest = load_heads(x_ptr + heads * stride_xh, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
+        x1, x2, rest = load_heads(x_ptr + heads * stride_x_h, inside, D, R, X_PAIRED, BLOCK_R, BLOCK_P)
         y1, y2 = rotate_pairs(x1, x2, cos1, cos2, sin1, sin2, BACKWARD)
-        store_heads(y_ptr + heads * stride_yh, inside, y1, y2, rest, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
+        store_heads(y_ptr + heads * stride_y_h, inside, y1, y2, rest, D, R, Y_PAIRED, BLOCK_R, BLOCK_P)
 
 
-@triton.jit(do_not_specialize=["stride_ca", "S"])
+@triton.jit(do_not_specialize=["stride_cos_a", "S"])
 def _rope_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, q_out_ptr, k_out_ptr,  # [B, H, S, D]; cos, sin [3, B, S, R]; all of any strides
-    stride_qb, stride_qh, stride_qs, stride_kb, stride_kh, stride_ks,
-    stride_qob, stride_qoh, stride_qos, stride_kob, stride_koh, stride_kos,
-    stride_ca, stride_cb, stride_cs, S,  # sin has the strides of cos
+    stride_q_b, stride_q_h, stride_q_s, stride_k_b, stride_k_h, stride_k_s,
+    stride_q_out_b, stride_q_out_h, stride_q_out_s, stride_k_out_b, stride_k_out_h, stride_k_out_s,
+    stride_cos_a, stride_cos_b, stride_cos_s, S,  # sin has the strides of cos
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
     X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TABLE: tl.constexpr, BACKWARD: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
@@ -171,17 +171,19 @@ def _rope_kernel(
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
 
-    row, PAIRED = b * stride_cb + s * stride_cs, X_PAIRED or Y_PAIRED
-    cos1, cos2 = load_angles(cos_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R, TABLE)
-    sin1, sin2 = load_angles(sin_ptr + row, stride_ca, R, PAIRED, AXES, BLOCK_R, TABLE)
+    row, PAIRED = b * stride_cos_b + s * stride_cos_s, X_PAIRED or Y_PAIRED
+    cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE)
+    sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE)
     _rotate_heads(
-        q_ptr + b * stride_qb + s * stride_qs, q_out_ptr + b * stride_qob + s * stride_qos, stride_qh, stride_qoh,
-        cos1, cos2, sin1, sin2, HQ, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
+        q_ptr + b * stride_q_b + s * stride_q_s, q_out_ptr + b * stride_q_out_b + s * stride_q_out_s,
+        stride_q_h, stride_q_out_h, cos1, cos2, sin1, sin2,
+        HQ, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
     )  # fmt: skip
     if HK:
         _rotate_heads(
-            k_ptr + b * stride_kb + s * stride_ks, k_out_ptr + b * stride_kob + s * stride_kos, stride_kh, stride_koh,
-            cos1, cos2, sin1, sin2, HK, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
+            k_ptr + b * stride_k_b + s * stride_k_s, k_out_ptr + b * stride_k_out_b + s * stride_k_out_s,
+            stride_k_h, stride_k_out_h, cos1, cos2, sin1, sin2,
+            HK, D, R, X_PAIRED, Y_PAIRED, BACKWARD, BLOCK_H, BLOCK_R, BLOCK_P,
         )  # fmt: skip
 
 
@@ -189,14 +191,7 @@ def _rope_kernel(
 
 
 def _empty_outputs(
-    q: Tensor,
-    k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
-    options: RotaryOptions,
-    backward: bool,
-    q_dtype: torch.dtype,
-    k_dtype: torch.dtype | None,
+    q: Tensor, k: Tensor | None, q_dtype: torch.dtype, k_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     """Allocate what `rope_rotate` returns."""
     return allocate_output(q, q, q_dtype), allocate_output(k, q, k_dtype)
@@ -222,7 +217,7 @@ def rope_rotate(
     Returns:
         The rotated q and k, each in its dtype. The second one is an empty tensor if `k` is None.
     """
-    q_out, k_out = _empty_outputs(q, k, cos, sin, options, backward, q_dtype, k_dtype)
+    q_out, k_out = _empty_outputs(q, k, q_dtype, k_dtype)
     q, k = dense_features(q), dense_features(k)
     heads = options.heads
     b, s, d, hq, hk = q.shape[0], q.shape[3 - heads], q.shape[3], q.shape[heads], 0 if k is None else k.shape[heads]
@@ -230,9 +225,13 @@ def rope_rotate(
     x_paired, y_paired = PAIRED[options.layout]
     launch(
         _rope_kernel, b * s,
-        q, k, cos, sin, q_out, k_out, *head_strides(q, heads), *head_strides(k, heads),
-        *head_strides(q_out, heads), *head_strides(None if k is None else k_out, heads),
-        *table_strides(cos), s,
+        *in_order(_rope_kernel)(
+            q_ptr=q, k_ptr=k, cos_ptr=cos, sin_ptr=sin, q_out_ptr=q_out, k_out_ptr=k_out,
+            strides_q=head_strides(q, heads), strides_k=head_strides(k, heads),
+            strides_q_out=head_strides(q_out, heads),
+            strides_k_out=head_strides(None if k is None else k_out, heads),
+            strides_cos=table_strides(cos), S=s,
+        ),
         HQ=hq, HK=hk, X_PAIRED=y_paired if backward else x_paired, Y_PAIRED=x_paired if backward else y_paired,
         AXES=pack_axes(options.axes), TABLE=options.table, BACKWARD=backward, BLOCK_H=config.block_h,
         **tile_constants(d, rotary_size(cos, options.table)), num_warps=config.num_warps,

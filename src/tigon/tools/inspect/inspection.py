@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GROUPS", "Inspection", "inspect_config"]
 
-# The table shows these groups of parts. The report lists the parts.
+# The table shows these groups of parts. The report lists the parts. Libraries add adapters to a model, so no config has
+# them.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
     "MLPs and experts": ("glu", "relu2", "experts"),

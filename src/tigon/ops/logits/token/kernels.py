@@ -258,9 +258,7 @@ def _scales_kernel(
 # --- launchers: kernels, or torch where none can run ---------------------------------------------
 
 
-def _empty_scales(
-    target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, mean: bool
-) -> Tensor:
+def _empty_scales(target: Tensor) -> Tensor:
     return target.new_empty(3, dtype=torch.float32)
 
 
@@ -269,7 +267,7 @@ def gradient_scales(
     target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, mean: bool
 ) -> Tensor:
     """Return scales [3] fp32, which are 1 / D, 1 / N and W, for target [M], weight [V] | None, num_items [] | None."""
-    scales = _empty_scales(target, weight, num_items, vocabulary, ignore_index, mean)
+    scales = _empty_scales(target)
     if runs_kernels(scales, weight):
         config = ScalesConfig.choose(ScalesProblem(weight is not None), device_of(scales))
         launch(
@@ -328,8 +326,7 @@ def statistics(
             row_losses(logits, target, weight, scales, result, options, row_config, device)
             return result
     config = ScanConfig.choose(ScanProblem(v, itemsize), device)
-    arguments = in_order(
-        _loss_kernel,
+    arguments = in_order(_loss_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales,
         loss_ptr=result.loss, lse_ptr=result.lse,
         z_ptr=_unless_empty(result.z_loss), predicted_ptr=_unless_empty(result.predicted),
@@ -362,8 +359,7 @@ def gradient(
     config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
     blocks, dloss = cdiv(v, config.block_v), upstream.loss
     dense = lambda x: None if x is None else x.contiguous()
-    arguments = in_order(
-        _gradient_kernel,
+    arguments = in_order(_gradient_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales, lse_ptr=saved.lse,
         log_prob_ptr=saved.log_probs if options.token_scaling else None,
         entropy_ptr=None if upstream.entropy is None else saved.entropy,

@@ -255,8 +255,7 @@ def row_losses(
     # logits of a row that do not fit in the slots
     beyond_slots = v - config.slots * config.block
     has_many_chunks = beyond_slots > config.block
-    arguments = in_order(
-        _row_kernel,
+    arguments = in_order(_row_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales,
         loss_ptr=result.loss, lse_ptr=result.lse,
         z_ptr=result.z_loss if result.z_loss.numel() else None,

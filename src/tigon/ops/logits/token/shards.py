@@ -127,8 +127,7 @@ def partial_statistics(
     if options.label_smoothing and weight is not None:
         weight_sum = weight[start : start + v].sum(dtype=torch.float32)
     config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
-    arguments = in_order(
-        _partial_kernel,
+    arguments = in_order(_partial_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight if options.label_smoothing else None,
         weight_sum_ptr=weight_sum, partial_ptr=partials,
         stride_logits=logits.stride(0), V=v, first=start,

@@ -1,0 +1,80 @@
+"""Sums over the rows of the partial gradients that the programs of a backward compute: dw = sum_programs(partial).
+
+Shapes: P = programs of the backward, N = columns.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tigon.runtime.device import Device, cdiv, device_of
+from tigon.runtime.launch import launch
+from tigon.runtime.tuning import LaunchConfig
+
+__all__ = ["SumConfig", "SumProblem", "sum_rows"]
+
+
+# --- configuration -------------------------------------------------------------------------------
+
+
+class SumProblem(NamedTuple):
+    """The size that the launch parameters of a sum over rows depend on."""
+
+    # The number of columns, N.
+    features: int
+
+
+@dataclass(frozen=True)
+class SumConfig(LaunchConfig):
+    """Launch parameters of `sum_rows`. A program sums `block_n` columns and loads `block_p` rows of them at a time."""
+
+    block_p: int
+    block_n: int
+    num_warps: int
+
+    @staticmethod
+    def heuristic(problem: SumProblem, device: Device) -> "SumConfig":
+        """Return the same parameters for every size."""
+        return SumConfig(block_p=256, block_n=32, num_warps=8)
+
+
+# --- kernels -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _sum_rows(partial_ptr, sum_ptr, P, N, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Sum a block of columns of [P, N] fp32 over P."""
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    total = tl.zeros([BLOCK_P, BLOCK_N], tl.float32)
+    for start in range(0, P, BLOCK_P):
+        rows = start + tl.arange(0, BLOCK_P)[:, None]
+        total += tl.load(partial_ptr + rows * N + cols, mask=(rows < P) & (cols < N), other=0.0)
+    tl.store(sum_ptr + cols, tl.sum(total, axis=0, keep_dims=True), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["P"])
+def _sum_kernel(
+    first_ptr, second_ptr, first_sum_ptr, second_sum_ptr,  # [P, N] fp32, [P, N] fp32 or None, [N], [N]
+    P, N,
+    BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Sum a block of columns of one or two tensors over their rows."""
+    _sum_rows(first_ptr, first_sum_ptr, P, N, BLOCK_P, BLOCK_N)
+    if second_ptr is not None:
+        _sum_rows(second_ptr, second_sum_ptr, P, N, BLOCK_P, BLOCK_N)
+
+
+# --- launcher ------------------------------------------------------------------------------------
+
+
+def sum_rows(partial: Tensor, out: Tensor, second: Tensor | None = None, second_out: Tensor | None = None) -> None:
+    """Write the sum of `partial` [P, N] fp32 over P into `out` [N], and that of `second` into `second_out`."""
+    p, n = partial.shape
+    config = SumConfig.choose(SumProblem(n), device_of(partial))
+    launch(
+        _sum_kernel, cdiv(n, config.block_n), partial, second, out, second_out, p, n,
+        BLOCK_P=config.block_p, BLOCK_N=config.block_n, num_warps=config.num_warps,
+    )  # fmt: skip
