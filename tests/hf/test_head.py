@@ -282,8 +282,8 @@ def test_an_adapter_that_is_added_to_the_head_later_is_not_ignored(pair, batch, 
     for each in (model, stock):
         torch.manual_seed(0)
         each.lm_head = Adapter(each.lm_head)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
-        assert_same_step(model, stock, batch)
+    assert model(**batch).logits is SKIPPED_LOGITS
+    assert_same_step(model, stock, batch)
 
 
 def test_adapters_on_other_layers_are_called(pair, batch, assert_same_step):

@@ -37,11 +37,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tigon.hf.adapted_head import AdaptedHeadForward, find_adapted_head
 from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
 from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, loss_arguments, settings_check
 from tigon.hf.transformers_private import loss_slot, loss_type
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
+from tigon.recognition.adapters import AdapterRecipe
+from tigon.recognition.deferred import call_deferred
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward
 from tigon.recognition.standin import stand_in
@@ -92,9 +95,11 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
         children: dict[str, Any] = {name: child and twin(child) for name, child in m._modules.items()}
         return stand_in(m, {}, children, **containers)
 
-    argument = object()
+    argument, replacement = object(), find_replacement(module)
+    # A layer with adapters runs its own forward if none of them is active.
+    is_own = replacement is not None and isinstance(replacement.recipe, AdapterRecipe)
     try:
-        result = None if foreign_forward(module) else type(module).forward(twin(module), argument)
+        result = None if not is_own and foreign_forward(module) else type(module).forward(twin(module), argument)
     except Exception:
         # The wrapper computes something, so it does more than call the head.
         LOGGER.debug("the wrapper %s of a head does more than call it", type(module).__name__, exc_info=True)
@@ -121,6 +126,8 @@ class LossCall:
 
     # Only a call of this head computes the loss. A call of a copy of the head does not.
     head: Any
+    # The layer with adapters that computes the loss in place of the head, or None.
+    layer: Any
     labels: Tensor  # [B, S]
     shift_labels: Tensor | None
     num_items: Tensor | float | None
@@ -173,12 +180,16 @@ class FusedLoss(threading.local):
 
     def is_shared_by(self, function: Any) -> bool:
         """Return whether a recipe or a loss function is one of the replacements that share this state."""
-        return isinstance(function, (HeadForward, LossFunction)) and function.fused is self
+        return isinstance(function, (HeadForward, AdaptedHeadForward, LossFunction)) and function.fused is self
 
     def is_head(self, module: nn.Module) -> bool:
         """Return True for the head, or a copy of it, if its class and forward are those that were recognised."""
         replacement = find_replacement(module)
-        if replacement is None or not self.is_shared_by(replacement.recipe):
+        if (
+            replacement is None
+            or not isinstance(replacement.recipe, HeadForward)
+            or replacement.recipe.fused is not self
+        ):
             return False
         return linears_are_stock() and replacement.holds()
 
@@ -219,6 +230,9 @@ class FusedLoss(threading.local):
         may_change_logits = find_changing_hook(child) or any_global_hook() or not calls_are_stock(child)
         # The head may have been replaced since the patch, by resized embeddings or an adapter.
         head: Any = called_head(child, self.is_head)
+        layer = None
+        if head is None and not may_change_logits:
+            layer, head = child, find_adapted_head(child, self)
         if head is None or may_change_logits:
             if not torch.compiler.is_compiling():
                 warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
@@ -231,7 +245,7 @@ class FusedLoss(threading.local):
         # An engine may gather the weight of the head later, so its shape cannot be read here.
         multiplications = labels.numel() * spec.vocabulary * head.in_features
         ignore_index, shift_labels = options.get("ignore_index", IGNORE_INDEX), options.get("shift_labels")
-        return LossCall(head, labels, shift_labels, num_items, ignore_index, multiplications)
+        return LossCall(head, layer, labels, shift_labels, num_items, ignore_index, multiplications)
 
 
 @dataclass(eq=False)
@@ -272,9 +286,21 @@ class HeadForward:
     fused: FusedLoss
     live = ("weight", "bias")
     choices = ()
+    takes_deferred = True
 
     def __call__(self, head: Any, hidden: Tensor) -> Tensor:
         """Return the placeholder of a fused call, or logits. The head is a module that computes a linear layer."""
+        if (output := call_deferred(head, hidden, self.fused.spec.vocabulary)) is not None:
+            return output
+        call = self.fused.call
+        output = self.compute_loss(head, hidden) if call is not None and call.layer is None else None
+        return type(head).forward(head, hidden) if output is None else output
+
+    def compute_loss(self, head: Any, hidden: Tensor, low_rank: tuple[Tensor, Tensor] | None = None) -> Tensor | None:
+        """Compute the loss of the current call, and return its placeholder; None if the call needs logits.
+
+        `low_rank` holds the factors [B, S, R] and [V, R] of a product that is added to the logits.
+        """
         call, spec, weight = self.fused.call, self.fused.spec, head.weight
         is_sharded = is_sharded_by_rows(hidden, weight, head.bias)
         if (
@@ -286,8 +312,9 @@ class HeadForward:
             or weight.shape != (spec.vocabulary, hidden.shape[-1])
             # The weight may be a DTensor with other placements, or quantised.
             or not (is_sharded or type(weight) in PLAIN)
+            or (is_sharded and low_rank is not None)
         ):
-            return type(head).forward(head, hidden)
+            return None
         # The model's forward or a hook may have written to the labels since the call began.
         if torch.compiler.is_compiling() or call.read_versions() != call.versions:
             call.find_targets()
@@ -297,6 +324,7 @@ class HeadForward:
             weight,
             targets,
             linear_bias=head.bias,
+            low_rank=low_rank,
             ignore_index=call.ignore_index,
             softcap=spec.softcap,
             logit_scale=spec.logit_scale,

@@ -20,6 +20,7 @@ from tigon.hf.head import CausalLMForward, FusedLoss, HeadForward, LossFunction,
 from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
 from tigon.hf.spec import LOSS_ARGUMENTS, NUMBERS, Settings, Spec, loss_arguments, read_setting
 from tigon.hf.transformers_private import is_code_of_base_class, loss_slot, loss_type
+from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.replacement import (
     find_changing_hook,
@@ -203,10 +204,11 @@ def attach(model: Any, spec: Spec) -> Callable[[], None]:
     def restore() -> None:
         for step in undo:
             step()
-        # An adapter library may have copied the head.
-        for head in filter(fused.is_head, model.modules()):
-            if (replacement := find_replacement(head)) is not None:
-                uninstall(head, replacement)
+        # An adapter library may have copied the head, or put a layer with adapters around it.
+        for module in model.modules():
+            replacement = find_replacement(module)
+            if replacement is not None and fused.is_shared_by(replacement.recipe):
+                uninstall(module, replacement)
         loss_function.remove(model)
 
     return restore
@@ -345,7 +347,10 @@ def learn_loss(model: Any) -> Spec | str | None:
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
         return "its head is not a direct child of the model"
     heads = _linears(head)
-    if (linear := called_head(head, lambda m: m in heads)) is None:
+    linear = called_head(head, lambda m: m in heads)
+    if linear is None and len(heads) == 1 and isinstance(recognise_adapters(head), AdapterRecipe):
+        linear = heads[0]
+    if linear is None:
         return f"its head ({type(head).__name__}) does more than call one linear layer"
     for layer in (head, *heads):
         is_sharded = hasattr(getattr(layer, "weight", None), "placements")

@@ -13,8 +13,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +58,16 @@ from tigon.runtime.state.reach import explore
 from tigon.runtime.stock import has_stock_call, linears_are_stock
 from tigon.runtime.torch_private.modules import any_global_hook
 
-__all__ = ["AdapterRecipe", "install_adapters", "is_linear", "read_projections", "recognise_adapters"]
+__all__ = [
+    "AdaptedCall",
+    "AdapterRecipe",
+    "install_adapters",
+    "is_linear",
+    "may_have_adapters",
+    "read_projection",
+    "read_projections",
+    "recognise_adapters",
+]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -133,6 +141,8 @@ class BaseRecipe:
     """Recipe of a base layer that is no `nn.Linear`: its own forward, which a forward without values does not run."""
 
     part = "adapters"
+    # The recipe returns a deferred output for a deferred input.
+    takes_deferred = True
 
     def __call__(self, base: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and (output := call_deferred(base, args[0], base.out_features)) is not None:
@@ -152,7 +162,7 @@ def _runs_own_forwards(layer: nn.Module) -> bool:
         has_hook = has_hook or attributes["_backward_pre_hooks"] or attributes["_backward_hooks"]
         if has_hook or not has_stock_call(module):
             return False
-        if "forward" in attributes and not isinstance(_recipe_of(module), BaseRecipe):
+        if "forward" in attributes and not getattr(_recipe_of(module), "takes_deferred", False):
             return False
         modules += module._modules.values()
     return True
@@ -165,11 +175,10 @@ def _recipe_of(module: nn.Module) -> Any:
     return forward.recipe if type(forward) is Replacement else None
 
 
-@dataclass(frozen=True)
 class AdapterRecipe:
     """Recipe: an op, with the products that the forward shows at every call."""
 
-    part: ClassVar[str] = "adapters"
+    part = "adapters"
 
     def read(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
         """Return what the forward of a layer computes of x, or None if the forward has to run."""
@@ -204,7 +213,8 @@ def _may_defer(x: Any) -> bool:
     return is_plain_tensor and runs_kernels(x) and not torch.compiler.is_compiling() and not any_global_hook()
 
 
-def _read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:
+def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:
+    """Return the linear layer, with its adapters, that `layer(x)` computes; None if the layer has to be called."""
     if is_plain(layer):
         return Projection(layer.weight, layer.bias)
     recipe = _recipe_of(layer)
@@ -214,18 +224,21 @@ def _read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | N
     return result if isinstance(result, Projection) else None
 
 
-def read_projections(calls: Sequence[tuple[nn.Module, Tensor | TensorLike]]) -> list[Projection] | None:
-    """Return the linear layers with adapters that the calls `layer(x)` compute, for pairs of a layer and its input.
+def may_have_adapters(x: Any, layers: Sequence[nn.Module]) -> bool:
+    """Return whether a layer may have adapters that an op adds. Most models have none, so this is a fast check."""
+    return any(type(layer) is not nn.Linear for layer in layers) and _may_defer(x)
+
+
+def read_projections(x: Tensor, layers: Sequence[nn.Module]) -> list[Projection] | None:
+    """Return the linear layers with adapters that the calls `layer(x)` compute.
 
     The result is None if one of the layers has to be called, or if none has an adapter.
     """
-    # Most models have no adapters, so their layers are only looked at.
-    if all(type(layer) is nn.Linear for layer, _ in calls) or not _may_defer(calls[0][1]):
+    if not may_have_adapters(x, layers):
         return None
     projections = []
-    for layer, x in calls:
-        projection = _read_projection(layer, x)
-        if projection is None:
+    for layer in layers:
+        if (projection := read_projection(layer, x)) is None:
             return None
         projections.append(projection)
     return projections if any(projection.adapters for projection in projections) else None

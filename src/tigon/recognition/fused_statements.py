@@ -26,7 +26,7 @@ from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.trials import explain_none, not_recording
-from tigon.runtime.device import PLAIN, runs_kernels
+from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.reach import explore
 
 __all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_norms", "recognise_fused_statements"]
@@ -76,7 +76,7 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
         return None
     if (outputs := linears(x, layers)) is not None:
         return outputs
-    projections = read_projections([(layer, x) for layer in layers]) if type(x) in PLAIN else None
+    projections = read_projections(x, layers)
     return lora_linears(x, projections) if projections is not None and takes_adapters(x, projections) else None
 
 

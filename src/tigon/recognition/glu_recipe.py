@@ -13,7 +13,7 @@ from tigon.ops.adapters.lora import Projection, takes_adapters
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
-from tigon.recognition.adapters import read_projections
+from tigon.recognition.adapters import may_have_adapters, read_projection
 from tigon.recognition.deferred import TensorLike
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.torch_private.modules import any_global_hook
@@ -90,10 +90,16 @@ class GLURecipe:
     def _projections(self, module: nn.Module, x: Tensor) -> list[Projection] | None:
         """Return gate, up and down if some of them have adapters, and an op computes them all."""
         assert self.up is not None
-        gate, up, down = (getattr(module, name) for name in (self.gate, self.up, self.down))
-        inner = TensorLike(torch.Size((*x.shape[:-1], down.in_features)), x.dtype, x.device)
-        projections = read_projections([(gate, x), (up, x), (down, inner)])
-        if projections is None or not takes_adapters(x, projections):
+        layers = [getattr(module, name) for name in (self.gate, self.up, self.down)]
+        if not may_have_adapters(x, layers):
+            return None
+        gate, up = (read_projection(layer, x) for layer in layers[:2])
+        if gate is None or up is None:
+            return None
+        inner = TensorLike(torch.Size((*x.shape[:-1], len(gate.weight))), x.dtype, x.device)
+        down = read_projection(layers[2], inner)
+        projections = [] if down is None else [gate, up, down]
+        if not any(each.adapters for each in projections) or not takes_adapters(x, projections):
             return None
         # Otherwise gate and up are recomputed one by one.
         return projections if runs_as_one_node(x, projections) or not recomputes_mlp() else None

@@ -451,3 +451,58 @@ def test_bad_input_is_refused():
     ]:
         with pytest.raises(error, match=f"linear_cross_entropy: .*{message}"):
             tigon.linear_cross_entropy(*arguments, **options)
+
+
+# --- a low-rank addition -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("ignores", [False, True], ids=["all tokens", "some tokens"])
+def test_a_low_rank_addition_is_as_accurate_as_eager_code(dtype, reduction, ignores):
+    """The factors are in fp32, as those of an adapter are beside a model in bf16."""
+    x, w, b, target = _inputs()
+    target = target if ignores else target.where(target >= 0, 0)
+    generator = torch.Generator().manual_seed(9)
+    h, factor = (torch.randn(n, 3, generator=generator).to(DEVICE).requires_grad_() for n in (23, 101))
+    tensors = [*(each.detach().to(dtype).requires_grad_() for each in (x, w, b)), h, factor]
+
+    def run(function):
+        return lambda x, w, b, h, factor: function(
+            x, w, target, linear_bias=b, low_rank=(h, factor), reduction=reduction
+        )  # fmt: skip
+
+    with tuned(ChunkConfig, tokens=7):
+        assert_as_accurate_as_eager(
+            run(tigon.linear_cross_entropy), run(linear_cross_entropy_reference), tensors, loss=True
+        )
+
+
+@pytest.mark.parametrize("name", ["x", "h", "b"])
+def test_only_the_needed_gradients_of_a_low_rank_addition_are_computed(name):
+    x, w, target = _inputs(bias=False)
+    generator = torch.Generator().manual_seed(9)
+    h, b = (torch.randn(n, 3, generator=generator).to(DEVICE).requires_grad_() for n in (23, 101))
+    leaves = {"x": x, "h": h, "b": b}
+    run = lambda: tigon.linear_cross_entropy(x, w.detach(), target, low_rank=(h, b))
+    expected = torch.autograd.grad(run(), list(leaves.values()))
+    for other, leaf in leaves.items():
+        leaf.requires_grad_(other == name)
+    (actual,) = torch.autograd.grad(run(), leaves[name])
+    assert torch.equal(actual, expected[list(leaves).index(name)])
+
+
+@pytest.mark.parametrize(
+    ("low_rank", "message"),
+    [
+        (lambda h, b: h, "low_rank must be a pair of tensors or None, got Tensor"),
+        (lambda h, b: (h, b[:5]), r"low_rank must have shapes \(..., R\) and \(101, R\), got B \(5, 3\)"),
+        (lambda h, b: (h[:, :2], b), r"low_rank_h must have shape \(23, 3\), got \(23, 2\)"),
+        (lambda h, b: (h.double(), b), "low_rank_h and low_rank_b must have the same dtype, got low_rank_h torch.float64"),
+    ],
+)
+def test_wrong_factors_are_refused(low_rank, message):
+    x, w, target = _inputs(bias=False)
+    h, b = torch.zeros(23, 3, device=DEVICE), torch.zeros(101, 3, device=DEVICE)
+    with pytest.raises((TypeError, ValueError), match=message):
+        tigon.linear_cross_entropy(x, w, target, low_rank=low_rank(h, b))

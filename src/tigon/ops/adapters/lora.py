@@ -33,6 +33,7 @@ from tigon.runtime.products import multiply
 __all__ = [
     "Adapter",
     "Projection",
+    "adapter_hidden",
     "add_adapters",
     "eager_output",
     "lora_linear",
@@ -278,6 +279,33 @@ class _LoRALinears(torch.autograd.Function):
         return None if dx is None else dx.view(ctx.shape), None, *flatten(gradients)[0]
 
 
+class _Hidden(torch.autograd.Function):
+    """Compute h_j = dropout(x) A_j^T in fp32, side by side, from x and the tensors of the adapters of one layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, numbers: tuple, *tensors: Any) -> Tensor:
+        projections, seeds = rebuild(tensors, numbers), draw_seeds(rebuild(tensors, numbers), x)
+        rows = rows_of(x)
+        h = compute_hidden(rows, list_entries(projections, len(rows), seeds))
+        ctx.save_for_backward(x, seeds, *tensors)
+        ctx.numbers = numbers
+        return h.sum(0, dtype=torch.float32).view(*x.shape[:-1], h.shape[-1])
+
+    @staticmethod
+    @first_order
+    @without_autocast
+    def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
+        x, seeds, *tensors = ctx.saved_tensors
+        projections, needs = rebuild(tensors, ctx.numbers), rebuild(ctx.needs_input_grad[2:], ctx.numbers)
+        rows, terms = rows_of(x), split_terms(dh.reshape(-1, dh.shape[-1]))
+        entries = list_entries(projections, len(rows), seeds)
+        gradients = layer_gradients(rows, None, {}, terms, entries, entries, needs)
+        dx = None
+        if ctx.needs_input_grad[0]:
+            dx = compute_input_gradient({0: rows}, projections, terms, entries)
+        return None if dx is None else dx.view(x.shape), None, *flatten(gradients)[0]
+
+
 class _AddAdapters(torch.autograd.Function):
     """Compute the output of one layer with adapters from x, the output y of its base, and the tensors of adapters."""
 
@@ -407,6 +435,19 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
         return tuple(eager_output(x, projection) for projection in projections)
     tensors, numbers = flatten(projections)
     return _LoRALinears.apply(x, numbers, *tensors)
+
+
+def adapter_hidden(x: Tensor, adapters: Sequence[Adapter]) -> list[Tensor]:
+    """Return h_j = dropout(x) A_j^T [..., r_j] of each adapter, for x [..., I]; in fp32 if kernels compute it.
+
+    The gradient of B_j is not computed here, and scaling and bias have no effect.
+    """
+    projection = Projection(None, None, tuple(adapter._replace(bias=None) for adapter in adapters))
+    if not takes_adapters(x, [projection]):
+        return [F.linear(F.dropout(x.to(each.a.dtype), each.dropout), each.a) for each in adapters]
+    tensors, numbers = flatten([projection])
+    h = _Hidden.apply(x, numbers, *tensors)
+    return list(h.split([len(adapter.a) for adapter in adapters], -1))
 
 
 def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.low_rank_logits import Addition, LowRank, Rows
 from tigon.ops.head.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
 from tigon.ops.head.weight_gradient import WeightGradient
 from tigon.ops.logits.token.kernels import (
@@ -34,6 +35,7 @@ from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
     "NOTHING_SAVED",
+    "NO_NEEDS",
     "ChunkConfig",
     "ChunkProblem",
     "Gradients",
@@ -119,6 +121,9 @@ class Needs(NamedTuple):
     dx: bool
     dw: bool
     db: bool
+    # of the factors of `LowRank`
+    dlow_h: bool = False
+    dlow_b: bool = False
 
 
 class LossSettings(NamedTuple):
@@ -132,16 +137,23 @@ class LossSettings(NamedTuple):
     options: Options
 
 
+NO_NEEDS = Needs(False, False, False)
+
 # The argument `saved` of the first pass over the logits, before which no statistics exist.
 NOTHING_SAVED = SavedStatistics()
 
 
 class Gradients(NamedTuple):
-    """The gradients of hidden states [T, H], weight [V, H] and bias [V]. A gradient that is not needed is None."""
+    """The gradients of hidden states [T, H], weight [V, H], bias [V] and the factors [T, R] and [V, R] of `LowRank`.
 
-    dx: Tensor | None
-    dw: Tensor | None
-    db: Tensor | None
+    A gradient that is not needed is None.
+    """
+
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    db: Tensor | None = None
+    dlow_h: Tensor | None = None
+    dlow_b: Tensor | None = None
 
 
 class ChunkStatistics(NamedTuple):
@@ -163,10 +175,6 @@ class ChunkResults(NamedTuple):
 
 
 # --- chunks --------------------------------------------------------------------------------------
-
-
-# The rows of a chunk in tensors [T, ...]: a slice of consecutive rows, or the indices of any rows.
-Rows = slice | Tensor
 
 
 def _select(x: Tensor, rows: Rows) -> Tensor:
@@ -191,8 +199,8 @@ class Chunk(NamedTuple):
 
 
 def _chunks(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, rows: Tensor | None, count: int, tokens: int,
-    config: ChunkConfig,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, addition: Addition | None, rows: Tensor | None,
+    count: int, tokens: int, config: ChunkConfig,
 ) -> Iterator[Chunk]:  # fmt: skip
     """Yield chunks of `tokens` tokens, with their logits, that cover the `count` rows."""
     buffer = x.new_empty(min(tokens, count), len(weight))
@@ -206,7 +214,9 @@ def _chunks(
         chunk_rows = part if rows is None else rows[part]
         x_chunk = _select(x, chunk_rows)
         logits = buffer[: len(x_chunk)]
-        if bias is None:
+        if addition is not None:
+            addition.write_logits(x_chunk, weight, bias, chunk_rows, logits)
+        elif bias is None:
             product(x_chunk, weight.t(), out=logits)
         else:
             torch.addmm(bias, x_chunk, weight.t(), out=logits)
@@ -214,13 +224,13 @@ def _chunks(
 
 
 class _GradientSums:
-    """The gradients of x, weight and bias, to which the d(logits) of each chunk contribute."""
+    """The gradients of all inputs, to which the d(logits) of each chunk contribute."""
 
     def __init__(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, computes_all_rows: bool, dw_buffer: Tensor | None,
-        sums_in_fp32: bool, needs: Needs,
+        sums_in_fp32: bool, needs: Needs, addition: Addition | None,
     ) -> None:  # fmt: skip
-        self.dx, self.dw, self.db, self.bias = None, None, None, bias
+        self.dx, self.dw, self.db, self.bias, self.addition = None, None, None, bias, addition
         if needs.dx:
             # Rows that are not computed have gradients of zero.
             self.dx = x.new_empty(x.shape) if computes_all_rows else x.new_zeros(x.shape)
@@ -241,6 +251,8 @@ class _GradientSums:
             self.dw.add(dlogits, chunk.x)
         if self.db is not None:
             self.db += dlogits.sum(0, dtype=self.db.dtype)
+        if self.addition is not None:
+            self.addition.add_gradients(dlogits, chunk.rows)
 
     def finish(self, shard: Shard) -> Gradients:
         """Return the gradients, with dx summed over the ranks that share the vocabulary."""
@@ -250,7 +262,8 @@ class _GradientSums:
         if self.db is not None:
             assert self.bias is not None
             db = self.db.to(self.bias.dtype)
-        return Gradients(self.dx, None if self.dw is None else self.dw.finish(), db)
+        of_addition = (None, None) if self.addition is None else self.addition.gradients()
+        return Gradients(self.dx, None if self.dw is None else self.dw.finish(), db, *of_addition)
 
 
 class _AllStatistics:
@@ -297,21 +310,22 @@ def _fill_as_ignored(result: Statistics) -> None:
 
 
 def _empty_results(
-    x: Tensor, weight: Tensor, bias: Tensor | None, saved: SavedStatistics, settings: LossSettings
+    x: Tensor, weight: Tensor, bias: Tensor | None, low_rank: LowRank, saved: SavedStatistics, settings: LossSettings
 ) -> ChunkResults:
     """Allocate what `linear_cross_entropy_chunks` returns."""
     needs, statistics = settings.needs, ChunkStatistics()
     if saved.lse is None:
         statistics = ChunkStatistics(*empty_statistics(x, settings.options, settings.wants))
     empty = lambda tensor, need: torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else None
-    return ChunkResults(statistics, Gradients(empty(x, needs.dx), empty(weight, needs.dw), empty(bias, needs.db)))
+    inputs = x, weight, bias, *low_rank
+    return ChunkResults(statistics, Gradients(*(empty(each, need) for each, need in zip(inputs, needs, strict=True))))
 
 
 @launcher(fake=_empty_results)
 def linear_cross_entropy_chunks(
-    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, class_weight: Tensor | None, scales: Tensor,
-    rows: Tensor | None, count: int, dw_buffer: Tensor | None, saved: SavedStatistics, upstream: Upstream,
-    settings: LossSettings,
+    x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, low_rank: LowRank, class_weight: Tensor | None,
+    scales: Tensor, rows: Tensor | None, count: int, dw_buffer: Tensor | None, saved: SavedStatistics,
+    upstream: Upstream, settings: LossSettings,
 ) -> ChunkResults:  # fmt: skip
     """Return the statistics of all tokens, and the gradients of the sum of the losses.
 
@@ -321,6 +335,7 @@ def linear_cross_entropy_chunks(
 
     Args:
         x, weight, target, bias: [T, H], [V, H], [T], [V].
+        low_rank: The factors [T, R] and [V, R] of a product that is added to the logits.
         class_weight: [V] of the whole vocabulary.
         scales: [3], from `gradient_scales`.
         rows, count: [count] tokens to compute; None for all tokens. A count of -1 lets this function find them.
@@ -340,11 +355,15 @@ def linear_cross_entropy_chunks(
     spare = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
     tokens = config.chunk_tokens(count, vocabulary * logit_bytes, settings.max_logits_mib, spare)
     sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and count > config.max_chunks * tokens)
-    gradients = _GradientSums(x, weight, bias, rows is None and count > 0, dw_buffer, sums_in_fp32, needs)
+    computes_all_rows = rows is None and count > 0
+    addition = None
+    if low_rank.h is not None:
+        addition = Addition(x, low_rank, needs.dlow_h, needs.dlow_b, computes_all_rows)
+    gradients = _GradientSums(x, weight, bias, computes_all_rows, dw_buffer, sums_in_fp32, needs, addition)
     all_statistics = _AllStatistics(x.shape[0]) if is_first else None
     # Under autocast the weight is fp32, and so is dW.
     weight = weight.to(x.dtype)
-    for chunk in _chunks(x, weight, target, bias, rows, count, tokens, config):
+    for chunk in _chunks(x, weight, target, bias, addition, rows, count, tokens, config):
         chunk_upstream, chunk_saved = WHOLE_LOSS, saved
         if all_statistics is None:
             chunk_saved = SavedStatistics(*(_select_some(values, chunk.rows) for values in saved))

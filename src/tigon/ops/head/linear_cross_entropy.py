@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from tigon.ops.head.accumulate_grad import AccumulatedGradient, accumulated_gradient
 from tigon.ops.head.chunks import (
+    NO_NEEDS,
     NOTHING_SAVED,
     Gradients,
     LossSettings,
@@ -36,6 +37,7 @@ from tigon.ops.head.chunks import (
     linear_cross_entropy_chunks,
 )
 from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.low_rank_logits import NO_ADDITION, LowRank
 from tigon.ops.head.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
 from tigon.ops.logits.loss_arguments import (
@@ -60,10 +62,14 @@ __all__ = ["LinearCrossEntropyLoss", "linear_cross_entropy", "linear_cross_entro
 
 
 def linear_cross_entropy_reference(
-    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None, **options: Any
-) -> Tensor:
+    input: Tensor, linear_weight: Tensor, target: Tensor, *, linear_bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None, **options: Any,
+) -> Tensor:  # fmt: skip
     """Compute `linear_cross_entropy` by its eager definition with all logits, the ground truth of the tests."""
-    return cross_entropy_reference(F.linear(input, linear_weight, linear_bias), target, **options)
+    logits = F.linear(input, linear_weight, linear_bias)
+    if low_rank is not None:
+        logits = (logits + F.linear(*low_rank)).to(logits.dtype)
+    return cross_entropy_reference(logits, target, **options)
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -72,23 +78,25 @@ def linear_cross_entropy_reference(
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-        scales: Tensor, valid_rows: ValidRows | Literal[False] | None, accumulated: AccumulatedGradient | None,
-        reduces: bool, settings: LossSettings,
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank_h: Tensor | None,
+        low_rank_b: Tensor | None, target: Tensor, class_weight: Tensor | None, scales: Tensor,
+        valid_rows: ValidRows | Literal[False] | None, accumulated: AccumulatedGradient | None, reduces: bool,
+        settings: LossSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
         is_compiling = torch.compiler.is_compiling()
         returns_more = settings.wants.log_probs or settings.wants.entropy
         # `torch.compile` passes zeros as missing upstream gradients, so there one backward computes all gradients.
         in_forward = reduces and x.dtype != torch.float16 and not (is_compiling and returns_more)
-        needs = settings.needs if in_forward else Needs(False, False, False)
+        needs = settings.needs if in_forward else NO_NEEDS
         if is_compiling:
             # The operator finds the rows when it runs.
             rows, count = None, -1 if valid_rows is None else x.shape[0]
         else:
             multiplications = x.numel() * largest_shard(settings.shard)
             rows, count = rows_to_compute(valid_rows, target, settings.options.ignore_index, multiplications)
-        inputs = x, weight, target, bias, class_weight, scales, rows
+        low_rank = LowRank(low_rank_h, low_rank_b)
+        inputs = x, weight, target, bias, low_rank, class_weight, scales, rows
         dw_buffer = None if accumulated is None else accumulated.buffer
         statistics, gradients = linear_cross_entropy_chunks(
             *inputs, count, dw_buffer, NOTHING_SAVED, WHOLE_LOSS, settings._replace(needs=needs)
@@ -98,7 +106,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         # Autograd must not add dW to the buffer that contains it.
         is_saved = needs._replace(dw=needs.dw and accumulated is None)
         saved_gradients = [g if need else None for g, need in zip(gradients, is_saved, strict=True)]
-        saved = (*inputs, statistics.lse, statistics.log_probs, statistics.entropy)
+        tensors = x, weight, target, bias, *low_rank, class_weight, scales, rows
+        saved = (*tensors, statistics.lse, statistics.log_probs, statistics.entropy)
         ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not in_forward else ()))
         ctx.in_forward, ctx.count, ctx.accumulated, ctx.settings = in_forward, count, accumulated, settings
         ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
@@ -119,22 +128,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dentropy = dentropy if settings.wants.entropy else None
         if accumulated is not None:
             accumulated.check_unchanged()
-        gradients = Gradients(None, None, None)
+        gradients, count = Gradients(), len(Gradients._fields)
         if ctx.in_forward:
             if accumulated is not None:
                 accumulated.confirm(dloss)
             if dloss is not None:
                 factor = dloss
                 gradients = Gradients(
-                    *(None if g is None else rescaled(_as_matrix(g), factor).view(g.shape) for g in saved[:3])
+                    *(None if g is None else rescaled(_as_matrix(g), factor).view(g.shape) for g in saved[:count])
                 )
             dloss = None
         if not ctx.in_forward or dlog_probs is not None or dentropy is not None:
-            x, weight, target, bias, class_weight, scales, rows, lse, log_probs, entropy = saved[3:]
+            x, weight, target, bias, h, b, class_weight, scales, rows, lse, log_probs, entropy = saved[count:]
             upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
             dw_buffer = None if accumulated is None else accumulated.buffer
             _, new_gradients = linear_cross_entropy_chunks(
-                x, weight, target, bias, class_weight, scales, rows, ctx.count, dw_buffer,
+                x, weight, target, bias, LowRank(h, b), class_weight, scales, rows, ctx.count, dw_buffer,
                 SavedStatistics(lse, log_probs, entropy), upstream, settings,
             )  # fmt: skip
             sums = zip(gradients, new_gradients, settings.needs, strict=True)
@@ -163,6 +172,7 @@ def linear_cross_entropy(
     target: Tensor,
     *,
     linear_bias: Tensor | None = None,
+    low_rank: tuple[Tensor, Tensor] | None = None,
     weight: Tensor | None = None,
     reduction: Reduction = "mean",
     ignore_index: int | None = -100,
@@ -195,6 +205,8 @@ def linear_cross_entropy(
             fp32 weight is fp32 and not rounded.
         target: [...] class indices, int64 | int32.
         linear_bias: [V].
+        low_rank: Two factors [..., R] and [V, R], fp32 | bf16 | fp16, whose product is added to the logits: the hidden
+            values and the matrix B of an adapter (LoRA) on the head. Both may require gradients.
         weight: [V] class weights.
         reduction: "none" for [...] (differentiable with any upstream gradient), "sum" or "mean".
         ignore_index: Targets of this value have a loss and gradients of exactly zero. None means -100, as in torch.
@@ -297,13 +309,15 @@ def linear_cross_entropy(
 
     x, targets = input.reshape(-1, h), as_targets(target, ignore_index)
     weight = None if weight is None else weight.detach().contiguous()
-    needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (input, linear_weight, linear_bias)]
+    factors = check_low_rank(op, low_rank, input, v, process_group)
+    inputs = input, linear_weight, linear_bias, *factors
+    needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in inputs]
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
     num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
     scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
     settings = LossSettings(Needs(*needs), wants, acc_dtype is not None, max_logits_mib, shard, options)
     losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
-        x, linear_weight, linear_bias, targets, weight, scales,
+        x, linear_weight, linear_bias, *factors, targets, weight, scales,
         None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows,
         accumulated, reduction != "none", settings,
     )  # fmt: skip
@@ -314,6 +328,27 @@ def linear_cross_entropy(
         return_z_loss, return_token_accuracy, return_predicted_tokens,
         log_probs if return_log_probs else None, entropy if return_entropy else None,
     )  # fmt: skip
+
+
+def check_low_rank(
+    op: str, low_rank: tuple[Tensor, Tensor] | None, input: Tensor, vocabulary: int, process_group: object
+) -> LowRank:
+    """Check the factors of a product that is added to the logits, and return them with rows [T, R] and [V, R]."""
+    if low_rank is None:
+        return NO_ADDITION
+    if not isinstance(low_rank, (tuple, list)) or len(low_rank) != 2:
+        raise TypeError(f"{op}: low_rank must be a pair of tensors or None, got {type(low_rank).__name__}")
+    if process_group is not None:
+        raise ValueError(f"{op}: low_rank must be None with a process_group, because its factors are not sharded")
+    h, b = low_rank
+    checks.tensor(op, low_rank_h=h, low_rank_b=b)
+    checks.floating(op, low_rank_h=h, low_rank_b=b)
+    if b.dim() != 2 or len(b) != vocabulary:
+        raise ValueError(f"{op}: low_rank must have shapes (..., R) and ({vocabulary}, R), got B {tuple(b.shape)}")
+    checks.shape(op, "low_rank_h", h, (*input.shape[:-1], b.shape[1]))
+    checks.same(op, "device", input=input, low_rank_h=h, low_rank_b=b)
+    checks.same(op, "dtype", low_rank_h=h, low_rank_b=b)
+    return LowRank(h.reshape(-1, b.shape[1]), b)
 
 
 _MODULE_OPTIONS = (
@@ -327,8 +362,8 @@ class LinearCrossEntropyLoss(nn.Module):
 
     Args:
         weight: [V] class weights, a buffer of the module.
-        **options: The keyword arguments of `linear_cross_entropy`, except `linear_bias`, `num_items` and `valid_rows`,
-            which each call takes.
+        **options: The keyword arguments of `linear_cross_entropy`, except `linear_bias`, `low_rank`, `num_items` and
+            `valid_rows`, which each call takes.
 
     Raises:
         TypeError: `weight` is not a floating-point tensor.
@@ -358,10 +393,12 @@ class LinearCrossEntropyLoss(nn.Module):
         linear_bias: Tensor | None = None,
         num_items: Tensor | float | None = None,
         valid_rows: ValidRows | None = None,
+        low_rank: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor | LossOutput:
         """Return `linear_cross_entropy` of input [..., H], linear_weight [V, H] and target [...]."""
         return linear_cross_entropy(
             input, linear_weight, target,
-            linear_bias=linear_bias, weight=self.weight, num_items=num_items, valid_rows=valid_rows,
+            linear_bias=linear_bias, low_rank=low_rank, weight=self.weight, num_items=num_items,
+            valid_rows=valid_rows,
             **self.options,
         )  # fmt: skip

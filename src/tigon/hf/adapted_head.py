@@ -1,0 +1,90 @@
+"""The loss in a head with low-rank adapters, as PEFT's LoRA on `lm_head` makes it.
+
+The layer with the adapters calls the head, and adds the adapters to its logits. In a fused call it computes the loss in
+place of both: the head's weight stays frozen or not, as it is, and the adapters are the low-rank addition to the logits
+of `linear_cross_entropy`. Which adapters are active is read at every call (`tigon.recognition.adapters`).
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from tigon.ops.adapters.lora import Adapter, adapter_hidden
+from tigon.recognition.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
+from tigon.recognition.deferred import TensorLike
+from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+
+__all__ = ["AdaptedHeadForward", "find_adapted_head"]
+
+
+class FusedHead(Protocol):
+    """What the layer around a head needs of the state that the fused loss shares."""
+
+    @property
+    def call(self) -> Any: ...
+
+    def is_head(self, module: nn.Module) -> bool: ...
+
+
+class AdaptedHeadForward(AdapterRecipe):
+    """Recipe for a layer with adapters around the head: it computes the loss if the current call is fused."""
+
+    def __init__(self, fused: Any) -> None:
+        # The state that the replacements of the model's loss share.
+        self.fused = fused
+
+    def __reduce__(self) -> tuple:
+        return AdaptedHeadForward, (self.fused,)
+
+    def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        call = self.fused.call
+        if call is not None and call.layer is layer and call.loss is None and len(args) == 1 and not kwargs:
+            adapted = self.read(layer, args[0])
+            if isinstance(adapted, AdaptedCall) and adapted.base is call.head:
+                head_forward: Any = find_replacement(call.head)
+                output = head_forward.recipe.compute_loss(
+                    call.head, args[0], low_rank_factors(args[0], adapted.adapters)
+                )
+                if output is not None:
+                    return output
+        return super().__call__(layer, *args, **kwargs)
+
+
+def low_rank_factors(x: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor, Tensor]:
+    """Return the factors h [..., R] and B [V, R] of sum_j s_j (dropout(x) A_j^T B_j^T + bias_j), for x [..., H].
+
+    A bias is one more column of B, and the value of h is one there.
+    """
+    dtype = torch.float32 if x.dtype != torch.float64 else x.dtype
+    h, columns = [], []
+    for adapter, hidden in zip(adapters, adapter_hidden(x, adapters), strict=True):
+        h.append(hidden.to(dtype) * adapter.scaling)
+        columns.append(adapter.b.to(dtype))
+        if adapter.bias is not None:
+            h.append(h[-1].new_full((*x.shape[:-1], 1), adapter.scaling))
+            columns.append(adapter.bias.to(dtype)[:, None])
+    return torch.cat(h, -1), torch.cat(columns, -1)
+
+
+def find_adapted_head(layer: nn.Module, fused: FusedHead) -> nn.Module | None:
+    """Return the head inside a layer with adapters, and let the layer compute the loss; None for any other module."""
+    head = next((module for module in layer.modules() if fused.is_head(module)), None)
+    if head is None or torch.compiler.is_compiling():
+        return None
+    replacement = find_replacement(layer)
+    recipe = None if replacement is None else replacement.recipe
+    if not (isinstance(recipe, AdaptedHeadForward) and recipe.fused is fused):
+        recipe = AdaptedHeadForward(fused)
+        if replacement is not None and type(replacement.recipe) is AdapterRecipe:
+            exchange(replacement, recipe)
+        elif (
+            replacement is None and not foreign_forward(layer) and isinstance(recognise_adapters(layer), AdapterRecipe)
+        ):
+            install(layer, recipe)
+        else:
+            return None
+    weight: Any = head.weight
+    adapted = recipe.read(layer, TensorLike(torch.Size((1, 1, weight.shape[-1])), weight.dtype, weight.device))
+    return head if isinstance(adapted, AdaptedCall) and adapted.base is head else None
