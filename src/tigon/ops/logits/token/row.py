@@ -10,8 +10,7 @@ throughout. If a row has more chunks than there are slots, the other chunks are 
 L2. The kernel is written in Gluon, because Triton has neither explicit shared memory nor asynchronous copies.
 
 An exponential is 2^(x log2(e) - c), with one rounding (a fused product and sum). Here c is the largest x log2(e) of the
-row after rounding. The results are correct for any c near this maximum, so the rounding of c needs no
-correction.
+row after rounding. The results are correct for any c near this maximum, so its rounding needs no correction.
 
 Shapes: M tokens, V vocabulary. A chunk is [R, THREADS, LANE]: a thread reads LANE neighbours R times, so sums over the
 chunk need no exchange between threads until the end of the row.
