@@ -1,7 +1,8 @@
 """Find the Python state that a forward reads and writes, and compare it later.
 
-A recipe may replace the forward of a module only if that forward is a function of its inputs, of its tensors, and of
-settings that can be compared in every call. For example,
+Recognition (`tigon.recognition`) runs the forward of a module on small inputs, the probes, to find out what it computes.
+A recipe, which computes the same with an op, may then replace the forward. It may do so only if the forward is a
+function of its inputs, of its tensors, and of settings that can be compared in every call. For example,
 
     class MLP(nn.Module):
         def forward(self, x):
