@@ -250,6 +250,7 @@ class _LoRALinears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: tuple, *tensors: Any) -> tuple[Tensor, ...]:
+        # `needs` has the structure of `projections`. It holds True for each tensor that needs a gradient.
         projections, needs = rebuild(tensors, numbers), rebuild(ctx.needs_input_grad[2:], numbers)
         rows = rows_of(x)
         seeds = draw_seeds(projections, x)
