@@ -153,7 +153,7 @@ def _element(
         loss = (q * unit) * _difference(q, x, y)
         return loss, loss if REDUCED else loss + q * unit, q * unit
     elif KIND == "jsd":
-        # This variable is exp(h) of the module docstring. `d` and `hi` are in base 2, and `scaled` converts them.
+        # This variable is exp(h) of the module docstring. `d` and `hi` are in base 2, so `scaled` has the factor ln(2).
         h = _exp(_finite(tl.maximum(x, y, propagate_nan=PROPAGATE_NAN)))
         # If x and y are both -inf, their difference is NaN, which `tl.minimum` replaces by 127.
         d = tl.minimum(tl.abs(x - y) * LOG2E, 127.0)

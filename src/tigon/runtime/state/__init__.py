@@ -1,8 +1,9 @@
 """Find the Python state that a forward reads and writes, and compare it later.
 
-Recognition (`tigon.recognition`) runs the forward of a module on small inputs, the probes, to find out what it computes.
-A recipe, which computes the same with an op, may then replace the forward. It may do so only if the forward is a
-function of its inputs, of its tensors, and of settings that can be compared in every call. For example,
+To find out what a module computes, recognition (`tigon.recognition`) runs a small stand-in of the module on some
+inputs, which are called probes. A recipe, which computes the same by an op, may then replace the forward, but only if
+that forward is a function of its inputs, of its tensors, and of settings that can be compared in every call. For
+example,
 
     class MLP(nn.Module):
         def forward(self, x):
