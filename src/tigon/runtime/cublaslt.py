@@ -285,7 +285,7 @@ class Plan:
 # The length of the last chunk depends on the number of valid tokens, so there are many plans, and old ones are dropped.
 def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
     """Return the plan of a product with one of the tiles, or None if the device or the library has none."""
-    # A handle cannot be created while a graph is captured, so its absence then is not remembered.
+    # A handle cannot be created while a graph is captured. `_plan` caches its results, so it is not called then.
     return None if _handle(device) is None else _plan(device, problem, tiles)
 
 

@@ -72,8 +72,8 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     Args:
         kernel: The kernel.
         programs: The size of the one-dimensional grid.
-        *arguments: All arguments that are no constexprs, in the order of the kernel: tensors or None, of which the
-            first is a tensor, then ints and floats. `in_order` takes them by name.
+        *arguments: All arguments except the constexprs, in the order of the kernel: first a tensor, then tensors or
+            None, then ints and floats. `in_order` puts arguments that are passed by name into this order.
         **constants: The constexprs by name, and `num_warps`.
     """
     if not programs:
@@ -95,12 +95,12 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     if variant is None:
         compiled = kernel[(programs,)](*arguments, **constants, **COMPILE)
         if _launches_directly(kernel, device):
-            tail = [constants[name] for name in kernel.arg_names[len(arguments) :]]
-            _variants[key] = *positional_launch(compiled), tail, (kernel, compiled)
+            constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
+            _variants[key] = *positional_launch(compiled), constexprs, (kernel, compiled)
     else:
-        run, function, metadata, tail, _ = variant
+        run, function, metadata, constexprs, _ = variant
         stream = current_raw_stream(device)
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *tail)
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments, *constexprs)
 
 
 def in_order(kernel: JITFunction) -> Callable[..., tuple]:
@@ -280,7 +280,7 @@ def _rebuild(form: _Form, flat: Iterator[Any]) -> Any:
 
 
 def _wait_for_collectives(value: Any) -> Any:
-    """Return the value with the tensors that a collective still computes replaced by their results."""
+    """Wait for the tensors in a value that a collective still computes. Return the value with their results."""
     if type(value) in PLAIN:
         return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
@@ -292,13 +292,13 @@ def launcher(fake: Callable) -> Callable[[Function], Function]:
     """Decorate a function that launches kernels and returns new tensors, with None for results that are not computed.
 
     An eager call runs the function on the device of its first argument, a tensor. `torch.compile` sees one opaque
-    operator, `tigon::<name>`. Its results have the shapes of those that `fake` allocates. The parameters of `fake` are
-    some of those of the function, with the same names.
+    operator, `tigon::<name>`. `fake` allocates tensors with the shapes of the results. Its parameters have the names of
+    those parameters of the function that it needs.
 
     A parameter may be a NamedTuple of tensors, numbers, flags, strings and further NamedTuples, and so may the result.
     The function and `fake` take and return them as they are. The operator's schema has one parameter for each field:
     `options: Options` becomes `options_softcap` and so on. A parameter cannot be `SomeNamedTuple | None`; a field can
-    be `Tensor | None`. Results of an operator cannot be None, so under `torch.compile` an empty tensor stands for it.
+    be `Tensor | None`. Results of an operator cannot be None, so under `torch.compile` empty tensors replace None.
 
     Example:
         >>> class Options(NamedTuple):

@@ -96,7 +96,8 @@ def _config(a: Tensor) -> ProductConfig | None:
 def _run_ping_pong(config: ProductConfig, a: Tensor, b: Tensor, out: Tensor, accumulate: bool) -> bool:
     """Compute the product by a ping-pong kernel, and return whether there was one.
 
-    Dispatch modes count, cache or simulate what torch does, so torch computes the products in their blocks.
+    While a dispatch mode is active, no ping-pong kernel runs, because such modes count, cache or simulate the operators
+    of torch, and do not see cuBLASLt.
     """
     if min(*a.shape, *b.shape) < config.min_side:
         return False

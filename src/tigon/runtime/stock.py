@@ -18,7 +18,7 @@ __all__ = ["calls_are_stock", "has_stock_call", "linears_are_stock", "origin_of"
 
 
 def origin_of(function: Callable) -> str:
-    """Return the name of the Python module that a function states, or that the function in a `partial` states."""
+    """Return the `__module__` of a function, or of the function in a `partial`, or else of the object's class."""
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__module__", None) or type(function).__module__

@@ -38,7 +38,7 @@ LAUNCHES_TESTED = ("3.4", "3.6", "3.7")
 
 
 def has_direct_launch(version: str = triton.__version__) -> bool:
-    """Return whether kernels of this Triton release may be launched past `kernel[grid]`, by `positional_launch`."""
+    """Return whether `positional_launch` may replace `kernel[grid]` in this Triton release."""
     return any(version == release or version.startswith(f"{release}.") for release in LAUNCHES_TESTED)
 
 

@@ -1,4 +1,4 @@
-"""Choose launch parameters as values, and override the choice in a block of a test or of a tuning script.
+"""Choose the launch parameters of kernels, and override the choice in a block of a test or of a tuning script.
 
 Each family of kernels has one frozen dataclass of launch parameters, derived from `LaunchConfig`. Its `heuristic` is a
 pure function of the problem (a NamedTuple of sizes) and the device, so tests call it without a GPU. Launchers call

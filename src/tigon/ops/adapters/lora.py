@@ -4,15 +4,16 @@ r"""Linear layers with low-rank adapters (Hu et al., arXiv:2106.09685) as one au
     dh_i = s_i dy_i B_i,      dB_i = s_i dy_i^T h_i,      dA_i = dh_i^T x
     dx = sum_i (dy_i W_i + dh_i A_i)
 
-W is usually frozen: then no dW is computed. The low-rank products are those of `low_rank`, which multiply on tensor
-cores and are as accurate as products in fp32. `expand` writes y_i (and dx) first, and the product with W_i adds to it
-(beta = 1): two roundings, as in eager code. Layers of one input, such as query, key and value, read x once for all h_i
-and share one buffer of dx.
+No dW is computed for a frozen W, which is the usual case. `low_rank` computes the low-rank products on tensor cores, as
+accurately as products in fp32. It stores h and dh as three bf16 terms, whose sum is the fp32 value. `expand` writes the
+low-rank summand of y_i (or dx) first, and the product with W_i is then added to it (beta = 1). The result is rounded
+twice, as in eager code. Layers with the same input, such as query, key and value, read x once for all h_i, and sum
+their gradients of x in one buffer.
 
-The node saves x (in bf16, if the model is) and h, which is small. Eager code of PEFT casts x to the dtype of A and
-saves that copy too.
+The node saves x in the dtype of the model, and h, which is small. PEFT's eager code casts x to the dtype of A, and
+saves this copy too.
 
-Dropout multiplies the x of one adapter by its mask and by 1 / (1 - p). Backward computes the mask again from a seed.
+Dropout multiplies the x of one adapter by its mask and by 1 / (1 - p). Backward recomputes the mask from a seed.
 
 Shapes: T tokens, I inputs, O outputs of a layer, r rank of an adapter, R ranks of all adapters together.
 """
@@ -44,7 +45,7 @@ __all__ = [
 
 
 class Adapter(NamedTuple):
-    """One adapter of a linear layer: s * (dropout(x) A^T B^T + bias)."""
+    """One adapter, which adds s * (dropout(x) A^T B^T + bias) to the output of a linear layer."""
 
     a: Any  # Tensor [r, I]
     b: Any  # Tensor [O, r]
@@ -54,7 +55,7 @@ class Adapter(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """A linear layer and its adapters. Without a weight, the output of the layer is given (`add_adapters`)."""
+    """A linear layer and its adapters. The weight is None if the caller computes its product (`add_adapters`)."""
 
     weight: Any  # Tensor [O, I] or None
     bias: Any = None  # Tensor [O] or None
@@ -73,7 +74,7 @@ def lora_linear_reference(
 
 
 def eager_output(x: Tensor, projection: Projection) -> Tensor:
-    """Return y of one layer with its adapters, in the operations of PEFT."""
+    """Return the output of one layer with its adapters, by the operations of PEFT."""
     y = F.linear(x, projection.weight, projection.bias)
     total = y
     for adapter in projection.adapters:
@@ -86,34 +87,38 @@ def eager_output(x: Tensor, projection: Projection) -> Tensor:
 
 
 class Entry(NamedTuple):
-    """One adapter of a node."""
+    """One adapter of an autograd node, and its columns in the tensors of the node."""
 
-    position: int  # among all adapters of the node
-    projection: int  # index of its layer
+    # The index of the adapter among all adapters of the node.
+    position: int
+    # The index of the adapter's layer.
+    projection: int
     adapter: Adapter
-    columns: slice  # of h, or of dh
-    keep: Tensor | None  # the bits of its dropout
+    # The columns of the adapter in h or in dh.
+    columns: slice
+    # The mask of the adapter's dropout, as bits (`dropout_bits`), or None without dropout.
+    keep: Tensor | None
 
     @property
     def factor(self) -> float:
-        """Return the factor of the values that dropout keeps."""
+        """Return the factor by which dropout multiplies the elements that it keeps."""
         return 1.0 / (1.0 - self.adapter.dropout)
 
 
 def rows_of(x: Tensor) -> Tensor:
-    """Return x [..., N] as rows [T, N] that are dense, a view if x has such rows."""
+    """Return x [..., N] as [T, N] with dense rows. It is a view of x if the strides of x allow one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def draw_seeds(projections: Sequence[Projection], x: Tensor) -> Tensor | None:
-    """Return one seed for each adapter, drawn by torch's generator of the device, or None without dropout."""
+    """Draw one seed for each adapter from torch's generator of the device. Return None if no adapter has dropout."""
     dropouts = [adapter.dropout for projection in projections for adapter in projection.adapters]
     return torch.randint(2**62, (len(dropouts),), device=x.device) if any(dropouts) else None
 
 
 def list_entries(projections: Sequence[Projection], tokens: int, seeds: Tensor | None) -> list[Entry]:
-    """Return all adapters of the projections, with their columns of h and the bits of their dropout."""
+    """Return the entries of all adapters of the projections, with their columns of h and the masks of their dropout."""
     entries: list[Entry] = []
     first = 0
     for i, projection in enumerate(projections):
@@ -127,18 +132,22 @@ def list_entries(projections: Sequence[Projection], tokens: int, seeds: Tensor |
 
 
 def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the adapters in groups that one pass over x serves: all together, or one by one if one has dropout."""
+    """Return the entries in groups, each of which needs one pass over x.
+
+    An adapter with dropout masks x. If there is one, each entry is a group of its own. Otherwise all form one group.
+    """
     if entries and all(entry.keep is None for entry in entries):
         return [list(entries)]
     return [[entry] for entry in entries]
 
 
 def _span(group: Sequence[Entry]) -> slice:
+    """Return the columns from those of the first entry of a group to those of the last one."""
     return slice(group[0].columns.start, group[-1].columns.stop)
 
 
 def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
-    """Return h [3, T, R], as terms, of x [T, I]."""
+    """Return the terms of h [3, T, R] for x [T, I]."""
     h = empty_hidden(rows, len(rows), entries[-1].columns.stop)
     for group in _groups(entries):
         a = split_terms(*(entry.adapter.a for entry in group))
@@ -147,14 +156,14 @@ def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
 
 
 def _total_bias(projection: Projection) -> Tensor | None:
-    """Return b + sum_j s_j bias_j in fp32, or None."""
+    """Return b + sum_j s_j bias_j [O] in fp32, or None if there is no bias."""
     terms = [] if projection.bias is None else [projection.bias.float()]
     terms += [adapter.scaling * adapter.bias.float() for adapter in projection.adapters if adapter.bias is not None]
     return sum(terms[1:], terms[0]) if terms else None
 
 
 def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Sequence[Entry], h: Tensor | None) -> None:
-    """Write y [T, O] of one projection, of x [T, I] and h."""
+    """Write y [T, O] of one projection, from x [T, I] and the terms of h."""
     bias = _total_bias(projection)
     if entries:
         assert h is not None
@@ -173,24 +182,28 @@ def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Seque
 
 
 def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tuple[Tensor, list[Entry]]:
-    """Return dh [3, T, R], as terms, of dy_i [T, O_i], and the entries of these dy with their columns of dh."""
-    first, used = 0, []
+    """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
+
+    dh has columns only for the adapters of projections in `dys`. The entries are those of these adapters, with their
+    columns of dh.
+    """
+    first, dh_entries = 0, []
     some_dy = next(iter(dys.values()))
     for entry in entries:
         if entry.projection in dys:
-            used.append(entry._replace(columns=slice(first, first + len(entry.adapter.a))))
+            dh_entries.append(entry._replace(columns=slice(first, first + len(entry.adapter.a))))
             first += len(entry.adapter.a)
     dh = empty_hidden(some_dy, len(some_dy), first)
-    for entry in used:
+    for entry in dh_entries:
         b = split_terms(entry.adapter.b.t())
         project(dys[entry.projection], b, dh[..., entry.columns], entry.adapter.scaling)
-    return dh, used
+    return dh, dh_entries
 
 
 def compute_input_gradient(
     dys: Mapping[int, Tensor], projections: Sequence[Projection], dh: Tensor | None, entries: Sequence[Entry]
 ) -> Tensor | None:
-    """Return dx [T, I] of dy_i [T, O_i], dh and its entries; None if there is no dy."""
+    """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty."""
     dx: Tensor | None = None
     for group in _groups(entries):
         assert dh is not None
@@ -210,7 +223,7 @@ def compute_input_gradient(
 
 
 def flatten(projections: Sequence[Projection]) -> tuple[list[Any], tuple]:
-    """Return the tensors in a fixed order, and the numbers: scaling and probability, by projection and adapter."""
+    """Return the tensors of the projections in a fixed order, and (scaling, dropout) by projection and adapter."""
     tensors: list[Any] = []
     for projection in projections:
         tensors += [projection.weight, projection.bias]
@@ -220,7 +233,7 @@ def flatten(projections: Sequence[Projection]) -> tuple[list[Any], tuple]:
 
 
 def rebuild(tensors: Iterable[Any], numbers: tuple) -> list[Projection]:
-    """Return the projections that `flatten` took apart, with any values in place of the tensors."""
+    """Return the projections from the results of `flatten`. Other values, such as flags, may replace the tensors."""
     values = iter(tensors)
     projections = []
     for pairs in numbers:
@@ -234,10 +247,11 @@ def rebuild(tensors: Iterable[Any], numbers: tuple) -> list[Projection]:
 
 
 class _LoRALinears(torch.autograd.Function):
-    """x and the tensors of the projections -> y_i."""
+    """Compute the outputs y_i of layers with the same input x, from x and the tensors of their projections."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: tuple, *tensors: Any) -> tuple[Tensor, ...]:
+        # `needs` has the structure of `projections`. It holds True for each tensor that needs a gradient.
         projections, needs = rebuild(tensors, numbers), rebuild(ctx.needs_input_grad[2:], numbers)
         rows = rows_of(x)
         seeds = draw_seeds(projections, x)
@@ -245,7 +259,7 @@ class _LoRALinears(torch.autograd.Function):
         h = compute_hidden(rows, entries) if entries else None
         ys = []
         for i, projection in enumerate(projections):
-            # The output is no view: autograd lets no view of a node's result be overwritten.
+            # The output is not a view, because a view that a node returns cannot be modified in place.
             y = x.new_empty((*x.shape[:-1], len(projection.weight)))
             write_output(y.view(len(rows), -1), rows, projection, [e for e in entries if e.projection == i], h)
             ys.append(y)
@@ -271,11 +285,11 @@ class _LoRALinears(torch.autograd.Function):
         tokens = len(next(iter(dys.values())))
         entries = list_entries(projections, tokens, seeds)
         dh: Tensor | None = None
-        used: list[Entry] = []
+        dh_entries: list[Entry] = []
         if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
-            dh, used = project_gradients(dys, entries)
-        gradients = layer_gradients(rows, h, dys, dh, entries, used, needs)
-        dx = compute_input_gradient(dys, projections, dh, used) if needs_dx else None
+            dh, dh_entries = project_gradients(dys, entries)
+        gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
+        dx = compute_input_gradient(dys, projections, dh, dh_entries) if needs_dx else None
         return None if dx is None else dx.view(ctx.shape), None, *flatten(gradients)[0]
 
 
@@ -307,7 +321,7 @@ class _Hidden(torch.autograd.Function):
 
 
 class _AddAdapters(torch.autograd.Function):
-    """Compute the output of one layer with adapters from x, the output y of its base, and the tensors of adapters."""
+    """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, numbers: tuple, *tensors: Any) -> Tensor:
@@ -315,7 +329,7 @@ class _AddAdapters(torch.autograd.Function):
         rows, seeds = rows_of(x), draw_seeds(projections, x)
         entries = list_entries(projections, len(rows), seeds)
         h = compute_hidden(rows, entries)
-        # The output is no view: autograd lets no view of a node's result be overwritten.
+        # The output is not a view, because a view that a node returns cannot be modified in place.
         out = x.new_empty(y.shape).copy_(y)
         out_rows, bias = out.view(len(rows), -1), _total_bias(projections[0])
         for entry in entries:
@@ -335,11 +349,11 @@ class _AddAdapters(torch.autograd.Function):
         dys = {0: rows_of(dy)}
         entries = list_entries(projections, len(dys[0]), seeds)
         dh: Tensor | None = None
-        used: list[Entry] = []
+        dh_entries: list[Entry] = []
         if ctx.needs_input_grad[0] or any(need.a for need in needs[0].adapters):
-            dh, used = project_gradients(dys, entries)
-        gradients = layer_gradients(None if x is None else rows_of(x), h, dys, dh, entries, used, needs)
-        dx = compute_input_gradient(dys, projections, dh, used) if ctx.needs_input_grad[0] else None
+            dh, dh_entries = project_gradients(dys, entries)
+        gradients = layer_gradients(None if x is None else rows_of(x), h, dys, dh, entries, dh_entries, needs)
+        dx = compute_input_gradient(dys, projections, dh, dh_entries) if ctx.needs_input_grad[0] else None
         return None if dx is None else dx.view(ctx.shape), dy, None, *flatten(gradients)[0]
 
 
@@ -349,29 +363,29 @@ def layer_gradients(
     dys: Mapping[int, Tensor],
     dh: Tensor | None,
     entries: Sequence[Entry],
-    used: Sequence[Entry],
+    dh_entries: Sequence[Entry],
     needs: Sequence[Projection],
     dbs: Mapping[int, Tensor | None] | None = None,
 ) -> list[Projection]:
-    """Return the gradients that are needed, in place of the tensors of the projections, and None for the others.
+    """Return the projections with gradients in place of their tensors. A gradient that is not needed is None.
 
     Args:
-        rows: x [T, I]; for gradients of A and W.
-        h: [3, T, R], as terms; for gradients of B.
-        dys: The upstream gradients [T, O_i], by projection.
-        dh: [3, T, R], as terms; for gradients of A.
-        entries: All adapters, with their columns of h.
-        used: The adapters of projections in `dys`, with their columns of dh.
-        needs: The layers with flags in place of the tensors.
-        dbs: Gradients of B, by position of the adapter, if another kernel has computed them.
+        rows: x [T, I]. It may be None if no A and no W needs a gradient.
+        h: The terms [3, T, R]. They may be None if no B needs a gradient, or if `dbs` is passed.
+        dys: The upstream gradients [T, O_i], by the index of the projection. Some may be missing.
+        dh: The terms [3, T, R]. They may be None if no A needs a gradient.
+        entries: The entries of all adapters, with their columns of h.
+        dh_entries: The entries of the adapters of projections in `dys`, with their columns of dh.
+        needs: The projections with flags in place of their tensors: True if the tensor needs a gradient.
+        dbs: The gradients of B, by the position of the adapter, if another kernel has computed them.
     """
     flags = [need for projection in needs for need in projection.adapters]
     das: dict[int, Tensor] = {}
-    for group in _groups([entry for entry in used if flags[entry.position].a]):
+    for group in _groups([entry for entry in dh_entries if flags[entry.position].a]):
         assert rows is not None
         assert dh is not None
         span = _span(group)
-        # Adapters that need no gradient may lie between the columns of the group: the sums of their columns are unused.
+        # Columns of adapters that need no gradient may lie between those of the group. Their sums are not used.
         da = token_sums(rows, dh[..., span], group[0].factor, group[0].keep, transposed=True)
         for entry in group:
             part = da[entry.columns.start - span.start : entry.columns.stop - span.start]
@@ -401,11 +415,10 @@ def layer_gradients(
 
 
 def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
-    """Return whether the node above computes these projections: kernels run, and dtypes and devices fit.
+    """Return whether the nodes of this file support these projections of x: kernels run, and dtypes and devices match.
 
-    fp32 takes eager code: it has no tensor cores to gain, and its products are more accurate there.
-
-    Under autocast it does if x and the weights have the dtype of autocast, because eager products would run in it too.
+    A model in fp32 runs in eager code, because it would gain nothing from tensor cores, and eager products are more
+    accurate. Under autocast, x and the weights must have the dtype of autocast, which eager products would have too.
     """
     tensors = [tensor for tensor in flatten(projections)[0] if tensor is not None]
     if type(x) not in PLAIN or torch.compiler.is_compiling():
@@ -422,14 +435,16 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
 
 
 def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, ...]:
-    """Return y_i of linear layers of one input, with their adapters, in one node if it `takes_adapters`.
+    """Return the outputs y_i of linear layers with adapters and with the same input x.
+
+    One autograd node computes them if `takes_adapters` is True, and eager code otherwise.
 
     Args:
         x: [..., I].
-        projections: The layers, of one input size.
+        projections: The layers and their adapters.
 
     Returns:
-        [..., O_i] each, in the dtype of x.
+        A tensor [..., O_i] for each layer, in the dtype of x.
     """
     if not takes_adapters(x, projections):
         return tuple(eager_output(x, projection) for projection in projections)
@@ -451,7 +466,7 @@ def adapter_hidden(x: Tensor, adapters: Sequence[Adapter]) -> list[Tensor]:
 
 
 def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor | None:
-    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j) in one node, or None if the node does not take x and y.
+    """Return y + sum_j s_j (B_j(A_j(dropout(x))) + bias_j) in one node, or None if the node does not support x and y.
 
     This is for a layer whose product only its own code can compute, such as a quantised one.
 
@@ -479,27 +494,27 @@ def lora_linear(
     lora_bias: Tensor | None = None,
     dropout: float = 0.0,
 ) -> Tensor:
-    """x W^T + bias + scaling * (dropout(x) A^T B^T + lora_bias): a linear layer with a low-rank adapter.
+    """Return x W^T + bias + scaling * (dropout(x) A^T B^T + lora_bias), a linear layer with a low-rank adapter.
 
-    Gradients are computed for every argument that requires one, and no product for a frozen weight. An fp32 adapter
-    beside a bf16 model is as accurate as in eager code, which computes its products in fp32.
+    All tensors get gradients. Backward computes no product for a frozen weight. An fp32 adapter of a bf16 model is as
+    accurate as in eager code, which computes the products of the adapter in fp32.
 
     Args:
         x: [..., I], fp32 | bf16 | fp16.
-        weight: [O, I], as that of `nn.Linear`; in the dtype of x.
-        a: [r, I], fp32 | bf16 | fp16, may differ from x.
-        b: [O, r].
+        weight: [O, I], like the weight of `nn.Linear`, in the dtype of x.
+        a: [r, I], fp32 | bf16 | fp16. Its dtype may differ from that of x.
+        b: [O, r], in the dtype of a.
         scaling: The factor of the adapter: alpha / r, or alpha / sqrt(r) if it is rank-stabilised.
-        bias: [O] or None.
-        lora_bias: [O] or None, of the adapter.
+        bias: [O], the bias of the layer, or None.
+        lora_bias: [O], the bias of the adapter, or None.
         dropout: The probability that an element of the adapter's input is 0.
 
     Returns:
         [..., O] in the dtype of x.
 
     Raises:
-        TypeError: An argument is no floating-point tensor, or a number is none.
-        ValueError: Shapes, dtypes or devices do not fit, or a number is out of range.
+        TypeError: A tensor argument is not a floating-point tensor, or `scaling` or `dropout` is not a number.
+        ValueError: Shapes, dtypes or devices do not match, or a number is out of range.
 
     Source: Hu et al., "LoRA", arXiv:2106.09685; Kalajdzievski, "rsLoRA", arXiv:2312.03732.
 

@@ -6,13 +6,14 @@ r"""The activation of a gated MLP whose projections have low-rank adapters, forw
     dgate = da' * up' * act'(gate'),  dup = da' * act(gate')
     dB_g  = s_g dgate^T h_g,  dB_u = s_u dup^T h_u,  dA_d = dh_d^T a
 
-gate and up are the base products, without their adapters. Adding the low-rank products here, in registers, costs no
-traffic; as products of their own they would read and write [T, I] three times in forward and again in backward.
-Products round h, B and A to bf16 once (in fp16: two terms): gate' and up' are not rounded before the activation, where
-eager code rounds them, so the results are as accurate.
+gate and up are the base products, without their adapters. The low-rank products are added here, in registers, without
+traffic. As separate products they would read and write [T, I] three times in forward and again in backward. The
+products round h, B and A to bf16 once (to two bf16 terms in an fp16 model). Eager code rounds gate' and up' before the
+activation, and these kernels do not, so the results are as accurate.
 
-The sums over tokens (dB, dA) and over features (h_d) need parts of the other direction: the forward kernel gives a
-program a block of tokens and a part of the features, the backward kernel a block of features and a part of the tokens.
+h_d is a sum over features, so a program of the forward kernel computes a block of tokens and a part of the features. dB
+and dA are sums over tokens, so a program of the backward kernel computes a block of features and a part of the tokens.
+The sums of the parts are added afterwards.
 
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
@@ -40,7 +41,8 @@ __all__ = ["LoRAGLUConfig", "lora_glu_backward", "lora_glu_forward"]
 class LoRAGLUProblem(NamedTuple):
     """The sizes that the launch parameters depend on."""
 
-    rank: int  # the largest one
+    # The largest of the ranks of gate, up and down.
+    rank: int
     itemsize: int
     backward: bool
 
@@ -51,7 +53,8 @@ class LoRAGLUConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LoRAGLUProblem, device: Device) -> "LoRAGLUConfig":
-        # Milliseconds forward and backward of 8192 x 14336 in bf16, rank 16, H200: (64, 32, 4, 3) 0.304 and 0.441,
+        # Milliseconds of forward and backward for (block_t, block_n, num_warps, num_stages), with 8192 x 14336 elements
+        # in bf16, rank 16, on an H200: (64, 32, 4, 3) 0.304 and 0.441,
         # (64, 32, 4, 2) 0.324 and 0.579, (64, 64, 4, 1) 0.491 and 0.531, (32, 64, 4, 2) 0.396 and 0.538,
         # (64, 64, 8, 2) 0.643 and 0.889. The traffic alone takes 0.164 and 0.273.
         stages = 3 if device.async_copy else 1
@@ -63,7 +66,7 @@ class LoRAGLUConfig(PartTiles, LaunchConfig):
 
 @triton.jit
 def _load_terms(h_ptr, stride_term, offsets, mask, ORDER: tl.constexpr):
-    """Return the first term of h, and the second one if `ORDER` is 2 (else the first again, which is not used)."""
+    """Return the first and the second term of h. If ORDER is 1, the first term replaces the second, which is unused."""
     first = tl.load(h_ptr + offsets, mask, 0.0)
     second = first
     if ORDER == 2:
@@ -73,7 +76,7 @@ def _load_terms(h_ptr, stride_term, offsets, mask, ORDER: tl.constexpr):
 
 @triton.jit
 def _split(b, factor, ORDER: tl.constexpr):
-    """Return factor * b as one or two bf16 terms, as `_load_terms` does."""
+    """Return factor * b as one or two bf16 terms, in the form of `_load_terms`."""
     b = b.to(tl.float32) * factor
     first = b.to(tl.bfloat16)
     second = first
@@ -84,7 +87,7 @@ def _split(b, factor, ORDER: tl.constexpr):
 
 @triton.jit
 def _add_product(base, h, h_second, b, b_second, ORDER: tl.constexpr):
-    """base [T, I] + h [T, r] b [I, r]^T, in fp32."""
+    """Return base [T, I] + h [T, r] b [I, r]^T in fp32."""
     total = tl.dot(h, tl.trans(b), base.to(tl.float32))
     if ORDER == 2:
         total = tl.dot(h, tl.trans(b_second), total)
@@ -94,7 +97,7 @@ def _add_product(base, h, h_second, b, b_second, ORDER: tl.constexpr):
 
 @triton.jit
 def _add_sums(total, z, h, h_second, ORDER: tl.constexpr):
-    """total [I, r] + z [T, I]^T h [T, r], in fp32, of z in bf16 or, with `ORDER` 2, in fp16."""
+    """Return total [I, r] + z [T, I]^T h [T, r] in fp32. z is in bf16 if ORDER is 1, and in fp16 if ORDER is 2."""
     if ORDER == 2:
         first = z.to(tl.bfloat16)
         second = (z.to(tl.float32) - first.to(tl.float32)).to(tl.bfloat16)
@@ -115,7 +118,7 @@ def _lora_glu_forward_kernel(
     GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write a for a block of tokens and a part of the features, and the part's h_d."""
+    """Write a for a block of tokens and a part of the features, and the sum of h_d over this part."""
     pid = tl.program_id(0)
     chunk = pid % parts
     rows = ((pid // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
@@ -152,7 +155,7 @@ def _lora_glu_forward_kernel(
             down_ranks = tl.arange(0, BLOCK_R)[:, None]
             down_a = tl.load(down_a_ptr + down_ranks * N + cols, (down_ranks < DOWN_R) & (cols < N), 0.0)
             down_a, down_a2 = _split(down_a, 1.0, ORDER)
-            # Elements outside are zeros in `down_a`, and gate and up are finite there.
+            # Elements outside of `a` add nothing, because `down_a` is zero there, and gate and up are finite.
             down_h = _add_sums(down_h, tl.trans(a), tl.trans(down_a), tl.trans(down_a2), ORDER)
     if down_a_ptr is not None:
         out = down_h_ptr + (chunk.to(tl.int64) * T + rows) * DOWN_R + ranks
@@ -169,9 +172,9 @@ def _lora_glu_backward_kernel(
     GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dgate and dup for a block of features and a part of the tokens, and the part's sums over tokens.
+    """Write dgate and dup for a block of features and a part of the tokens, and the sums over these tokens.
 
-    dgate and dup may lie where gate and up, or da, do: a tile is read before it is written.
+    dgate and dup may be stored in the memory of gate and up, or of da, because a tile is read before it is written.
     """
     pid = tl.program_id(0)
     chunk = pid % parts
@@ -186,7 +189,7 @@ def _lora_glu_backward_kernel(
         up_b = tl.load(up_b_ptr + features * UP_R + ranks, (features < N) & (ranks < UP_R), 0.0)
         up_b, up_b2 = _split(up_b, up_factor, ORDER)
     if down_dh_ptr is not None:
-        # [N, r], the transpose of what lies in memory.
+        # This is a tile [N, r], the transpose of the tensor in memory.
         down_a = tl.load(down_a_ptr + features + ranks * N, (features < N) & (ranks < DOWN_R), 0.0)
         down_a, down_a2 = _split(down_a, 1.0, ORDER)
     gate_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
@@ -221,7 +224,7 @@ def _lora_glu_backward_kernel(
         dup = (da.to(tl.float32) * act).to(dup_ptr.dtype.element_ty)
         tl.store(dgate_ptr + offsets, dgate, inside)
         tl.store(dup_ptr + offsets, dup, inside)
-        # Rows outside are zeros in h and dh, and the other factor is finite there.
+        # Rows beyond T add nothing, because h and dh are zero there, and the other factor is finite.
         if gate_db_ptr is not None:
             gate_db = _add_sums(gate_db, dgate, gate_h, gate_h2, ORDER)
         if up_db_ptr is not None:
@@ -245,24 +248,27 @@ def _lora_glu_backward_kernel(
 
 
 class GLUAdapters(NamedTuple):
-    """The parts of the adapters that the activation needs. None where a projection has no adapter."""
+    """The tensors of the adapters that the kernels read. The tensors of a projection without an adapter are None."""
 
-    gate_h: Tensor | None  # [3, T, r] bf16, columns of one tensor with up_h
+    # [3, T, r] bf16. Both are columns of one tensor.
+    gate_h: Tensor | None
     up_h: Tensor | None
-    gate_b: Tensor | None  # [I, r], contiguous
+    # [I, r], contiguous.
+    gate_b: Tensor | None
     up_b: Tensor | None
-    down_a: Tensor | None  # [r, I], contiguous
+    # [r, I], contiguous.
+    down_a: Tensor | None
     gate_scaling: float
     up_scaling: float
 
     @property
     def ranks(self) -> tuple[int, int, int]:
-        """Return the ranks of gate, up and down, 0 without an adapter."""
+        """Return the ranks of gate, up and down. The rank of a projection without an adapter is 0."""
         gate_r, up_r = (0 if b is None else b.shape[1] for b in (self.gate_b, self.up_b))
         return gate_r, up_r, 0 if self.down_a is None else len(self.down_a)
 
     def strides(self) -> tuple[int, int]:
-        """Return the distances of the rows and of the terms of h."""
+        """Return the stride of the rows and the stride of the terms of `gate_h` and `up_h`."""
         h = self.up_h if self.gate_h is None else self.gate_h
         return (0, 0) if h is None else (h.stride(1), h.stride(0))
 
@@ -287,7 +293,7 @@ def _constants(x: Tensor, adapters: GLUAdapters, kind: str, config: LoRAGLUConfi
 def lora_glu_forward(
     gate: Tensor, up: Tensor, adapters: GLUAdapters, kind: str
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return a [T, I] and h_d [3, T, r], as terms, or None without an adapter of down; of gate and up [T, I]."""
+    """Return a [T, I] and the terms of h_d [3, T, r], from gate and up [T, I]. h_d is None if down has no adapter."""
     t, i = gate.shape
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), False), device)
@@ -314,7 +320,7 @@ def lora_glu_forward(
 
 
 class GLUGradients(NamedTuple):
-    """Gradients of the adapters, in fp32; None where they are not needed."""
+    """Gradients of the adapters in fp32. A gradient that is not needed is None."""
 
     gate_b: Tensor | None  # [I, r]
     up_b: Tensor | None
@@ -326,10 +332,10 @@ def lora_glu_backward(
     da: Tensor, gate: Tensor, up: Tensor, adapters: GLUAdapters, down_dh: Tensor | None, kind: str,
     dgate: Tensor, dup: Tensor, needs: tuple[bool, bool, bool],
 ) -> GLUGradients:  # fmt: skip
-    """Write dgate and dup [T, I], which may be gate and up, and return the gradients of B_g, B_u and A_d.
+    """Write dgate and dup [T, I], which may be the tensors gate and up, and return the gradients of B_g, B_u and A_d.
 
-    da [T, I] is the gradient by the base product of down; down_dh [3, T, r], as terms, that of h_d. `needs` are for
-    B_g, B_u, A_d.
+    da [T, I] is the gradient of a through the base product of down. `down_dh` [3, T, r] holds the terms of the gradient
+    of h_d. `needs` says which of the gradients of B_g, B_u and A_d are needed.
     """
     t, i = gate.shape
     device = device_of(gate)

@@ -4,9 +4,10 @@ r"""The gated MLP of a decoder with low-rank adapters on any of its three projec
     (a, h_d)    = `lora_glu_forward`(gate, up, h_g, h_u)
     y           = a D^T + s_d h_d B_d^T
 
-The node saves x, gate, up and h, but not a: backward computes a again in the pass that makes dgate and dup. The base
-weights must be frozen, as they are in fine-tuning with adapters. Other cases (a weight that trains, a bias, dropout,
-several adapters of one projection, a rank above 16) are composed of `lora_linears` and the op of the activation.
+The node saves x, gate, up and h. Backward recomputes a in the pass that computes dgate and dup. The base weights must
+be frozen, as they are in fine-tuning with adapters. In other cases (a base weight that needs a gradient, a bias,
+dropout, several adapters of one projection, a rank above 16) `lora_linears` and the op of the activation compute the
+MLP.
 
 Shapes: T tokens, H hidden, I intermediate, r rank.
 """
@@ -53,12 +54,12 @@ from tigon.runtime.products import multiply
 
 __all__ = ["lora_glu_mlp", "runs_as_one_node"]
 
-# The largest rank for which the kernels keep everything in registers.
+# The largest rank for which the values of a tile fit in the registers of the kernels.
 LARGEST_RANK = 16
 
 
 def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) -> GLUAdapters:
-    """Return the parts of the adapters of gate and up (`entries`) and down that the activation needs."""
+    """Return the tensors of adapters that the kernels of the activation read. `entries` are those of gate and up."""
     hidden: list[Tensor | None] = [None, None]
     b: list[Tensor | None] = [None, None]
     scaling = [1.0, 1.0]
@@ -87,7 +88,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         gates = (gate, up) if saves_gates else (None, None)
         save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *tensors)
         ctx.numbers, ctx.kind, ctx.shape = numbers, kind, x.shape
-        # The output is no view: autograd lets no view of a node's result be overwritten.
+        # The output is not a view, because a view that a node returns cannot be modified in place.
         y = x.new_empty((*x.shape[:-1], len(down.weight)))
         write_output(y.view(len(rows), -1), a, down, list_entries((down,), len(rows), None), down_h)
         return y
@@ -112,6 +113,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
             down_gradients.append(Adapter(None, db))
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)
         entries = list_entries(layers, len(rows), None)
+        # These flags say whether B of gate, B of up and A of down need gradients.
         flags = (
             any(adapter.b for adapter in needs[0].adapters),
             any(adapter.b for adapter in needs[1].adapters),
@@ -125,12 +127,12 @@ class _LoRAGLUMLP(torch.autograd.Function):
             down_gradients[0] = down_gradients[0]._replace(a=sums.down_a.to(down.adapters[0].a.dtype))
         dys = {0: dgate, 1: dup}
         dh: Tensor | None = None
-        used: list[Entry] = []
+        dh_entries: list[Entry] = []
         if entries and (ctx.needs_input_grad[0] or any(adapter.a for need in needs for adapter in need.adapters)):
-            dh, used = project_gradients(dys, entries)
+            dh, dh_entries = project_gradients(dys, entries)
         dbs = {entry.position: (sums.gate_b, sums.up_b)[entry.projection] for entry in entries}
-        gradients = layer_gradients(rows, h, dys, dh, entries, used, needs, dbs)
-        dx = compute_input_gradient(dys, layers, dh, used) if ctx.needs_input_grad[0] else None
+        gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs, dbs)
+        dx = compute_input_gradient(dys, layers, dh, dh_entries) if ctx.needs_input_grad[0] else None
         gradients.append(Projection(None, None, tuple(down_gradients)))
         return None if dx is None else dx.view(ctx.shape), *[None] * 4, *flatten(gradients)[0]
 
@@ -139,7 +141,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
 
 
 def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
-    """Return whether the node above computes the MLP."""
+    """Return whether one node can compute the MLP. The module docstring names the cases that it does not support."""
     adapters = [adapter for layer in layers for adapter in layer.adapters]
     return (
         bool(adapters)
@@ -151,7 +153,7 @@ def runs_as_one_node(x: object, layers: Sequence[Projection]) -> bool:
 
 
 def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, activation: str = "silu") -> Tensor:
-    """(act(gate(x)) * up(x)) -> down, where each projection is a linear layer with adapters.
+    """Return down(act(gate(x)) * up(x)), where each of the three projections is a linear layer with adapters.
 
     Args:
         x: [..., H], fp32 | bf16 | fp16.

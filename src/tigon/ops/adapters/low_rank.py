@@ -1,20 +1,23 @@
-r"""The three products of a low-rank adapter. Each one costs the traffic of its one large operand.
+r"""The three products of a low-rank adapter. Each one takes about as long as the traffic of its one large operand.
 
     project      h   = x A^T       [T, R] = [T, N] [N, R]     reads x once
     expand       out = h B^T       [T, N] = [T, R] [R, N]     writes out once
     token_sums   G   = z^T h       [N, R] = [N, T] [T, R]     reads z once
 
-Adapters are usually in fp32 beside a bf16 model. Tensor cores multiply bf16 and add in fp32, and an fp32 value is the
-sum of three bf16 values of 8 bits each. So A, B and h are split into such terms, once and ahead (`split_terms`; A and h
-are small), and a kernel adds the products with each term. h and the sums over tokens are then as accurate as products
-in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in bf16, two in fp16.
+The adapters of a bf16 model are usually in fp32. Tensor cores multiply bf16 and add in fp32, and an fp32 value is the
+sum of three bf16 values of 8 bits each. So the kernels split an fp32 factor into such terms, and add the products of
+the terms. Products of two terms whose indices add up to three or more are below the precision of fp32, and are omitted.
+A (`split_terms`) and h, which are small, are split once and stored as terms. h and the sums over tokens are then as
+accurate as products in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in
+bf16, two in fp16.
 
-Tensor cores do not round the sums that they carry from one instruction to the next. So the products of a step start
-from zero, and the kernels add the steps with rounding.
+Tensor cores do not round the sums that they carry from one instruction to the next. The products of each step of a loop
+therefore start from zero, and the kernels add the results of the steps with rounding.
 
-Dropout multiplies x by a mask. `keep` holds it as bits: bit i % 8 of byte [t, i // 8] is 1 where x[t, i] is kept.
+Dropout multiplies x by a mask. `keep` holds the mask as bits: bit i % 8 of byte [t, i // 8] is 1 if dropout keeps
+x[t, i].
 
-Shapes: T tokens, N features, R rank (of several adapters together), S terms.
+Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
 """
 
 from dataclasses import dataclass
@@ -59,13 +62,13 @@ class LowRankProblem(NamedTuple):
 
 
 def rank_block(rank: int) -> int:
-    """Return the number of columns that a program takes of a rank: a power of two from 16 to 64."""
+    """Return how many of the columns of h one program computes: a power of two from 16 to 64."""
     return min(64, max(16, triton.next_power_of_2(rank)))
 
 
 @dataclass(frozen=True)
 class PartTiles:
-    """The tiles of a product whose long dimension is divided into parts: a program computes one part, in steps."""
+    """The tiles of a product whose long dimension is divided into parts. A program loops over the tiles of one part."""
 
     block_t: int
     block_n: int
@@ -74,7 +77,10 @@ class PartTiles:
     programs_per_multiprocessor: int
 
     def divide(self, length: int, step: int, blocks: int, device: Device) -> tuple[int, int]:
-        """Return the length of a part, a multiple of `step`, and the number of parts, if each has `blocks` programs."""
+        """Return the length of a part, which is a multiple of `step`, and the number of parts.
+
+        `length` is that of the long dimension. Each part takes `blocks` programs, and has at least about four steps.
+        """
         programs = device.multiprocessors * self.programs_per_multiprocessor
         count = max(1, min(programs // max(blocks, 1), cdiv(length, 4 * step)))
         part = cdiv(cdiv(length, count), step) * step
@@ -83,12 +89,13 @@ class PartTiles:
 
 @dataclass(frozen=True)
 class ProjectConfig(PartTiles, LaunchConfig):
-    """Launch parameters of `project`: a program takes `block_t` tokens and a part of the features, in steps."""
+    """Launch parameters of `project`: a program computes `block_t` tokens over a part of the features."""
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
-        # Each program reads all of A, so it takes many tokens, unless A needs too many registers. Milliseconds of
-        # 8192 tokens in bf16, H200: 4096 features 0.031 (rank 16), 0.033 (32), 0.041 (48); 14336 features 0.075.
+        # Each program reads its part of A, so it computes many tokens, unless A needs too many registers. Milliseconds
+        # for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.033 (32) and 0.041 (48) with 4096 features, and 0.075
+        # with 14336 features.
         is_small = rank_block(problem.rank) <= 32 or device.shared_memory >= 2**17 * 1.5
         return ProjectConfig(
             block_t=128 if is_small else 64, block_n=128 // problem.itemsize, num_warps=4,
@@ -106,18 +113,19 @@ class ExpandConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ExpandConfig":
-        # Milliseconds of 8192 tokens in bf16, H200: 4096 features 0.022 (rank 16), 0.032 (48); 14336 features 0.062.
+        # Milliseconds for 8192 tokens in bf16 on an H200: 0.022 (rank 16) and 0.032 (48) with 4096 features, and 0.062
+        # with 14336 features.
         return ExpandConfig(block_t=64, block_n=128, num_warps=4)
 
 
 @dataclass(frozen=True)
 class TokenSumConfig(PartTiles, LaunchConfig):
-    """Launch parameters of `token_sums`: a program takes `block_n` features and a part of the tokens, in steps."""
+    """Launch parameters of `token_sums`: a program sums `block_n` features over a part of the tokens."""
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "TokenSumConfig":
-        # Milliseconds of 8192 tokens in bf16, H200: 4096 features 0.031 (rank 16), 0.032 (32), 0.043 (48); 14336
-        # features 0.073.
+        # Milliseconds for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.032 (32) and 0.043 (48) with 4096
+        # features, and 0.073 with 14336 features.
         return TokenSumConfig(
             block_t=128 // problem.itemsize, block_n=128, num_warps=8, num_stages=3 if device.async_copy else 1,
             programs_per_multiprocessor=2,
@@ -129,7 +137,7 @@ class TokenSumConfig(PartTiles, LaunchConfig):
 
 @triton.jit
 def _term(x, index: tl.constexpr):
-    """Return the bf16 term of this index of x, in bf16."""
+    """Return term number `index` of x, in bf16."""
     rest = x.to(tl.float32)
     for _ in tl.static_range(index):
         rest -= rest.to(tl.bfloat16).to(tl.float32)
@@ -140,7 +148,7 @@ def _term(x, index: tl.constexpr):
 def _split_kernel(
     a_ptr, out_ptr, N, blocks, first, stride_ar, stride_an, stride_term, TERMS_: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write the terms of a block of one row of A [r, N] to row `first` + r of out [S, R, N]."""
+    """Write the terms of a block of row i of A [r, N] to row `first` + i of out [S, R, N]."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(a_ptr + row * stride_ar + cols * stride_an, cols < N, 0.0)
@@ -157,7 +165,7 @@ def _kept(keep_ptr, stride_keep, rows, cols, inside):
 
 @triton.jit(do_not_specialize=["T", "position"])
 def _dropout_bits_kernel(seeds_ptr, keep_ptr, T, N, position, stride_keep, p, BLOCK: tl.constexpr):
-    """Write one bit for each element of a block of columns of one row: 1 with a probability of 1 - p (Philox)."""
+    """Draw the bits of a block of columns of one row by Philox. A bit is 1 with a probability of 1 - p."""
     blocks = tl.cdiv(N, 8 * BLOCK)
     row = tl.program_id(0) // blocks
     columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)  # of bytes
@@ -185,9 +193,9 @@ def _project_kernel(
     R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IN_PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write h = factor * x A^T over `part` of the features, for a block of tokens and of the rank.
+    """Compute factor * x A^T over `part` features, for a block of tokens and a block of the columns of h.
 
-    `out` is [3, T, R], the terms of h, or [parts, T, R] in fp32, which `_join_kernel` adds.
+    If IN_PARTS, `out` is [parts, T, R] in fp32, and `_join_kernel` sums it. Otherwise it is [3, T, R], the terms of h.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
@@ -240,7 +248,10 @@ def _expand_kernel(
     R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Write out = factor * h B^T + bias, or add that to `out`, for a tile."""
+    """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
+
+    ORDER is the number of terms of h and of B that the precision of `out` needs.
+    """
     n_blocks = tl.cdiv(N, BLOCK_N)
     pid = tl.program_id(0)
     rows = ((pid // n_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
@@ -273,7 +284,7 @@ def _token_sum_kernel(
     R: tl.constexpr, Z_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write G = factor * z^T h over `part` of the tokens, for a block of features and of the rank."""
+    """Compute factor * z^T h over `part` tokens, for a block of features and a block of the columns of h."""
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
     chunk = pid // r_blocks % parts
@@ -321,7 +332,10 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
 
 @on_device
 def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
-    """Return the bf16 terms [S, R, N] of the stacked A [r, N], of any strides; S is 1, 2, 3 for bf16, fp16, fp32."""
+    """Return the bf16 terms [S, R, N] of one or several A [r, N] of any strides, stacked by rows.
+
+    S is 1 for bf16, 2 for fp16 and 3 for fp32.
+    """
     tensors = first_a, *others
     if not others and first_a.dtype == torch.bfloat16 and first_a.is_contiguous():
         return first_a.unsqueeze(0)
@@ -339,15 +353,16 @@ def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
 
 
 def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
-    """Return memory for h: its three terms [3, T, R] in bf16."""
+    """Allocate memory for the three bf16 terms of h [3, T, R]."""
     return x.new_empty((3, tokens, rank), dtype=torch.bfloat16)
 
 
 @on_device
 def project(x: Tensor, a: Tensor, out: Tensor, factor: float = 1.0, keep: Tensor | None = None) -> Tensor:
-    """Write h = factor * x A^T, as terms, to `out` [3, T, R], which may be columns of a wider tensor; return `out`.
+    """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
 
-    x [T, N] is dense in its rows, A [S, R, N] comes from `split_terms`, and `keep` [T, N / 8] masks x.
+    `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, A [S, R, N] is a result of
+    `split_terms`, and `keep` [T, N / 8] masks x.
     """
     (t, n), (terms, r, _) = x.shape, a.shape
     device = device_of(x)
@@ -387,9 +402,9 @@ def expand(
     h: Tensor, b: Tensor, out: Tensor, factor: float = 1.0, bias: Tensor | None = None, keep: Tensor | None = None,
     adds: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Write factor * h B^T + bias to `out` [T, N], or add it, and return `out`; of h [3, T, R] and B [N, R].
+    """Write factor * h B^T + bias to `out` [T, N], or add it to `out` if `adds` is True, and return `out`.
 
-    `keep` [T, N / 8] masks the product, not the bias.
+    h is [3, T, R], and B is [N, R]. `keep` [T, N / 8] masks the product, but not the bias.
     """
     (_, t, r), n = h.shape, b.shape[0]
     config = ExpandConfig.choose(LowRankProblem(r, out.element_size()), device_of(out))
@@ -410,7 +425,10 @@ def expand(
 def token_sums(
     z: Tensor, h: Tensor, factor: float = 1.0, keep: Tensor | None = None, transposed: bool = False
 ) -> Tensor:  # fmt: skip
-    """Return factor * z^T h [N, R], or its transpose [R, N], in fp32; of z [T, N] and h [3, T, R]."""
+    """Return factor * z^T h [N, R] in fp32, or its transpose [R, N] if `transposed` is True.
+
+    z is [T, N], h is [3, T, R], and `keep` [T, N / 8] masks z.
+    """
     (t, n), r = z.shape, h.shape[2]
     device = device_of(z)
     config = TokenSumConfig.choose(LowRankProblem(r, z.element_size()), device)

@@ -167,7 +167,7 @@ def activation_gradients(
 
     Args:
         h: [S, 2 I] or [S, I].
-        da: [S, I], or None if only w a is needed. w a is written into its memory.
+        da: [S, I], or None if only w a is needed. If `da` is a tensor, w a may overwrite it.
         weights: [T, K].
     """
     if not runs_kernels(h, da, weights):

@@ -14,7 +14,8 @@ The forward saves only x [T, H] and h = x[t] U^T + b, which is [S, 2 I] for the 
     dU = sum_s dh[s]^T x[t]                      db = sum_s dh[s]
     dx[t] = sum_k dh[s] U
 
-Each gradient is computed only if it is needed. The products are the two forward and four backward ones of autograd.
+Each gradient is computed only if it is needed. There are as many grouped products as with autograd, two in the forward
+and four in the backward.
 x and dy are spread again for the products of backward. If the activation is a function of the user, autograd
 differentiates it, and each operator of the function saves its own tensors.
 

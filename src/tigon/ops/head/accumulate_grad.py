@@ -59,7 +59,7 @@ class AccumulatedGradient:
             self.weight.grad_added_to_main_grad = True  # type: ignore[attr-defined]
 
     def gradient_for_autograd(self) -> Tensor | None:
-        """Return the gradient of the weight that backward returns: zeros for Megatron, whose hooks need a tensor."""
+        """Return the result of backward for the weight: zeros for Megatron, whose hooks need a tensor, or else None."""
         return self.weight.new_zeros(()).expand(self.weight.shape) if self._has_flag else None
 
     def check_unchanged(self) -> None:

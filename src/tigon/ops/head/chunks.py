@@ -206,9 +206,10 @@ def _chunks(
     buffer = x.new_empty(min(tokens, count), len(weight))
     start = 0
     while start < count:
-        rest = count - start
+        remaining = count - start
         # The last two chunks are about equally long, because a short one would leave multiprocessors idle.
-        length = config.first_half(rest, tokens) if tokens < rest < 2 * tokens else min(tokens, rest)
+        is_last_pair = tokens < remaining < 2 * tokens
+        length = config.first_half(remaining, tokens) if is_last_pair else min(tokens, remaining)
         part = slice(start, start + length)
         start = part.stop
         chunk_rows = part if rows is None else rows[part]

@@ -86,7 +86,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         keep_none_gradients(ctx)
         is_compiling = torch.compiler.is_compiling()
         returns_more = settings.wants.log_probs or settings.wants.entropy
-        # `torch.compile` passes zeros as missing upstream gradients, so there one backward computes all gradients.
+        # Under `torch.compile` a missing upstream gradient is zeros instead of None. Backward cannot know which results
+        # were used there, so it computes the gradients of all results together.
         in_forward = reduces and x.dtype != torch.float16 and not (is_compiling and returns_more)
         needs = settings.needs if in_forward else NO_NEEDS
         if is_compiling:

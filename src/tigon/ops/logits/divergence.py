@@ -41,7 +41,8 @@ class _Divergence(torch.autograd.Function):
         options: DivergenceOptions,
     ) -> Tensor:  # fmt: skip
         x, y = _rows(input), _rows(target)
-        # Elementwise losses get their upstream gradients only in backward, and fp16 its loss scale.
+        # The gradient is computed in backward if it needs the upstream gradient: elementwise losses have one for each
+        # element, and in fp16 it contains the loss scale.
         in_forward = needs_dx and not options.elements and x.dtype != torch.float16
         results = divergence_forward(x, y, _flat(labels), inverse_count, in_forward, options)
         if in_forward:

@@ -133,9 +133,10 @@ def _difference(a, log_a, log_b):
 def _element(
     x, y, unit, beta, rest, KIND: tl.constexpr, LOGS: tl.constexpr, REDUCED: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
-    """Return the loss, g (without the term c q if REDUCED) and q, each times `unit`.
+    """Return the loss, g and q of the module docstring for each element, all multiplied by `unit`.
 
-    `rest` is 1 - beta. Without LOGS, y is p instead of log p, and for tvd x is q instead of log q.
+    If REDUCED, g omits the term c q. `rest` is 1 - beta. If LOGS is False, y is p instead of log p, and for tvd x is q
+    instead of log q.
     """
     if KIND == "kl":
         if LOGS:
@@ -152,8 +153,9 @@ def _element(
         loss = (q * unit) * _difference(q, x, y)
         return loss, loss if REDUCED else loss + q * unit, q * unit
     elif KIND == "jsd":
+        # This variable is exp(h) of the module docstring. `d` and `hi` are in base 2, so `scaled` has the factor ln(2).
         h = _exp(_finite(tl.maximum(x, y, propagate_nan=PROPAGATE_NAN)))
-        # The difference in base 2. It is 127 if both are -inf.
+        # If x and y are both -inf, their difference is NaN, which `tl.minimum` replaces by 127.
         d = tl.minimum(tl.abs(x - y) * LOG2E, 127.0)
         student_is_larger = x >= y
         u, v = tl.where(student_is_larger, rest, beta), tl.where(student_is_larger, beta, rest)
@@ -183,6 +185,7 @@ def _divergence_kernel(
     KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTS: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_V: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
+    """Compute the loss, G and dx of one of the `parts` parts of a row per program, each if its pointer is not None."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     FROM_LOGITS: tl.constexpr = x_lse_ptr is not None
@@ -205,7 +208,8 @@ def _divergence_kernel(
         slope = -1.0
         if slope_ptr is not None:
             slope = tl.load(slope_ptr + row)
-    # With a gradient, every term is multiplied by the factor of the gradient. Otherwise only the sums are, at the end.
+    # `unit` multiplies every element, and `rescale` only the sum of the losses. If dx is written, every element needs
+    # the factor. Otherwise one product at the end is enough.
     unit, rescale = 1.0, scale
     if dx_ptr is not None:
         unit, rescale = scale, 1.0
@@ -318,7 +322,10 @@ def _run(
 
 
 def _needs_slope(options: DivergenceOptions, weighted: bool = False) -> bool:
-    """Return whether dx depends on G, which is -1 for kl unless the elements have weights."""
+    """Return whether dx needs a computed G.
+
+    For kl, G is the constant -1, unless the elements are `weighted` by separate upstream gradients.
+    """
     return options.from_logits and (weighted or options.kind != "kl")
 
 

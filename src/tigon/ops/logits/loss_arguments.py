@@ -63,7 +63,7 @@ def check_loss_arguments(
         if weight.requires_grad:
             raise ValueError(f"{op}: weight must not require a gradient, because class weights get none")
     if num_items is not None and reduction != "mean":
-        raise ValueError(f"{op}: num_items needs reduction='mean', which it divides, got reduction={reduction!r}")
+        raise ValueError(f"{op}: num_items needs reduction='mean', because it divides the sum, got {reduction!r}")
     if isinstance(num_items, Tensor):
         if num_items.numel() != 1:
             raise ValueError(f"{op}: num_items must be a number or one element, got shape {tuple(num_items.shape)}")

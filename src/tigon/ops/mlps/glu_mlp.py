@@ -182,7 +182,7 @@ def save_gated(ctx: Any, gate: Tensor, saves_gates: bool, is_checkpointed: bool,
 
 
 def unpack_gated(ctx: Any) -> tuple[Any, ...]:
-    """Return the tensors that `save_gated` saved. As for any node, a second time needs a retained graph."""
+    """Return the tensors that `save_gated` saved. As for any node, a second call needs a retained graph."""
     if not ctx.saves_early:
         return ctx.saved_tensors
     if ctx.saver is None:

@@ -142,7 +142,7 @@ def _forward_kernel(
     CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile of rows. READS_RSTD reads rstd in place of computing it."""
+    """Normalise a tile of rows. If READS_RSTD is True, rstd is an input instead of a result."""
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     inside = EVEN | (cols < N)
@@ -276,7 +276,7 @@ def _run_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, y: Tensor, total: Tensor | None,
     statistics: Tensor, eps: float, offset: float, centred: bool, round_first: bool, reads_rstd: bool,
 ) -> None:  # fmt: skip
-    """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are read in place of written."""
+    """Write y, x + residual and the statistics. With `reads_rstd`, the statistics are an input instead of a result."""
     n, m = x.shape[-1], statistics.shape[1]
     config = NormConfig.choose(NormProblem(n, x.element_size()), device_of(x))
     x, stride_x = dense_rows(x)

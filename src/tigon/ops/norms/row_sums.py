@@ -1,4 +1,4 @@
-"""Sums over the rows of the partial gradients that the programs of a backward compute: dw = sum_programs(partial).
+"""Sum the partial gradients that the programs of a backward have computed: dw = sum_programs(partial).
 
 Shapes: P = programs of the backward, N = columns.
 """

@@ -92,7 +92,7 @@ class AdamW(torch.optim.AdamW):
         max_exp_avg_sqs: list[Tensor],
         steps: list[Tensor],
     ) -> bool:
-        """Fill the lists as torch does, update what the kernel supports, and leave the other tensors in the lists."""
+        """Fill the lists as torch does, update the tensors that the kernel supports, and remove them from the lists."""
         lists = (params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, steps)
         has_complex = super()._init_group(group, *lists)
         if self._uses_torch(group):

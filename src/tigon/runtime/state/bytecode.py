@@ -65,7 +65,7 @@ class CodeUse:
     tensor_writes: tuple[tuple[str, int, frozenset[str]], ...]
     # Attributes whose type the code reads, as `isinstance(self.down, Quantised)` does.
     type_tested_names: frozenset[str]
-    # Attributes that the code reads of an argument if they exist, with a line. None is an attribute of any name.
+    # Attributes that the code reads of an argument if they exist, with the line. None stands for every attribute.
     reads_of_arguments: tuple[tuple[str | None, int], ...]
     # Operations that the code may apply to any object: "construct", "compare", "format" or "store".
     operations: frozenset[str]

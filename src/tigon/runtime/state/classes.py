@@ -20,7 +20,7 @@ TRIGGERS = {
     **dict.fromkeys(("__setattr__", "__delattr__"), "store"),
     **dict.fromkeys(("__repr__", "__str__", "__format__"), "format"),
 }
-# dataclasses writes these methods. They read every field, but only if two objects are compared.
+# The module `dataclasses` generates these methods. They read every field, but run only if two objects are compared.
 COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__hash__"}
 
 

@@ -54,8 +54,8 @@ class FunctionInputs(NamedTuple):
     """The arguments with which a function is called.
 
     If `positional_count` is a number, the caller passes that many positional arguments after `self`. The last
-    `default_count` arguments have defaults, and those that are not passed are settings. If `self_holds_inputs` is True,
-    `self` is constructed from the inputs.
+    `default_count` arguments have defaults. An argument that is not passed has its default, so it is a setting and not
+    an input. If `self_holds_inputs` is True, `self` is constructed from the inputs.
     """
 
     positional_count: int | None = None
@@ -90,7 +90,10 @@ def _reads_only_width(steps: list[dis.Instruction], index: int) -> bool:
 
 
 def _without_probed_calls(part: list[dis.Instruction]) -> list[dis.Instruction]:
-    """Return an expression without the calls of `isinstance` and `type` whose argument is a bare variable."""
+    """Return an expression without the first argument of a call of `isinstance`, `type` or another probed function.
+
+    The expression stays as it is if an argument of the call contains another call.
+    """
     for i, step in enumerate(part):
         if step.opname == "LOAD_GLOBAL" and step.argval in PROBED_FUNCTIONS:
             arguments = call_arguments(part, i)
@@ -115,10 +118,12 @@ def _is_test_for_none(part: list[dis.Instruction], arguments: set[str]) -> bool:
 def _depends(
     part: list[dis.Instruction], dependent: set[str], arguments: set[str], ignores_width: bool = False
 ) -> bool:
-    """Return True if an expression depends on one of these variables in a way that the probes do not cover.
+    """Return True if an expression depends on a variable in `dependent` in a way that the probes do not cover.
 
-    An expression whose instructions were not found counts as dependent.
+    The probes cover a test of one of `arguments` for None. If `ignores_width` is True, reading only the last size of a
+    variable does not count. An expression whose instructions were not found counts as dependent.
     """
+    # An instruction CHECK_EXC_MATCH or CHECK_EG_MATCH tests an exception, which may depend on anything.
     if not part or any(step.opname.startswith("CHECK_E") for step in part):
         return True
     if _is_test_for_none(part, arguments):
@@ -218,6 +223,7 @@ def find_decisions(code: types.CodeType, inputs: FunctionInputs) -> tuple[tuple[
     for each, inherited, inputs_of_each in pending:
         steps = list(dis.get_instructions(each))
         dependent = dependent_variables(each, steps, inherited, inputs_of_each)
+        # Variables that depend on more than the last size of an argument.
         beyond_width = dependent_variables(each, steps, inherited, inputs_of_each, ignores_width=True)
         arguments, protected_ranges, line = _arguments(each, inputs_of_each), handlers(each), each.co_firstlineno
         for i, step in enumerate(steps):
@@ -225,6 +231,7 @@ def find_decisions(code: types.CodeType, inputs: FunctionInputs) -> tuple[tuple[
             if not is_condition(steps, i):
                 continue
             part = find_operand(steps, i)
+            # Arguments to which no earlier instruction assigns another value.
             unchanged = arguments - {name for s in steps[:i] if s.opname.startswith("STORE_") for name in names_of(s)}
             if "NONE" in step.opname and len(part) == 1 and part[0].argval in unchanged:
                 continue

@@ -178,7 +178,7 @@ class FunctionSearch(Record):
         self.tensor_writes += [
             (method, where(line), receiver, use.attributes) for method, line, receiver in use.tensor_writes
         ]
-        # A constructor that is called by its name may get any object.
+        # Code that calls `__init__` by its name may pass any object to it.
         if "__init__" in use.attributes and function.__name__ not in CONSTRUCTORS:
             self.reach.writes.append(f"may write attributes, by __init__ {where(function.__code__.co_firstlineno)}")
 

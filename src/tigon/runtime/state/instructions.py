@@ -66,8 +66,9 @@ def _stack_effect(step: dis.Instruction) -> int:
 def find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction]:
     """Return the instructions that compute the value on top of the stack before instruction `end`.
 
-    The list holds the instructions of both values for `a if c else b`. It is empty in a loop, or if values change
-    places on the stack. A value that is also stored, as in `n = m = x` and in `(n := x)`, is followed.
+    The list holds the instructions of both values for `a if c else b`. It is empty if the value may come from an
+    earlier iteration of a loop, or if an instruction exchanges values on the stack. If the value is a copy of one that
+    is also stored, as in `n = m = x` and in `(n := x)`, the list holds the instructions that compute the original.
     """
     return _follow(steps, end)[0]
 
@@ -75,45 +76,52 @@ def find_operand(steps: list[dis.Instruction], end: int) -> list[dis.Instruction
 def _follow(steps: list[dis.Instruction], end: int, last: int | None = None) -> tuple[list[dis.Instruction], int]:
     """Return what `find_operand` returns, and the index of the first of these instructions.
 
-    If several instructions may run before `end`, `last` selects one of them.
+    The search goes backwards from `end`, and counts how many values the instructions add to the stack. It ends at a
+    load from which on they add one value, because these instructions compute that value. If several instructions may
+    run directly before `end`, `last` selects one of them.
     """
     total, index = 0, end
     operand: list[dis.Instruction] = []
     while True:
-        before = [last] if last is not None and not operand else _predecessors(steps, index)
-        if len(before) > 1 and all(is_jump(step) for step in operand):
-            return _follow_all(steps, index, before), 0
-        if len(before) != 1:
+        predecessors = [last] if last is not None and not operand else _predecessors(steps, index)
+        # Two branches, which compute `a` and `b` of `a if c else b`, meet here.
+        if len(predecessors) > 1 and all(is_jump(step) for step in operand):
+            return _follow_all(steps, index, predecessors), 0
+        # Here the function begins, or branches meet within the expression.
+        if len(predecessors) != 1:
             return [], 0
-        index = before[0]
+        index = predecessors[0]
         step = steps[index]
         if step.opname == "SWAP" or (step.opname == "COPY" and step.arg != 1):
             return [], 0
         total += _stack_effect(step)
         operand.insert(0, step)
         if total == 1 and step.opname == "COPY":
-            # The value is a copy of the value below.
+            # This instruction copies the value below it on the stack, so the search goes on for that value.
             total = 0
         elif total == 1 and step.opname.startswith("LOAD_"):
             return operand, index
 
 
-def _follow_all(steps: list[dis.Instruction], end: int, before: list[int]) -> list[dis.Instruction]:
-    """Return the instructions of `a` and of `b` for `a if c else b`; the list is empty if one was not found."""
+def _follow_all(steps: list[dis.Instruction], end: int, predecessors: list[int]) -> list[dis.Instruction]:
+    """Return the instructions of `a` and of `b` for `a if c else b`; the list is empty if one was not found.
+
+    `predecessors` are the last instructions of the two branches.
+    """
     # A value from the last iteration of a loop, or one that `a or b` tests, is not followed.
-    if any(steps[i].opname.startswith("JUMP_BACKWARD") or "IF" in steps[i].opname for i in before):
+    if any(steps[i].opname.startswith("JUMP_BACKWARD") or "IF" in steps[i].opname for i in predecessors):
         return []
-    parts = [_follow(steps, end, i)[0] for i in before]
+    parts = [_follow(steps, end, i)[0] for i in predecessors]
     return [step for part in parts for step in part] if all(parts) else []
 
 
 def _predecessors(steps: list[dis.Instruction], index: int) -> list[int]:
     """Return the indices of the instructions that may run directly before another one."""
-    before = [index - 1] if index > 0 and steps[index - 1].opname not in ENDS else []
+    predecessors = [index - 1] if index > 0 and steps[index - 1].opname not in ENDS else []
     if index < len(steps) and steps[index].is_jump_target:
         target = steps[index].offset
-        before += [i for i, step in enumerate(steps) if is_jump(step) and step.argval == target]
-    return before
+        predecessors += [i for i, step in enumerate(steps) if is_jump(step) and step.argval == target]
+    return predecessors
 
 
 def _find_call(steps: list[dis.Instruction], number: int) -> int | None:
@@ -158,7 +166,7 @@ def is_call_with_constant(steps: list[dis.Instruction], number: int) -> bool:
 
 
 def enters_block(steps: list[dis.Instruction], number: int) -> bool:
-    """Return True if `with` enters the result of the call of the class that instruction `number` loads."""
+    """Return True for `with cls(...)`, where instruction `number` loads the class."""
     end = _find_call(steps, number)
     if end is None:
         return False

@@ -135,7 +135,10 @@ class ModuleSearch(ClassSearch):
                     self.describe(value, f"{path}.{name}")
 
     def visit_child_with_tensors(self, child: nn.Module, name: str, path: str) -> None:
-        """Record the attributes that the code reads of a child for which the probes use a plain linear layer."""
+        """Record the attributes that the code reads of a child with weights.
+
+        The probes replace this child by a plain linear layer, so they do not cover these reads.
+        """
         attributes, ignored_names = vars(child), {*MODULE_STATE, "in_features", "out_features"}
         if name in self.known_uses.type_tested_names:
             self.reach.unprobed_reads.append(f"reads the type of {path}, or of a value computed by it")

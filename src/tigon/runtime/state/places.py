@@ -54,14 +54,29 @@ def bits_of(tensor: Tensor) -> tuple | None:
 
 @dataclass(frozen=True)
 class Place:
-    """A place that a call reads.
+    """A place that a call reads, with its value at the time of the search.
 
     `owner` is the object that holds the value. None stands for the module itself, so that a place does not refer to the
-    module. `how` says how the code reads the value: "item" of a dict, "entry" of a subclass of dict, "attribute",
-    "class" for an attribute of the owner's class, "static" for an attribute in the `__dict__` of a class, "child" of a
-    module, "element" of a list, "absent" for a name that must not appear in a dict, "undefined" for a name that the
-    owner's class must not define, "type" of an object, "length", "members" of a set, "bits" of a tensor,
-    "unset" for a parameter or buffer that is None, "unregistered" for a name that no parameter, buffer or child has.
+    module. `name` is the key, attribute or index, `path` describes the place to the user, and `how` says what must stay
+    the same:
+
+    | how            | what must stay the same |
+    |----------------|---|
+    | "item"         | the entry `name` of a dict |
+    | "entry"        | the entry `name` of a subclass of dict, as it is stored |
+    | "attribute"    | the attribute `name` of the owner |
+    | "class"        | the attribute `name` of the owner's class |
+    | "static"       | the entry `name` in the `__dict__` of a class |
+    | "child"        | the child `name` of a torch module |
+    | "element"      | the element with the index `name` of a list |
+    | "absent"       | the dict has no key `name` |
+    | "undefined"    | the owner's class does not define `name` |
+    | "type"         | the type of the owner |
+    | "length"       | the number of elements of a container |
+    | "members"      | the elements of a set |
+    | "bits"         | the dtype, the shape and the bytes of a tensor |
+    | "unset"        | the parameter or buffer `name` is None; `value` is the table that holds it |
+    | "unregistered" | no parameter, buffer or child has this name |
     """
 
     owner: Any
@@ -149,7 +164,8 @@ class Reach:
         """Undo every change that the block makes to reachable containers, objects, tensors, classes and globals."""
         contents = [(container, _items(container)) for container in self.containers]
         states = [(each, dict(vars(each))) for each in self.objects]
-        tensors = [(*each, each[0].detach().clone()) for each in self.tensors if each[0].numel() <= MOST_RESTORED]
+        small_tensors = [(tensor, path) for tensor, path in self.tensors if tensor.numel() <= MOST_RESTORED]
+        tensors = [(tensor, path, tensor.detach().clone()) for tensor, path in small_tensors]
         try:
             yield
         finally:
@@ -216,7 +232,6 @@ def _condition_source(place: Place, number: int) -> str:
     """Return the source of a condition that is True as long as a place holds its recorded value.
 
     `attributes` and `cls` are those of the module, o<n> is the owner, v<n> the recorded value, n<n> the name.
-    The value of an "unset" place is the table that holds the name.
     """
     holder = "attributes" if place.owner is None else f"o{number}"
     value = f"v{number}"

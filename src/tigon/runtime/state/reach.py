@@ -56,7 +56,8 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
             if path := next(iter(container_paths), None):
                 self.reach.writes.append(f"may write to {path}, by {method} {where}")
         self.reach.writes += self.writes_to_tensors()
-        # Another module with weights raises as well for an input of another width.
+        # A check of the width does not count if the product with a weight of the module raises an error as well for an
+        # input of another width.
         if self.catches_exceptions or not isinstance(self.module, nn.Module) or not holds_tensors(self.module):
             self.reach.decisions += self.checks
         self.reach.fingerprint, self.reach.names = tuple(self.entries), self.names

@@ -91,7 +91,10 @@ class Record:
         self.reach.places.append(Place(owner, how, name, value, path))
 
     def watch_absence(self, attributes: dict[str, Any], names: list[str], path: str, owner: Any = "dict") -> None:
-        """Watch that names which a class defines do not appear on the instance."""
+        """Watch that names which a class defines do not appear in the `__dict__` of an instance.
+
+        `owner` is that of the places: None for the module of the search, or "dict" for `attributes` itself.
+        """
         holder = attributes if owner == "dict" else owner
         self.reach.places += [Place(holder, "absent", name, None, f"{path}.{name}") for name in names]
 

@@ -12,7 +12,7 @@ Each name states why it is needed, the versions of torch that it was seen in, an
 that is slower or takes more memory, or one clear refusal. `tests/runtime/torch_private` tests the behaviour of each
 name, so that it names what is different in a new version of torch.
 
-These private names alone are typed in other files, because torch cannot change them without breaking every saved model
+Other files use only these private names directly, because torch cannot change them without breaking every saved model
 or every custom layer: the tables `_parameters`, `_buffers` and `_modules` of a module, its tables of hooks, and
 `_version` and `_base` of a tensor. The same tests check them.
 

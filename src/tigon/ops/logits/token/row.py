@@ -1,14 +1,16 @@
 r"""Loss and gradient of a token with one read of its logits: a row stays on the chip between its two passes.
 
-Two passes over a row in memory move 3 V numbers, and the L2 cache does not hold the rows of all multiprocessors from
-the first pass to the second. Here a program copies its row to shared memory in chunks ("slots"), adds each chunk to a
-maximum and a sum of exponentials as it arrives, and then turns the slots into gradients. As soon as a slot is done, it
-receives the same chunk of the program's next row, so memory is busy throughout: 2 V numbers. The part of a row that
-does not fit in the slots is read twice, the second time mostly from L2. The kernel is written in Gluon, because Triton
-has neither explicit shared memory nor asynchronous copies.
+The gradient needs the sum of the exponentials of the whole row, so each row takes two passes. If both passes read the
+row from memory, they move 3 V numbers, because the L2 cache cannot hold the rows of all multiprocessors from the first
+pass to the second. Here the row is read once, and 2 V numbers move. In the first pass, a program copies its row in
+chunks to shared memory, each chunk to its own buffer, which is called a slot, and adds each chunk to a maximum and a
+sum of exponentials as soon as it has arrived. The second pass turns the chunks in the slots into gradients. When the
+gradients of a slot have been computed, the slot receives the same chunk of the program's next row, so memory is busy
+throughout. If a row has more chunks than there are slots, the other chunks are read twice, the second time mostly from
+L2. The kernel is written in Gluon, because Triton has neither explicit shared memory nor asynchronous copies.
 
-Exponentials are 2^(x log2(e) - c) with one rounding (a fused product and sum). Here c is the largest x log2(e) after
-rounding. Any pivot is correct, so the rounding of c needs no correction.
+An exponential is 2^(x log2(e) - c), with one rounding (a fused product and sum). Here c is the largest x log2(e) of the
+row after rounding. The results are correct for any c near this maximum, so its rounding needs no correction.
 
 Shapes: M tokens, V vocabulary. A chunk is [R, THREADS, LANE]: a thread reads LANE neighbours R times, so sums over the
 chunk need no exchange between threads until the end of the row.
@@ -37,7 +39,7 @@ RESERVED_BYTES = 2048
 
 
 class RowProblem(NamedTuple):
-    """The sizes that the launch parameters of the kernel that reads logits once depend on."""
+    """The sizes that the launch parameters of `_row_kernel` depend on."""
 
     vocabulary: int
     # bytes of a logit
@@ -86,7 +88,10 @@ if gluon is not None:
 
     @gluon.jit
     def _fold(a, inside, high, total, logit_scale, SCALED: gl.constexpr):
-        """Add logits [R, T, L] to each thread's maximum of x log2(e) and sum [T]. `inside` is a mask or None."""
+        """Add the logits a [R, THREADS, LANE] to each thread's maximum of x log2(e) and sum of exponentials [THREADS].
+
+        `inside` masks the logits of the row. It is None if all logits of the chunk belong to the row.
+        """
         x, _ = transformed(a, logit_scale, 0.0, SCALED, False)
         if inside is not None:
             x = gl.where(inside, x, float("-inf"))
@@ -115,6 +120,11 @@ if gluon is not None:
         READ_ONCE: gl.constexpr, READ_TWICE: gl.constexpr,
         SLOTS: gl.constexpr, BLOCK: gl.constexpr, LANE: gl.constexpr, num_warps: gl.constexpr,
     ):  # fmt: skip
+        """Compute the statistics and the gradients of several rows per program.
+
+        LONG is True if a row has logits that do not fit in the slots, and MANY if these take more than one chunk.
+        READ_ONCE and READ_TWICE are the eviction policies of the logits in the slots and of the other logits.
+        """
         THREADS: gl.constexpr = num_warps * 32
         R: gl.constexpr = BLOCK // (THREADS * LANE)
         CHUNK: gl.constexpr = gl.BlockedLayout([1, 1, LANE], [1, 32, 1], [1, num_warps, 1], [2, 1, 0])
@@ -161,7 +171,8 @@ if gluon is not None:
                     high, total = _fold(a, None, high, total, logit_scale, SCALED)
                 else:
                     high, total = _fold(a, start + cols < V, high, total, logit_scale, SCALED)
-                # An empty group makes the next slot the oldest of SLOTS groups again.
+                # `wait_group(SLOTS - 1)` waits for the oldest of SLOTS groups of copies. After this empty group, the
+                # oldest one is the group of the next slot.
                 commit_group()
             if LONG:
                 for start in range(IN_SLOTS, end, BLOCK):
@@ -182,6 +193,8 @@ if gluon is not None:
                 p_t = gl.div_rn(gl.exp2(gl.fma(x_t, LOG2E, -c)), mass)
                 row_scale, row_z_scale = scale * p_t, z_scale * p_t
             target_factor = row_scale * target_weight(weight_ptr, target, V)
+            # `top` is c in natural units after another rounding. The second factor of `total_row` corrects the sum
+            # from c to the rounded `top`.
             top = c * LN2
             total_row = mass * gl.exp2(-gl.fma(top, LOG2E, -c))
             lse = top + gl.log(total_row)
@@ -207,8 +220,9 @@ if gluon is not None:
                         rest = _block(base, start - BLOCK + cols, end, READ_TWICE)
                     dx = _gradient(a, c, factor, logit_scale, SCALED)
                     gl.store(base + (start + cols), dx, mask=start + cols < V, eviction_policy=READ_ONCE)
-            # No code has waited for the zeros of an ignored row yet. Without this wait the slots would still hold the
-            # previous row, whose exponentials may be infinite here, and the copies of the next row could arrive first.
+            # The loop over the slots is skipped for an ignored row, so the copies of its zeros may still be in flight.
+            # Without this wait, a slot could still hold logits of the previous row, whose exponentials may be infinite
+            # for the c of this row, and the zeros could arrive after the copies of the next row.
             wait_group(0)
             for start in range(0, IN_SLOTS, BLOCK):
                 slot = slots.index(start // BLOCK)
@@ -220,8 +234,8 @@ if gluon is not None:
             if LONG and not MANY:
                 dx = _gradient(rest, c, factor, logit_scale, SCALED)
                 gl.store(base + (IN_SLOTS + cols), dx, mask=IN_SLOTS + cols < V)
-            # The term of the target is written last, because comparing every column with the target would take as long
-            # as the exponentials.
+            # The gradient of the target's column is overwritten last, because comparing every column with the target
+            # would take as long as the exponentials.
             block_barrier()
             dx_t = (factor * gl.exp2(gl.fma(x_t, LOG2E, -c)) - target_factor) * slope_t
             gl.store(base + target, dx_t.to(logits_ptr.dtype.element_ty), mask=inside)
@@ -233,10 +247,10 @@ if gluon is not None:
 
 
 def can_read_once(logits: Tensor, target: Tensor, options: Options, wants: Wants) -> bool:
-    """Return whether the kernel computes these options and outputs for logits of this layout.
+    """Return whether the kernel supports these options and outputs for logits of this layout.
 
-    It does not compute a soft cap: special functions bound it, so one read gains nothing (2.47 ms, and 2.40 ms in two
-    passes, for 8192 x 128256 on an H200).
+    It does not support a soft cap, because the special functions bound the time of such a row, so reading the row once
+    gains nothing: 2.47 ms, and 2.40 ms in two passes, for 8192 x 128256 on an H200.
     """
     if gluon is None or options.softcap is not None or options.label_smoothing != 0 or wants.predicted or wants.entropy:
         return False

@@ -1,6 +1,6 @@
-r"""One pass over a row of logits, in blocks, as the kernels of `token.kernels` and `token.shards` make it.
+r"""One pass over a row of logits, in blocks. The kernels of `token.kernels` and `token.shards` share this code.
 
-Each thread keeps its own sums. Let m be the maximum so far, S = sum exp(x_j - m), R = sum exp(x_j - m) (x_j - m). A new
+Each thread has its own sums. Let m be the maximum so far, S = sum exp(x_j - m), R = sum exp(x_j - m) (x_j - m). A new
 maximum m' changes the sums to
 
     S' = S exp(m - m'),   R' = (R + (m - m') S) exp(m - m')
@@ -69,7 +69,10 @@ def constants(options: Options, config: ScanConfig) -> dict[str, bool | int]:
 
 @triton.jit
 def columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
-    """Return column indices [BLOCK_V / LANE, LANE]. One thread holds a row, so its sum needs no other thread."""
+    """Return column indices [BLOCK_V / LANE, LANE].
+
+    One thread holds all LANE indices of a row of this tile, so a sum over them needs no exchange between threads.
+    """
     return start + tl.arange(0, BLOCK_V // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
 
 
@@ -118,9 +121,9 @@ def scan(
 ):  # fmt: skip
     """Return m = max x, S = sum exp(x - m), R = sum exp(x - m) (x - m), sum w (x - pivot) and the argmax of one row.
 
-    R is 0 without ENTROPY, the sum of w without SMOOTHING, and the argmax without PREDICTED. `pivot` is any number near
-    the logits: a sum of differences from it loses no digits where all logits are shifted. If all logits are -inf, the
-    sums are relative to 0.
+    Without ENTROPY, R is 0. Without SMOOTHING, sum w (x - pivot) is 0. Without PREDICTED, the argmax is 0. `pivot` is
+    any number near the logits: the sum of differences from it loses no digits if all logits have a large common offset.
+    If all logits are -inf, the sums are relative to 0.
     """
     high = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V // LANE], tl.float32)

@@ -2,7 +2,6 @@ r"""The statistics of a token whose logits are sharded by columns over ranks, as
 
 Let m_p, S_p and R_p be the m, S and R of `token.scan` for the columns of shard p, and m = max_p m_p. Then
 
-
     S = sum_p S_p exp(m_p - m),   R = sum_p (R_p + (m_p - m) S_p) exp(m_p - m)
 
 Each rank computes six numbers for each row. An all-gather gives them to all ranks, and each rank combines them in the

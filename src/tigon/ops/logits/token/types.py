@@ -60,7 +60,10 @@ class SavedStatistics(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The upstream gradients [M], of the loss also []. None means ones for the loss, and zeros for the others."""
+    """The upstream gradients, each [M]; that of the loss may also be [].
+
+    None means ones for the loss, and zeros for the others.
+    """
 
     loss: Tensor | None = None
     log_probs: Tensor | None = None
