@@ -87,7 +87,7 @@ def _dtype_after_casts(expression: Expression, dtype: torch.dtype) -> torch.dtyp
 
 
 def _read_adapter(expression: Expression, dtype: torch.dtype) -> Adapter | None:
-    """Return the adapter that an expression computes: scaling * (dropout(x) A^T B^T + bias). Return None for any other.
+    """Return the adapter if an expression computes scaling * (dropout(x) A^T B^T + bias), and None otherwise.
 
     `dtype` is the dtype of the input x.
     """

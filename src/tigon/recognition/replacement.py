@@ -44,7 +44,7 @@ class Replacement:
 
     def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
         self.module = weakref.ref(module)
-        # None means that the recipe was uninstalled. A wrapper that still holds this object then runs the stock forward.
+        # None after the recipe was uninstalled: a wrapper that still holds this object then runs the stock forward.
         self.recipe = recipe
         # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard

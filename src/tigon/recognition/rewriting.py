@@ -166,8 +166,8 @@ class _ProductCalls(ast.NodeTransformer):
         return ast.IfExp(_name(self.products), product, node)
 
 
-# Python may skip an expression inside one of these nodes, evaluate it several times, or evaluate it with other values of
-# the variables.
+# Inside one of these nodes, Python may skip an expression, evaluate it several times, or evaluate it with other values
+# of the variables.
 UNCERTAIN = (
     *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
