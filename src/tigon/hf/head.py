@@ -8,9 +8,9 @@ Three places of the instance change, and no model's forward is copied:
 - `model.loss_function` returns that loss, tied to the placeholder, so that the head's output stays in the graph. The
   middle element of the placeholder, the marker, has a known value. The model processes it like a logit, so its value in
   the loss function shows whether the model still does exactly what it did when it was patched. If the value differs, an
-  assertion fails on the placeholder's device (`LOGITS_CHANGED`). Any other computation from the
-  logits raises an error at once (`tigon.hf.logits`). The outer elements of the placeholder are NaN, for engines that
-  convert it to a plain tensor, which raises no error.
+  assertion fails on the placeholder's device (`LOGITS_CHANGED`). Any other computation from the logits raises an error
+  at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error. Therefore
+  the outer elements are NaN, so that such a computation gives NaN.
 
 Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
 that were measured. It also compares the loss function that the model would choose with the one that was recognised. If
@@ -18,6 +18,7 @@ one of them differs, the call is stock.
 
 A call is fused only in training mode with labels, or with `skip_logits=True`. All other calls, and calls with arguments
 that the fused loss does not support, run the stock code.
+
 `tigon.hf.learn` measures what the model does to its logits before the loss (a soft cap, a scale). It runs the model's
 own forward with a stand-in body and head, and compares the fused loss with the stock loss before it changes the model.
 
