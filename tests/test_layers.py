@@ -15,6 +15,7 @@ LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integratio
 # The families of ops that may import another one, and the reasons.
 FAMILIES = {
     ("head", "logits"): "the head computes the losses of logits chunk by chunk",
+    ("head", "adapters"): "an adapter on the head adds to the logits of each chunk",
     ("experts", "mlps"): "an expert is an MLP and has the same activations",
     ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
     ("adapters", "mlps"): "a projection with an adapter is a projection",

@@ -6,10 +6,11 @@ Three places of the instance change, and no model's forward is copied:
 - `head.forward` computes the loss of the call, and returns a placeholder of shape [1, 1, 3] in place of logits. The
   model still calls the head as a module, so hooks that gather or shard weights run as usual.
 - `model.loss_function` returns that loss, tied to the placeholder, so that the head's output stays in the graph. The
-  middle element of the placeholder shows whether the model processed it exactly as it did when it was patched. If the
-  value differs, an assertion fails on the placeholder's device (`LOGITS_CHANGED`). Any other computation from the
-  logits raises an error at once (`tigon.hf.logits`). The outer elements of the placeholder are NaN, for engines that
-  convert it to a plain tensor, which raises no error.
+  middle element of the placeholder, the marker, has a known value. The model processes it like a logit, so its value in
+  the loss function shows whether the model still does exactly what it did when it was patched. If the value differs, an
+  assertion fails on the placeholder's device (`LOGITS_CHANGED`). Any other computation from the logits raises an error
+  at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error. Therefore
+  the outer elements are NaN, so that such a computation gives NaN.
 
 Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
 that were measured. It also compares the loss function that the model would choose with the one that was recognised. If
@@ -17,6 +18,7 @@ one of them differs, the call is stock.
 
 A call is fused only in training mode with labels, or with `skip_logits=True`. All other calls, and calls with arguments
 that the fused loss does not support, run the stock code.
+
 `tigon.hf.learn` measures what the model does to its logits before the loss (a soft cap, a scale). It runs the model's
 own forward with a stand-in body and head, and compares the fused loss with the stock loss before it changes the model.
 
@@ -58,8 +60,8 @@ __all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "calle
 
 LOGGER = logging.getLogger("tigon")
 
-# The allowed relative errors of the token at the loss, in fp32 and after a cast. A few operations in fp32 cause an
-# error of 1e-6, and a cast to bf16 causes 0.004.
+# The allowed relative errors of the marker in the loss function, in fp32 and after a cast. A few operations in fp32
+# cause an error of 1e-6, and a cast to bf16 causes 0.004.
 FP32_TOLERANCE, CAST_TOLERANCE = 2e-5, 0.01
 # CUDA accepts messages of up to 254 characters.
 LOGITS_CHANGED = (
@@ -78,8 +80,8 @@ class _HeadCall:
 def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.Module | None:
     """Return the head if a call of `module` only calls this head; None if it does more.
 
-    The head may be `module` itself. It may also be inside a wrapper of an adapter library, which chooses in every call.
-    Its choice is read from a run of its forward on a stand-in argument.
+    The head may be `module` itself. It may also be inside a wrapper of an adapter library, which chooses in every call
+    between the head and its copies. This choice is read from a run of the wrapper's forward on a stand-in argument.
     """
     if is_head(module):
         return module
@@ -334,12 +336,12 @@ class HeadForward:
         )
         assert isinstance(loss, Tensor)
         call.loss = loss
-        # The token is in the graph of the loss. FSDP2 does not work well with outputs that are views.
-        token = loss.new_full((1, 1, 1), spec.token) + 0.0 * loss
+        # The marker is in the graph of the loss. FSDP2 does not work well with outputs that are views.
+        marker = loss.new_full((1, 1, 1), spec.marker) + 0.0 * loss
         # Anomaly detection would report the NaN in the gradient of a soft cap, although nothing uses that gradient.
         detects_anomalies = not torch.compiler.is_compiling() and torch.is_anomaly_enabled()
-        end = torch.full_like(token, spec.token if detects_anomalies else torch.nan)
-        placeholder = torch.cat((end, token, end), -1)
+        outer = torch.full_like(marker, spec.marker if detects_anomalies else torch.nan)
+        placeholder = torch.cat((outer, marker, outer), -1)
         if not is_sharded:
             return as_placeholder(placeholder, (*hidden.shape[:-1], spec.vocabulary))
         # The output has the placements that logits would have.
@@ -418,7 +420,7 @@ class LossFunction:
         return self.guard.function
 
     def change(self, model: nn.Module) -> str | None:
-        """Return the reason why the model's own loss is not the one that was recognised, or None."""
+        """Return what has changed, for a warning, if the model's own loss is not the recognised one; None if it is."""
         if torch.compiler.is_compiling():
             # The comparison lets the compiler compile another graph when the loss type changes.
             is_same_type = loss_type(model) == self.fused.spec.loss_type
@@ -460,8 +462,8 @@ class LossFunction:
                 "arguments than the model itself received, or wrote into its labels between the head and the loss "
                 "function, or called its head twice; use tigon.patch(model, loss=False) for this model"
             )
-        token = logits[..., 1]
-        change = token.detach().float() / self.fused.spec.token_at_loss - 1.0
+        marker = logits[..., 1]
+        change = marker.detach().float() / self.fused.spec.marker_at_loss - 1.0
         is_changed = change.abs() > tolerance
         if is_changed.device.type in ("cpu", "cuda"):
             # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
@@ -469,7 +471,7 @@ class LossFunction:
         # Other devices, and builds of torch without assertions in kernels, return NaN in place of an error.
         factor = torch.ones_like(change).masked_fill(is_changed, torch.nan).sum()
         # The added term is zero. It keeps the head's output in the graph, because hooks on it gather sharded weights.
-        return call.loss * factor + 0.0 * token.sum()
+        return call.loss * factor + 0.0 * marker.sum()
 
 
 def _is_same(a: Any, b: Any) -> bool:

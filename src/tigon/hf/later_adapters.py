@@ -1,9 +1,9 @@
-"""Replace layers with adapters that a library adds after the patch.
+"""Install the recipe for adapters on layers that a library adds after the patch.
 
-`peft.get_peft_model(model, config)`, and trainers that call it, put layers with adapters in the place of linear layers.
-If the model was patched before, no recipe is installed on these layers. Therefore the body of a patched model compares
-at each call the children of its modules with those of the call before, in about 1 us for each module with linear
-layers. New children that are layers with adapters are replaced before they run.
+`peft.get_peft_model(model, config)`, and trainers that call it, exchange linear layers for layers that have adapters.
+If the model was patched before, no recipe is installed on the new layers. Therefore, at each call, the body of a
+patched model compares the children of its modules with those at the previous call. This takes about 1 us for each
+module that has linear layers. If a new child is a layer with adapters, its recipe is installed before it runs.
 """
 
 import logging
@@ -15,9 +15,10 @@ import torch
 from torch import nn
 
 from tigon.hf.report import Report
-from tigon.recognition.adapters import AdapterRecipe, install_adapters, is_linear, recognise_adapters
+from tigon.recognition.adapters import AdapterRecipe, install_adapters, recognise_adapters
 from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
+from tigon.recognition.standin import is_linear
 
 __all__ = ["watch_children"]
 
@@ -29,24 +30,27 @@ class _Parent:
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, weakref.ref(module)
-        self.children = _ids_of_children(module)
+        self.ids = _ids_of_children(module)
 
     def new_children(self) -> dict[str, nn.Module]:
-        """Return the children, by their full names, if one of them is new. They are not new at the next call."""
+        """Return the children that were added since the last comparison, by their full names."""
         module = self.module()
-        if module is None or (children := _ids_of_children(module)) == self.children:
+        if module is None or (ids := _ids_of_children(module)) == self.ids:
             return {}
-        old, self.children = {*self.children}, children
-        new = {name: child for name, child in module._modules.items() if child is not None and id(child) not in old}
-        return {f"{self.name}.{name}" if self.name else name: child for name, child in new.items()}
+        old_ids, self.ids = {*self.ids}, ids
+        children = {name: m for name, m in module._modules.items() if m is not None and id(m) not in old_ids}
+        return {f"{self.name}.{name}" if self.name else name: child for name, child in children.items()}
 
 
 def _ids_of_children(module: nn.Module) -> tuple[int, ...]:
     return tuple(map(id, module._modules.values()))
 
 
-class BodyWithChildren:
-    """Recipe for the body of a model: it replaces new layers with adapters, then runs the body's earlier forward."""
+class AdapterWatch:
+    """Recipe for the body of a model: install recipes on new layers that have adapters, then run the body's forward.
+
+    `inner` is the recipe that the body had before, or None for the forward of its class.
+    """
 
     def __init__(self, parents: list[_Parent], report: Report | None, inner: Callable | None) -> None:
         # A copy of the body does not know its modules, so it compares nothing.
@@ -55,17 +59,17 @@ class BodyWithChildren:
         self.results: dict[tuple, Any] = {}
 
     def __reduce__(self) -> tuple:
-        return BodyWithChildren, ([], None, self.inner)
+        return AdapterWatch, ([], None, self.inner)
 
     def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
             for parent in self.parents:
                 if children := parent.new_children():
-                    self.replace(children)
+                    self.install_recipes(children)
         return (self.inner or type(body).forward)(body, *args, **kwargs)
 
-    def replace(self, children: dict[str, nn.Module]) -> None:
-        """Replace those of the modules that are layers with adapters. Modules of one kind are recognised once."""
+    def install_recipes(self, children: dict[str, nn.Module]) -> None:
+        """Install a recipe on each child that is a layer with adapters. Modules of one kind are recognised once."""
         for name, child in children.items():
             if find_replacement(child) is not None or foreign_forward(child):
                 continue
@@ -80,13 +84,13 @@ class BodyWithChildren:
 
 
 def watch_children(model: nn.Module, report: Report) -> Callable[[], None]:
-    """Let the body of a model replace layers with adapters that are added later; return a function to undo this."""
+    """Let the body of a model install recipes on layers that get adapters later; return a function to undo this."""
     body = getattr(model, "base_model", None)
     if not isinstance(body, nn.Module) or body is model:
         return lambda: None
     parents = [_Parent(name, module) for name, module in body.named_modules() if any(map(is_linear, module.children()))]
     replacement = find_replacement(body)
-    recipe = BodyWithChildren(parents, report, None if replacement is None else replacement.recipe)
+    recipe = AdapterWatch(parents, report, None if replacement is None else replacement.recipe)
     if replacement is not None:
         return exchange(replacement, recipe)
     return (lambda: None) if foreign_forward(body) else install(body, recipe)

@@ -36,6 +36,7 @@ from tigon.recognition.standin import (
     FP32,
     describe,
     gradients,
+    is_linear,
     normal,
     own_tensors,
     probing,
@@ -112,7 +113,10 @@ def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Te
 
 
 def _run(twin: nn.Module, **kwargs: Any) -> Any:
-    """Run a stand-in of the model on a batch of tokens. With a mask, the last two tokens of a sequence are padding."""
+    """Run a stand-in of the model on a batch of tokens.
+
+    If the forward takes a mask, the last two tokens of the first sequence are padding.
+    """
     parameters = inspect.signature(type(twin).forward).parameters
     # The model's own code computes auxiliary outputs (a router's loss) from values that only the real body has.
     inputs: dict[str, Any] = {name: False for name in parameters if name.startswith("output_")}
@@ -176,6 +180,7 @@ def _measure(model: nn.Module, head: str, vocabulary: int) -> tuple[float | None
     results = []
     for seed in (0, 1):
         logits = (normal(seed, BATCH, LENGTH, vocabulary) * torch.logspace(-3, 3, LENGTH)[:, None]).double()
+        # The results for these logits show the scale, the slope at zero, and the soft cap, which bounds a huge logit.
         logits[0, 0, :3] = torch.tensor([1.0, 2.0**-30, (seed + 1) * 1e30])
         logits_at_loss, forwarded_options = _observe(model, head, logits, seed)
         if logits_at_loss.shape != logits.shape:
@@ -228,7 +233,7 @@ def _leaves(head: Any, x: Tensor) -> list[Tensor]:
 def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
     """Raise NotUnderstood if the fused loss of a stand-in of the model differs from its stock loss in one case.
 
-    The cases are calls with each of the loss options that the model passes to its loss.
+    One case is a call with labels alone. Each other case adds one of the options that the model passes to its loss.
     """
     labels, shifted_labels = _labels(spec.vocabulary, 5), _labels(spec.vocabulary, 6)
     cases: list[dict[str, Any]] = [{}, {"num_items_in_batch": 3}, {"num_items_in_batch": torch.tensor(3)}]
@@ -250,21 +255,21 @@ def _verify(model: nn.Module, head: nn.Module, spec: Spec) -> None:
             outcomes.append((gradients(run, _leaves(layer, hidden)), results[0].loss.detach()))
         if results[0].logits is not SKIPPED_LOGITS:
             raise NotUnderstood("its output has logits that cannot be replaced")
-        (stock, expected), (fused, loss) = outcomes
+        (stock_gradients, expected), (our_gradients, loss) = outcomes
         if expected.dtype != loss.dtype or not torch.allclose(loss, expected, rtol=1e-5, atol=1e-6):
             options = ", ".join(case) or "labels"
             raise NotUnderstood(
                 f"its loss is not the standard loss: {float(expected):.6g} instead of {float(loss):.6g}, with {options}"
             )
-        if not same_gradients(fused, stock):
+        if not same_gradients(our_gradients, stock_gradients):
             raise NotUnderstood("the gradients of its loss are not those of the standard loss")
 
 
-def _is_linear(head: nn.Module) -> bool:
+def _computes_linear(head: nn.Module) -> bool:
     """Return whether the head computes x W^T + b from its parameters `weight` and `bias`, and the gradients of this."""
     if head._modules or set(own_tensors(head)) != {"weight", "bias"}:
         return False
-    if not all(type(getattr(head, name, None)) is int for name in ("in_features", "out_features")):
+    if not is_linear(head):
         return False
     linear = lambda module, x: nn.functional.linear(x, module.weight, module.bias)
     for dtype, training in itertools.product((FP32, BF16), (True, False)):
@@ -275,8 +280,8 @@ def _is_linear(head: nn.Module) -> bool:
             twin, x = stand_in(head, tensors, training=training), normal(2, 2, 5, 3, dtype=dtype)
             run = functools.partial(forward, twin, x)
             outcomes.append((run(), gradients(run, _leaves(twin, x))))
-        (y, actual), (expected, stock) = outcomes
-        if not same_bits(y, expected) or not same_gradients(actual, stock):
+        (y, head_gradients), (expected, linear_gradients) = outcomes
+        if not same_bits(y, expected) or not same_gradients(head_gradients, linear_gradients):
             return False
     return True
 
@@ -295,7 +300,7 @@ def _argument_names(function: Callable) -> list[str]:
 
 
 def _names_loaded_by_forward(cls: type[nn.Module]) -> set[str]:
-    """Return the names of the attributes that a model's forward loads, and the methods of its class that it calls."""
+    """Return the names of the attributes that a model's forward loads, and that methods of its class load for it."""
     names: set[str] = set()
     pending, visited_names = ["forward"], set()
     bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch"]
@@ -347,10 +352,10 @@ def learn_loss(model: Any) -> Spec | str | None:
     if (name := next((name for name, child in model._modules.items() if child is head), None)) is None:
         return "its head is not a direct child of the model"
     heads = _linears(head)
-    linear = called_head(head, lambda m: m in heads)
-    if linear is None and len(heads) == 1 and isinstance(recognise_adapters(head), AdapterRecipe):
-        linear = heads[0]
-    if linear is None:
+    linear_head = called_head(head, lambda m: m in heads)
+    if linear_head is None and len(heads) == 1 and isinstance(recognise_adapters(head), AdapterRecipe):
+        linear_head = heads[0]
+    if linear_head is None:
         return f"its head ({type(head).__name__}) does more than call one linear layer"
     for layer in (head, *heads):
         is_sharded = hasattr(getattr(layer, "weight", None), "placements")
@@ -366,11 +371,12 @@ def learn_loss(model: Any) -> Spec | str | None:
     # Any other function may have state or keyword options that no probe finds.
     if not inspect.isfunction(loss_function) or not written_in(loss_function).startswith("transformers."):
         return f"its loss function was replaced (by {written_in(loss_function)})"
-    head = linear
+    # From here on, the head is the linear layer that a wrapper of an adapter library calls now.
+    head = linear_head
     try:
         reach = explore(model)
         with reach.preserved(), probing():
-            if others := [layer for layer in heads if not _is_linear(layer)]:
+            if others := [layer for layer in heads if not _computes_linear(layer)]:
                 return f"its head ({type(others[0]).__name__}) is not a plain linear layer"
             if not (type(head.weight) in PLAIN or hasattr(head.weight, "placements")):
                 return f"the weight of its head is a {type(head.weight).__name__}"

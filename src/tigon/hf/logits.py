@@ -77,11 +77,12 @@ def _make_refusing_method(name: str) -> Any:
     return method
 
 
+_ARITHMETIC = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul")
 for _name in (
     *("getitem", "setitem", "len", "iter", "contains", "bool", "float", "int", "array", "call", "index"),
     *("lt", "le", "gt", "ge", "neg", "pos", "abs", "invert"),
-    *(f"{side}{name}" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul") for side in "r"),
-    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *_ARITHMETIC,
+    *(f"r{name}" for name in _ARITHMETIC),
 ):
     setattr(SkippedLogits, f"__{_name}__", _make_refusing_method(f"__{_name}__"))
 

@@ -29,6 +29,7 @@ __all__ = [
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
 # The default of the standard loss.
 IGNORE_INDEX = -100
+# The types of the settings that are compared.
 NUMBERS = (int, float)
 # Paths of attributes, which start at the model, and the values of these attributes.
 Settings = tuple[tuple[tuple[str, ...], Any], ...]
@@ -60,13 +61,13 @@ class Spec:
     unknown_arguments: frozenset[str]
 
     @property
-    def token(self) -> float:
-        """The value that the head writes into a placeholder. Another scale or soft cap would change its result."""
+    def marker(self) -> float:
+        """The known value that the head writes into a placeholder, and that the model scales and caps like a logit."""
         return (self.softcap or 100.0) / self.logit_scale
 
     @property
-    def token_at_loss(self) -> float:
-        """The value of a placeholder when it reaches the loss."""
+    def marker_at_loss(self) -> float:
+        """The value of the marker when it reaches the loss, if the model has the measured scale and soft cap."""
         return 100.0 if self.softcap is None else self.softcap * math.tanh(1.0)
 
     def __str__(self) -> str:

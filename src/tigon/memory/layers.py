@@ -1,10 +1,11 @@
 """Checkpointed layers: which layers may run twice, and whether their code has changed before the second run.
 
 Backward runs a checkpointed layer a second time. This gives wrong gradients if the second run computes other values
-than the first. A layer may therefore run twice only if no module in it changes or reads state that the second run would
-find changed, and if no forward hook must run once for each call. This judgement reads bytecode, which is slow. It
-depends on the classes, the forwards and the hooks of the modules in the layer, and comparing these is fast. Every call
-of the layer compares them, in 4 us for a layer of 13 modules.
+than the first. A layer may therefore run twice only if the code of its modules changes no state that outlives the call,
+and reads none that can change unnoticed, such as a random generator of Python. Also, none of its forward hooks may have
+to run exactly once for each call. This judgement reads bytecode, which is slow. It depends on the classes, the forwards
+and the hooks of the modules in the layer, and comparing these is fast. Every call of the layer compares them, in 4 us
+for a layer of 13 modules.
 """
 
 import weakref
@@ -69,7 +70,7 @@ def _explore_assigned(module: nn.Module) -> list[Reach]:
 
 
 class LayerJudgement:
-    """The reason why a layer must not run twice, or None, and the code from which this was concluded."""
+    """The reason why a layer must not run twice, or None, and the code on which this judgement is based."""
 
     def __init__(self, layer: nn.Module) -> None:
         self.code, self.hooks = _read_code(layer)

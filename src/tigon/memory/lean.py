@@ -101,7 +101,8 @@ def is_checkpoint_recomputation() -> bool:
 def is_saved_only_by_this_op() -> bool:
     """Return whether the tensors that an op saves here are saved only for this op.
 
-    That is true in the first run of a checkpoint, in a plain block of `lean`, and without hooks.
+    That is true without saved-tensor hooks, in the first run of a checkpoint, and in a block of `lean` that offloads
+    nothing and has no saved-tensor hooks around it.
     """
     if torch.compiler.is_compiling():
         return False
@@ -200,9 +201,9 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         mlp: Also recompute the gate and up projections of gated MLPs, in Tigon's modules and in patched models. Two of
             the nine products of the MLP then run twice, and the MLP saves only its input.
         offload: Also copy the remaining saved tensors of a GPU, of 1 MiB and more, to pinned host memory on a side
-            stream. They are copied back before backward needs them. Parameters stay on the device. All tensors stay on
-            other devices, in a CUDA graph, and in a block with saved-tensor hooks around it. A result must not be
-            written in place before it has been copied.
+            stream. They are copied back before backward needs them. Parameters stay on the device. Nothing is copied
+            on other devices, in a CUDA graph, and in a block with saved-tensor hooks around it. A saved tensor must not
+            be written in place before it has been copied.
 
     Raises:
         TypeError: An option is not a bool.

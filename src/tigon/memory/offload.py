@@ -33,7 +33,7 @@ from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["OffloadConfig", "OffloadProblem", "Offloader"]
 
-# In bytes: the allocator of the device aligns its blocks to this number.
+# The allocator of the device aligns its blocks to this number of bytes.
 ALIGNMENT = 512
 
 
@@ -60,7 +60,10 @@ class OffloadConfig(LaunchConfig):
 
 
 def can_offload(device: torch.device) -> bool:
-    """Return whether saved tensors can move from a device to the host: from a GPU that captures no CUDA graph now."""
+    """Return whether saved tensors can move from a device to the host.
+
+    They can on a GPU that captures no CUDA graph now, and on a simulated device.
+    """
     if simulation_of(device) is not None:
         return True
     return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
@@ -114,18 +117,24 @@ def _byte_range(t: Tensor) -> tuple[int, int]:
 
 
 class _Segment:
-    """A byte range of a saved storage. `device_data` or `host_data` holds the bytes, or both do."""
+    """A byte range of a saved storage. `device_data` or `host_data` holds the bytes, or both do.
+
+    At first only `device_data` does: it is the memory of the saved tensor. `copy_out` copies it to `host_data`, and
+    `free_device_data` frees it. `copy_back` fills new device memory from `host_data`, and another `free_device_data`
+    frees that when all nodes that saved the segment have unpacked it. `host_data` stays for a later backward pass.
+    """
 
     def __init__(self, offloader: "Offloader", t: Tensor, start: int, end: int) -> None:
         # True if the segment was copied back and no node has unpacked it yet.
         self.is_prefetched = False
         self.host_data: Tensor | None = None
-        # The end of a copy that the compute stream has not waited for.
+        # The event that marks the end of a copy for which the compute streams do not wait yet.
         self.event: torch.cuda.Event | None = None
         self.offloader, self.index, self.size = offloader, len(offloader.segments), end - start
         # No other storage gets the address of this one while the weak reference exists.
         self.storage = StorageWeakRef(t.untyped_storage())
-        # The alias shares the version counter of the saved tensor. It is None once the device memory has been freed.
+        # The alias shares the version counter of the saved tensor, which shows writes in place. It is None once the
+        # memory of the saved tensor has been freed. `device_data` is then None, or a copy from the host.
         self.alias: Tensor | None = t.detach()
         self.version = t._version
         self.device, self.stream = t.device, _stream(t.device)
@@ -133,8 +142,8 @@ class _Segment:
         self.device_data: Tensor | None = whole[start:end]
         self.start, self.was_written = start, False
         # `savers` counts the nodes that saved the segment, and `users` those that unpacked it in this generation. A new
-        # generation starts whenever the segment is copied back. `last_backward` is the backward in which all nodes have
-        # unpacked it.
+        # generation starts whenever the segment is copied back. `last_backward` is the id of the last backward pass in
+        # which all nodes unpacked the segment, and -2 before there is one.
         self.savers, self.users, self.generation, self.last_backward = 0, 0, 1, -2
 
     def copy_out(self) -> None:
@@ -181,10 +190,12 @@ class _Segment:
         data = self.copy_back() if self.device_data is None else self.device_data
         if self.is_prefetched:
             self.is_prefetched, self.offloader.prefetched_bytes = False, self.offloader.prefetched_bytes - self.size
+        # A copy from the host may not have arrived yet. The memory of the saved tensor is valid at any time.
         if self.alias is None:
             self.wait_for_copy()
         if view.generation != self.generation:
             view.generation, self.users = self.generation, self.users + 1
+        # No other node needs the data in this backward pass.
         if self.users >= self.savers and self.host_data is not None:
             self.last_backward = backward_id()
             self.free_device_data()
@@ -193,17 +204,19 @@ class _Segment:
     def __del__(self) -> None:
         if self.is_prefetched:
             self.offloader.prefetched_bytes -= self.size
+        # The compute streams may reuse the freed memory at once, so they must wait for a copy that still uses it.
         if self.event is not None and not sys.is_finalizing():
             self.wait_for_copy()
 
 
 def _data_for_stream(segment: _Segment, stream: torch.cuda.Stream) -> Tensor:
-    """Return the bytes for a stream other than that of the forward pass. A copy for this stream is not shared."""
+    """Return the bytes for a node that runs on another stream than the forward pass. It shares no copy with others."""
     if segment.alias is not None:
         assert segment.device_data is not None
         segment.device_data.record_stream(stream)
         return segment.device_data
-    # The stream of the forward pass may itself have to wait for the copy to the host.
+    # `free_device_data` has made the stream of the forward pass wait for the copy to the host. This stream waits for
+    # that stream, so it reads the host memory after that copy.
     assert segment.stream is not None
     assert segment.host_data is not None
     stream.wait_stream(segment.stream)
@@ -266,7 +279,7 @@ class Offloader:
         self.device_queue, self.copy_queue = _Queue(), _Queue()
         # The compute streams of each device.
         self.streams: dict[torch.device, set] = {}
-        # Both are bytes; `largest` holds the two largest sizes.
+        # The size of the window, and the two largest sizes of tensors so far, smallest first. All are in bytes.
         self.window, self.largest = 0, [0, 0]
         # Bytes that were copied back and that no node has unpacked yet.
         self.prefetched_bytes = 0
@@ -282,8 +295,10 @@ class Offloader:
             return None
         with torch.no_grad(), self.lock:
             address, version = storage_id(storage), t._version
-            for key in ((address, 0, storage.nbytes(), version), (address, start, end, version)):
-                segment = self.segments_by_key[key]() if key in self.segments_by_key else None
+            key = (address, start, end, version)
+            # A segment of the whole storage contains the bytes of this tensor too.
+            for known_key in ((address, 0, storage.nbytes(), version), key):
+                segment = self.segments_by_key[known_key]() if known_key in self.segments_by_key else None
                 if segment is not None and not segment.was_written:
                     return _SavedView(segment, t)
             # A tensor that is far larger than all others stays. One example is the gradient of the head: the loss
@@ -297,17 +312,18 @@ class Offloader:
             segment = _Segment(self, t, start, end)
             self.segments_by_key[key] = weakref.ref(segment)
             self.segments.append(self.segments_by_key[key])
-            for first in self.device_queue.push(segment, self.window // 2):
-                if first.alias is not None and first.host_data is None:
-                    first.copy_out()
-                    for last in self.copy_queue.push(first, self.window // 2):
-                        if last.alias is not None:
-                            last.free_device_data()
+            for older in self.device_queue.push(segment, self.window // 2):
+                if older.alias is not None and older.host_data is None:
+                    older.copy_out()
+                    for oldest in self.copy_queue.push(older, self.window // 2):
+                        # A backward pass inside the block may have freed the memory already.
+                        if oldest.alias is not None:
+                            oldest.free_device_data()
             return _SavedView(segment, t)
 
     def prefetch_before(self, segment: _Segment) -> None:
         """Copy back the segments that were saved before this one, because backward unpacks them next."""
-        task, index, stream = backward_id(), segment.index, _stream(segment.device)
+        current_backward, index, stream = backward_id(), segment.index, _stream(segment.device)
         if stream != segment.stream:
             return
         while self.prefetched_bytes < self.window and index > 0:
@@ -315,7 +331,8 @@ class Offloader:
             earlier = self.segments[index]()
             if earlier is None or earlier.device_data is not None:
                 continue
-            if earlier.was_written or earlier.last_backward == task:
+            # A segment that all nodes have unpacked in this backward pass is not needed again.
+            if earlier.was_written or earlier.last_backward == current_backward:
                 continue
             if earlier.device == segment.device and earlier.stream == stream:
                 earlier.copy_back()

@@ -13,13 +13,16 @@ the order of their sums. Comparisons are recorded (`trials`), so that the report
 
 Probes cannot show everything, so the code of the forward is read as well (`tigon.runtime.state`, `code_facts`,
 `symbolic`). A guard compares in every call whatever the forward reads besides tensors (`guard`, `function_guard`,
-`graph_guard`). While the guard holds, `replacement` lets the recipe run instead of the forward.
+`graph_guard`). While the guard holds, `replacement` lets the recipe run instead of the forward. Layers with adapters
+have no guard, because their settings change in training: their forward runs at every call on a tensor without values
+(`deferred`), which shows what the call computes.
 
 | file | what it recognises |
 |------|--------------------|
 | `norms`, `norm_recipes`, `norm_probes` | RMS norms and layer norms |
 | `glu`, `glu_recipe`, `glu_probes`, `relu2` | gated MLPs, and squared ReLUs |
 | `experts` | experts of a mixture |
+| `adapters`, `deferred` | linear layers with low-rank adapters |
 | `rope`, `rope_function`, `rope_forms` | rotary embeddings |
 | `fused_statements`, `rewriting`, `overwriting`, `source` | statements of a forward that one op computes together |
 """

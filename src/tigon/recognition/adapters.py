@@ -1,12 +1,13 @@
 """Recognise linear layers with low-rank adapters: base(x) + sum_j s_j (B_j(A_j(dropout(x))) + bias_j).
 
 The settings of such a layer change while it trains: another adapter becomes active, all of them are disabled or merged,
-the scaling is set again. So a replaced layer does not compare its settings with those of the time of the patch. Its own
-forward runs at every call, without computing (`recognition.deferred`), and shows which products with which tensors this
-call consists of. If these are the products of a linear layer with adapters, an op computes them. If not, the forward
-runs as it is.
+or the scaling is set again. Therefore a replaced layer has no guard that compares its settings with those at the time
+of the patch. Instead, every call first runs the layer's own forward on a tensor without values
+(`recognition.deferred`). This run records which products with which tensors the call consists of. If they are those of
+a linear layer with adapters, an op computes them. If not, the forward runs again, on the real tensor.
 
-At the time of the patch a small copy of the layer is run in both ways, and outputs and gradients are compared.
+When a layer is recognised, the forward of a small copy runs on a real tensor and on a tensor without values. The
+outputs and gradients of the real run must be those of the recorded products.
 """
 
 import functools
@@ -45,6 +46,7 @@ from tigon.recognition.standin import (
     accepts_inputs,
     describe,
     gradients,
+    is_linear,
     normal,
     probing,
     random_linear,
@@ -62,7 +64,6 @@ __all__ = [
     "AdaptedCall",
     "AdapterRecipe",
     "install_adapters",
-    "is_linear",
     "may_have_adapters",
     "read_projection",
     "read_projections",
@@ -73,54 +74,62 @@ LOGGER = logging.getLogger("tigon")
 
 DIFFERENT = "computes something else than a linear layer with low-rank adapters"
 
-# The sizes of a copy: the features of its input and of its output, and the largest other size.
+# The sizes of a small copy: the features of its input and of its output, and the largest other size, such as the rank.
 SMALL_INPUT, SMALL_OUTPUT, LARGEST_OTHER = 24, 40, 8
 
 
 # --- from an expression to a projection --------------------------------------------------------------
 
 
-def _cast_input(expression: Expression, dtype: torch.dtype) -> torch.dtype | None:
-    """Return the dtype of an input of this dtype after casts that keep its values; None for any other expression."""
+def _dtype_after_casts(expression: Expression, dtype: torch.dtype) -> torch.dtype | None:
+    """Return the dtype of an expression that only casts the input, and keeps its values; None for any other expression.
+
+    `dtype` is the dtype of the input.
+    """
     if isinstance(expression, Input):
         return dtype
     if not isinstance(expression, Cast):
         return None
-    source, target = _cast_input(expression.operand, dtype), expression.dtype
+    source, target = _dtype_after_casts(expression.operand, dtype), expression.dtype
     return target if source is not None and torch.promote_types(source, target) == target else None
 
 
 def _read_adapter(expression: Expression, dtype: torch.dtype) -> Adapter | None:
-    """Return the adapter that an expression computes: scaling * (dropout(x) A^T B^T + bias)."""
+    """Return the adapter if an expression computes scaling * (dropout(x) A^T B^T + bias), and None otherwise.
+
+    `dtype` is the dtype of the input x.
+    """
     scaling = 1.0
     if isinstance(expression, Scaled):
         scaling, expression = expression.factor, expression.operand
-    down = expression.operand if isinstance(expression, Product) else None
-    if not isinstance(expression, Product) or not isinstance(down, Product) or down.bias is not None:
+    # The outer product is that with B, and its operand is the product of dropout(x) with A.
+    inner = expression.operand if isinstance(expression, Product) else None
+    if not isinstance(expression, Product) or not isinstance(inner, Product) or inner.bias is not None:
         return None
-    inner = down.operand
-    dropout, x = (inner.probability, inner.operand) if isinstance(inner, Dropout) else (0.0, inner)
-    if _cast_input(x, dtype) is None:
+    operand = inner.operand
+    dropout, x = (operand.probability, operand.operand) if isinstance(operand, Dropout) else (0.0, operand)
+    if _dtype_after_casts(x, dtype) is None:
         return None
-    return Adapter(down.weight, expression.weight, scaling, expression.bias, dropout)
+    return Adapter(inner.weight, expression.weight, scaling, expression.bias, dropout)
 
 
 class AdaptedCall(NamedTuple):
-    """A layer with adapters whose base is called as a module."""
+    """A layer with adapters whose base is called as a module, because only its own code computes its product."""
 
     base: nn.Module
     adapters: tuple[Adapter, ...]
 
 
 def _to_layer(computed: Computed, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
-    """Return the linear layer with adapters that was computed of x; None if something else was computed."""
+    """Return the linear layer with adapters that a forward applied to x; None if it computed something else."""
     expression, output = computed
-    # The sum of a bf16 layer and an fp32 adapter is cast back to the dtype of the layer.
     if output.dtype != product_dtype(x):
         return None
+    # If the layer is in bf16 and the adapter in fp32, the adapter or the sum is cast to the dtype of the layer.
     without_cast = lambda term: term.operand if isinstance(term, Cast) and term.dtype == output.dtype else term
     expression = without_cast(expression)
     adapters: list[Adapter] = []
+    # The forward adds one adapter after the other, so the last adapter is the second operand of the outermost sum.
     while isinstance(expression, Sum):
         adapter = _read_adapter(without_cast(expression.second), x.dtype)
         if adapter is None:
@@ -138,7 +147,11 @@ def _to_layer(computed: Computed, x: Tensor | TensorLike) -> Projection | Adapte
 
 
 class BaseRecipe:
-    """Recipe of a base layer that is no `nn.Linear`: its own forward, which a forward without values does not run."""
+    """Recipe of a base layer that is not an `nn.Linear`, such as a quantised layer.
+
+    The code of such a layer needs the values of its input. A call with a `Deferred` therefore does not run this code,
+    and records the call of the layer. Any other call runs the layer's own forward.
+    """
 
     part = "adapters"
     # The recipe returns a deferred output for a deferred input.
@@ -151,10 +164,10 @@ class BaseRecipe:
 
 
 def _runs_own_forwards(layer: nn.Module) -> bool:
-    """Return True if no child has a hook or another forward, which would see tensors without values."""
+    """Return True if no descendant has a hook or another forward, which would receive tensors without values."""
     modules = [*layer._modules.values()]
     for module in modules:
-        # These containers define a `__call__` that raises.
+        # These containers are never called. Their class defines a `__call__` that raises an error.
         if module is None or isinstance(module, (nn.ParameterDict, nn.ParameterList)):
             continue
         attributes = module.__dict__
@@ -169,19 +182,22 @@ def _runs_own_forwards(layer: nn.Module) -> bool:
 
 
 def _recipe_of(module: nn.Module) -> Any:
-    """Return the recipe that is installed on a module, or None, also if accelerate wraps the forward of the module."""
+    """Return the recipe that is installed on a module.
+
+    The result is None without a recipe, and also if accelerate wraps the replaced forward.
+    """
     forward = module.__dict__.get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     return forward.recipe if type(forward) is Replacement else None
 
 
 class AdapterRecipe:
-    """Recipe: an op, with the products that the forward shows at every call."""
+    """Recipe: run the layer's forward without values at every call, and compute the recorded products with an op."""
 
     part = "adapters"
 
     def read(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
-        """Return what the forward of a layer computes of x, or None if the forward has to run."""
+        """Return the linear layer with adapters that a layer's forward applies to x; None if the forward has to run."""
         if not _runs_own_forwards(layer) or not linears_are_stock():
             return None
         computed = defer(functools.partial(type(layer).forward, layer), x)
@@ -247,11 +263,6 @@ def read_projections(x: Tensor, layers: Sequence[nn.Module]) -> list[Projection]
 # --- recognition -------------------------------------------------------------------------------------
 
 
-def is_linear(module: Any) -> bool:
-    """Return True for a module that states the features of its input and output, as linear layers do."""
-    return all(type(getattr(module, name, None)) is int for name in ("in_features", "out_features"))
-
-
 def _layers_of(module: nn.Module) -> Iterator[Any]:
     """Yield the linear layers among the children of a module, and in its dicts and lists of modules."""
     for child in module._modules.values():
@@ -272,42 +283,43 @@ class Sizes(NamedTuple):
 def _find_sizes(module: nn.Module) -> Sizes | None:
     """Return the sizes of a layer that has the children of an adapter; None for any other module.
 
-    Two of its linear layers, A and B, fit behind each other, and beside them there is a layer of their inputs and
-    outputs, or a weight of the module itself.
+    For I inputs, O outputs and rank r, these are a linear layer A from I to r features, a linear layer B from r to O
+    features, and the base layer from I to O features. The base may also be a weight [O, I] of the module itself.
     """
     layers = list(_layers_of(module))
-    own = module._parameters.get("weight")
+    weight = module._parameters.get("weight")
+    weight_sizes = None if weight is None else (weight.shape[-1], weight.shape[0])
     for a, b in itertools.permutations(layers, 2):
         sizes = Sizes(a.in_features, b.out_features, a.out_features)
         if sizes.rank != b.in_features:
             continue
-        others = [(layer.in_features, layer.out_features) for layer in layers if layer is not a and layer is not b]
-        own_sizes = None if own is None else (own.shape[-1], own.shape[0])
-        if sizes[:2] in (*others, own_sizes):
+        other_sizes = [(layer.in_features, layer.out_features) for layer in layers if layer is not a and layer is not b]
+        if sizes[:2] in (*other_sizes, weight_sizes):
             return sizes
     return None
 
 
-def _small_copy(module: nn.Module, sizes: dict[int, int], base: torch.dtype, other: torch.dtype, training: bool) -> Any:
+def _small_copy(
+    module: nn.Module, sizes: dict[int, int], base_dtype: torch.dtype, adapter_dtype: torch.dtype, training: bool
+) -> Any:
     """Return a stand-in of a module and its descendants with small random tensors.
 
-    `sizes` holds the small size of each number of features of the layer. The base layer gets the dtype `base`, and all
-    other layers get the dtype `other`.
+    `sizes` maps the features of the input and of the output of the layer to small numbers. The base layer gets the
+    dtype `base_dtype`, and all other layers get the dtype `adapter_dtype`.
     """
     small = lambda size: sizes.get(size, min(size, LARGEST_OTHER))
     children: dict[str, nn.Module | None] = {}
     for number, (name, child) in enumerate(module._modules.items()):
         if child is None or not is_linear(child):
-            children[name] = child and _small_copy(child, sizes, base, other, training)
+            children[name] = child and _small_copy(child, sizes, base_dtype, adapter_dtype, training)
             continue
         is_base = child.in_features in sizes and child.out_features in sizes
-        layer = random_linear(
-            10 * number, small(child.in_features), small(child.out_features), base if is_base else other,
+        children[name] = random_linear(
+            10 * number, small(child.in_features), small(child.out_features), base_dtype if is_base else adapter_dtype,
             bias=getattr(child, "bias", None) is not None,
         )  # fmt: skip
-        children[name] = layer
-    own = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
-    parameters = {name: normal(7, *map(small, tensor.shape), dtype=base) for name, tensor in own.items()}
+    tensors = {name: tensor for name, tensor in module._parameters.items() if tensor is not None}
+    parameters = {name: normal(7, *map(small, tensor.shape), dtype=base_dtype) for name, tensor in tensors.items()}
     return stand_in(module, parameters, children, training=training)
 
 
@@ -335,12 +347,17 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | str | None:
 
 
 def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], None]:
-    """Install the recipe on a layer, and another one on its base if that is no `nn.Linear`.
+    """Install the recipe on a layer, and `BaseRecipe` on its base if this is not an `nn.Linear`.
 
     Return a function that uninstalls both.
     """
     sizes = _find_sizes(layer)
     undo = [install(layer, recipe)]
+
+    def restore() -> None:
+        for step in undo:
+            step()
+
     for child in _layers_of(layer):
         is_base = sizes is not None and (child.in_features, child.out_features) == sizes[:2]
         if (
@@ -350,19 +367,23 @@ def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], No
             and "forward" not in vars(child)
         ):
             undo.append(install(child, BaseRecipe()))
-    return lambda: [function() for function in undo].clear()
+    return restore
 
 
 def _compare(module: nn.Module, sizes: Sizes, recipe: AdapterRecipe) -> AdapterRecipe | str:
-    """Compare a layer with the recipe for outputs and gradients. Return the recipe, or the reason against it."""
+    """Compare the forward of a layer with the products that it records, in outputs and gradients.
+
+    Return the recipe, or the reason why the layer keeps its forward.
+    """
     small_sizes = {sizes.outputs: SMALL_OUTPUT, sizes.inputs: SMALL_INPUT}
-    for (base, other), training in itertools.product(((FP32, FP32), (BF16, BF16), (BF16, FP32)), (True, False)):
-        twin = _small_copy(module, small_sizes, base, other, training)
-        x = normal(5, 2, 3, SMALL_INPUT, dtype=base)
+    dtypes = (FP32, FP32), (BF16, BF16), (BF16, FP32)
+    for (base_dtype, adapter_dtype), training in itertools.product(dtypes, (True, False)):
+        twin = _small_copy(module, small_sizes, base_dtype, adapter_dtype, training)
+        x = normal(5, 2, 3, SMALL_INPUT, dtype=base_dtype)
         forward = functools.partial(type(twin).forward, twin)
         computed = defer(forward, x)
         # Some layers do not accept adapters of another dtype.
-        if base != other and not _runs(forward, x):
+        if base_dtype != adapter_dtype and not _runs(forward, x):
             continue
         if isinstance(computed, Refusal):
             return f"{DIFFERENT}: its forward {computed}"

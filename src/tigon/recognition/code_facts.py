@@ -24,7 +24,7 @@ MODES = frozenset(("training", "requires_grad", "is_grad_enabled", "set_grad_ena
 
 
 def _codes(reach: Reach) -> list[types.CodeType]:
-    """Return the code of every function that the search has read, and of the functions that they define."""
+    """Return the code of every function that `explore` has read, and of the functions that they define."""
     codes = [place.value for place in reach.places if isinstance(place.value, types.CodeType)]
     for code in codes:
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
@@ -40,8 +40,8 @@ def may_see_sizes(reach: Reach, module: nn.Module) -> bool:
     """Return True unless the names in the code show that it cannot learn the size of a tensor.
 
     If the result is False, the forward needs no run with symbolic sizes. Names of attributes and functions of the
-    model's author are harmless, because the search has read the code of these functions too. A name that torch or
-    Python also uses is not harmless.
+    model's author are harmless, because `explore` has read the code of these functions too. A name that torch or Python
+    also uses is not harmless.
     """
     codes = _codes(reach)
     names_of_author = {code.co_name for code in codes}

@@ -11,9 +11,10 @@ the operation as an `Expression`. For
 
 the result is `Sum(Product(Input(), base), Scaled(Product(Product(Cast(Input(), float32), a), b), 2.0))`.
 
-The Python code of the forward runs as always. So the expression shows what this very call computes, whatever settings
-the code reads and however these have changed. If the code does anything else with the input, reads its values or keeps
-it after the call, `defer` returns the reason, and the caller runs the forward with the tensor itself.
+The Python code of the forward runs as always. The expression therefore shows what this very call computes, whatever
+settings the code reads and however these have changed. If the code does anything else with the input, reads its values
+or stores it beyond the call, `defer` returns the reason as a `Refusal`, and the caller runs the forward on the tensor
+itself.
 """
 
 import weakref
@@ -61,12 +62,14 @@ class Input(NamedTuple):
 
 
 class Cast(NamedTuple):
+    """The operand, converted to another dtype."""
+
     operand: "Expression"
     dtype: torch.dtype
 
 
 class Dropout(NamedTuple):
-    """A dropout with this probability, in training mode."""
+    """The operand after a dropout with this probability, in training mode."""
 
     operand: "Expression"
     probability: float
@@ -88,11 +91,15 @@ class Call(NamedTuple):
 
 
 class Scaled(NamedTuple):
+    """operand * factor."""
+
     operand: "Expression"
     factor: float
 
 
 class Sum(NamedTuple):
+    """first + second."""
+
     first: "Expression"
     second: "Expression"
 
@@ -101,7 +108,7 @@ Expression: TypeAlias = Input | Cast | Dropout | Product | Call | Scaled | Sum
 
 
 def evaluate(expression: Expression, x: Tensor) -> Tensor:
-    """Carry out the operations of an expression on x."""
+    """Carry out the operations of an expression on the input x, and return the result."""
     if isinstance(expression, Input):
         return x
     if isinstance(expression, Sum):
@@ -120,7 +127,7 @@ def evaluate(expression: Expression, x: Tensor) -> Tensor:
 
 
 class Computed(NamedTuple):
-    """What a forward computes, and the properties of the result."""
+    """The expression that a forward computes, and the shape, dtype and device of the result."""
 
     expression: Expression
     properties: TensorLike
@@ -138,16 +145,19 @@ class _CannotDefer(Exception):
 
 
 class _Recording:
-    """One call of a forward. It knows every `Deferred` of the call, and the first operation that needed values."""
+    """The record of one call of a forward: every `Deferred` of the call, and the reason of the first refusal."""
 
     def __init__(self) -> None:
         self.created: list[weakref.ref[Deferred]] = []
         self.refusal: Refusal | None = None
 
-    def refuse(self, what: str) -> _CannotDefer:
-        """Return the exception that ends the forward, and keep the reason in case that the forward catches it."""
-        self.refusal = self.refusal or Refusal(what)
-        return _CannotDefer(what)
+    def refuse(self, reason: str) -> _CannotDefer:
+        """Record why the forward cannot run without values, and return the exception that ends it.
+
+        The recorded reason is needed if the forward catches the exception.
+        """
+        self.refusal = self.refusal or Refusal(reason)
+        return _CannotDefer(reason)
 
 
 class Deferred:
@@ -159,7 +169,8 @@ class Deferred:
         self._recording, self._expression, self._properties = recording, expression, properties
         recording.created.append(weakref.ref(self))
 
-    def _then(self, expression: Expression, **changes: Any) -> "Deferred":
+    def _result_of(self, expression: Expression, **changes: Any) -> "Deferred":
+        """Return a `Deferred` for the result of an operation. `changes` are the properties in which it differs."""
         return Deferred(self._recording, expression, self._properties._replace(**changes))
 
     # --- what the code may read ------------------------------------------------------------------------
@@ -186,10 +197,11 @@ class Deferred:
         dtypes = [*args, *kwargs.values()]
         if len(dtypes) != 1 or not isinstance(dtypes[0], torch.dtype) or kwargs.keys() - {"dtype"}:
             raise self._recording.refuse("calls .to with other arguments than a dtype")
-        return self if dtypes[0] == self.dtype else self._then(Cast(self._expression, dtypes[0]), dtype=dtypes[0])
+        dtype = dtypes[0]
+        return self if dtype == self.dtype else self._result_of(Cast(self._expression, dtype), dtype=dtype)
 
     def clone(self) -> "Deferred":
-        return self._then(self._expression)
+        return self._result_of(self._expression)
 
     def __add__(self, other: Any) -> "Deferred":
         if type(other) is not Deferred or other._recording is not self._recording:
@@ -197,12 +209,12 @@ class Deferred:
         if other.shape != self.shape or other.device != self.device:
             raise self._recording.refuse("adds tensors of different shapes")
         dtype = torch.promote_types(self.dtype, other.dtype)
-        return self._then(Sum(self._expression, other._expression), dtype=dtype)
+        return self._result_of(Sum(self._expression, other._expression), dtype=dtype)
 
     def __mul__(self, factor: Any) -> "Deferred":
         if type(factor) not in (int, float) or not self.dtype.is_floating_point:
             raise self._recording.refuse("multiplies by something else than a number")
-        return self._then(Scaled(self._expression, float(factor)))
+        return self._result_of(Scaled(self._expression, float(factor)))
 
     __rmul__ = __mul__
 
@@ -213,17 +225,17 @@ class Deferred:
             raise self._recording.refuse("multiplies by something else than a weight")
         dtype = product_dtype(properties)
         fits = all(t.device == self.device and product_dtype(t) == dtype for t in tensors)
-        # A product that does not fit raises an error, which the forward itself should raise.
+        # torch raises an error for these products. The caller then runs the forward, which raises this error itself.
         if not shape or weight.shape[1] != shape[-1] or not fits:
             raise self._recording.refuse("multiplies by a weight of another dtype, shape or device")
-        return self._then(
+        return self._result_of(
             Product(self._expression, weight, bias), shape=torch.Size((*shape[:-1], weight.shape[0])), dtype=dtype
         )
 
     def _dropout(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> "Deferred":
         if inplace or not 0.0 <= p < 1.0:
             raise self._recording.refuse("calls dropout in place, or drops everything")
-        return self._then(Dropout(self._expression, float(p))) if training and p > 0.0 else self
+        return self._result_of(Dropout(self._expression, float(p))) if training and p > 0.0 else self
 
     @classmethod
     def __torch_function__(
@@ -242,39 +254,46 @@ class Deferred:
 
 
 def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
-    """Return the dtype of a product of x with a weight of its dtype: that of autocast, if autocast is active."""
+    """Return the dtype of the product of x and a weight of the same dtype: the dtype of autocast if this is active."""
     kind = x.device.type
     is_cast = kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
     return torch.get_autocast_dtype(kind) if is_cast else x.dtype
 
 
 def call_deferred(module: nn.Module, x: Any, features: int) -> Any:
-    """Return the output of a module with this number of features if x is a `Deferred`, otherwise None."""
+    """Return a `Deferred` for `module(x)`, without running the module, if x is a `Deferred`; otherwise None.
+
+    `features` is the size of the last dimension of the output.
+    """
     if type(x) is not Deferred:
         return None
-    return x._then(Call(x._expression, module), shape=torch.Size((*x.shape[:-1], features)))
+    return x._result_of(Call(x._expression, module), shape=torch.Size((*x.shape[:-1], features)))
 
 
 def _refusing(name: str) -> Callable:
+    """Return a special method of `Deferred` that refuses the operation."""
+
     def method(self: Deferred, *args: Any, **kwargs: Any) -> Any:
         raise self._recording.refuse(f"calls {name} of a tensor")
 
     return method
 
 
-# Operators look up their methods on the class, not by `__getattr__`. Those of `object` that are no operations stay.
+# Python looks up special methods on the class, without `__getattr__`, so each one needs a method that refuses. Methods
+# that every object has, such as `__init__` and `__repr__`, stay, but those that compare refuse too.
 _OPERATORS = {name for name in dir(Tensor) if name.startswith("__") and callable(getattr(Tensor, name))}
-for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__"}:
+_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
+for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | _COMPARISONS:
     setattr(Deferred, _name, _refusing(_name))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
 def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refusal:
-    """Return what `run` computes of x, or the reason why this cannot be told.
+    """Return the expression that `run` computes from x, or the reason why `run` needs the tensor itself.
 
     Args:
         run: A function of one tensor, such as the forward of a module.
-        x: The tensor, or its properties.
+        x: The tensor, or its shape, dtype and device.
     """
     recording = _Recording()
     try:
@@ -282,13 +301,14 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
     except _CannotDefer:
         return cast(Refusal, recording.refusal)
     except Exception as error:
-        # The caller runs the forward with the tensor, which raises the error again if it is one of the forward's own.
+        # The caller runs the forward on the tensor, which raises the error again unless the `Deferred` caused it.
         return recording.refusal or Refusal(f"raises {type(error).__name__}")
     if recording.refusal is not None:
         return recording.refusal
     if type(result) is not Deferred:
         return Refusal("returns something else than one tensor that is computed of its input")
     computed = Computed(result._expression, result._properties)
+    # The result is the only `Deferred` that may be alive now. Any other one was stored by the forward.
     del result
     if any(reference() is not None for reference in recording.created):
         return Refusal("keeps a tensor after the call")

@@ -17,7 +17,7 @@ from tigon.memory.lean import is_lean
 from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.mlps.projections import does_more_than_forward, linears
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
-from tigon.recognition.adapters import is_linear, read_projections
+from tigon.recognition.adapters import read_projections
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
@@ -25,6 +25,7 @@ from tigon.recognition.overwriting import overwritten_inputs
 from tigon.recognition.replacement import Replacement
 from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
+from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.reach import explore

@@ -24,7 +24,15 @@ from tigon.recognition.glu_probes import (
 )
 from tigon.recognition.glu_recipe import GATE_KINDS, GLURecipe
 from tigon.recognition.replacement import is_changed
-from tigon.recognition.standin import WritesTensor, accepts_inputs, describe, own_tensors, probing, without_parameters
+from tigon.recognition.standin import (
+    WritesTensor,
+    accepts_inputs,
+    describe,
+    is_linear,
+    own_tensors,
+    probing,
+    without_parameters,
+)
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
 
@@ -39,8 +47,7 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     It is a module with two (packed) or three linear children of fitting sizes, and no other parameters. Return a
     recipe, the reason why such a module keeps its forward, or None for another module.
     """
-    has_sizes = lambda m: all(type(getattr(m, name, None)) is int for name in ("in_features", "out_features"))
-    projections: dict[str, Any] = {name: child for name, child in module._modules.items() if has_sizes(child)}
+    projections: dict[str, Any] = {name: child for name, child in module._modules.items() if is_linear(child)}
     if len(projections) not in (2, 3) or not accepts_inputs(module, 1):
         return None
     if not (possible_wirings := list(wirings(projections))):

@@ -101,7 +101,7 @@ class GLURecipe:
         projections = [] if down is None else [gate, up, down]
         if not any(each.adapters for each in projections) or not takes_adapters(x, projections):
             return None
-        # Otherwise gate and up are recomputed one by one.
+        # With `lean(mlp=True)`, an MLP of several autograd nodes takes the path that recomputes gate and up one by one.
         return projections if runs_as_one_node(x, projections) or not recomputes_mlp() else None
 
     def _fits(self, x: Any) -> bool:

@@ -69,7 +69,10 @@ def _is_mutated(frame: Any, owners: Iterator[int]) -> bool:
 
 
 def add_guard_of_object(guard: Any) -> bool:
-    """Add a guard that no module holds to the graph that Dynamo traces now; return False if that is impossible."""
+    """Add the guard of a function to the graph that Dynamo traces now; return False if that is impossible.
+
+    No module has this guard as an attribute, so the graph reaches it through a global.
+    """
     try:
         # The graph lives as long as the code that was compiled, so it must not keep a model alive.
         source = global_source("__tigon_guard", weakref.ref(guard))

@@ -34,7 +34,7 @@ LOGGER = logging.getLogger("tigon")
 DTYPES = (FP32, BF16, FP16)
 # The largest difference of gradients, relative to the largest value of a row.
 TOLERANCE = {FP32: 1e-3, BF16: 0.1, FP16: 0.1}
-# Leading shapes of all numbers of dimensions that a recipe takes.
+# One leading shape for each number of dimensions that a recipe accepts.
 SHAPES = ((), (8,), (2, 4), (2, 2, 2))
 # Sizes of 0 and 1, which a run with symbolic sizes does not cover.
 SMALL_SHAPES = ((1,), (1, 1), (2, 0), (1, 3), (3, 1), (2, 1, 3))
@@ -220,9 +220,9 @@ def explain_limits(
 ) -> str | None:
     """Return why a forward may compute something else for other tensors or other batch sizes, or None.
 
-    `reach` is the code that the forward of `module` may run. Symbolic sizes run in training mode, in fp32, with three
-    dimensions. With `pairs` of dtypes and numbers of dimensions, `dims`, code that has conditions runs in each
-    combination of these, in both modes.
+    `reach` is the code that the forward of `module` may run. The run with symbolic sizes is in training mode, in fp32,
+    with three dimensions. If `pairs` is given and the code has conditions, it runs in both modes with every combination
+    of `pairs` (the dtypes of the input and of the weights) and `dims` (numbers of dimensions).
     """
     if reason := _explain_reads_of_input(subject(), inputs(FP32, 2, 4)):
         return reason

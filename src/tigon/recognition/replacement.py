@@ -44,7 +44,7 @@ class Replacement:
 
     def __init__(self, module: nn.Module, recipe: Callable | None, guard: Any = None) -> None:
         self.module = weakref.ref(module)
-        # None after the recipe was uninstalled. A wrapper that still holds this object then runs the stock forward.
+        # None after the recipe was uninstalled: a wrapper that still holds this object then runs the stock forward.
         self.recipe = recipe
         # The guard is None for a recipe that runs the code of the module's class.
         self.guard = guard
@@ -94,7 +94,7 @@ class Replacement:
 
     @property
     def __func__(self) -> Callable:
-        """Return a function of any module of the class, which accelerate binds to a module that it wraps or copies."""
+        """Return `forward(module, ...)` for any module of the class. accelerate binds it to modules that it wraps."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return self.run(module, args, kwargs)

@@ -11,9 +11,9 @@
     k = self.k(hidden).view(shape)         |   q = (p[0] if p else self.q(hidden)).view(shape)
                                            |   k = (p[1] if p else self.k(hidden)).view(shape)
 
-All other statements of the forward stay as their author wrote them. The kind of `self.norm` is known only when the
-forward runs, so the three functions do what the statements did wherever no op applies. The names of variables may
-differ. Another statement between those of a pattern prevents the rewriting.
+All other statements of the forward stay as their author wrote them. Whether `self.norm` is a norm that an op computes
+is known only when the forward runs. If it is not, the three functions do what the original statements do. The variables
+may have other names than here. Another statement between those of a pattern prevents the rewriting.
 """
 
 import ast
@@ -110,7 +110,7 @@ class _Match(NamedTuple):
     length: int
     # The statements that replace them.
     replacement: list[ast.stmt]
-    # For a norm, the name of the child, and the variables that hold its input and the residual.
+    # For a norm: the name of the child, and the variables that hold its input or the residual afterwards.
     norm: str = ""
     residuals: frozenset[str] = frozenset()
 
@@ -137,6 +137,7 @@ def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match
     else:
         return None
     call = last.call if last is not None else None
+    # The norm and the residual must be assigned to two different variables.
     if last is None or call is None or call.argument != h or residual == last.target or h == "self":
         return None
     function, inputs = (ADD_NORM, summands) if summands else (NORM_PASS, (h,))
@@ -165,7 +166,8 @@ class _ProductCalls(ast.NodeTransformer):
         return ast.IfExp(_name(self.products), product, node)
 
 
-# An expression inside one of these nodes may never be evaluated, or several times, or with another value of a name.
+# Inside one of these nodes, Python may skip an expression, evaluate it several times, or evaluate it with other values
+# of the variables.
 UNCERTAIN = (
     *(ast.IfExp, ast.BoolOp, ast.Compare, ast.Lambda, ast.NamedExpr, ast.Await, ast.Yield, ast.YieldFrom),
     *(ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp),
@@ -284,8 +286,8 @@ def _other_use(
 ) -> str | None:
     """Describe a use of a variable that may depend on more than the values of its tensor; None if there is none.
 
-    After rewriting, the residual and the input of the norm are two tensors with the same values. A hook on the
-    residual, or a write in place, would then affect only the gradient of the residual.
+    After rewriting, the residual and the input of the norm are two tensors with the same values. A hook on the residual
+    would then receive only a part of the gradient, and a write in place would not reach the input of the norm.
     """
     parents = _parents(definition)
     for node in ast.walk(definition):

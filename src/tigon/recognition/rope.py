@@ -158,7 +158,7 @@ class StockForward:
 
 
 def _restore_recipe(*arguments: Any) -> RopeRecipe | StockForward:
-    """Return the recipe of a copied module, if the forward of its class still can be rebuilt."""
+    """Return the recipe of a copied module, or the stock forward if the forward of its class cannot be rebuilt."""
     forward = inspect.getattr_static(arguments[0], "forward", None)
     if not isinstance(forward, types.FunctionType) or _written_globals(innermost(forward)):
         return StockForward(arguments)

@@ -30,7 +30,7 @@ __all__ = [
 
 
 Cached = TypeVar("Cached", bound=Callable)
-# Python 3.12 and later need this field of classes and functions. Before, it is ignored.
+# Python 3.12 and later need this field of classes and functions. Older versions ignore it.
 NO_TYPE_PARAMETERS: dict[str, Any] = {"type_params": []}
 
 
@@ -64,11 +64,11 @@ def code_state(function: FunctionType) -> CodeState:
 
 def is_unchanged(state: CodeState) -> bool:
     """Return True if the functions still have the code and the defaults that `code_state` returned."""
-    for function, code, defaults, by_name in state:
+    for function, code, defaults, keyword_defaults in state:
         if (
             function.__code__ is not code
             or function.__defaults__ is not defaults
-            or function.__kwdefaults__ is not by_name
+            or function.__kwdefaults__ is not keyword_defaults
         ):
             return False
     return True

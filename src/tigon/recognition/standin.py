@@ -31,6 +31,7 @@ __all__ = [
     "copy_in_mode",
     "describe",
     "gradients",
+    "is_linear",
     "normal",
     "own_tensors",
     "probing",
@@ -152,6 +153,11 @@ def describe(error: Exception) -> str:
     """Return the type and the first line of an exception, for a report."""
     first = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:100]}{'...' if len(first) > 100 else ''}"
+
+
+def is_linear(module: Any) -> bool:
+    """Return True for a module that states the features of its input and output, as linear layers do."""
+    return all(type(getattr(module, name, None)) is int for name in ("in_features", "out_features"))
 
 
 def accepts_inputs(module: nn.Module, *counts: int) -> bool:

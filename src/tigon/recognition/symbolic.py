@@ -94,7 +94,7 @@ def _run(run: Callable, inputs: tuple[Tensor, ...]) -> tuple[str | None, set[str
     watch = _ArgumentWatch()
     error: Exception | None = None
     try:
-        # Before torch 2.13, composite operators such as `chunk` know symbolic sizes in their Python form alone.
+        # Before torch 2.13, only the Python version of composite operators such as `chunk` accepts symbolic sizes.
         with tools.enable_python_dispatcher(), mode, watch:
             run(*fakes)
     except Exception as exception:
