@@ -10,8 +10,8 @@ times the distance of the furthest moved run.
 
 The router of a mixture of experts chooses experts by the size of its scores. If two scores are almost equal, one unit
 in the last place sends a token to another expert, and from there on the two runs train different functions. Such a
-choice is called a *flip*. Curves are compared up to the first flip, and the gap between the scores of this flip must not be larger than
-the change of the scores by one unit in the last place, times a small factor.
+choice is called a *flip*. Curves are compared up to the first flip, and the gap between the scores of this flip must
+not be larger than the change of the scores by one unit in the last place, times a small factor.
 """
 
 from __future__ import annotations

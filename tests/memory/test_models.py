@@ -184,8 +184,8 @@ def test_a_patched_model_becomes_lean():
     size = saved_bytes(default)
     report = tigon.patch(default, memory="lean")
     assert saved_bytes(default) == saved_bytes(model) < size
-    twice = tigon.patch(default, memory="lean")
-    twice.restore()
+    second_report = tigon.patch(default, memory="lean")
+    second_report.restore()
     assert saved_bytes(default) == saved_bytes(model)
     report.restore()
     assert saved_bytes(default) == size
