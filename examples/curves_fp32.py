@@ -218,7 +218,10 @@ def distance(run: dict, stock: dict) -> list[float]:
 
 
 def parameters_apart(run: dict, stock: dict, which: str, lr: float) -> float:
-    """Return the norm of the difference of all parameters in learning rates; a reversed update counts 2."""
+    """Return the norm of the difference of all parameters, in units of the learning rate.
+
+    An element whose first update has the wrong sign differs by 2 units.
+    """
     total = sum((run[which][n] - p).double().square().sum() for n, p in stock[which].items())
     return float(total) ** 0.5 / lr
 
@@ -319,22 +322,22 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
         "zero_bias": [n for n, p in base.named_parameters() if not p.any()][:20],
     }  # fmt: skip
 
-    def run(name: str, reference: dict | None = None, **how) -> dict:
-        curve = train(base, batch, options.steps, options.lr, choices, **how)
+    def run(name: str, reference: dict | None = None, **train_options) -> dict:
+        curve = train(base, batch, options.steps, options.lr, choices, **train_options)
         reference = reference or curve
         apart = distance(curve, reference)
         runs[name] = {
             "losses": curve["losses"], "apart": apart, "max": max(apart),
             "parameters_first": parameters_apart(curve, reference, "first", options.lr),
             "parameters_last": parameters_apart(curve, reference, "last", options.lr),
-            "flips": flips(curve, reference, choices, layers, how.get("halves", False)),
+            "flips": flips(curve, reference, choices, layers, train_options.get("halves", False)),
         }  # fmt: skip
         seconds = time.time() - start_time
         last = f"\r  {model_type} {len(runs)} runs, {name}: {runs[name]['max']:.1e} apart, {seconds:.0f} s"
         print(last.ljust(100) if sys.stdout.isatty() else last[1:] if len(runs) % 10 == 1 else "", flush=True, end="")
         return curve
 
-    every = dict.fromkeys(PARTS, True)
+    all_parts = dict.fromkeys(PARTS, True)
     stock = run("stock")
     run("stock again", stock)
     result["closest_choices"] = closest_choice(stock, choices)
@@ -346,16 +349,16 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
         errors[name] = gradient_errors(curve, exact)
         result["gradients"][name] = by_pattern(errors[name], errors["stock"])
 
-    tigon_run = run("tigon", stock, parts=every)
+    tigon_run = run("tigon", stock, parts=all_parts)
     result["loss"]["tigon"], result["report"] = tigon_run["losses"][0], tigon_run["report"]
     compare("tigon", tigon_run)
     del tigon_run
-    run("tigon again", stock, parts=every)
+    run("tigon again", stock, parts=all_parts)
     compare("stock in halves", run("stock in halves", stock, halves=True))
     for seed in range(options.seeds):
         moved_stock = run(f"stock moved {seed}", stock, seed=seed)
         # Two runs that begin at the same moved parameters are another sample of the distance between Tigon and stock.
-        run(f"tigon from moved {seed}", moved_stock, parts=every, seed=seed)
+        run(f"tigon from moved {seed}", moved_stock, parts=all_parts, seed=seed)
         run(f"stock in halves from moved {seed}", moved_stock, halves=True, seed=seed)
         del moved_stock
     run("stock moved at every step", stock, seed=100, always=True)
@@ -363,8 +366,8 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
         lines = result["report"].splitlines()
         replaced_parts = [part for part in PARTS if any(line.startswith(f"{part} ") for line in lines)]
         for part in replaced_parts:
-            compare(f"only {part}", run(f"only {part}", stock, parts=every | {p: p == part for p in PARTS}))
-            run(f"without {part}", stock, parts=every | {part: False})
+            compare(f"only {part}", run(f"only {part}", stock, parts=all_parts | {p: p == part for p in PARTS}))
+            run(f"without {part}", stock, parts=all_parts | {part: False})
     result["seconds"] = time.time() - start_time
     return result
 
@@ -402,6 +405,7 @@ def table(model_type: str, result: dict) -> str:
             f"| {distances_at_steps(r['apart'])}{flip_text}"
         )
 
+    # The last run whose name begins with "stock moved " is the one that is moved at every step.
     maxima = lambda prefix: [runs[n]["max"] for n in runs if n.startswith(prefix)]
     numbers = lambda values: " ".join(f"{v:.1e}" for v in values)
     for name in (

@@ -1,4 +1,6 @@
-"""One step of AdamW, torch's fused and Tigon's: `python examples/time_adamw.py` (one GPU, 80 GiB; `--model` for less).
+"""Time one step of torch's fused AdamW and of Tigon's: `python examples/time_adamw.py`.
+
+The script needs one GPU with 80 GiB, or less with a smaller `--model`.
 
 The device has the parameters of the model in bf16, their gradients and their moments. GB/s counts 14 bytes for each
 parameter, which a step must move at least. Host is the time until the call returns. Each line is the median of ten
@@ -69,7 +71,7 @@ def main() -> None:
     ours = tigon.AdamW(params, fused=True, **OPTIONS)
     ours.state = stock.state
     measure("tigon.AdamW(fused=True)", ours.step, count)
-    measure("the same, gradients elsewhere", lambda: (set_gradients(), ours.step()), count)
+    measure("the same, other gradient addresses", lambda: (set_gradients(), ours.step()), count)
     # By default the counts of steps are on the host.
     ours = tigon.AdamW(params, **OPTIONS)
     for p in params:

@@ -10,14 +10,15 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
-# `make test` runs the suite twice: on the CPU, where ops are their references or other code of torch, and in Triton's
-# interpreter, which runs the kernels on CPU tensors. `make test-gpu` runs the kernels on a GPU. A test that would show
-# nothing in a run is deselected there by one of the markers below. It is not skipped, because a skipped test is easily
-# taken for one that passed. Tests are skipped only where a library of the extra `dev`, a program or a device is absent.
+# `make test` runs the suite twice: on the CPU, where an op runs its reference or other PyTorch code, and in
+# Triton's interpreter, which runs the kernels on CPU tensors. `make test-gpu` runs the kernels on a GPU. A test that
+# would show nothing in a run is deselected there by one of the markers below. It is not skipped, because a skipped test
+# is easily taken for one that passed. Tests are skipped only where a library of the extra `dev`, a program or a device
+# is absent.
 MARKERS = {
-    "kernels": "the test shows something only where kernels run: in the interpreter or on a GPU. On a CPU many ops are "
-    "their references, and the test would compare a reference with itself; tests/ops/test_references.py has one test "
-    "an op for that case",
+    "kernels": "the test shows something only where kernels run: in the interpreter or on a GPU. On a CPU many ops run "
+    "their reference, and the test would compare a reference with itself; tests/ops/test_references.py has one test "
+    "per op for that case",
     "interpreter": "the test runs kernels on CPU tensors, which only the interpreter does",
     "no_interpreter(reason)": "the run in the interpreter leaves the test out, because the test launches no kernel or "
     "because the interpreter cannot show what it checks (compiled code, bf16, memory, threads)",
@@ -54,7 +55,7 @@ def _repair_the_interpreter() -> None:
     """Let Triton's interpreter compute what compiled kernels compute, in three places where it does not in 3.7.
 
     The smaller of a number and NaN is the number; the interpreter returns NaN, which compiled code does only if it is
-    told to propagate NaN. The interpreter cuts fp32 off to bf16, where compiled code rounds. And it keeps bf16 as 16
+    told to propagate NaN. The interpreter truncates fp32 to bf16, where compiled code rounds. And it keeps bf16 as 16
     bits, and multiplies these bits as integers in a dot.
     """
     import numpy

@@ -49,8 +49,8 @@ class VariantRun(TrainingRun):
     def point(self) -> str:
         return str(self.size)
 
-    def keep(self, event: Event) -> None:
-        """Keep and print seconds, loss and peak at the length, or the reason why there are none."""
+    def record(self, event: Event) -> None:
+        """Store and print seconds, loss and peak at the length, or the reason why there are none."""
         kind = event["event"]
         result: dict[str, Any] = {"length": self.size}
         if kind == "point":
@@ -155,7 +155,7 @@ def main(words: list[str] | None = None) -> int:
                 try:
                     train_in_turns([run])
                 finally:
-                    # Write the lengths that were done even if this run or the next one is interrupted.
+                    # Write the results of the completed lengths even if this run or the next one is interrupted.
                     entry |= {name: run.facts.get(name) for name in ("device", "memory_bytes")}
                     write_json(arguments.out / "medusa.json", report)
                     write_report(report, arguments.out)

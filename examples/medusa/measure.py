@@ -107,7 +107,7 @@ class Trainer(Rank):
         # The tokens are bytes of source code, so that no tokenizer is needed.
         data = bytearray("".join(read_text(Path(asyncio.__file__).parent).documents).encode())
         self.text = torch.frombuffer(data, dtype=torch.uint8).clamp(max=min(job.vocabulary, 256) - 1)
-        self.place = rank * len(self.text) // job.ranks
+        self.position = rank * len(self.text) // job.ranks
         gpu = torch.cuda.get_device_properties(self.device) if self.device.type == "cuda" else None
         device, memory = (gpu.name, gpu.total_memory) if gpu else ("CPU", None)
         write_event(
@@ -117,8 +117,8 @@ class Trainer(Rank):
     def ids(self, length: int) -> Tensor:
         """Return the next tokens of the text, [batch, length]. After its end the text begins again."""
         count = self.job.batch * length
-        index = (self.place + torch.arange(count)) % len(self.text)
-        self.place += count
+        index = (self.position + torch.arange(count)) % len(self.text)
+        self.position += count
         return self.text[index].view(self.job.batch, length).to(self.device, torch.int64)
 
     def step(self, length: int) -> tuple[float, float]:

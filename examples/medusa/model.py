@@ -1,12 +1,12 @@
-"""Medusa: a language model with further heads, of which head k predicts the token k places after the next one.
+"""Medusa: a language model with further heads, of which head k predicts the token k positions after the next one.
 
     logits_0 = W_0 h                                    the model's own head
     logits_k = W_k (h + silu(B_k h + b_k))              one residual block, and as many rows as the vocabulary has
     loss     = L_0 + 0.2 sum_k 0.8^k L_k                stage 2: everything is trained
     loss     = sum_k 0.8^k L_k                          stage 1: the heads alone
 
-L_k is the cross entropy of the tokens k + 1 places on. Cai et al., "Medusa: Simple LLM Inference Acceleration Framework
-with Multiple Decoding Heads", arXiv:2401.10774.
+L_k is the cross entropy of the tokens k + 1 positions later. Cai et al., "Medusa: Simple LLM Inference Acceleration
+Framework with Multiple Decoding Heads", arXiv:2401.10774.
 
 Shapes: B sequences of S tokens, hidden H, vocabulary V, K heads besides the model's own.
 """
@@ -68,21 +68,25 @@ class Medusa(nn.Module):
         """Return the loss, [], of token ids [B, S]."""
         with torch.set_grad_enabled(self.stage == 2 and torch.is_grad_enabled()):
             hidden = self.trunk(input_ids=input_ids, use_cache=False).last_hidden_state  # [B, S, H]
-        places = range(1 if self.stage == 1 else 0, len(self.heads))
-        losses = self.fused_losses(hidden, input_ids, places) if self.fused else self.losses(hidden, input_ids, places)
+        head_indices = range(1 if self.stage == 1 else 0, len(self.heads))
+        losses = (
+            self.fused_losses(hidden, input_ids, head_indices)
+            if self.fused
+            else self.losses(hidden, input_ids, head_indices)
+        )
         scale = 1.0 if self.stage == 1 else HEADS_WEIGHT
-        return sum(loss * (scale * DECAY**k if k else 1.0) for k, loss in zip(places, losses, strict=True))
+        return sum(loss * (scale * DECAY**k if k else 1.0) for k, loss in zip(head_indices, losses, strict=True))
 
-    def fused_losses(self, hidden: Tensor, labels: Tensor, places: range) -> list[Tensor]:
+    def fused_losses(self, hidden: Tensor, labels: Tensor, head_indices: range) -> list[Tensor]:
         """Return the losses of all heads. Shifted targets replace slices of `hidden`, so that nothing is copied."""
-        targets = [F.pad(labels[:, k + 1 :], (0, k + 1), value=IGNORED) for k in places]
-        return [self.heads[k](hidden, target) for k, target in zip(places, targets, strict=True)]
+        targets = [F.pad(labels[:, k + 1 :], (0, k + 1), value=IGNORED) for k in head_indices]
+        return [self.heads[k](hidden, target) for k, target in zip(head_indices, targets, strict=True)]
 
-    def losses(self, hidden: Tensor, labels: Tensor, places: range) -> list[Tensor]:
+    def losses(self, hidden: Tensor, labels: Tensor, head_indices: range) -> list[Tensor]:
         """Return the losses of all heads as Medusa's training code computes them."""
-        logits = torch.stack([self.heads[k](hidden) for k in places])  # [K, B, S, V]
+        logits = torch.stack([self.heads[k](hidden) for k in head_indices])  # [K, B, S, V]
         results = []
-        for i, k in enumerate(places):
+        for i, k in enumerate(head_indices):
             shifted_logits = logits[i, :, : -(k + 1)].contiguous().view(-1, logits.shape[-1])
             results.append(F.cross_entropy(shifted_logits.float(), labels[:, k + 1 :].reshape(-1)))
         return results

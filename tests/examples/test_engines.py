@@ -42,7 +42,7 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def parts():
+def model_and_text():
     """Return the module examples/model_and_text.py."""
     import importlib.util
 
@@ -53,24 +53,24 @@ def parts():
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, parts):
+def folder(tmp_path_factory, model_and_text):
     """Return a folder with a model in `model` and the cache of the tokens."""
     folder = tmp_path_factory.mktemp("engines")
     small = {"hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 2, "vocab_size": 600}
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(**parts.TINY | small)
+    config = transformers.LlamaConfig(**model_and_text.TINY | small)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
     return folder
 
 
 @pytest.fixture(scope="module")
-def stock(folder, parts):
+def stock(folder, model_and_text):
     """Return the losses of the stock model, which trains on the batches of all ranks."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         arguments = Namespace(text=ROOT / "LICENSE", steps=STEPS, batch=BATCH, seq=SEQ)
-        model = parts.build_model(str(folder / "model")).train()
-        rows = parts.token_rows(arguments, model.config.vocab_size, RANKS)
+        model = model_and_text.build_model(str(folder / "model")).train()
+        rows = model_and_text.token_rows(arguments, model.config.vocab_size, RANKS)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     losses = []
     for ids in rows.view(STEPS, RANKS * BATCH, SEQ):

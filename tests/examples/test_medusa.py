@@ -1,4 +1,4 @@
-"""Medusa: Tigon's losses and gradients are stock's in both stages, and the report has all results."""
+"""Medusa: with Tigon, losses and gradients equal stock's in both stages, and the report has all results."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ def test_losses_and_gradients_are_those_of_stock(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_the_loss_is_that_of_the_paper(stage):
-    """Head k predicts the token k + 1 places on; the expected loss is written out for each place."""
+    """Head k predicts the token k + 1 positions later; the expected loss is written out for each position."""
     ids = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(1))
     model = build(stage, fused=True)
     with torch.no_grad():
@@ -96,8 +96,8 @@ def test_two_ranks_have_the_mean_loss_of_stock_on_the_text_of_both(tmp_path, mon
     assert [result["length"] for result in run["results"]] == [32, 64]
     stock = measure.Trainer(measure.MedusaJob("stock", 2, 3, 1, 32, 112, 300, 1, "adamw", 0, 1, 1.0, "cpu"))
     with torch.no_grad():
-        places = 0, len(stock.text) // 2
-        losses = [stock.model(stock.text[place : place + 32].long()[None]).item() for place in places]
+        starts = 0, len(stock.text) // 2
+        losses = [stock.model(stock.text[start : start + 32].long()[None]).item() for start in starts]
     assert run["results"][0]["loss"] == pytest.approx(sum(losses) / 2, rel=1e-5)
     assert run["results"][1]["loss"] == pytest.approx(sum(losses) / 2, rel=0.05)
 
@@ -106,7 +106,7 @@ def test_the_first_step_is_not_timed(monkeypatch):
     """This holds for any number of seconds, because the first step includes work that is done once."""
     import measure
 
-    class Slow(measure.Trainer):
+    class SlowTrainer(measure.Trainer):
         def __init__(self, seconds: float) -> None:
             self.job = measure.MedusaJob("stock", 1, 3, 1, 32, 112, 300, 1, "adamw", 2, 3, seconds, "cpu")
             self.device, self.now, self.count = torch.device("cpu"), 0.0, 0
@@ -122,14 +122,14 @@ def test_the_first_step_is_not_timed(monkeypatch):
             return 0
 
     for seconds, timed_steps, count in ((0.5, 1, 2), (2.5, 2, 4), (9.0, 3, 5)):
-        trainer = Slow(seconds)
+        trainer = SlowTrainer(seconds)
         result = trainer.measure(64)
         assert result["seconds"] == [1.0] * timed_steps
         assert (result["losses"][0], trainer.count) == (1.0, count)
 
 
 class LimitedWorker:
-    """Replaces a worker by one that has memory for some tokens; `lengths` are those that it was sent."""
+    """Stands in for a worker whose memory holds `tokens` tokens. It records the lengths that it is asked to train."""
 
     device: str | None = "CPU"
 
@@ -153,7 +153,7 @@ class LimitedWorker:
 
 @pytest.fixture
 def workers(monkeypatch):
-    """Replace the workers of all variants; return a table of a variant's worker."""
+    """Return a table in which a test enters the worker of each variant by its name."""
     import compare
 
     table: dict[str, LimitedWorker] = {}
@@ -190,7 +190,7 @@ def test_lengths_grow_until_memory_runs_out(workers, tmp_path):
     assert (tmp_path / "medusa_stage1_heads3.png").stat().st_size > 0
 
 
-def test_failures_decide_the_exit_code_and_an_interrupted_run_leaves_its_lengths(workers, tmp_path):
+def test_failures_decide_the_exit_code_and_an_interrupted_run_keeps_its_lengths(workers, tmp_path):
     class BrokenWorker(LimitedWorker):
         def train(self, point: str) -> dict[str, Any]:
             return {"event": "failed", "reason": "broken", "log": ""}
@@ -224,11 +224,11 @@ def test_variants_are_compared_with_the_first_one_that_fits(workers, tmp_path):
     assert (row["base"], row["variant"], row["length"]) == ("stock:checkpoint", "tigon", 64)
 
 
-def test_a_rank_that_runs_out_of_memory_takes_the_next_length():
+def test_a_rank_that_runs_out_of_memory_continues_with_the_next_length():
     """It answers "out of memory" and frees the memory of the step."""
     import measure
 
-    class Small(measure.Trainer):
+    class SmallTrainer(measure.Trainer):
         model = torch.nn.Linear(2, 2)
 
         def __init__(self, job, rank, write_event) -> None:
@@ -249,7 +249,9 @@ def test_a_rank_that_runs_out_of_memory_takes_the_next_length():
     assert measure.MedusaJob.from_json(job.to_json()) == job
     events, lines = [], iter(["50\n", "500\n", "70\n", ""])
     write_event = lambda event, **fields: events.append((event, fields))
-    assert measure.answer_points(lambda write_group_event: Small(job, 0, write_group_event), 0, lines, write_event)
+    assert measure.answer_points(
+        lambda write_group_event: SmallTrainer(job, 0, write_group_event), 0, lines, write_event
+    )
     assert [(event, fields.get("length")) for event, fields in events[1:]] == [
         ("point", 50), ("out of memory", None), ("point", 70),
     ]  # fmt: skip

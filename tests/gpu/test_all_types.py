@@ -40,7 +40,7 @@ def relative_errors(actual: Step, exact: Step) -> dict[str, float]:
 
 
 def largest_mean(stock_errors: list[float]) -> float:
-    """Return the largest mean error, over the same number of batches, of an implementation as accurate as stock.
+    """Return the limit for the mean error, over as many batches, of an implementation that is as accurate as stock.
 
     Means are geometric. The limit is 1.5 times the mean of stock's errors, plus three standard errors of the difference
     of two such means. The standard error comes from the scatter of stock's errors between batches. It is largest in
@@ -52,7 +52,7 @@ def largest_mean(stock_errors: list[float]) -> float:
 
 
 def assert_as_accurate(actual: list[Step], stock: list[Step], exact: list[Step], report: object) -> None:
-    """Assert that the mean errors of every gradient and of the loss over several batches agree with those of stock."""
+    """Assert that the mean errors of every gradient and of the loss are not larger than those of stock allow."""
     errors, stock_errors = (
         [relative_errors(*pair) for pair in zip(results, exact, strict=True)] for results in (actual, stock)
     )

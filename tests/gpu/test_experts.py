@@ -1,4 +1,7 @@
-"""Experts on a GPU in bf16: they are as accurate as those of transformers, never wait, and take no more memory."""
+"""Experts on a GPU in bf16.
+
+They are as accurate as those of transformers, never wait for the GPU, and take no more memory.
+"""
 
 import copy
 
@@ -58,7 +61,7 @@ def _step(module: nn.Module, inputs: list[Tensor], dy: Tensor | None = None) -> 
 
 
 @pytest.mark.parametrize("router", [BF16, torch.float32], ids=str)
-@pytest.mark.parametrize("absent", [0, 4], ids=["all experts", "some of another rank"])
+@pytest.mark.parametrize("absent", [0, 4], ids=["all experts", "some on another rank"])
 @pytest.mark.parametrize("flavour", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_as_accurate_as_stock(flavour, absent, router):
     stock, inputs = _experts(flavour, absent), _inputs(router=router, present=E - absent)
@@ -160,9 +163,9 @@ def test_experts_need_less_memory_than_stock():
 
     stock = _experts()
     patched_peak, y, rows = peak(_patched(copy.deepcopy(stock))), 8192 * H * 2, 8192 * K
-    # The saved tensors, the gradient of the first product and one tensor of [S, H].
+    # The saved tensors, the gradient of the first product and one tensor [rows, H].
     limit = 2 * y + rows * 18 + rows * 2 * (4 * INNER + H)
-    # The gradient of the activation's output, or the other gradients.
+    # At its peak, backward also holds either the gradient of the activation's output or the other gradients.
     limit += max(rows * 2 * INNER, y + sum(p.nbytes for p in stock.parameters()))
     assert patched_peak < 1.03 * limit
     assert patched_peak < 0.75 * peak(stock)

@@ -178,12 +178,12 @@ def test_copies_and_computation_are_ordered(small_window, how):
         w.grad = x.grad = None
         with block(True, offload=offloaded):
             loss = squares(x * 1.0, w, 12)
-        noise = [torch.full_like(x, torch.nan) for _ in range(8)]
-        del noise
+        nan_tensors = [torch.full_like(x, torch.nan) for _ in range(8)]
+        del nan_tensors
         if how == "dropped":
             del loss
-            noise = [torch.full_like(x, torch.nan) for _ in range(16)]
-            del noise
+            nan_tensors = [torch.full_like(x, torch.nan) for _ in range(16)]
+            del nan_tensors
             with block(True, offload=offloaded):
                 loss = squares(x * 1.0, w, 12)
         if how == "one gradient":
@@ -330,8 +330,8 @@ def test_a_product_on_another_stream_recomputes_its_own_input():
             del y, h
         results = torch.autograd.grad(loss, (w, v))
         # These tensors reuse the freed memory.
-        noise = [torch.full_like(x, torch.nan) for _ in range(3)]
-        del noise
+        nan_tensors = [torch.full_like(x, torch.nan) for _ in range(3)]
+        del nan_tensors
         return list(results)
 
     expected = gradients(False)

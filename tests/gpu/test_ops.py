@@ -124,7 +124,7 @@ def _rotate(n: int, batch: int = 2, axes: int = 0, norm: tuple[int, ...] = (), *
         pytest.param(lambda n: tigon.relu2(_random(2, n, 96)).sum().backward(), id="relu2"),
         pytest.param(lambda n: tigon.relu2(_random(n, 65)).sum().backward(), id="relu2 odd"),
         pytest.param(lambda n: tigon.softmax(_random(2, n, 96)).sum().backward(), id="softmax"),
-        pytest.param(lambda n: tigon.softmax(_random(n, 4096)).sum().backward(), id="softmax of one row a tile"),
+        pytest.param(lambda n: tigon.softmax(_random(n, 4096)).sum().backward(), id="softmax with one row per tile"),
         pytest.param(lambda n: tigon.softmax(_random(n, 50257)).sum().backward(), id="softmax in blocks"),
         pytest.param(
             lambda n: tigon.rope(
@@ -192,10 +192,10 @@ def test_rms_norm_is_accurate(shape, rounding):
     )
 
 
-NORMED = [(30000, 128), (4096, 1024), (4096, 4096), (1000, 5120), (1024, 8192), (300, 12288), (512, 16384)]
+NORM_SHAPES = [(30000, 128), (4096, 1024), (4096, 4096), (1000, 5120), (1024, 8192), (300, 12288), (512, 16384)]
 
 
-@pytest.mark.parametrize("shape", [*NORMED, (64, 24576), (1, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [*NORM_SHAPES, (64, 24576), (1, 4096)], ids=str)
 @pytest.mark.parametrize("rounding", ["before_weight", "after_weight"])
 def test_add_rms_norm_is_accurate(shape, rounding):
     assert_as_accurate_as_eager(
@@ -205,7 +205,7 @@ def test_add_rms_norm_is_accurate(shape, rounding):
     )
 
 
-@pytest.mark.parametrize("shape", [*NORMED, (64, 32768), (1, 4096)], ids=str)
+@pytest.mark.parametrize("shape", [*NORM_SHAPES, (64, 32768), (1, 4096)], ids=str)
 def test_layer_norm_is_accurate(shape):
     assert_as_accurate_as_eager(
         tigon.layer_norm, layer_norm_reference, [_random(*shape), _random(shape[-1]), _random(shape[-1])]

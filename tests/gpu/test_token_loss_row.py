@@ -111,7 +111,7 @@ def test_the_row_kernel_has_the_same_bits_in_every_run():
 def test_an_ignored_row_is_independent_of_the_row_before_it(v, slots, launches):
     # Each program computes many rows, and half of them are ignored.
     m = 4000
-    # Without the maximum of their own row exponentials overflow.
+    # The logits are so large that exponentials overflow if a row uses the maximum of another row.
     logits = torch.randn(m, v, device="cuda", dtype=torch.bfloat16) * 1000
     labels = torch.randint(v, (m,), device="cuda")
     ignored = torch.rand(m, device="cuda") < 0.5

@@ -8,10 +8,10 @@ The limit comes from the stock model. In several *moved* runs, it is trained fro
 in the last place, to a neighbouring number in fp32. The distance of a correct run from stock is at most a small factor
 times the distance of the furthest moved run.
 
-A mixture's router chooses experts by the size of its scores. If two scores are almost equal, one unit in the last place
-sends a token to another expert, and from there on the two runs train different functions. Such a choice is called a
-*flip*. Curves are compared up to the first flip, and the gap between the scores of this flip must not be larger than
-the change of the scores by one unit in the last place, times a small factor.
+The router of a mixture of experts chooses experts by the size of its scores. If two scores are almost equal, one unit
+in the last place sends a token to another expert, and from there on the two runs train different functions. Such a
+choice is called a *flip*. Curves are compared up to the first flip, and the gap between the scores of this flip must
+not be larger than the change of the scores by one unit in the last place, times a small factor.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def move(model: nn.Module, seed: int) -> None:
         for p in model.parameters():
             up = (torch.rand(p.shape, generator=generator) < 0.5).to(p.device)
             neighbour = torch.nextafter(p, torch.where(up, torch.inf, -torch.inf))
-            # Zeros stay, because the neighbour of zero is a subnormal number, which training treats as zero.
+            # Zeros stay zero, because the neighbour of zero is a subnormal number, which training treats as zero.
             p.copy_(torch.where(p == 0, p, neighbour))
 
 
@@ -207,9 +207,9 @@ def _distances(run: Curve, stock: Curve) -> Tensor:
     """
     loss = (run.losses - stock.losses).abs() / stock.losses.abs()
     gradients = torch.maximum((run.norms - stock.norms).abs(), (run.projections - stock.projections).abs())
-    apart = torch.cat((loss[:, None], gradients / stock.norms.clamp(min=1e-30)), 1)
+    distances = torch.cat((loss[:, None], gradients / stock.norms.clamp(min=1e-30)), 1)
     # A NaN is infinitely far from any number.
-    return apart.nan_to_num(nan=torch.inf)
+    return distances.nan_to_num(nan=torch.inf)
 
 
 def compare(
@@ -218,18 +218,18 @@ def compare(
     """Train stock, stock moved by one unit in the last place, and the changed model, and compare their curves.
 
     Args:
-        model: The stock model, whose parameters stay as they are.
+        model: The stock model, whose parameters are not changed.
         change: Patches a copy of the model before its training.
     """
 
-    def trained(prepare: Change) -> Curve:
+    def train_variant(prepare: Change) -> Curve:
         variant = copy.deepcopy(model)
         prepare(variant)
         return train(variant, batch, steps, rate)
 
     names = [name for name, _ in model.named_parameters()]
-    stock, run = trained(lambda variant: None), trained(change)
-    moved = [trained(lambda variant, seed=seed: move(variant, seed)) for seed in range(seeds)]
+    stock, run = train_variant(lambda variant: None), train_variant(change)
+    moved = [train_variant(lambda variant, seed=seed: move(variant, seed)) for seed in range(seeds)]
     flip, flips = first_flip(run, stock), [first_flip(m, stock) for m in moved]
     ends = [steps if f is None else f.step for f in flips]
     # After the last flip of the moved runs, nothing shows the effect of one unit in the last place.
@@ -243,7 +243,7 @@ def compare(
             if f is None or f.choice >= flip.choice
         ]
         flip_limit = FACTOR * max(unit) if unit else None
-    apart = _distances(run, stock)[:horizon]
+    distances = _distances(run, stock)[:horizon]
     noise = torch.stack([_distances(m, stock)[:horizon] for m in moved])  # [seeds, steps, 1 + parameters]
     for i, end in enumerate(ends):
         # After its flip, a moved run trains another function, so its distance is no longer a rounding error.
@@ -251,10 +251,10 @@ def compare(
     floor = torch.full((len(names) + 1,), GRADIENT_FLOOR, dtype=noise.dtype)
     floor[0] = LOSS_FLOOR
     if horizon == 0:
-        apart, noise = torch.zeros(1, len(names) + 1), torch.zeros(len(moved), 1, len(names) + 1)
+        distances, noise = torch.zeros(1, len(names) + 1), torch.zeros(len(moved), 1, len(names) + 1)
     # The limit of a step is the largest distance up to this step, because the noise of one run at one step is random.
-    shares = (apart / (FACTOR * noise.amax(0).cummax(0).values + floor)).amax(0).tolist()
-    largest, moved_by = apart.amax(0).tolist(), noise.amax((0, 1)).tolist()
+    shares = (distances / (FACTOR * noise.amax(0).cummax(0).values + floor)).amax(0).tolist()
+    largest, moved_by = distances.amax(0).tolist(), noise.amax((0, 1)).tolist()
     return Comparison(
         steps=horizon,
         loss=largest[0],

@@ -1,8 +1,8 @@
 """Run a training step of a stock and of a patched model, and compare the results.
 
-The rounding error of a gradient depends on the model. A gradient that is zero in exact arithmetic (of a key's bias
-before a softmax) consists of rounding errors only. The stock model shows how large they are: its parameters are moved
-by about one unit in the last place, and the change of its gradients is the noise.
+The rounding error of a gradient depends on the model. A gradient that is zero in exact arithmetic (for example, of a
+key's bias before a softmax) consists of rounding errors only. The stock model shows how large they are: its parameters
+are moved by about one unit in the last place, and the change of its gradients is the noise.
 """
 
 import torch
@@ -34,18 +34,18 @@ def step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
 def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the change of each result when every parameter moves by about one unit in its last place."""
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    moved = dict.fromkeys(expected, 0.0)
+    changes = dict.fromkeys(expected, 0.0)
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters():
                 p *= 1 + EPS * torch.randn(p.shape, generator=generator).to(p.device)
         for name, value in step(model, batch).items():
-            moved[name] = max(moved[name], (value - expected[name]).abs().max().item())
+            changes[name] = max(changes[name], (value - expected[name]).abs().max().item())
         with torch.no_grad():
             for name, p in model.named_parameters():
                 p.copy_(before[name])
-    return moved
+    return changes
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 64 * EPS) -> None:

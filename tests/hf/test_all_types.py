@@ -12,8 +12,8 @@ from hf.parts import BUILT, recorded_parts, replaced_parts, totals  # noqa: E402
 from hf.same_step import assert_within_noise, make_batch, noise, step  # noqa: E402
 from hf.tiny import TYPES, VOCABULARY, WITHOUT, tiny_model  # noqa: E402
 
-# `make test` trains these types, and `make test-thorough` the others. The types in the first two lines have every
-# replacement and every reason to leave a module alone. The third line has other types that are used often.
+# `make test` trains these types, and `make test-thorough` the others. The types in the first two lines cover every
+# replacement and every reason why a module is not replaced. The third line has other types that are used often.
 TRAINED = """
     axk2 bitnet blt cohere2 dbrx deepseek_v3 deepseek_v4 ernie4_5 gemma3n_text glm got_ocr2 gpt_oss modernbert-decoder
     nanochat nemotron_h olmo phi4_multimodal qwen3_next xlstm zamba zaya

@@ -206,7 +206,7 @@ def test_other_types_stay_stock(patch_type, make_model, model_type):
     assert not is_patched(make_model(model_type))
 
 
-def test_a_type_derived_from_it_stays_stock(patch_type):
+def test_a_type_derived_from_a_patched_type_stays_stock(patch_type):
     class OtherConfig(transformers.LlamaConfig):
         model_type = "other_llama"
 
@@ -343,7 +343,7 @@ def test_a_string_that_is_no_model_type_is_refused(model_type, nearest):
 
 def test_a_type_that_is_only_a_part_of_others_is_refused(patch_type):
     if "csm_depth_decoder_model" not in transformers.CONFIG_MAPPING:
-        pytest.skip("no type of its own in this version")
+        pytest.skip("this version of transformers has no such type")
     with pytest.raises(ValueError, match="part of other models only"):
         patch_type("csm_depth_decoder_model")
 

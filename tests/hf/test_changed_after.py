@@ -35,7 +35,7 @@ def change_a_little(head, args, output):
     return 1.005 * output
 
 
-def forget_most_tokens(head, args, output):
+def zero_most_tokens(head, args, output):
     return torch.cat((output[:, :4], 0 * output[:, 4:]), 1)
 
 
@@ -46,12 +46,14 @@ def on_output(hook):
 HOOKS = {
     "mask": on_output(mask_a_part_of_the_vocabulary),
     "scale": on_output(change_a_little),
-    "slice": on_output(forget_most_tokens),
+    "slice": on_output(zero_most_tokens),
     "partial": on_output(functools.partial(change_a_little)),
     "backward": lambda model: model.lm_head.register_full_backward_hook(
         lambda head, grad_input, grad_output: (grad_input[0] * 0.5,)
     ),
-    "backward pre": lambda model: model.lm_head.register_full_backward_pre_hook(lambda head, got: (got[0] * 0.5,)),
+    "backward pre": lambda model: model.lm_head.register_full_backward_pre_hook(
+        lambda head, gradients: (gradients[0] * 0.5,)
+    ),
 }
 
 
@@ -63,31 +65,31 @@ def test_a_hook_that_changes_the_logits_or_their_gradient_is_not_ignored(pair, b
         assert_same_step(model, stock, batch)
 
 
-def scaled(call):
-    """Return a call of any module that scales what a linear layer returns."""
+def scale_linear_outputs(call):
+    """Wrap `call`, the call of a module, so that it scales the output of linear layers."""
 
-    def replaced(self, *args, **kwargs):
+    def scaled_call(self, *args, **kwargs):
         output = call(self, *args, **kwargs)
         return 0.9 * output if isinstance(self, torch.nn.Linear) else output
 
-    return replaced
+    return scaled_call
 
 
 @pytest.mark.parametrize("duplicate", [lambda model: model, copy.deepcopy], ids=["same", "copy"])
-def test_a_call_of_the_head_that_was_replaced_is_not_ignored(pair, batch, assert_same_step, duplicate):
+def test_a_replaced_call_of_the_head_is_not_ignored(pair, batch, assert_same_step, duplicate):
     model, stock = pair()
     model = duplicate(model)
     for head in (model.lm_head, stock.lm_head):
-        head._call_impl = scaled(torch.nn.Module._call_impl).__get__(head)
+        head._call_impl = scale_linear_outputs(torch.nn.Module._call_impl).__get__(head)
     with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
         assert_same_step(model, stock, batch)
 
 
 @pytest.mark.parametrize("name", ["__call__", "_call_impl"])
 @pytest.mark.parametrize("cls", [torch.nn.Module, torch.nn.Linear])
-def test_a_call_of_all_layers_that_was_replaced_is_not_ignored(pair, batch, assert_same_step, monkeypatch, cls, name):
+def test_a_replaced_call_of_all_layers_is_not_ignored(pair, batch, assert_same_step, monkeypatch, cls, name):
     model, stock = pair()
-    monkeypatch.setattr(cls, name, scaled(getattr(cls, name)), raising=False)
+    monkeypatch.setattr(cls, name, scale_linear_outputs(getattr(cls, name)), raising=False)
     with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
         assert_same_step(model, stock, batch)
 
@@ -104,9 +106,9 @@ def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
     assert is_fused(model(**batch))
 
 
-def test_a_call_of_the_head_that_was_replaced_before_the_patch_keeps_the_loss_stock(make_model):
+def test_a_call_of_the_head_replaced_before_the_patch_keeps_the_loss_stock(make_model):
     model = make_model()
-    model.lm_head._call_impl = scaled(torch.nn.Module._call_impl).__get__(model.lm_head)
+    model.lm_head._call_impl = scale_linear_outputs(torch.nn.Module._call_impl).__get__(model.lm_head)
     assert detail_of_loss(model) == "the call of its head was replaced, and may change the logits"
 
 
@@ -260,7 +262,7 @@ def test_a_head_that_is_called_twice_raises(pair, batch):
     model.lm_head.register_forward_pre_hook(lambda module, args: setattr(model, "hidden", args[0]))
     forward = type(model).forward
 
-    def again(self, *args, **kwargs):
+    def forward_with_two_head_calls(self, *args, **kwargs):
         fused = self._loss_function
 
         class Stub:
@@ -269,7 +271,7 @@ def test_a_head_that_is_called_twice_raises(pair, batch):
 
         return forward(Stub, *args, **kwargs)
 
-    Twice.forward = again
+    Twice.forward = forward_with_two_head_calls
     with pytest.raises(RuntimeError, match="called its head twice"):
         model(**batch)
 
@@ -289,12 +291,12 @@ def test_other_labels_in_the_loss_than_in_the_call_raise(pair, batch):
 # --- heads whose gradients are not a linear layer's ----------------------------------------------
 
 
-class ForgetsItsInput(nn.Linear):
+class DetachesItsInput(nn.Linear):
     def forward(self, x):
         return nn.functional.linear(x.detach(), self.weight, self.bias)
 
 
-class ForgetsItsWeight(nn.Linear):
+class DetachesItsWeight(nn.Linear):
     def forward(self, x):
         return nn.functional.linear(x, self.weight.detach(), self.bias)
 
@@ -309,7 +311,7 @@ class HalfInEvaluation(nn.Linear):
         return super().forward(x) * (1.0 if self.training else 0.5)
 
 
-@pytest.mark.parametrize("kind", [ForgetsItsInput, ForgetsItsWeight, InFp32, HalfInEvaluation])
+@pytest.mark.parametrize("kind", [DetachesItsInput, DetachesItsWeight, InFp32, HalfInEvaluation])
 def test_the_loss_is_stock_if_the_head_is_not_linear_in_training_or_evaluation(make_model, kind):
     model = make_model()
     model.lm_head.__class__ = kind

@@ -127,7 +127,7 @@ def test_a_flip_that_is_no_near_tie_fails():
     assert "differs from stock's" in sentence
 
 
-def test_choices_are_recorded_as_topk_and_argmax_name_them():
+def test_the_choices_of_topk_and_argmax_are_recorded():
     scores = torch.tensor([[0.1, 0.9, 0.5], [0.7, 0.2, 0.3]])
     with Choices() as choices:
         scores.topk(2)

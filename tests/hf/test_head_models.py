@@ -71,7 +71,7 @@ def test_a_loss_without_model_loss_function_stays_stock(make_model):
     model = make_model()
     stock_forward = type(model).forward
 
-    class Own(type(model)):
+    class LossInForward(type(model)):
         def forward(self, *args, labels=None, **kwargs):
             outputs = stock_forward(self, *args, **kwargs)
             if labels is not None:
@@ -79,7 +79,7 @@ def test_a_loss_without_model_loss_function_stays_stock(make_model):
                 outputs.loss = nn.functional.cross_entropy(logits, labels[:, 1:].flatten())
             return outputs
 
-    model.__class__ = Own
+    model.__class__ = LossInForward
     assert patch_loss(model) == "its forward computes its loss without model.loss_function"
 
 

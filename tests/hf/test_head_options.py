@@ -62,7 +62,7 @@ def test_skip_logits_never_reaches_the_stock_forward(pair, batch, monkeypatch):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluating"])
-def test_shift_labels_alone_give_a_loss_if_skip_logits_asks_for_it(pair, batch, training):
+def test_shift_labels_alone_give_a_loss_if_skip_logits_is_set(pair, batch, training):
     model, stock = pair()
     shifted = batch.pop("labels").roll(-1, 1)
     expected = stock.train(training)(**batch, labels=shifted, shift_labels=shifted)
@@ -82,9 +82,9 @@ def test_context_parallel_losses_add_up_and_a_rank_may_have_no_valid_token(pair,
     items = (shifted != -100).sum()
     expected = step(stock, {**batch, "num_items_in_batch": items})
     totals: dict[str, torch.Tensor] = {}
-    for ranks in (slice(0, 6), slice(6, 11), slice(11, 11)):
+    for columns in (slice(0, 6), slice(6, 11), slice(11, 11)):
         part = torch.full_like(shifted, -100)
-        part[:, ranks] = shifted[:, ranks]
+        part[:, columns] = shifted[:, columns]
         call = {**batch, "labels": part, "shift_labels": part, "num_items_in_batch": items}
         assert is_fused(model(**call))
         for name, value in step(model, call).items():

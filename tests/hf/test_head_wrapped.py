@@ -100,11 +100,13 @@ def test_a_copy_of_the_head_returns_logits_if_the_model_calls_both(make_model, c
     stock = clone(model)
     tigon.patch(model)
     for each in (model, stock):
-        each.ahead = clone(each.lm_head)
-        each.lm_head.register_forward_pre_hook(lambda m, args, each=each: setattr(each, "seen", each.ahead(*args)))
+        each.second_head = clone(each.lm_head)
+        each.lm_head.register_forward_pre_hook(
+            lambda m, args, each=each: setattr(each, "second_logits", each.second_head(*args))
+        )
     actual, expected = step(model, batch), step(stock, batch)
     torch.testing.assert_close(actual["loss"], expected["loss"])
-    assert torch.equal(model.seen, stock.seen)
+    assert torch.equal(model.second_logits, stock.second_logits)
 
 
 # --- PEFT ----------------------------------------------------------------------------------------

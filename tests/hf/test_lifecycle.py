@@ -142,8 +142,8 @@ def test_gradient_checkpointing_gives_the_results_of_stock(
 def test_a_compiled_function_tells_stock_and_patched_models_apart(patched, make_model, batch, monkeypatch, first):
     torch._dynamo.reset()
     models = {"stock": make_model(), "patched": patched(loss=False)}
-    marked = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
-    monkeypatch.setattr("tigon.recognition.rope_forms.rope", marked)
+    marked_rope = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))
+    monkeypatch.setattr("tigon.recognition.rope_forms.rope", marked_rope)
     targets = []
 
     def backend(graph, inputs):
@@ -194,7 +194,7 @@ def test_autocast_gives_the_results_of_stock(patched, make_model, model_type, ba
         assert (actual[name] - exact[name]).abs().max() < allowed, name
 
 
-def test_a_function_that_replaces_one_of_the_modelling_file_later_is_used(patched, batch, monkeypatch):
+def test_a_function_of_the_modelling_file_that_is_replaced_later_is_used(patched, batch, monkeypatch):
     model, calls = patched(), []
     file = sys.modules[type(model).__module__]
     stock = file.eager_attention_forward

@@ -79,11 +79,11 @@ def step(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     model.zero_grad(set_to_none=True)
     embedded: list[Tensor] = []
 
-    def keep(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    def detach_and_store(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
         embedded.append(output.detach().requires_grad_())
         return embedded[0]
 
-    handle = model.get_submodule("base_model.model.embed").register_forward_hook(keep)
+    handle = model.get_submodule("base_model.model.embed").register_forward_hook(detach_and_store)
     torch.manual_seed(5)
     y = model(tokens)
     handle.remove()
@@ -117,7 +117,7 @@ def assert_same_step(model: nn.Module, stock: nn.Module) -> None:
 
 @pytest.fixture
 def nodes(monkeypatch) -> list[str]:
-    """The names of the autograd nodes for adapters, in the order in which they are called."""
+    """Return the names of the autograd nodes for adapters, in the order in which they are called."""
     from tigon.ops.adapters import lora_mlp
 
     names: list[str] = []
@@ -204,7 +204,7 @@ STEPS: list[tuple[str, Callable[[Any], object], list[str]]] = [
 ]  # fmt: skip
 
 
-def test_changes_of_the_adapters_count_at_the_next_call(nodes):
+def test_changes_of_the_adapters_apply_at_the_next_call(nodes):
     stock = build()
     model = copy.deepcopy(stock)
     tigon.patch(model)
@@ -238,7 +238,7 @@ def test_a_mixed_batch_runs_stock(nodes):
 
 
 def test_autocast_computes_in_its_dtype(nodes):
-    """Layers in the dtype of autocast take the ops, and layers in fp32 run as before."""
+    """Layers in the dtype of autocast run the ops, and layers in fp32 run as before."""
     stock = build()
     model = copy.deepcopy(stock)
     tigon.patch(model)

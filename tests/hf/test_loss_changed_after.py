@@ -83,7 +83,7 @@ def code_of_the_loss(models, monkeypatch):
     monkeypatch.setattr(loss_utils, "fixed_cross_entropy", doubled_cross_entropy)
 
 
-def assign_it(models, monkeypatch):
+def assign_the_loss(models, monkeypatch):
     for model in models:
         model.loss_function = doubled
 
@@ -95,7 +95,7 @@ def assign_the_slot(models, monkeypatch):
 
 CHANGES = [
     *(exchange_the_entry, exchange_the_table, new_loss_type, no_loss_type, property_of_transformers),
-    *(property_of_the_class, code_of_the_loss, assign_it, assign_the_slot),
+    *(property_of_the_class, code_of_the_loss, assign_the_loss, assign_the_slot),
 ]
 
 

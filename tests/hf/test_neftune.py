@@ -51,7 +51,7 @@ def check_same_step(model: nn.Module, stock_model: nn.Module) -> None:
 @pytest.mark.parametrize("memory", ["default", "lean+mlp", "checkpoint"])
 @pytest.mark.parametrize("hook_is_first", [True, False], ids=["hook, patch", "patch, hook"])
 def test_noise_on_the_embedding_is_that_of_a_stock_model(stock_model, memory, hook_is_first):
-    stock, model, silent = (copy.deepcopy(stock_model) for _ in range(3))
+    stock, model, without_noise = (copy.deepcopy(stock_model) for _ in range(3))
     neftune.activate_neftune(stock, 5.0)
     if hook_is_first:
         neftune.activate_neftune(model, 5.0)
@@ -60,7 +60,7 @@ def test_noise_on_the_embedding_is_that_of_a_stock_model(stock_model, memory, ho
         neftune.activate_neftune(model, 5.0)
     assert "loss" in [entry.part for entry in report.replaced]
     check_same_step(model, stock)
-    assert run_step(silent)[0] != run_step(stock)[0], "the noise changes the loss"
+    assert run_step(without_noise)[0] != run_step(stock)[0], "the noise changes the loss"
 
 
 def test_noise_on_the_head_before_the_patch_keeps_the_loss_stock(stock_model):

@@ -90,7 +90,7 @@ def test_a_model_may_read_the_shape_of_its_logits(pair, batch, change):
     torch.testing.assert_close(outputs.extra, expected.extra)
 
 
-def leave(logits, labels):
+def return_unchanged(logits, labels):
     return logits
 
 
@@ -108,7 +108,7 @@ def halve_the_gradient(logits, labels):
     return logits
 
 
-def keep_the_gradient(logits, labels):
+def retain_the_gradient(logits, labels):
     logits.retain_grad()
     return logits
 
@@ -116,7 +116,7 @@ def keep_the_gradient(logits, labels):
 class Switched(transformers.LlamaForCausalLM):
     """A model whose forward passes its logits to the function `treat`."""
 
-    treat = leave
+    treat = return_unchanged
 
     def forward(self, input_ids=None, attention_mask=None, labels=None, **options):
         logits = self.lm_head(self.model(input_ids=input_ids, attention_mask=attention_mask)[0])
@@ -125,7 +125,7 @@ class Switched(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
-@pytest.mark.parametrize("treat", [detach, halve_the_gradient, keep_the_gradient])
+@pytest.mark.parametrize("treat", [detach, halve_the_gradient, retain_the_gradient])
 def test_a_model_that_starts_to_change_the_gradient_of_its_logits_raises(make_model, batch, monkeypatch, treat):
     model = make_model()
     model.__class__ = Switched
@@ -151,7 +151,7 @@ def entropy(model, outputs, labels):
     return outputs
 
 
-def top_five(model, outputs, labels):
+def top_two(model, outputs, labels):
     outputs.extra = torch.topk(outputs.logits, 2, -1).indices
     return outputs
 
@@ -171,7 +171,7 @@ def any_large(model, outputs, labels):
     return outputs
 
 
-@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_five, last_token, any_large])
+@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_two, last_token, any_large])
 def test_a_model_that_computes_from_its_logits_keeps_its_loss(make_model, change):
     model = make_model()
     with_forward(change)(model)
@@ -180,7 +180,7 @@ def test_a_model_that_computes_from_its_logits_keeps_its_loss(make_model, change
     assert loss.detail.startswith("its forward computes more than its loss from its logits (")
 
 
-@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_five, last_token, to_numpy, any_large])
+@pytest.mark.parametrize("change", [accuracy, count_large, entropy, top_two, last_token, to_numpy, any_large])
 def test_a_model_that_starts_to_compute_from_its_logits_raises(pair, batch, change):
     model, stock = pair()
     with_forward(change)(model), with_forward(change)(stock)
@@ -194,7 +194,7 @@ def test_a_model_that_starts_to_compute_from_its_logits_raises(pair, batch, chan
     assert np.array_equal(np.asarray(outputs.extra), np.asarray(expected.extra))
 
 
-# --- labels that are written on the way ----------------------------------------------------------
+# --- labels written in the forward pass ----------------------------------------------------------
 
 
 def write(labels):
@@ -302,7 +302,7 @@ HISTORY: list[float] = []
 def test_recognition_does_not_change_the_objects_of_the_user(make_model, batch, where):
     model = make_model()
 
-    def keep(model, outputs, labels):
+    def record_loss(model, outputs, labels):
         if outputs.loss is not None:
             if where == "buffer":
                 model.steps += 1
@@ -312,7 +312,7 @@ def test_recognition_does_not_change_the_objects_of_the_user(make_model, batch, 
                 )
         return outputs
 
-    with_forward(keep)(model)
+    with_forward(record_loss)(model)
     model.history, type(model).shared = [], []
     model.register_buffer("steps", torch.zeros((), dtype=torch.long))
     HISTORY.clear()

@@ -283,7 +283,7 @@ def test_the_random_state_does_not_change(make_model):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_deep_model_is_probed_once_for_each_kind(make_model, monkeypatch):
+def test_a_deep_model_is_probed_once_for_each_kind_of_module(make_model, monkeypatch):
     runs = []
     for name in ("norm_probes", "glu_probes", "rope_function"):
         module = importlib.import_module(f"tigon.recognition.{name}")

@@ -99,7 +99,7 @@ def test_a_compiled_model_reads_settings_too(pair, batch, assert_same_step):
     torch.testing.assert_close(compiled(**batch).loss, stock(**batch).loss)
 
 
-# --- what is out of sight ------------------------------------------------------------------------
+# --- values that the checks before a call do not watch -------------------------------------------
 
 FACTORS = {"scale": 1.0}
 
@@ -108,7 +108,7 @@ def scale_of(key):
     return FACTORS[key]
 
 
-HIDDEN = {
+UNWATCHED = {
     "a table": lambda logits: logits * FACTORS["scale"],
     "a function": lambda logits: logits / scale_of("scale"),
     "cap and scale": lambda logits: 9.0 * torch.tanh(logits * FACTORS["scale"] / 9.0),
@@ -116,8 +116,8 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("scale", [1.0001, 0.9999, 1.004, 2.0])
-@pytest.mark.parametrize("process", HIDDEN.values(), ids=HIDDEN)
-def test_a_change_that_the_host_cannot_see_raises(make_model, batch, monkeypatch, process, scale):
+@pytest.mark.parametrize("process", UNWATCHED.values(), ids=UNWATCHED)
+def test_a_change_of_an_unwatched_value_raises(make_model, batch, monkeypatch, process, scale):
     model = make_model()
 
     class Processed(type(model)):
@@ -151,7 +151,7 @@ def test_rounding_is_not_taken_for_a_change(make_model, batch, monkeypatch, mode
     tigon.patch(model)
     call = tigon.hf.head.HeadForward.__call__
     monkeypatch.setattr(tigon.hf.head.HeadForward, "__call__", lambda *args: call(*args).to(dtype))
-    # A divisor may make the token large, and fp16 has no numbers above 65504.
+    # A divisor may make the token of the placeholder logits large, and fp16 has no numbers above 65504.
     if dtype is torch.float16 and 100.0 * value > 65504 and model_type == "granite":
         with pytest.raises(RuntimeError, match="changes the logits otherwise"):
             model(**batch)

@@ -152,17 +152,17 @@ def test_the_attention_of_a_model_is_named(model):
     assert transformers_private.attention_of(types.SimpleNamespace(config=types.SimpleNamespace())) == "unknown"
 
 
-def test_the_experts_of_transformers_take_a_module_with_marks():
+def test_the_experts_of_transformers_take_a_module_with_these_attributes():
     experts = transformers_private.grouped_experts()
     width, count = 8, 2
     weights = {"gate_up_proj": torch.ones(count, 2 * width, width), "down_proj": torch.ones(count, width, width)}
-    marks = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": count}
-    module = types.SimpleNamespace(_apply_gate=lambda x: x.chunk(2, -1)[0], **weights, **marks)
+    attributes = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": count}
+    module = types.SimpleNamespace(_apply_gate=lambda x: x.chunk(2, -1)[0], **weights, **attributes)
     index, scores = torch.tensor([[0], [1], [1]]), torch.ones(3, 1)
     assert torch.equal(experts(module, torch.ones(3, width), index, scores), torch.full((3, width), float(width**2)))
 
 
-def test_experts_have_the_marks_that_recognition_reads():
+def test_experts_have_the_attributes_that_recognition_reads():
     sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2}
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes))
     experts = next(m for m in model.modules() if type(m).__name__ == "MixtralExperts")

@@ -1,4 +1,4 @@
-"""On two ranks, each setup of a group gives a patched model the loss and every gradient of stock."""
+"""On two ranks, a patched model has the loss and every gradient of stock in each setup of each group."""
 
 from pathlib import Path
 

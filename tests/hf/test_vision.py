@@ -65,24 +65,24 @@ def batch_with_images(model_type: str) -> dict[str, Tensor]:
     # The second image is cut into two tiles.
     if model_type == "mllama":
         tile_mask = torch.tensor([[[1, 0]], [[1, 1]]])
-        of_tokens = tile_mask[:, None].repeat(1, 12, 1, 1)
-        of_tokens[:, 0] = 0
+        token_mask = tile_mask[:, None].repeat(1, 12, 1, 1)
+        token_mask[:, 0] = 0
         return batch | {
             "pixel_values": torch.stack([images, images.flip(0)], 1)[:, None],
             "aspect_ratio_ids": torch.tensor([[1], [2]]),
             "aspect_ratio_mask": tile_mask,
-            "cross_attention_mask": of_tokens,
+            "cross_attention_mask": token_mask,
         }
     batch["input_ids"][:, 1 : 1 + TOKENS] = IMAGE
     batch["labels"][:, : 1 + TOKENS] = -100
-    kinds = (batch["input_ids"] == IMAGE).long()
+    token_types = (batch["input_ids"] == IMAGE).long()
     # The images have different shapes, and their patches form one sequence.
     if model_type.startswith("qwen"):
         grid = torch.tensor([[1, 4, 4], [1, 2, 8]])
         patches = torch.randn(32, 3 * 2 * 4 * 4, generator=torch.Generator().manual_seed(0))
-        return batch | {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": kinds}
+        return batch | {"pixel_values": patches, "image_grid_thw": grid, "mm_token_type_ids": token_types}
     batch["pixel_values"] = images
-    return batch | ({"token_type_ids": kinds} if model_type in ("gemma3", "paligemma") else {})
+    return batch | ({"token_type_ids": token_types} if model_type in ("gemma3", "paligemma") else {})
 
 
 # These norms of vision towers come after the features that the text model gets.

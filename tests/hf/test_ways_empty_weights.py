@@ -27,37 +27,37 @@ class Guarded(OrderedDict):
         return parameter
 
 
-def empty(model: nn.Module) -> None:
-    """Empty the weights of a model. Each one has its shape as the attribute `ds_shape`."""
+def empty_weights(model: nn.Module) -> None:
+    """Empty the weights of a model. The attribute `ds_shape` of a weight holds its shape."""
     for parameter in model.parameters():
         parameter.full, parameter.ds_shape = parameter.data, parameter.shape
         parameter.data = torch.empty(0)
 
 
-def engine(model: nn.Module) -> None:
-    """Add hooks to every module, also without parameters, which fill the weights and empty them again."""
+def add_engine_hooks(model: nn.Module) -> None:
+    """Add hooks that fill and empty the weights to every module, even to modules without parameters."""
 
-    def bring(module: nn.Module, *args) -> None:
+    def gather(module: nn.Module, *args) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.data = parameter.full
 
-    def take(module: nn.Module, *args) -> None:
+    def release(module: nn.Module, *args) -> None:
         for parameter in module._parameters.values():
             if parameter is not None:
                 parameter.data = torch.empty(0)
 
-    for hook in (bring, take):
+    for hook in (gather, release):
         hook.__module__ = "deepspeed.runtime.zero.parameter_offload"
     for module in model.modules():
         guarded = Guarded(module)
         for name, parameter in module._parameters.items():
             guarded[name] = parameter
         module._parameters = guarded
-        module.register_forward_pre_hook(bring)
-        module.register_forward_hook(take)
+        module.register_forward_pre_hook(gather)
+        module.register_forward_hook(release)
         if any(p is not None for p in module._parameters.values()):
-            module.register_full_backward_pre_hook(bring)
+            module.register_full_backward_pre_hook(gather)
 
 
 def step(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
@@ -77,17 +77,17 @@ def step(model: nn.Module, batch: dict) -> dict[str, torch.Tensor]:
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("model_type", ["llama", "qwen3", "gemma2", "phi3"])
 @pytest.mark.parametrize("order", ["patch first", "engine first"])
-@pytest.mark.parametrize("tied", [False, True], ids=["head of its own", "tied"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_empty_weights_give_the_results_of_stock(make_model, batch, monkeypatch, model_type, order, tied):
     model, stock = (make_model(model_type, tie_word_embeddings=tied) for _ in range(2))
-    empty(model)
+    empty_weights(model)
     if order == "engine first":
-        engine(model)
+        add_engine_hooks(model)
     report = tigon.patch(model)
     assert {entry.part for entry in report.replaced} == {"rms_norm", "glu", "rope", "fused_statements", "loss"}
     assert not report.left_alone, report
     if order == "patch first":
-        engine(model)
+        add_engine_hooks(model)
     calls, runs_kernels = [], tigon.ops.mlps.glu.runs_kernels
     monkeypatch.setattr("tigon.ops.mlps.glu.runs_kernels", lambda *x: calls.append(x) or runs_kernels(*x))
     actual = step(model, batch)

@@ -76,14 +76,14 @@ def test_activations_are_saved_through_the_hooks_alone(make_model, model_type, b
     parameters = {p.untyped_storage().data_ptr() for p in (*model.parameters(), *model.buffers())}
     copies, originals = [], []
 
-    def take(x: torch.Tensor) -> int:
+    def pack(x: torch.Tensor) -> int:
         if x.is_floating_point() and x.untyped_storage().data_ptr() not in parameters:
             originals.append(x.detach())
             x = x.clone()
         copies.append(x.detach())
         return len(copies) - 1
 
-    with torch.autograd.graph.saved_tensors_hooks(take, lambda i: copies[i]):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda i: copies[i]):
         loss = model(**batch).loss
     assert len(originals) > 20
     actual = {"loss": loss.detach().clone()}

@@ -37,7 +37,7 @@ def lora(model):
 
 SETTINGS = {
     "accumulation": {"gradient_accumulation_steps": 4},
-    "one batch a step": {"per_device_train_batch_size": 4},
+    "one batch per step": {"per_device_train_batch_size": 4},
     "checkpointing": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
     "label smoothing": {"label_smoothing_factor": 0.1},
     "adapters": {"gradient_accumulation_steps": 4},
@@ -51,7 +51,7 @@ def test_the_trainer_gives_the_results_of_stock(make_model, rows, tmp_path, sett
 
     fused = set()
 
-    class Seen(Trainer):
+    class RecordingTrainer(Trainer):
         def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
             loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
             if model.training:
@@ -71,7 +71,7 @@ def test_the_trainer_gives_the_results_of_stock(make_model, rows, tmp_path, sett
             output_dir=str(tmp_path), logging_steps=1, report_to=[], use_cpu=True, save_strategy="no",
             disable_tqdm=True, **arguments | SETTINGS[setting],
         )  # fmt: skip
-        trainer = Seen(
+        trainer = RecordingTrainer(
             model, options, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator,
             compute_metrics=lambda p: {"logits": p.predictions.shape[-1]},
         )  # fmt: skip

@@ -22,8 +22,8 @@ if __name__ == "__main__":
     backend = "nccl" if DEVICE == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2, timeout=LIMIT)
     for group in groups:
-        for name, way in importlib.import_module(f"hf.ways_{group}").WAYS.items():
-            way(rank)
+        for name, setup in importlib.import_module(f"hf.ways_{group}").SETUPS.items():
+            setup(rank)
             print(f"{group}: {name} is the same", flush=True)
     dist.destroy_process_group()
     leave()

@@ -20,7 +20,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
 def same(distribute: Callable, trained_modules: list[str]) -> Callable[[int], None]:
     """Return a setup with adapters on every layer. The modules in `trained_modules` are trained as a whole."""
 
-    def way(rank: int) -> None:
+    def setup(rank: int) -> None:
         steps = []
         for patched in (True, False):
             model = build()
@@ -37,10 +37,10 @@ def same(distribute: Callable, trained_modules: list[str]) -> Callable[[int], No
             steps.append(step(model, patched, **batch(rank)))
         assert_same(*steps)
 
-    return way
+    return setup
 
 
-WAYS = {
+SETUPS = {
     "DDP": same(ddp, []),
     "DDP, a head that is trained": same(ddp, ["lm_head"]),
     "FSDP2": same(fsdp2, []),

@@ -49,7 +49,7 @@ def shard_head(
 ) -> Callable[[int], None]:
     """Return a setup with a sharded head. With `stock_runs`, the sharded stock model computes its loss too."""
 
-    def way(rank: int) -> None:
+    def setup(rank: int) -> None:
         model = build(**config)
         # Each rank has a whole stock model.
         stock = copy.deepcopy(model)
@@ -68,10 +68,10 @@ def shard_head(
             model.zero_grad()
             assert_same(step(model.train(), False, **call), expected)
 
-    return way
+    return setup
 
 
-WAYS = {
+SETUPS = {
     "the plan of transformers": shard_head(transformers_plan),
     "the plan of transformers, on a model as it is loaded": shard_head(transformers_plan, patch_after=True),
     "the plan of transformers, tied": shard_head(transformers_plan, patch_after=True, tie_word_embeddings=True),

@@ -55,14 +55,14 @@ def count_calls(model: nn.Module) -> list:
     return calls
 
 
-# The runs of each projection. The last of two layers is not checkpointed.
+# The number of runs of each projection, relative to the default level. The last of two layers is not checkpointed.
 RUNS = {"lean": 1, "checkpoint": 1.5}
 
 
 def same(
     distribute: Callable, patch_after: bool = False, one_batch: bool = False, level: str = "lean", **config
 ) -> Callable[[int], None]:
-    def way(rank: int) -> None:
+    def setup(rank: int) -> None:
         results, counts = [], []
         for memory in (level, "default"):
             model = build(**config)
@@ -82,7 +82,7 @@ def same(
         assert all(torch.equal(actual[name], value) for name, value in default.items())
         assert counts[0] == RUNS.get(level, 2) * counts[1] or distribute is some_checkpointed, counts
 
-    return way
+    return setup
 
 
 lean_mlp = functools.partial(same, level="lean+mlp")
@@ -103,14 +103,14 @@ def accumulated(rank: int) -> None:
     assert all(torch.equal(lean[name], value) for name, value in default.items())
 
 
-WAYS = {
+SETUPS = {
     "DDP": same(ddp),
     "FSDP2, plain root": same(fsdp2),
-    "FSDP2, norms units of their own": same(norms_apart),
+    "FSDP2, each norm a unit": same(norms_apart),
     "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
     "tensor parallel": same(by_plan, patch_after=True, one_batch=True, model_type="llama"),
     "lean+mlp, FSDP2": lean_mlp(fsdp2, model_type="llama", patch_after=True),
-    "lean+mlp, FSDP2, linear layers units of their own": lean_mlp(linears_apart),
+    "lean+mlp, FSDP2, each linear layer a unit": lean_mlp(linears_apart),
     "checkpoint, FSDP2": checkpoint(fsdp2, model_type="qwen3", patch_after=True),
     "offload, FSDP2": same(fsdp2, level="offload"),
 }

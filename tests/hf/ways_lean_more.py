@@ -6,7 +6,7 @@ from hf.ways_lean import accumulated, checkpoint, lean_mlp, same, some_checkpoin
 from hf.ways_parallel import by_layers, by_plan
 from hf.ways_sharded import BF16, ddp, fsdp1, fsdp2
 
-WAYS = {
+SETUPS = {
     "DDP with accumulation": accumulated,
     "FSDP2, norms of heads": same(fsdp2, model_type="qwen3"),
     "FSDP2, norm and head one unit": same(functools.partial(fsdp2, groups=("norm", "head"))),

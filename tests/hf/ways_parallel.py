@@ -64,7 +64,7 @@ def by_layers(model: nn.Module, local: bool) -> nn.Module:
 def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) -> Callable[[int], None]:
     """Return a setup in which both ranks get the same batch. It compares with a sharded and a whole stock model."""
 
-    def way(rank: int) -> None:
+    def setup(rank: int) -> None:
         steps = []
         for patched in (True, False):
             model = distributed(distribute, patched, patch_after, **config)
@@ -72,7 +72,7 @@ def tensor_parallel(distribute: Callable, patch_after: bool = True, **config) ->
         assert_same(*steps)
         assert_same(steps[0], step(build(**config), False, **batch(0)))
 
-    return way
+    return setup
 
 
 def patched_by_type(rank: int) -> None:
@@ -83,7 +83,7 @@ def patched_by_type(rank: int) -> None:
     assert_same(step(model, True, **batch(0)), step(build(), False, **batch(0)))
 
 
-def no_kernel_on_parts(rank: int) -> None:
+def no_kernel_on_dtensors(rank: int) -> None:
     """Assert that no kernel gets a DTensor, which has no memory that a kernel could read."""
     x = distribute_tensor(torch.randn(4, 8, device=DEVICE), dist.init_device_mesh(DEVICE, (2,)), [Shard(0)])
     before, device.INTERPRETED = device.INTERPRETED, True
@@ -106,7 +106,7 @@ def attend_to_all(module, query, key, value, attention_mask, scaling, **kwargs) 
 def context_parallel(valid: int) -> Callable[[int], None]:
     """Return a setup in which each rank has half of a sequence. Only the first `valid` tokens have labels."""
 
-    def way(rank: int) -> None:
+    def setup(rank: int) -> None:
         AttentionInterface.register("attend_to_all", attend_to_all)
         tokens = batch(0)["input_ids"]
         labels = tokens.clone()
@@ -129,12 +129,12 @@ def context_parallel(valid: int) -> Callable[[int], None]:
         assert_same(*steps)
         assert_same(steps[0], step(build("llama"), False, **whole, num_items_in_batch=items))
 
-    return way
+    return setup
 
 
 PHI3_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
 
-WAYS = {
+SETUPS = {
     "transformers' plan": tensor_parallel(by_plan),
     "transformers' plan, norms of heads": tensor_parallel(by_plan, model_type="qwen3"),
     "transformers' plan, packed": tensor_parallel(
@@ -144,7 +144,7 @@ WAYS = {
     "torch's styles": tensor_parallel(functools.partial(by_layers, local=True)),
     "torch's styles, DTensors between them": tensor_parallel(functools.partial(by_layers, local=False)),
     "torch's styles, patched before": tensor_parallel(functools.partial(by_layers, local=True), patch_after=False),
-    "no kernel on parts": no_kernel_on_parts,
+    "no kernel on DTensors": no_kernel_on_dtensors,
     "context parallel": context_parallel(valid=12),
     "context parallel, a rank without valid tokens": context_parallel(valid=6),
 }

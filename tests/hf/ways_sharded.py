@@ -62,7 +62,7 @@ def checkpointed(model: nn.Module) -> nn.Module:
 
 
 def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[[int], None]:
-    def way(rank: int) -> None:
+    def setup(rank: int) -> None:
         steps = []
         for patched in (True, False):
             model = distributed(distribute, patched, patch_after, **config)
@@ -71,7 +71,7 @@ def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[
             steps.append(step(model, patched, **batch(rank, seed=1)))
         assert_same(*steps)
 
-    return way
+    return setup
 
 
 def mixed_precision(rank: int) -> None:
@@ -101,11 +101,11 @@ def accumulated(rank: int) -> None:
     assert_same(*steps)
 
 
-WAYS = {
+SETUPS = {
     "DDP": same(ddp),
     "DDP with accumulation": accumulated,
     "FSDP2, plain root": same(fsdp2),
-    "FSDP2, the head a unit of its own": same(functools.partial(fsdp2, groups=("head",))),
+    "FSDP2, the head as a unit": same(functools.partial(fsdp2, groups=("head",))),
     "FSDP2, norm and head one unit": same(functools.partial(fsdp2, groups=("norm", "head"))),
     "FSDP2, tied embeddings": same(fsdp2, tie_word_embeddings=True),
     "FSDP2, tied embeddings, norm and head one unit": same(

@@ -58,13 +58,13 @@ def zero3(patch_after: bool = False, memory: str = "default", **config) -> Calla
         engine.destroy()
         return result
 
-    def way(rank: int) -> None:
+    def setup(rank: int) -> None:
         assert_same(run(rank, True), run(rank, False))
 
-    return way
+    return setup
 
 
-WAYS = {
+SETUPS = {
     "ZeRO-3": zero3(),
     "ZeRO-3, patched after": zero3(patch_after=True),
     "ZeRO-3, tied embeddings": zero3(tie_word_embeddings=True),

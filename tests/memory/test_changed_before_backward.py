@@ -63,11 +63,11 @@ def write_an_adapter(model):
         gate(model).lora_B["default"].weight.add_(1.0)
 
 
-def drop_out(model):
+def add_dropout(model):
     gate(model).lora_dropout["default"] = nn.Dropout(0.5)
 
 
-ADAPTERS = [switch_off, switch_adapter, merge, scale_adapter, delete_adapter, write_an_adapter, drop_out]
+ADAPTERS = [switch_off, switch_adapter, merge, scale_adapter, delete_adapter, write_an_adapter, add_dropout]
 
 
 def exchange_the_weight(model):
@@ -96,7 +96,7 @@ def add_a_hook(model):
     gate(model).register_forward_hook(lambda module, args, y: 2 * y)
 
 
-def add_a_hook_before(model):
+def add_a_pre_hook(model):
     gate(model).register_forward_pre_hook(lambda module, args: (2 * args[0],))
 
 
@@ -110,7 +110,7 @@ def change_the_class(model):
 
 
 PLAIN = [
-    *(exchange_the_weight, write_the_weight, add_a_bias, assign_a_forward, add_a_hook, add_a_hook_before),
+    *(exchange_the_weight, write_the_weight, add_a_bias, assign_a_forward, add_a_hook, add_a_pre_hook),
     *(change_the_class, replace_the_call),
 ]
 CASES = [*((2, change) for change in ADAPTERS), *((0, change) for change in PLAIN)]
@@ -171,7 +171,7 @@ def test_a_replaced_forward_of_torch_is_refused(monkeypatch):
 # --- changes without effect on a second call -------------------------------------------------------
 
 
-def reference_in_between(model):
+def run_a_reference(model):
     with model.disable_adapter(), torch.no_grad():
         loss_of(model)
 
@@ -181,7 +181,7 @@ def to_another_adapter_and_back(model):
     model.set_adapter("default")
 
 
-def merge_and_unmerge_nothing(model):
+def enable_enabled_adapters(model):
     model.base_model.enable_adapter_layers()
 
 
@@ -203,7 +203,7 @@ def hook_of_an_engine(model):
 
 
 WITHOUT_EFFECT = [
-    *(reference_in_between, to_another_adapter_and_back, merge_and_unmerge_nothing, add_an_attribute),
+    *(run_a_reference, to_another_adapter_and_back, enable_enabled_adapters, add_an_attribute),
     *(exchange_the_data, hook_of_an_engine),
 ]
 

@@ -216,7 +216,7 @@ def test_an_engine_may_add_a_hook_between_forward_and_backward():
     assert len(runs) == 1
 
 
-def test_with_a_hook_of_all_modules_layers_run_once():
+def test_layers_run_once_with_a_hook_of_all_modules():
     model, called_modules = build("llama"), []
     tigon.patch(model, memory="checkpoint")
     handle = nn.modules.module.register_module_forward_hook(lambda module, *rest: called_modules.append(module))
@@ -228,7 +228,7 @@ def test_with_a_hook_of_all_modules_layers_run_once():
     assert called_modules.count(gates(model)[0]) == 1
 
 
-def test_a_compiled_layer_with_a_hook_from_after_the_patch_runs_once():
+def test_a_compiled_layer_that_was_hooked_after_the_patch_runs_once():
     torch._dynamo.reset()
     model, stock = build("llama", use_cache=False), build("llama", use_cache=False)
     tigon.patch(model, memory="checkpoint")

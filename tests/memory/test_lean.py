@@ -502,7 +502,7 @@ def test_a_recomputed_result_has_the_strides_of_the_first_one():
     assert_same_bits(*(run(functools.partial(forward, lean), False)[1] for lean in (True, False)))
 
 
-def test_hooks_inside_the_block_get_what_is_saved_under_them():
+def test_hooks_inside_the_block_get_the_tensors_that_are_saved_inside_them():
     """Torch calls only the innermost hooks."""
 
     def forward(step: Step) -> Tensor:

@@ -36,7 +36,7 @@ def patched(level: str, model_type: str = "llama", change=lambda model: model, *
 
 @pytest.fixture
 def calls(monkeypatch) -> list[bool]:
-    """A list with an item for each call of a projection in lean+mlp: True if backward recomputes it."""
+    """Return a list that gets an item for each call of a projection in lean+mlp: True if backward recomputes it."""
     are_recomputed, call = [], Block.call
 
     def watched(self: Block, module: nn.Module, x: Tensor) -> Tensor:
@@ -193,14 +193,14 @@ def test_gate_and_up_are_freed_after_their_last_use():
     model, live_outputs = patched("lean+mlp", num_hidden_layers=1), []
     mlp = model.model.layers[0].mlp
     mlp.gate_proj, mlp.up_proj = children = [Watched(child) for child in (mlp.gate_proj, mlp.up_proj)]
-    live = lambda parameter: live_outputs.append([child.live() for child in children])
-    mlp.down_proj.weight.register_post_accumulate_grad_hook(live)
+    record_live = lambda parameter: live_outputs.append([child.live() for child in children])
+    mlp.down_proj.weight.register_post_accumulate_grad_hook(record_live)
     for child in children:
-        child.weight.register_post_accumulate_grad_hook(live)
+        child.weight.register_post_accumulate_grad_hook(record_live)
     loss = model(**batch(0)).loss
-    live(None)
+    record_live(None)
     loss.backward()
-    live(None)
+    record_live(None)
     assert live_outputs == [[0, 0], [1, 1], [0, 0], [0, 0], [0, 0]]
     assert [len(child.outputs) for child in children] == [2, 2]
 
@@ -243,7 +243,7 @@ def test_options_are_bools():
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A function from a level to the loss and the gradients of a compiled model, and to the bytes that it saves.
+    """Return run(level): it returns the loss and the gradients of a compiled model, and the bytes that the model saves.
 
     The second step must not compile anything.
     """

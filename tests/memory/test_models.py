@@ -15,7 +15,7 @@ from memory.steps import assert_same_bits
 pytest.importorskip("transformers")
 
 from hf.test_ways_adapters import exchange, to_4bit, to_8bit, with_lora
-from hf.test_ways_empty_weights import empty, engine
+from hf.test_ways_empty_weights import add_engine_hooks, empty_weights
 from hf.test_ways_empty_weights import step as step_without_weights
 from hf.tiny import tiny_model
 from hf.ways import batch, build
@@ -144,7 +144,7 @@ def test_weights_may_be_gathered_for_their_module_only():
     """ZeRO-3 gathers weights for the forward and for the backward of their own module."""
     results = []
     for model in pair("qwen3"):
-        empty(model), engine(model)
+        empty_weights(model), add_engine_hooks(model)
         results.append(step_without_weights(model, batch(0)))
     actual, expected = results
     assert actual.keys() == expected.keys()
@@ -184,8 +184,8 @@ def test_a_patched_model_becomes_lean():
     size = saved_bytes(default)
     report = tigon.patch(default, memory="lean")
     assert saved_bytes(default) == saved_bytes(model) < size
-    twice = tigon.patch(default, memory="lean")
-    twice.restore()
+    second_report = tigon.patch(default, memory="lean")
+    second_report.restore()
     assert saved_bytes(default) == saved_bytes(model)
     report.restore()
     assert saved_bytes(default) == size

@@ -111,7 +111,7 @@ def test_every_backward_copies_back(record, times):
     assert_all_is_freed(record)
 
 
-def shared(step: Step) -> Tensor:
+def share_one_input(step: Step) -> Tensor:
     """Compute three products of one activation, which save it whole or as a view."""
     x = step.leaf(64, 16) * 1.0
     y = [F.linear(x, step.weight(3, 16)), F.linear(x.view(8, 8, 16), step.weight(3, 16))]
@@ -121,7 +121,7 @@ def shared(step: Step) -> Tensor:
 
 
 def test_nodes_that_save_one_tensor_share_its_copy(record):
-    assert_same_bits(run(True, shared)[1], run(False, shared)[1])
+    assert_same_bits(run(True, share_one_input)[1], run(False, share_one_input)[1])
     assert record.copies_out == 1
     # The products themselves are too small.
     assert len(record.offloaders[0].segments) == 2
@@ -218,7 +218,7 @@ def test_a_tensor_may_be_written_after_its_copy(record):
     assert torch.equal(x.grad, 2 * x.detach() + 2 * (x.detach() + 1))
 
 
-def test_a_tensor_that_is_far_larger_stays_on_the_device(record):
+def test_a_tensor_that_is_far_larger_than_the_others_stays_on_the_device(record):
     """The gradient of a head may be such a tensor. It does not widen the window."""
 
     def forward(step: Step) -> Tensor:

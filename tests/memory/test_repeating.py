@@ -32,39 +32,47 @@ class Noisy(nn.Module):
         raise NotImplementedError
 
 
-def of_a_generator(self):
+def noise_from_a_generator(self):
     return torch.rand(1, generator=self.generator)
 
 
-def of_numpy(self):
+def noise_from_numpy(self):
     return float(np.random.rand())
 
 
-def of_python(self):
+def noise_from_python(self):
     return random.random()
 
 
-def of_a_counter(self):
+def noise_from_a_counter(self):
     self.steps += 1
     return self.steps
 
 
-def of_an_iterator(self):
+def noise_from_an_iterator(self):
     return next(self.numbers)
 
 
-def of_a_list(self):
+def noise_from_a_list(self):
     CALLS.append(1)
     return len(CALLS)
 
 
-def of_a_global(self):
+def noise_from_a_global(self):
     global COUNT
     COUNT += 1
     return COUNT
 
 
-NOISES = [of_a_generator, of_numpy, of_python, of_a_counter, of_an_iterator, of_a_list, of_a_global]
+NOISES = [
+    noise_from_a_generator,
+    noise_from_numpy,
+    noise_from_python,
+    noise_from_a_counter,
+    noise_from_an_iterator,
+    noise_from_a_list,
+    noise_from_a_global,
+]
 
 
 def step(memory: str | None, noise) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,7 +108,7 @@ def test_the_report_says_which_layers_run_once():
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4
     )
     model = transformers.LlamaForCausalLM(config).train()
-    model.model.layers[0].mlp.gate_proj = type("Noisy", (Noisy,), {"noise": of_a_counter})(
+    model.model.layers[0].mlp.gate_proj = type("Noisy", (Noisy,), {"noise": noise_from_a_counter})(
         model.model.layers[0].mlp.gate_proj
     )
     report = tigon.patch(model, memory="checkpoint")

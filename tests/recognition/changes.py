@@ -100,7 +100,7 @@ def by_set(mlp):
     return lambda self, x: F.silu(x) * (2.0 if "double" in self.flags else 1.0), lambda m: m.flags.add("double")
 
 
-def by_class_attribute(mlp):
+def by_attribute_that_shadows_the_class(mlp):
     return lambda self, x: F.silu(x) * self.scale_of_class, lambda m: setattr(m, "scale_of_class", 2.0)
 
 
@@ -230,7 +230,15 @@ def by_class(mlp):
 
 CHANGES = [
     *(by_function, by_partial, by_callable_object, by_config, by_config_in_a_variable, by_another_config, by_getattr),
-    *(by_list, by_dict, by_nested_dict, by_set, by_class_attribute, by_attribute_of_the_class, by_property),
+    *(
+        by_list,
+        by_dict,
+        by_nested_dict,
+        by_set,
+        by_attribute_that_shadows_the_class,
+        by_attribute_of_the_class,
+        by_property,
+    ),
     *(by_method_of_the_instance, by_method_of_the_class, by_method_of_the_base, by_global, by_global_function),
     *(by_code_of_a_function, by_function_of_torch, by_cell, by_default, by_child, by_forward_of_the_childs_class),
     *(by_computed_name, by_name_in_an_attribute, by_user_dict, by_chain_map, by_comparison, by_class),

@@ -1,4 +1,4 @@
-"""What the tests of recognition share."""
+"""Fixtures for the tests of recognition."""
 
 import pytest
 import torch.nn.functional as F
@@ -8,7 +8,7 @@ from recognition.modules import MLP
 
 
 @pytest.fixture
-def unchanged(monkeypatch):
+def undo_changes(monkeypatch):
     """Undo the changes that a test makes to `changes.py`, to torch and to the class."""
     monkeypatch.setattr(changes, "SCALE", 1.0)
     monkeypatch.setattr(changes, "activation", changes.activation)

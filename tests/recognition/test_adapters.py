@@ -50,11 +50,11 @@ class OwnWeight(nn.Module):
         return nn.functional.linear(x, self.weight) + (self.alpha / RANK) * self.b(self.a(self.dropout(x)))
 
 
-def adapted(**options: Any) -> Adapted:
+def make_adapted(**options: Any) -> Adapted:
     return Adapted(nn.Linear(INPUTS, OUTPUTS), **options)
 
 
-def moved(layer: nn.Module, base: torch.dtype = torch.bfloat16, other: torch.dtype = torch.float32) -> nn.Module:
+def to_dtypes(layer: nn.Module, base: torch.dtype = torch.bfloat16, other: torch.dtype = torch.float32) -> nn.Module:
     """Return the layer with large weights in one dtype and adapters in another one."""
     layer.to(DEVICE, other)
     (layer.base if hasattr(layer, "base") else layer).to(base)
@@ -105,10 +105,9 @@ def spy_on(monkeypatch: pytest.MonkeyPatch, node: type) -> list[int]:
 
 @pytest.mark.parametrize(
     "make",
-    {"dict": adapted, "dropout": lambda: adapted(dropout=0.3), "bias": lambda: adapted(bias=True), "own": OwnWeight}
-    .values(),
+    [make_adapted, lambda: make_adapted(dropout=0.3), lambda: make_adapted(bias=True), OwnWeight],
     ids=["dict", "dropout", "bias", "own weight"],
-)  # fmt: skip
+)
 def test_layers_with_adapters_are_recognised(make):
     layer = make()
     before = copy.deepcopy(layer.state_dict()), torch.get_rng_state()
@@ -134,14 +133,14 @@ class Twice(Adapted):
         return self.base(x) + self.b["first"](self.a["first"](self.base(x)[..., :INPUTS]))
 
 
-class Keeps(Adapted):
+class KeepsResult(Adapted):
     def forward(self, x: Tensor) -> Tensor:
         result = self.base(x) + self.b["first"](self.a["first"](x))
         self.last = result
         return result
 
 
-class Catches(Adapted):
+class CatchesErrors(Adapted):
     """It catches the exception of a run without values."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,7 +166,7 @@ class OtherByType(Adapted):
         return self.base(x) + self.b["first"](self.a["first"](x)) * factor
 
 
-@pytest.mark.parametrize("cls", [WithReLU, Residual, Twice, Keeps, Catches, InPlace, OtherByType])
+@pytest.mark.parametrize("cls", [WithReLU, Residual, Twice, KeepsResult, CatchesErrors, InPlace, OtherByType])
 def test_other_layers_are_left_alone_with_a_reason(cls):
     layer = cls(nn.Linear(INPUTS, OUTPUTS))
     reason = recognise_adapters(layer)
@@ -186,7 +185,7 @@ def test_other_modules_are_no_layers_with_adapters(module):
 
 
 def test_hooks_on_children_keep_the_forward():
-    layer = adapted()
+    layer = make_adapted()
     layer.a["first"].register_forward_hook(lambda module, args, output: output * 2)
     assert recognise_adapters(layer) == "has hooks on its children, or their call or forward was replaced"
 
@@ -205,7 +204,7 @@ def dtypes(request) -> tuple[torch.dtype, torch.dtype]:
 @pytest.mark.parametrize("active", [["first"], ["second", "first"]], ids=["one", "two"])
 def test_an_op_computes_the_layer_as_accurately_as_its_own_code(dtypes, active, monkeypatch):
     calls = spy_on(monkeypatch, lora._LoRALinears)
-    layer = moved(adapted(bias=True), *dtypes)
+    layer = to_dtypes(make_adapted(bias=True), *dtypes)
     layer.active = active
     stock = copy.deepcopy(layer)
     tigon.patch(layer)
@@ -219,7 +218,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "two are active": lambda layer: layer.active.append("second"),
     "scaling": lambda layer: layer.scaling.update(first=-0.25),
     "adapters are cast": lambda layer: layer.a.to(torch.bfloat16) and layer.b.to(torch.bfloat16),
-    "another base": lambda layer: setattr(layer, "base", moved(nn.Linear(INPUTS, OUTPUTS))),
+    "another base": lambda layer: setattr(layer, "base", to_dtypes(nn.Linear(INPUTS, OUTPUTS))),
     "another class of base": lambda layer: setattr(layer, "base", nn.Sequential(layer.base, nn.Tanh())),
     "a hook of a child": lambda layer: layer.b["first"].register_forward_hook(lambda m, args, output: output * 3),
     "a hook of the base": lambda layer: layer.base.register_forward_hook(lambda m, args, output: output * 3),
@@ -229,9 +228,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_after_the_patch_counts_at_the_next_call(change):
+def test_a_change_after_the_patch_applies_at_the_next_call(change):
     torch.manual_seed(0)
-    layer = moved(adapted())
+    layer = to_dtypes(make_adapted())
     stock, x = copy.deepcopy(layer), input_for(layer)
     tigon.patch(layer)
     assert_same(layer, stock, x)
@@ -245,26 +244,28 @@ def test_a_change_after_the_patch_counts_at_the_next_call(change):
 
 
 def test_global_hooks_see_the_calls_of_children(monkeypatch):
-    layer = moved(adapted())
+    layer = to_dtypes(make_adapted())
     tigon.patch(layer)
-    seen: list[str] = []
-    hook = nn.modules.module.register_module_forward_hook(lambda module, args, y: seen.append(type(module).__name__))
+    called_classes: list[str] = []
+    hook = nn.modules.module.register_module_forward_hook(
+        lambda module, args, y: called_classes.append(type(module).__name__)
+    )
     try:
         layer(input_for(layer))
     finally:
         hook.remove()
-    assert seen.count("Linear") == 3
+    assert called_classes.count("Linear") == 3
 
 
 def test_errors_are_those_of_the_layer():
-    layer = moved(adapted())
+    layer = to_dtypes(make_adapted())
     tigon.patch(layer)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         layer(torch.zeros(3, INPUTS + 1, device=DEVICE, dtype=torch.bfloat16))
 
 
 def test_restore_gives_the_forward_back():
-    layer = moved(Adapted(Quantised(INPUTS, OUTPUTS)))
+    layer = to_dtypes(Adapted(Quantised(INPUTS, OUTPUTS)))
     before = dict(vars(layer)), dict(vars(layer.base))
     report = tigon.patch(layer)
     assert vars(layer) != before[0]
@@ -275,7 +276,7 @@ def test_restore_gives_the_forward_back():
 @pytest.mark.kernels
 def test_dropout_draws_one_mask_for_forward_and_backward():
     """The gradient of A is that of the mask which the output shows, also in a checkpointed region."""
-    layer = moved(adapted(dropout=0.5))
+    layer = to_dtypes(make_adapted(dropout=0.5))
     tigon.patch(layer)
     layer.base.weight.data.zero_()
     layer.base.bias.data.zero_()
@@ -291,7 +292,8 @@ def test_dropout_draws_one_mask_for_forward_and_backward():
     plain, repeated = run(False), run(True)
     assert all(torch.equal(a, b) for a, b in zip(plain, repeated, strict=True))
     y, dx, _ = plain
-    # The layer is linear in x, so x . dx of y^2 is 2 y^2, for this mask only.
+    # The layer is linear in x, so the product of x and dx, the gradient of the sum of y^2, is twice this sum. This
+    # holds only if backward uses the dropout mask of forward.
     torch.testing.assert_close((x.float() * dx.float()).sum(), 2 * y.float().square().sum(), rtol=2e-2, atol=0.0)
 
 
@@ -315,7 +317,7 @@ class Quantised(nn.Module):
 def test_adapters_are_added_to_the_output_of_a_quantised_layer(monkeypatch):
     calls = spy_on(monkeypatch, lora._AddAdapters)
     torch.manual_seed(0)
-    layer = moved(Adapted(Quantised(INPUTS, OUTPUTS), bias=True))
+    layer = to_dtypes(Adapted(Quantised(INPUTS, OUTPUTS), bias=True))
     stock = copy.deepcopy(layer)
     report = tigon.patch(layer)
     assert [entry.part for entry in report.replaced] == ["adapters"]
@@ -354,7 +356,7 @@ def with_adapters(module: nn.Module, names: tuple[str, ...], **options: Any) -> 
     """Return a module in bf16 on the device, whose children of these names have fp32 adapters."""
     module.requires_grad_(False).to(DEVICE, torch.bfloat16)
     for name in names:
-        setattr(module, name, moved(Adapted(getattr(module, name), **options)))
+        setattr(module, name, to_dtypes(Adapted(getattr(module, name), **options)))
     return module
 
 
@@ -397,11 +399,11 @@ def test_hooks_on_adapted_projections_run(part):
     x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
     tigon.patch(model)
     expected = getattr(model, name)(x)
-    seen: list[Tensor] = []
-    getattr(model, name).register_forward_hook(lambda layer, args, output: seen.append(output))
+    outputs: list[Tensor] = []
+    getattr(model, name).register_forward_hook(lambda layer, args, output: outputs.append(output))
     model(x)
-    assert len(seen) == 1
-    torch.testing.assert_close(seen[0], expected)
+    assert len(outputs) == 1
+    torch.testing.assert_close(outputs[0], expected)
 
 
 @pytest.mark.parametrize(("adapters", "glu"), [(True, False), (False, True), (True, True)])

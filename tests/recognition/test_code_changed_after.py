@@ -101,7 +101,7 @@ def test_a_layer_with_exchanged_code_computes_what_its_class_computes(
     torch.testing.assert_close(layer(x), before)
 
 
-def test_code_that_was_exchanged_before_the_next_patch_is_not_replaced_by_the_old_rewritten_code(monkeypatch):
+def test_a_patch_after_an_exchange_of_code_uses_the_new_code(monkeypatch):
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(3, WIDTH)
     tigon.patch(layer)

@@ -70,7 +70,7 @@ MODES = {
     "gradients": lambda x: torch.is_grad_enabled(),
     "autocast": lambda x: torch.is_autocast_enabled("cpu"),
     "inference": lambda x: torch.is_inference_mode_enabled(),
-    "a name of its own": lambda x: is_grad_enabled(),
+    "an imported name": lambda x: is_grad_enabled(),
     "default dtype": lambda x: torch.get_default_dtype() == torch.float16,
     "number of GPUs": lambda x: torch.cuda.is_available() * 1,
     "a flag of a tensor": lambda x: x.is_cuda * 1,

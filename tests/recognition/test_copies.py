@@ -1,4 +1,4 @@
-"""Shallow copies of a patched module have forwards of their own, and a script of one is refused."""
+"""A shallow copy of a patched module has a forward of its own. TorchScript of a patched module is refused."""
 
 import copy
 

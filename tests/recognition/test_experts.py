@@ -187,10 +187,12 @@ def test_undo_restores_the_module_and_the_config_is_unchanged():
     assert all(torch.equal(after[name], before[name]) for name in before)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_a_copy_computes_with_its_own_parameters(copied):
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_computes_with_its_own_parameters(duplicate):
     module, inputs = _patched(_experts()), _inputs()
-    other = copied(module)
+    other = duplicate(module)
     with torch.no_grad():
         other.down_proj.mul_(2)
     torch.testing.assert_close(other(*inputs), 2 * module(*inputs))

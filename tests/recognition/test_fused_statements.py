@@ -187,7 +187,7 @@ class Forms:
         k = lambda a: self.k(a)
         return q, k(q)
 
-    def of_each(self, a):
+    def in_a_comprehension(self, a):
         q = self.q(a)
         k = [self.k(a) for a in (q, 2 * q)]
         return q, *k
@@ -202,7 +202,7 @@ class Forms:
         k = self.k(a)
         return q, k
 
-    def described(self, a):
+    def reads_shape_and_dtype(self, a):
         q = self.q(a).view(a.shape[0], -1)
         k = self.k(a).to(a.dtype)
         return q, k
@@ -212,7 +212,7 @@ class Forms:
         d = self.double(WIDTH)
         return r, d, a
 
-    def asks_for_names(self, a):
+    def reads_locals(self, a):
         q = self.q(a)
         k = self.k(a)
         return sorted(locals()), q, k
@@ -232,12 +232,12 @@ class Forms:
         ("keywords", set()),
         ("one_of_two", set()),
         ("in_a_lambda", set()),
-        ("of_each", set()),
+        ("in_a_comprehension", set()),
         ("walrus", set()),
         ("written", set()),
-        ("described", {PRODUCTS}),
+        ("reads_shape_and_dtype", {PRODUCTS}),
         ("of_a_global", set()),
-        ("asks_for_names", set()),
+        ("reads_locals", set()),
     ],
 )
 def test_only_statements_that_match_a_pattern_are_rewritten(form, names):
@@ -537,11 +537,13 @@ def test_checkpointing_gives_the_stock_output_and_gradients(reentrant):
     assert_close(results, step(stock, x))
 
 
-@pytest.mark.parametrize("way", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
-def test_copies_read_their_own_weights(way):
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+def test_copies_read_their_own_weights(duplicate):
     model, x = make(), inputs()
     tigon.patch(model)
-    other = way(model)
+    other = duplicate(model)
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()

@@ -19,17 +19,17 @@ def guard_of(module: nn.Module) -> Guard:
     return vars(module)["forward"].guard
 
 
-@pytest.mark.parametrize("how", CHANGES, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("moved", [False, True], ids=["the module", "a copy"])
-def test_a_setting_that_changes_after_the_patch_is_used(how, moved, unchanged):
+@pytest.mark.parametrize("add_setting", CHANGES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("is_copied", [False, True], ids=["the module", "a copy"])
+def test_a_setting_that_changes_after_the_patch_is_used(add_setting, is_copied, undo_changes):
     mlp, x = MLP(), torch.randn(2, 8, 16)
     mlp.__class__ = variant("Settings")
-    act, change = how(mlp)
+    act, change = add_setting(mlp)
     type(mlp).act = act
     model = nn.ModuleList([mlp])
     assert [entry.part for entry in tigon.patch(model).replaced] == ["glu"]
     before = model[0](x)
-    if moved:
+    if is_copied:
         model = copy.deepcopy(model)
     change(model[0])
     expected = type(model[0]).forward(model[0], x)
@@ -38,7 +38,7 @@ def test_a_setting_that_changes_after_the_patch_is_used(how, moved, unchanged):
 
 
 @pytest.mark.parametrize("change", [lambda m: m.table.insert(0, 2.0), lambda m: setattr(changes, "SCALE", 2.0)])
-def test_a_pickled_module_sees_changes(change, unchanged):
+def test_a_pickled_module_sees_changes(change, undo_changes):
     model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
     tigon.patch(model)
     model = pickle.loads(pickle.dumps(model))
@@ -48,7 +48,7 @@ def test_a_pickled_module_sees_changes(change, unchanged):
     assert torch.equal(model[0](x), Pickled.forward(model[0], x))
 
 
-def test_a_change_between_pickling_and_loading_is_used(unchanged):
+def test_a_change_between_pickling_and_loading_is_used(undo_changes):
     model = nn.ModuleList([Pickled()])
     tigon.patch(model)
     data = pickle.dumps(model)

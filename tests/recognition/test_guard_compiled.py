@@ -27,12 +27,12 @@ def by_hook_of_a_child(mlp):
     return lambda self, x: self.child(x), lambda m: m.child.register_forward_hook(lambda m, args, y: 2 * y)
 
 
-def compiled_outputs(how, backend: str, fullgraph: bool = False) -> list[Tensor]:
+def compiled_outputs(add_setting, backend: str, fullgraph: bool = False) -> list[Tensor]:
     """Return the output of a compiled module before and after a change, and then the output of its class."""
     torch.manual_seed(0)
     mlp, x = MLP(), torch.randn(2, 8, 16)
     mlp.__class__ = variant("Settings")
-    act, change = how(mlp)
+    act, change = add_setting(mlp)
     type(mlp).act = act
     assert tigon.patch(nn.ModuleList([mlp]))
     torch.compiler.reset()
@@ -44,16 +44,20 @@ def compiled_outputs(how, backend: str, fullgraph: bool = False) -> list[Tensor]
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.thorough)])
-@pytest.mark.parametrize("how", [*CHANGES, by_forward_of_the_class, by_hook_of_a_child], ids=lambda f: f.__name__)
-def test_a_compiled_module_is_compiled_again_after_a_change(how, backend, unchanged):
-    before, after, expected = compiled_outputs(how, backend)
+@pytest.mark.parametrize(
+    "add_setting", [*CHANGES, by_forward_of_the_class, by_hook_of_a_child], ids=lambda f: f.__name__
+)
+def test_a_compiled_module_is_compiled_again_after_a_change(add_setting, backend, undo_changes):
+    before, after, expected = compiled_outputs(add_setting, backend)
     assert not torch.equal(expected, before), "the change changes nothing"
     torch.testing.assert_close(after, expected)
 
 
-@pytest.mark.parametrize("how", [by_list, by_cell, by_config, by_partial, by_chain_map], ids=lambda f: f.__name__)
-def test_the_guard_breaks_no_graph(how, unchanged):
-    _, after, expected = compiled_outputs(how, "eager", fullgraph=True)
+@pytest.mark.parametrize(
+    "add_setting", [by_list, by_cell, by_config, by_partial, by_chain_map], ids=lambda f: f.__name__
+)
+def test_the_guard_breaks_no_graph(add_setting, undo_changes):
+    _, after, expected = compiled_outputs(add_setting, "eager", fullgraph=True)
     torch.testing.assert_close(after, expected)
 
 
@@ -67,7 +71,7 @@ def compiled_norm():
     return norm, torch.compile(norm, backend="eager", fullgraph=True)
 
 
-def test_equal_settings_compile_once(compiled_norm, unchanged):
+def test_equal_settings_compile_once(compiled_norm, undo_changes):
     norm, compiled = compiled_norm
     x = torch.randn(4, 48)
     compiled(x)
@@ -78,11 +82,13 @@ def test_equal_settings_compile_once(compiled_norm, unchanged):
         compiled(x)
 
 
-@pytest.mark.parametrize("moved", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copied", "pickled"])
-def test_a_compiled_copy_sees_changes(moved, unchanged):
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["copied", "pickled"]
+)
+def test_a_compiled_copy_sees_changes(duplicate, undo_changes):
     model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
     tigon.patch(model)
-    model = moved(model)
+    model = duplicate(model)
     torch.compiler.reset()
     compiled = torch.compile(model[0], backend="eager", fullgraph=True)
     compiled(x)
@@ -90,11 +96,11 @@ def test_a_compiled_copy_sees_changes(moved, unchanged):
     torch.testing.assert_close(compiled(x), Pickled.forward(model[0], x))
 
 
-@pytest.mark.parametrize("moved", [False, True], ids=["the module", "a copy"])
-def test_a_graph_contains_the_recipe(moved, monkeypatch, unchanged):
+@pytest.mark.parametrize("is_copied", [False, True], ids=["the module", "a copy"])
+def test_a_graph_contains_the_recipe(is_copied, monkeypatch, undo_changes):
     model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
     tigon.patch(model)
-    model = copy.deepcopy(model) if moved else model
+    model = copy.deepcopy(model) if is_copied else model
     calls = []
     replacement = vars(model[0])["forward"]
     recipe = replacement.recipe
@@ -112,7 +118,7 @@ def test_a_graph_contains_the_recipe(moved, monkeypatch, unchanged):
     assert calls == [1, 1, 1], "the first graph runs again"
 
 
-def test_a_change_inside_the_graph_is_used(unchanged):
+def test_a_change_inside_the_graph_is_used(undo_changes):
     model, x = nn.ModuleList([Pickled()]), torch.randn(2, 8, 16)
     tigon.patch(model)
 
@@ -129,7 +135,7 @@ def test_a_change_inside_the_graph_is_used(unchanged):
         model[0].table[0] = 1.0
 
 
-def test_graphs_are_stock_where_dynamo_has_other_internals(monkeypatch, unchanged):
+def test_graphs_are_stock_where_dynamo_has_other_internals(monkeypatch, undo_changes):
     """The stock forward is exact, and Dynamo guards what it reads."""
 
     def fail(*_):

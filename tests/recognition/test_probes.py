@@ -235,11 +235,11 @@ class Tagged(Tensor):
 
 
 def test_a_module_with_outputs_of_another_class_or_layout_keeps_its_forward():
-    turned = lambda self, y: y.mT.contiguous().mT if y.dim() > 1 else y
+    transposed = lambda self, y: y.mT.contiguous().mT if y.dim() > 1 else y
     for base in (MLP, Norm, Squared):
         assert is_left_alone(variant(base, after=lambda self, y: y.as_subclass(Tagged)))
         assert is_left_alone(variant(base, after=lambda self, y: nn.Parameter(y)))
-        assert is_left_alone(variant(base, after=turned))
+        assert is_left_alone(variant(base, after=transposed))
 
 
 EPSILONS = {
@@ -332,7 +332,7 @@ def test_a_norm_that_reads_the_values_of_its_weight_keeps_its_forward(after):
 # --- arguments -------------------------------------------------------------------------------------
 
 
-def agrees(module: nn.Module, *inputs: Tensor) -> None:
+def assert_same_outcome(module: nn.Module, *inputs: Tensor) -> None:
     """Assert that a patched module gives the outcome of its class, whether that is an output or an exception."""
 
     def outcome(run):
@@ -352,8 +352,8 @@ def agrees(module: nn.Module, *inputs: Tensor) -> None:
 
 def test_dtypes_that_the_forward_refuses_raise_the_stock_error():
     for weight_dtype, dtype in ((torch.bfloat16, torch.float32), (torch.float16, torch.bfloat16)):
-        agrees(nn.LayerNorm(32).to(weight_dtype), torch.randn(4, 32, dtype=dtype))
-    agrees(nn.LayerNorm(32).double(), torch.randn(4, 32))
+        assert_same_outcome(nn.LayerNorm(32).to(weight_dtype), torch.randn(4, 32, dtype=dtype))
+    assert_same_outcome(nn.LayerNorm(32).double(), torch.randn(4, 32))
 
 
 def test_a_shape_that_changes_after_the_patch_is_used():
@@ -373,15 +373,15 @@ def test_a_shape_that_changes_after_the_patch_is_used():
 def test_inputs_that_view_refuses_raise_the_stock_error():
     flat = lambda self, x: x.view(-1, x.shape[-1]).view(x.shape)
     for module, size in ((variant(MLP, before=flat), 16), (variant(Norm, before=flat), 48)):
-        agrees(module, torch.randn(3, size, 5).transpose(1, 2))
-        agrees(module, torch.randn(3, 5, size))
+        assert_same_outcome(module, torch.randn(3, size, 5).transpose(1, 2))
+        assert_same_outcome(module, torch.randn(3, 5, size))
 
 
 def test_subclasses_and_other_layouts_run_the_stock_forward():
     for module, size in ((MLP(), 16), (Norm(), 48), (Squared(), 16)):
-        agrees(module, torch.randn(3, size).as_subclass(Tagged))
-        agrees(module, torch.randn(3, size).to_sparse())
-        agrees(module, torch.nested.nested_tensor([torch.randn(2, size), torch.randn(3, size)]))
+        assert_same_outcome(module, torch.randn(3, size).as_subclass(Tagged))
+        assert_same_outcome(module, torch.randn(3, size).to_sparse())
+        assert_same_outcome(module, torch.nested.nested_tensor([torch.randn(2, size), torch.randn(3, size)]))
 
 
 READS = {

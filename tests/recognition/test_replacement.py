@@ -33,7 +33,7 @@ def assert_reads_own_weight(module: nn.Module, factor: int = 2) -> None:
     assert torch.equal(module(X), factor * module.weight.t())
 
 
-def zeroed(module: nn.Module) -> nn.Module:
+def zero_parameters(module: nn.Module) -> nn.Module:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.zero_()
@@ -48,7 +48,7 @@ def test_a_method_made_of_the_forward_runs_the_module_that_it_is_bound_to(layer)
     undo = install(layer, twice)
     function = layer.forward.__func__
     layer.forward = types.MethodType(lambda module, *args: function(module, *args), layer)
-    other = zeroed(copy.deepcopy(layer))
+    other = zero_parameters(copy.deepcopy(layer))
     assert_reads_own_weight(other)
     assert_reads_own_weight(layer)
     undo()
@@ -60,7 +60,7 @@ def test_a_copy_of_a_model_in_mixed_precision_has_its_own_weights(layer):
     accelerate = pytest.importorskip("accelerate")
     install(layer, twice)
     prepared = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(layer)
-    other = zeroed(copy.deepcopy(prepared))
+    other = zero_parameters(copy.deepcopy(prepared))
     assert not other(X).any()
     assert prepared(X).any()
     assert prepared(X).dtype == torch.float32
@@ -80,7 +80,7 @@ def test_compiled_regions_call_the_compiled_copy():
 # --- replicas ------------------------------------------------------------------------------------
 
 
-def replicated(module: nn.Module, weight: torch.Tensor) -> nn.Module:
+def make_replica(module: nn.Module, weight: torch.Tensor) -> nn.Module:
     """Return a replica as `nn.DataParallel` builds it: its parameters are plain tensors that were copied."""
     replica = module._replicate_for_data_parallel()
     replica.weight, replica._parameters["bias"] = weight, None
@@ -91,7 +91,7 @@ def replicated(module: nn.Module, weight: torch.Tensor) -> nn.Module:
 def test_a_replica_reads_its_own_weight(layer, duplicate):
     install(layer, twice)
     module = duplicate(layer)
-    replica = replicated(module, torch.full((2, 3), 5.0))
+    replica = make_replica(module, torch.full((2, 3), 5.0))
     assert_reads_own_weight(replica)
     assert_reads_own_weight(module)
     assert find_replacement(replica) is not find_replacement(module)
@@ -100,10 +100,10 @@ def test_a_replica_reads_its_own_weight(layer, duplicate):
 def test_a_replica_of_a_restored_module_is_stock(layer):
     before = set(vars(layer))
     undo = install(layer, twice)
-    replica = replicated(layer, torch.ones(2, 3))
+    replica = make_replica(layer, torch.ones(2, 3))
     undo()
     assert set(vars(layer)) == before
-    assert_reads_own_weight(replicated(layer, torch.full((2, 3), 5.0)), 1)
+    assert_reads_own_weight(make_replica(layer, torch.full((2, 3), 5.0)), 1)
     # A replica lives only during the call for which it was made.
     assert_reads_own_weight(replica)
 

@@ -42,13 +42,13 @@ class WideAttention(nn.Module):
         return in_fp32(q, k, cos, sin)
 
 
-def with_more_angles(q, k, cos, sin, unsqueeze_dim=1):
+def with_doubled_cosine(q, k, cos, sin, unsqueeze_dim=1):
     return split_half(q, k, cos * 2, sin, unsqueeze_dim)
 
 
 class OtherAttention(nn.Module):
     def forward(self, q, k, cos, sin):
-        return with_more_angles(q, k, cos, sin)
+        return with_doubled_cosine(q, k, cos, sin)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_every_form_is_recognised_as_itself(form, partial, tensors):
 
 
 def test_a_rope_with_other_angles_keeps_its_function():
-    assert recognise_rope(OtherAttention()) == "with_more_angles: computes another rotary embedding than the op"
+    assert recognise_rope(OtherAttention()) == "with_doubled_cosine: computes another rotary embedding than the op"
 
 
 def test_the_recipe_has_globals_of_its_own_and_the_file_keeps_its_function():

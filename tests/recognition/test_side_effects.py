@@ -143,7 +143,7 @@ def by_another_storage(t):
 
 
 @pytest.mark.parametrize("change", [through_data, through_numpy, through_a_view, by_another_storage])
-def test_a_tensor_that_changes_after_the_patch_without_a_sign_is_used(change):
+def test_a_tensor_whose_values_change_after_the_patch_is_used(change):
     mlp, x = variant(act=lambda self, x: F.silu(x) * self.settings["scale"].sum()), torch.randn(2, 3, 16)
     mlp.settings = {"scale": torch.tensor([1.0, 0.0])}
     assert patch(mlp)
@@ -300,7 +300,7 @@ def test_a_forward_that_reads_the_type_of_a_child_with_weights_stays_stock(finis
     assert "reads the type of self." in reason(variant(finish=finish))
 
 
-# --- effects of code that Python does not show --------------------------------------------------------------------
+# --- effects that the source of the forward does not show ----------------------------------------
 
 
 class Pair(collections.namedtuple("Pair", "a b")):
@@ -371,7 +371,7 @@ HIDDEN = {
 
 
 @pytest.mark.parametrize("finish", HIDDEN.values(), ids=HIDDEN)
-def test_an_effect_in_code_that_python_does_not_show_leaves_the_module_stock(finish):
+def test_a_hidden_effect_leaves_the_module_stock(finish):
     mlp = variant(finish=finish)
     mlp.labelled, mlp.pair, mlp.event = Labelled((1,)), Pair(1, 2), torch.Event("cpu")
     assert "its forward " in reason(mlp)

@@ -88,8 +88,8 @@ def test_every_function_has_declared_parameters():
         cublaslt.declare(library)
 
 
-def _opened(monkeypatch, **environment: str) -> list:
-    """Return the calls of `CDLL` while the library of a torch for CUDA 13 is searched for, and none is loaded."""
+def _record_cdll_calls(monkeypatch, **environment: str) -> list:
+    """Search for the library of a torch for CUDA 13 while nothing can be loaded; return the calls of `CDLL`."""
     calls = []
 
     def open_library(*arguments, **options):
@@ -106,11 +106,11 @@ def _opened(monkeypatch, **environment: str) -> list:
 
 
 def test_no_second_copy_of_the_library_is_loaded(monkeypatch):
-    ((arguments, options),) = _opened(monkeypatch)
+    ((arguments, options),) = _record_cdll_calls(monkeypatch)
     assert arguments == ("libcublasLt.so.13",)
     assert options["mode"] & os.RTLD_NOLOAD
 
 
 def test_environment_variable_switches_cublaslt_off(monkeypatch):
-    assert _opened(monkeypatch, TIGON_CUBLASLT="0") == []
+    assert _record_cdll_calls(monkeypatch, TIGON_CUBLASLT="0") == []
     assert "TIGON_CUBLASLT=0" in cublaslt.state()

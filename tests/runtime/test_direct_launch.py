@@ -30,11 +30,11 @@ class _Kernel:
     def __init__(self, function, arg_names, swapped=False, broken=False) -> None:
         self.function, self.arg_names, self.swapped, self.broken = function, arg_names, swapped, broken
         self.params = [SimpleNamespace(do_not_specialize=False) for _ in arg_names]
-        self.ways = []
+        self.methods = []
 
     def __getitem__(self, grid):
         def run(*arguments, num_warps, enable_fp_fusion, **constants):
-            self.ways.append("triton")
+            self.methods.append("triton")
             self.function(grid[0], *arguments, **constants)
             return SimpleNamespace(run=self._run, function="handle", packed_metadata="metadata")
 
@@ -44,7 +44,7 @@ class _Kernel:
         if self.broken:
             raise TypeError("function takes exactly 12 arguments")
         assert (y, z, stream, function, metadata) == (1, 1, 5, "handle", "metadata")
-        self.ways.append("direct")
+        self.methods.append("direct")
         arguments = list(arguments)
         if self.swapped:
             arguments[3], arguments[4] = arguments[4], arguments[3]
@@ -58,10 +58,10 @@ def _check(programs, x, absent, out, stride, n, factor, BLOCK, SHIFT):
 
 
 @pytest.fixture
-def arrange(monkeypatch):
+def fake_device(monkeypatch):
     """Return a function that installs a fake device. It takes options of the check kernel, and returns both kernels."""
 
-    def arrange(version: str = "3.7.1", **options):
+    def install(version: str = "3.7.1", **options):
         def check_tensors(device):
             x = torch.arange(600.0)
             return _on_device(x), _on_device(torch.stack([torch.full((300,), v) for v in (-1.0, -2.0)]))
@@ -80,7 +80,7 @@ def arrange(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
         return _Kernel(lambda programs, x, BLOCK: x.add_(BLOCK), ["x_ptr", "BLOCK"]), check
 
-    return arrange
+    return install
 
 
 def _launch(kernel, times: int) -> torch.Tensor:
@@ -90,60 +90,60 @@ def _launch(kernel, times: int) -> torch.Tensor:
     return x
 
 
-def test_every_launch_after_the_first_is_direct(arrange):
-    kernel, check = arrange()
+def test_every_launch_after_the_first_is_direct(fake_device):
+    kernel, check = fake_device()
     assert (_launch(kernel, 4) == 8).all()
-    assert kernel.ways == ["triton", "direct", "direct", "direct"]
-    assert check.ways == ["triton", "direct"], "the self-check runs once"
+    assert kernel.methods == ["triton", "direct", "direct", "direct"]
+    assert check.methods == ["triton", "direct"], "the self-check runs once"
 
 
-def test_self_check_runs_once_per_device(arrange):
-    kernel, check = arrange()
+def test_self_check_runs_once_per_device(fake_device):
+    kernel, check = fake_device()
     other, _ = _Kernel(kernel.function, kernel.arg_names), _launch(kernel, 2)
     _launch(other, 2)
-    assert other.ways == ["triton", "direct"]
-    assert check.ways == ["triton", "direct"]
+    assert other.methods == ["triton", "direct"]
+    assert check.methods == ["triton", "direct"]
 
 
-def test_untested_versions_of_triton_launch_through_triton(arrange):
-    kernel, check = arrange("3.8.0")
+def test_untested_versions_of_triton_launch_through_triton(fake_device):
+    kernel, check = fake_device("3.8.0")
     assert (_launch(kernel, 3) == 6).all()
-    assert kernel.ways == ["triton"] * 3
-    assert check.ways == []
+    assert kernel.methods == ["triton"] * 3
+    assert check.methods == []
 
 
 @pytest.mark.parametrize("option", ["swapped", "broken"])
-def test_direct_launches_are_off_after_a_failed_self_check(arrange, option, caplog):
-    kernel, _ = arrange(**{option: True})
+def test_direct_launches_are_off_after_a_failed_self_check(fake_device, option, caplog):
+    kernel, _ = fake_device(**{option: True})
     assert (_launch(kernel, 3) == 6).all()
-    assert kernel.ways == ["triton"] * 3
+    assert kernel.methods == ["triton"] * 3
     assert len([r for r in caplog.records if r.levelname == "WARNING"]) == 1
     assert "self-check failed" in launch.launch_method()
 
 
-def test_self_check_does_not_run_while_a_stream_captures(arrange, monkeypatch):
-    kernel, check = arrange()
+def test_self_check_does_not_run_while_a_stream_captures(fake_device, monkeypatch):
+    kernel, check = fake_device()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     _launch(kernel, 2)
-    assert kernel.ways == ["triton"] * 2
-    assert check.ways == []
+    assert kernel.methods == ["triton"] * 2
+    assert check.methods == []
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     _launch(kernel, 2)
-    assert kernel.ways[2:] == ["triton", "direct"], "the first launch after the capture runs the self-check"
+    assert kernel.methods[2:] == ["triton", "direct"], "the first launch after the capture runs the self-check"
 
 
-def test_no_self_check_in_the_synchronisation_debug_mode(arrange, monkeypatch):
-    kernel, check = arrange()
+def test_no_self_check_in_the_synchronisation_debug_mode(fake_device, monkeypatch):
+    kernel, check = fake_device()
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 2)
     _launch(kernel, 2)
-    assert kernel.ways == ["triton"] * 2
-    assert check.ways == []
+    assert kernel.methods == ["triton"] * 2
+    assert check.methods == []
 
 
-def test_no_self_check_in_a_dispatch_mode(arrange):
+def test_no_self_check_in_a_dispatch_mode(fake_device):
     from torch.utils.flop_counter import FlopCounterMode
 
-    kernel, check = arrange()
+    kernel, check = fake_device()
     with FlopCounterMode(display=False):
         _launch(kernel, 2)
-    assert check.ways == []
+    assert check.methods == []

@@ -1,4 +1,4 @@
-"""The command line prints its help, and refuses missing packages and bad options before a command works."""
+"""The command line prints its help, and refuses missing packages and bad options before a command starts its work."""
 
 import errno
 import os
@@ -106,13 +106,13 @@ UNWRITABLE = {
 }
 
 
-@pytest.mark.parametrize("place", UNWRITABLE.values(), ids=UNWRITABLE)
-def test_a_place_that_cannot_be_written_is_refused_before_the_work(place, tmp_path):
-    """Root is refused too, although `os.access` grants root every place."""
+@pytest.mark.parametrize("make_path", UNWRITABLE.values(), ids=UNWRITABLE)
+def test_a_path_that_cannot_be_written_is_refused_before_the_work(make_path, tmp_path):
+    """Root is refused too, although `os.access` grants root every path."""
     import typer
 
     (tmp_path / "file").write_text("here")
-    path = place(tmp_path)
+    path = make_path(tmp_path)
     with pytest.raises(typer.BadParameter, match="must be a folder that can be written, got"):
         cli.pick_folder(path)
     with pytest.raises(typer.BadParameter, match="must be (a file that can be written|in a folder that exists), got"):

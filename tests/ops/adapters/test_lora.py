@@ -139,7 +139,7 @@ def test_only_the_needed_gradients_are_computed(name):
 # --- dropout -------------------------------------------------------------------------------------
 
 
-def test_dropout_is_that_of_its_mask():
+def test_dropout_applies_the_mask_of_its_seed():
     """The node draws a seed. With the mask of this seed, eager code gives the same values and gradients."""
     p, tokens, inputs = 0.3, 33, 52
     x = _leaf(tokens, inputs, dtype=torch.bfloat16, seed=1)
@@ -180,7 +180,7 @@ def test_dropout_keeps_the_right_share_and_differs_between_adapters(p):
             assert abs((a * b).mean().item()) < 0.008
 
 
-# --- parts ---------------------------------------------------------------------------------------
+# --- helpers -------------------------------------------------------------------------------------
 
 
 def test_terms_add_up_to_the_fp32_value():

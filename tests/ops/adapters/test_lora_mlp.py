@@ -17,8 +17,8 @@ pytestmark = pytest.mark.kernels
 
 ACTIVATIONS = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
 LEVELS = "default", "lean", "lean+mlp", "checkpoint"
-# Which of gate, up and down have an adapter.
-PLACES = {"all": (5, 4, 7), "up": (0, 3, 0), "down": (0, 0, 6), "gate and down": (2, 0, 3)}
+# The ranks of the adapters of gate, up and down; 0 stands for no adapter.
+ADAPTER_RANKS = {"all": (5, 4, 7), "up": (0, 3, 0), "down": (0, 0, 6), "gate and down": (2, 0, 3)}
 
 
 def _inputs(ranks: tuple[int, ...], dtype: torch.dtype, adapter_dtype: torch.dtype) -> tuple[Tensor, list[Projection]]:
@@ -48,7 +48,7 @@ def _run(level: str, x: Tensor, layers: list[Projection], activation: str) -> Te
 
 @one_in(
     3,
-    ranks=PLACES,
+    ranks=ADAPTER_RANKS,
     activation=list(ACTIVATIONS),
     dtypes={
         "bf16-fp32": (torch.bfloat16, torch.float32),
@@ -78,7 +78,7 @@ def test_lora_glu_mlp_is_as_accurate_as_eager(ranks, activation, dtypes):
 
 
 @pytest.mark.parametrize("level", LEVELS[1:])
-@pytest.mark.parametrize("ranks", [PLACES["all"], PLACES["down"]], ids=["all", "down"])
+@pytest.mark.parametrize("ranks", [ADAPTER_RANKS["all"], ADAPTER_RANKS["down"]], ids=["all", "down"])
 def test_every_level_of_memory_gives_the_bits_of_the_default(level, ranks):
     results = []
     for name in ("default", level):
@@ -90,7 +90,7 @@ def test_every_level_of_memory_gives_the_bits_of_the_default(level, ranks):
 
 
 def test_the_activation_is_not_saved():
-    x, layers = _inputs(PLACES["all"], torch.bfloat16, torch.float32)
+    x, layers = _inputs(ADAPTER_RANKS["all"], torch.bfloat16, torch.float32)
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: shapes.append(tuple(t.shape)) or t, lambda t: t):
         lora_glu_mlp(x, *layers)
@@ -99,7 +99,7 @@ def test_the_activation_is_not_saved():
 
 
 def test_a_second_backward_gives_the_same_gradients():
-    x, layers = _inputs(PLACES["all"], torch.bfloat16, torch.float32)
+    x, layers = _inputs(ADAPTER_RANKS["all"], torch.bfloat16, torch.float32)
     leaves = [x, *(tensor for tensor in flatten(layers)[0] if tensor is not None and tensor.requires_grad)]
     y = lora_glu_mlp(x, *layers).square().sum()
     first = torch.autograd.grad(y, leaves, retain_graph=True)
@@ -108,8 +108,8 @@ def test_a_second_backward_gives_the_same_gradients():
 
 
 @pytest.mark.parametrize("case", ["base trains", "bias", "two adapters", "large rank"])
-def test_other_cases_are_composed_and_agree(case):
-    ranks = (40, 40, 40) if case == "large rank" else PLACES["all"]
+def test_other_cases_run_as_several_nodes_and_agree(case):
+    ranks = (40, 40, 40) if case == "large rank" else ADAPTER_RANKS["all"]
     x, layers = _inputs(ranks, torch.bfloat16, torch.float32)
     if case == "base trains":
         layers[0].weight.requires_grad_()

@@ -141,8 +141,8 @@ def test_moe_mlp_accuracy_of_longer_sums():
 def _saved_bytes(run, tensors: list[Tensor]) -> int:
     """Return the bytes that are saved for backward, without the inputs."""
     storages = {}
-    note = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda t: t):
+    record = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
         run(*tensors)
     return sum(size for start, size in storages.items() if start not in {t.data_ptr() for t in tensors})
 
@@ -363,7 +363,7 @@ def test_moe_mlp_accepts_odd_sizes_with_a_function_as_activation(sizes, function
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
-ODD = {
+ODD_LAYOUTS = {
     "plain": {},
     "biases": {"biases": True},
     "transposed": {"transposed": True},
@@ -382,7 +382,7 @@ FROZEN = {
 
 @pytest.mark.no_interpreter("Grouped products run in torch there too.")
 @pytest.mark.parametrize("frozen", FROZEN.values(), ids=FROZEN)
-@pytest.mark.parametrize("layout", ODD.values(), ids=ODD)
+@pytest.mark.parametrize("layout", ODD_LAYOUTS.values(), ids=ODD_LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_moe_mlp_accepts_odd_sizes_in_every_layout(dtype, layout, frozen):
     """Each gradient is one product. The factors of this product decide which kernel computes it."""

@@ -40,7 +40,7 @@ def _accumulate_by_autograd(
     return w.grad
 
 
-class _LargestNew(TorchDispatchMode):
+class _LargestAllocation(TorchDispatchMode):
     """A mode that records the number of elements of the largest tensor that is allocated in the block."""
 
     elements = 0
@@ -55,17 +55,17 @@ class _LargestNew(TorchDispatchMode):
 
 @pytest.mark.parametrize("options", [{}, {"num_items": 60}, {"softcap": 5.0, "z_loss": 0.1}], ids=str)
 def test_three_micro_batches_accumulate_in_one_buffer(options):
-    w, places = _head(), []
+    w, addresses = _head(), []
     for i in range(3):
         x, target = _batch(i)
         loss = _loss(x, w, target, **options)
         assert (w.grad is None) == (i == 0), "autograd creates the first gradient"
         loss.backward()
-        places.append(w.grad.data_ptr())
+        addresses.append(w.grad.data_ptr())
         other = x.detach().clone().requires_grad_()
         tigon.linear_cross_entropy(other, w.detach(), target, **options).backward()
         assert torch.equal(x.grad, other.grad)
-    assert len(set(places)) == 1
+    assert len(set(addresses)) == 1
     torch.testing.assert_close(w.grad, _accumulate_by_autograd(**options), rtol=2e-6, atol=1e-7)
 
 
@@ -76,7 +76,7 @@ def test_dw_needs_no_second_buffer(reduction):
     x, target = torch.randn(8, 64, device=DEVICE, requires_grad=True), torch.arange(8, device=DEVICE)
     largest_sizes = []
     for accumulate in (True, True, False):
-        with _LargestNew() as largest:
+        with _LargestAllocation() as largest:
             tigon.linear_cross_entropy(x, w, target, accumulate_grad=accumulate, reduction=reduction).sum().backward()
         largest_sizes.append(largest.elements)
     assert largest_sizes[1] <= 8 * 5000
@@ -126,13 +126,13 @@ def test_dw_computed_in_backward_allows_any_upstream_gradient(dtype):
 @pytest.mark.parametrize("has_flag", [False, True], ids=["", "grad_added_to_main_grad"])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_dw_is_added_to_main_grad(reduction, has_flag):
-    """Megatron has an fp32 sum for a bf16 weight. Its hooks read the flag, and need a gradient, whose values they
-    ignore if the flag is set. The values are zeros, because for embeddings that are tied to the head autograd adds
-    them.
+    """Megatron accumulates the gradient of a bf16 weight in an fp32 buffer. Its hooks read the flag, and need a
+    gradient, whose values they ignore if the flag is set. The values are zeros, because for embeddings that are tied to
+    the head autograd adds them.
     """
     w = _head(torch.bfloat16)
     w.main_grad = torch.zeros(V, H, device=DEVICE)
-    place = w.main_grad.data_ptr()
+    address = w.main_grad.data_ptr()
     if has_flag:
         w.grad_added_to_main_grad = False
     expected = torch.zeros(V, H, device=DEVICE)
@@ -143,7 +143,7 @@ def test_dw_is_added_to_main_grad(reduction, has_flag):
         with torch.autocast(DEVICE, torch.bfloat16):
             tigon.linear_cross_entropy(x.detach(), wide, target, reduction=reduction).sum().backward()
         expected += wide.grad
-    assert w.main_grad.data_ptr() == place
+    assert w.main_grad.data_ptr() == address
     # The tolerance excludes a rounding to bf16.
     torch.testing.assert_close(w.main_grad, expected, rtol=1e-6, atol=1e-6)
     if has_flag:
@@ -258,18 +258,18 @@ def test_activation_checkpointing_is_refused(first, reentrant):
 def test_bad_weights_are_refused():
     x, target = _batch(0)
 
-    def refused(message: str, w: Tensor, **options) -> None:
+    def check_refusal(message: str, w: Tensor, **options) -> None:
         copies = [(buffer, buffer.clone()) for buffer in (w.grad if w.is_leaf else None, getattr(w, "main_grad", None))
                 if buffer is not None]  # fmt: skip
         with pytest.raises(ValueError, match=f"linear_cross_entropy: .*{message}"):
             _loss(x.to(w.dtype), w, target, **options)
         assert all(torch.equal(*pair) for pair in copies)
 
-    refused(r"needs a linear_weight that has a .grad \(a leaf\), got the result of an op", _head() * 1.0)
+    check_refusal(r"needs a linear_weight that has a .grad \(a leaf\), got the result of an op", _head() * 1.0)
 
     w = _head()
     w.grad = torch.zeros(H, V, device=DEVICE).t()
-    refused(r"a dense linear_weight.grad in torch.float32 or float32, got .* strides \(1, 101\)", w)
+    check_refusal(r"a dense linear_weight.grad in torch.float32 or float32, got .* strides \(1, 101\)", w)
 
     w.grad = torch.zeros(V, H, device=DEVICE).to_sparse()
     with pytest.raises(ValueError, match=r"a dense linear_weight.grad .* got torch.sparse_coo"):
@@ -277,9 +277,9 @@ def test_bad_weights_are_refused():
 
     w = _head()
     w.main_grad = torch.zeros(V, H + 1, device=DEVICE)
-    refused(r"linear_weight.main_grad must have shape \(101, 16\), got \(101, 17\)", w)
+    check_refusal(r"linear_weight.main_grad must have shape \(101, 16\), got \(101, 17\)", w)
     w.main_grad = torch.zeros(V, H, device=DEVICE, dtype=torch.float16)
-    refused("a dense linear_weight.main_grad in torch.float32 or float32, got .*float16", w)
+    check_refusal("a dense linear_weight.main_grad in torch.float32 or float32, got .*float16", w)
     w.main_grad = torch.zeros(V, H, device="meta")
     with pytest.raises(ValueError, match="linear_weight and linear_weight.main_grad must have the same device"):
         _loss(x, w, target)
@@ -287,13 +287,13 @@ def test_bad_weights_are_refused():
     w = _head(torch.float16)
     w.grad = torch.zeros_like(w)
     rule = "acc_dtype=float32 with accumulate_grad needs gradients in float32, got a linear_weight in torch.float16"
-    refused(rule, w, acc_dtype=torch.float32)
+    check_refusal(rule, w, acc_dtype=torch.float32)
 
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
         w = _head()
         w.grad = torch.zeros_like(w)
         handle = getattr(w, register)(lambda _: None)
-        refused("needs a linear_weight without hooks on its gradient", w)
+        check_refusal("needs a linear_weight without hooks on its gradient", w)
         handle.remove()
         _loss(x, w, target).backward()
 

@@ -108,15 +108,15 @@ def compare(v: int, parts: tuple[str, ...] = ("loss",), bias: bool = True, weigh
 
     y = x.detach().clone().requires_grad_()
     shards = [p.detach()[rows].clone().requires_grad_() for p in inputs[1:]]
-    cut = _results(
+    sharded = _results(
         tigon.linear_cross_entropy(
             y, shards[0], target, linear_bias=shards[1] if bias else None,
             process_group=dist.group.WORLD, vocab_size=v, **options,
         )
     )  # fmt: skip
     for name, value in whole.items():
-        _close(f"{name} of {v} on {rank}", cut[name], value)
-    total = _total(cut, parts)
+        _close(f"{name} of {v} on {rank}", sharded[name], value)
+    total = _total(sharded, parts)
     again = torch.autograd.grad(total, [y, *shards], retain_graph=True)
     for gradients in (again, torch.autograd.grad(total, [y, *shards])):
         for name, actual, e in zip(
@@ -150,7 +150,8 @@ def several_chunks() -> None:
     from tigon.ops.head.chunks import ChunkConfig
     from tigon.runtime.tuning import tuned
 
-    # The budget is 48 logits, each of 4 bytes and two fp32 values: 5 tokens with 9 or 10 rows, 12 tokens with 4 rows.
+    # The budget is 48 logits, which take 12 bytes each: 4 bytes and two fp32 values. A chunk has at most 4 tokens if a
+    # shard has 12 rows, and at most 9 if it has 5 rows.
     with tuned(ChunkConfig, budget_mib=48 * 12 / 2**20):
         for v in _sizes():
             for options in ({}, {"reduction": "none"}, {"acc_dtype": torch.float32}):
@@ -180,7 +181,7 @@ def ignored_tokens() -> None:
             assert (actual[0][ignored] == 0).all()
 
 
-def parts_that_need_no_gradient() -> None:
+def inputs_that_need_no_gradient() -> None:
     import tigon
 
     v = _sizes()[1]
@@ -224,7 +225,7 @@ def half_precision() -> None:
     v = 200
     x, w, _, _, target = _tensors(v, torch.bfloat16)
     exact = [p.detach().double().requires_grad_() for p in (x, w)]
-    run = lambda x, w, **cut: tigon.linear_cross_entropy(x, w, target, **cut)
+    run = lambda x, w, **sharded: tigon.linear_cross_entropy(x, w, target, **sharded)
     logits = exact[0] @ exact[1].t()
     dx, dw = torch.autograd.grad(nn.functional.cross_entropy(logits, target), exact)
     one = torch.autograd.grad(run(x, w), (x, w))
@@ -330,28 +331,28 @@ def refusals() -> None:
 
     mesh = init_device_mesh("cpu", (ranks,))
     place = lambda t, placement: distribute_tensor(t.detach(), mesh, [placement])
-    cut = place(w, Shard(0))
+    sharded = place(w, Shard(0))
     with _refused(ValueError, r"linear_weight must not be a DTensor without a process_group, got \(Shard\(dim=0\),\)"):
-        run(cut)
+        run(sharded)
     with _refused(ValueError, "linear_weight must be sharded by rows over process_group, .* got"):
         run(place(w, Shard(1)), process_group=world)
     with _refused(ValueError, "linear_weight must be sharded by rows over process_group"):
         run(place(w, Replicate()), process_group=world)
     with _refused(ValueError, "input must be replicated, and on no other dimension, got"):
-        tigon.linear_cross_entropy(place(x, Shard(1)), cut, target, process_group=world)
+        tigon.linear_cross_entropy(place(x, Shard(1)), sharded, target, process_group=world)
     with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
-        run(cut, process_group="tp")
+        run(sharded, process_group="tp")
     if rank == 0:
         with _refused(ValueError, "linear_weight must be sharded by rows over process_group, .* on DeviceMesh"):
-            run(cut, process_group=first)
-    parameter = nn.Parameter(cut)
+            run(sharded, process_group=first)
+    parameter = nn.Parameter(sharded)
     parameter.grad = torch.zeros_like(parameter)
     with _refused(ValueError, "accumulate_grad needs a linear_weight whose .grad is the whole gradient, got a DTensor"):
         run(parameter, process_group=world, accumulate_grad=True)
     assert (parameter.grad.full_tensor() == 0).all()
 
 
-# --- a gradient that grows -----------------------------------------------------------------------
+# --- accumulated gradients -----------------------------------------------------------------------
 
 
 class _Head(nn.Linear):
@@ -388,7 +389,7 @@ class _Model(nn.Module):
         return self.head(self.embedding(tokens).tanh(), target)
 
 
-def _train(model: nn.Module, hold_back: Callable, grows: bool) -> dict[str, Tensor]:
+def _train(model: nn.Module, skip_reduction: Callable, accumulates: bool) -> dict[str, Tensor]:
     """Run two steps of three micro-batches each, and return the gradients of the last step, reduced over the ranks."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     inner = getattr(model, "module", model)
@@ -398,9 +399,9 @@ def _train(model: nn.Module, hold_back: Callable, grows: bool) -> dict[str, Tens
         for i in range(3):
             tokens, target = (torch.randint(50, (T,), generator=generator) for _ in range(2))
             target[::5] = -100
-            with hold_back(i < 2):
+            with skip_reduction(i < 2):
                 model(tokens, target).backward()
-            inner.head.requires_gradient_buffer = grows
+            inner.head.requires_gradient_buffer = accumulates
     full = lambda g: g.full_tensor() if hasattr(g, "full_tensor") else g
     return {name: full(p.grad) for name, p in inner.named_parameters()}
 
@@ -411,19 +412,19 @@ def under_ddp() -> None:
     for as_view in (False, True):
         for unused in (False, True):
             for tied in (False, True):
-                gradients_of_ways = []
+                gradients_by_mode = []
                 for accumulate in (None, False, True):
                     model = DistributedDataParallel(
                         _Model(accumulate, tied), gradient_as_bucket_view=as_view, find_unused_parameters=unused
                     )
-                    hold_back = lambda off, m=model: m.no_sync() if off else contextlib.nullcontext()
-                    gradients_of_ways.append(_train(model, hold_back, grows=True))
-                for name, value in gradients_of_ways[0].items():
-                    for actual in gradients_of_ways[1:]:
+                    skip_reduction = lambda off, m=model: m.no_sync() if off else contextlib.nullcontext()
+                    gradients_by_mode.append(_train(model, skip_reduction, accumulates=True))
+                for name, value in gradients_by_mode[0].items():
+                    for actual in gradients_by_mode[1:]:
                         _close(f"{name}, {as_view=}, {tied=}", actual[name], value)
     # The gradients are the same on every rank.
     gathered = [torch.empty_like(value) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, gradients_of_ways[1]["embedding.weight"])
+    dist.all_gather(gathered, gradients_by_mode[1]["embedding.weight"])
     assert all(torch.equal(other, gathered[0]) for other in gathered)
 
 
@@ -433,25 +434,25 @@ def under_fsdp2() -> None:
 
     wide = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     # With the second policy FSDP2 sums the gradients of the micro-batches in fp32 in its own buffer.
-    for policy, grows in ((None, True), (wide, False)):
-        gradients_of_ways = []
+    for policy, accumulates in ((None, True), (wide, False)):
+        gradients_by_mode = []
         for accumulate in (None, False, True):
             model = _Model(accumulate)
             for module in (model.head, model):
                 fully_shard(module, **({} if policy is None else {"mp_policy": policy}))
 
             @contextlib.contextmanager
-            def hold_back(off: bool, model: nn.Module = model):
+            def skip_reduction(off: bool, model: nn.Module = model):
                 model.set_requires_gradient_sync(not off)
                 yield
 
-            gradients_of_ways.append(_train(model, hold_back, grows))
-        for name, value in gradients_of_ways[0].items():
-            _close(f"{name}, {grows=}", gradients_of_ways[1][name], value, rtol=1e-5 if policy is None else 0.02)
-            _close(f"{name}, {grows=}", gradients_of_ways[2][name], gradients_of_ways[1][name])
+            gradients_by_mode.append(_train(model, skip_reduction, accumulates))
+        for name, value in gradients_by_mode[0].items():
+            _close(f"{name}, {accumulates=}", gradients_by_mode[1][name], value, rtol=1e-5 if policy is None else 0.02)
+            _close(f"{name}, {accumulates=}", gradients_by_mode[2][name], gradients_by_mode[1][name])
 
 
-def accumulate_in_a_cut_head() -> None:
+def accumulate_in_a_sharded_head() -> None:
     import tigon
 
     v = _sizes()[1]
@@ -469,8 +470,8 @@ def _checks(ranks: int) -> list[Callable[[], None]]:
     exact = [each_option, everything_returned, several_chunks]
     if INTERPRETED:
         return [each_option]
-    rest = [ignored_tokens, parts_that_need_no_gradient, compiled, half_precision, dtensor_heads, refusals]
-    return [*exact, *rest, accumulate_in_a_cut_head, *([under_ddp, under_fsdp2] * (ranks == 2))]
+    rest = [ignored_tokens, inputs_that_need_no_gradient, compiled, half_precision, dtensor_heads, refusals]
+    return [*exact, *rest, accumulate_in_a_sharded_head, *([under_ddp, under_fsdp2] * (ranks == 2))]
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ def _input(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.fixture(params=["a row at once", "blocks"])
-def way(request):
+def kernel_kind(request):
     """Read a row once or in blocks, for widths that are quick to test."""
     if request.param == "a row at once":
         yield
@@ -38,7 +38,7 @@ def test_softmax_is_as_accurate_as_eager_code(shape, dtype):
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("poisoned", "way")
+@pytest.mark.usefixtures("poisoned", "kernel_kind")
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 128, 200])
 def test_both_kinds_of_kernels_are_accurate(n):
     assert_as_accurate_as_eager(tigon.softmax, softmax_reference, [_input(3, n)])
@@ -53,7 +53,7 @@ def test_tiles_of_several_rows_are_accurate(block_m, keeps_y):
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("kernel_kind")
 def test_peaked_rows_are_accurate():
     x = (_input(8, 200) * 8).detach().requires_grad_()
     actual, expected = outputs_and_gradients(tigon.softmax, [x]), outputs_and_gradients(softmax_reference, [x])
@@ -70,7 +70,7 @@ def test_softmax_sums_over_any_dimension(dim):
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("kernel_kind")
 def test_values_that_are_not_finite_give_the_results_of_torch():
     """One row has one finite value, some rows are all -inf (NaN), and others come from a diverged model."""
     x = torch.randn(7, 200, device=DEVICE)
@@ -83,7 +83,7 @@ def test_values_that_are_not_finite_give_the_results_of_torch():
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("kernel_kind")
 def test_masked_features_get_no_gradient():
     x = torch.randn(2, 200, device=DEVICE)
     x[:, 20:130] = float("-inf")
@@ -93,7 +93,7 @@ def test_masked_features_get_no_gradient():
 
 
 @pytest.mark.kernels
-@pytest.mark.usefixtures("way")
+@pytest.mark.usefixtures("kernel_kind")
 def test_values_far_from_zero_are_accurate():
     """A shift of all values changes nothing, and the largest values of fp32 do not overflow."""
     x = _input(2, 200)

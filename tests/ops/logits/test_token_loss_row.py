@@ -26,10 +26,10 @@ def test_slots_fit_in_shared_memory_and_hold_enough_of_a_row(v, itemsize, device
     if config is None:
         assert v * itemsize > 2 * device.shared_memory
         return
-    held = config.slots * config.block
-    assert config.programs_per_multiprocessor * (held * itemsize + 1024) <= device.shared_memory
+    elements_in_slots = config.slots * config.block
+    assert config.programs_per_multiprocessor * (elements_in_slots * itemsize + 1024) <= device.shared_memory
     assert config.programs_per_multiprocessor * config.num_warps <= 64
-    assert held >= 0.4 * v
+    assert elements_in_slots >= 0.4 * v
     assert config.block % (config.num_warps * 32 * config.lane) == 0
     assert config.lane * itemsize == 16
 

@@ -20,7 +20,7 @@ from tigon.ops.logits.token.kernels import (
 
 # The column counts of the shards. A block of the kernels has 2048 columns. The first entry has only one shard.
 V = 5000
-CUTS = [(V,), (1, V - 1), (2100, 2900), (700, 2048, 2252), (3000, 2000, 0)]
+SHARD_SIZES = [(V,), (1, V - 1), (2100, 2900), (700, 2048, 2252), (3000, 2000, 0)]
 
 OPTIONS = {
     "plain": {},
@@ -33,8 +33,10 @@ OPTIONS = {
 }
 EVERYTHING = Wants(z_loss=True, predicted=True, log_probs=True, entropy=True)
 
-MORE = [pytest.param(sizes, marks=pytest.mark.thorough) if sizes in ((V,), (2100, 2900)) else sizes for sizes in CUTS]
-cuts = pytest.mark.parametrize("sizes", MORE, ids=str)
+SHARD_PARAMS = [
+    pytest.param(sizes, marks=pytest.mark.thorough) if sizes in ((V,), (2100, 2900)) else sizes for sizes in SHARD_SIZES
+]
+each_sharding = pytest.mark.parametrize("sizes", SHARD_PARAMS, ids=str)
 
 
 def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -86,7 +88,7 @@ def _whole(logits, target, weight, options: Options, upstream: Upstream) -> tupl
     return result, gradient(logits, target, weight, scales, result, upstream, options, out)
 
 
-@one_in(3, options=OPTIONS, sizes=CUTS)
+@one_in(3, options=OPTIONS, sizes=SHARD_SIZES)
 def test_sharded_loss_is_as_accurate_as_eager_code(options, sizes):
     logits, target, weight = _inputs()
     transform = {name: options[name] for name in ("softcap", "logit_scale") if name in options}
@@ -106,7 +108,7 @@ def test_sharded_loss_is_as_accurate_as_eager_code(options, sizes):
     2,
     options={name: OPTIONS[name] for name in ("plain", "all")},
     weighted={"": False, "class weights": True},
-    sizes=CUTS[1:],
+    sizes=SHARD_SIZES[1:],
 )
 def test_shards_give_the_results_of_all_columns_together(options, weighted, sizes):
     logits, target, weight = _inputs()
@@ -123,7 +125,7 @@ def test_shards_give_the_results_of_all_columns_together(options, weighted, size
     assert (parts[target == -100] == 0).all()
 
 
-@cuts
+@each_sharding
 def test_results_that_are_not_requested_are_empty(sizes):
     logits, target, _ = _inputs()
     loss, *others = _Sharded.apply(logits.requires_grad_(), target, None, sizes, Options(), Wants())
@@ -137,7 +139,7 @@ def test_results_that_are_not_requested_are_empty(sizes):
         assert (partial[:, 3:5] == 0).all()
 
 
-@one_in(2, dtype=[torch.float16, torch.float32], sizes=CUTS)
+@one_in(2, dtype=[torch.float16, torch.float32], sizes=SHARD_SIZES)
 def test_gradient_may_overwrite_the_logits(dtype, sizes):
     logits, target, weight = _inputs(dtype)
     options, upstream = Options(**OPTIONS["all"]), Upstream(None, None, torch.ones(len(target), device=DEVICE))
@@ -148,7 +150,7 @@ def test_gradient_may_overwrite_the_logits(dtype, sizes):
     torch.testing.assert_close(logits, expected)
 
 
-@cuts
+@each_sharding
 def test_predicted_token_is_the_first_of_equal_logits(sizes):
     logits, target = torch.zeros(5, V, device=DEVICE), torch.zeros(5, dtype=torch.int64, device=DEVICE)
     logits[1, [2748, 4999]] = 5.0
@@ -159,7 +161,7 @@ def test_predicted_token_is_the_first_of_equal_logits(sizes):
     assert predicted.tolist() == [0, 2748, 0, 2099, 0]
 
 
-@one_in(2, smoothing={"": 0.0, "label smoothing": 0.1}, sizes=CUTS)
+@one_in(2, smoothing={"": 0.0, "label smoothing": 0.1}, sizes=SHARD_SIZES)
 def test_logits_of_a_shard_may_all_be_minus_infinity(smoothing, sizes):
     """The other shards, whose logits are far below zero, must still contribute."""
     logits, target, weight = _inputs()
@@ -178,7 +180,7 @@ def test_logits_of_a_shard_may_all_be_minus_infinity(smoothing, sizes):
         assert (actual[:, 2090:] == 0).all()
 
 
-@one_in(4, bad=[V, 2**40, -1, -101], sizes=CUTS)
+@one_in(4, bad=[V, 2**40, -1, -101], sizes=SHARD_SIZES)
 def test_out_of_range_target_gives_nan_in_its_row_only(bad, sizes):
     logits, target, _ = _inputs()
     target[4] = bad
@@ -190,7 +192,7 @@ def test_out_of_range_target_gives_nan_in_its_row_only(bad, sizes):
     assert entropy.isfinite().all()
 
 
-@cuts
+@each_sharding
 def test_logits_that_are_not_finite_give_a_nan_loss(sizes):
     logits, target, _ = _inputs()
     logits[1, 4000], logits[4, 0] = torch.inf, torch.nan
@@ -199,7 +201,7 @@ def test_logits_that_are_not_finite_give_a_nan_loss(sizes):
         assert values.isnan().nonzero()[:, 0].tolist() == [1, 4]
 
 
-@cuts
+@each_sharding
 def test_ignored_rows_may_hold_any_values(sizes):
     logits, target, weight = _inputs()
     logits[2] = torch.nan
@@ -212,7 +214,7 @@ def test_ignored_rows_may_hold_any_values(sizes):
 
 def test_int32_targets_half_precision_weights_and_empty_inputs_are_accepted():
     logits, target, weight = _inputs()
-    sizes = CUTS[3]
+    sizes = SHARD_SIZES[3]
     expected = _sharded(logits, target, weight.half().float(), sizes, **OPTIONS["all"])
     for a, b in zip(_sharded(logits, target.int(), weight.half(), sizes, **OPTIONS["all"]), expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)

@@ -148,21 +148,21 @@ def test_tensors_of_different_kinds_take_different_launches():
 @pytest.mark.usefixtures("small_blocks")
 def test_the_table_is_copied_only_if_an_address_changed():
     (p, g, m, v), tables = _tensors([100, 40]), {}
-    take = lambda g: adamw_step(p, g, m, v, [1, 1], **STEP, tables=tables)
+    run_step = lambda g: adamw_step(p, g, m, v, [1, 1], **STEP, tables=tables)
     # The default device must not matter.
     with torch.device("meta"):
-        take(g)
+        run_step(g)
     first = tables[0]
-    take(g)
+    run_step(g)
     assert tables[0] is first
     copies = [x.clone() for x in g]
-    take(copies)
+    run_step(copies)
     assert tables[0] is not first
     assert tables[0].rows[:, 1].tolist() == [x.data_ptr() for x in copies]
     # The lengths have not changed.
     assert tables[0].tensor_of_span is first.tensor_of_span
     p, copies, m, v = ([x[0], x[1][:30]] for x in (p, copies, m, v))
-    take(copies)
+    run_step(copies)
     assert tables[0].rows[:, 5].tolist() == [100, 30]
     assert tables[0].tensor_of_span.tolist() == [0, 0, 1]
 
@@ -171,13 +171,15 @@ def test_the_table_is_copied_only_if_an_address_changed():
 def test_aligned_memory_is_accessed_16_bytes_at_a_time():
     import triton
 
+    from tigon.runtime.triton_private import compiler_tools
     from tigon.tools.compile.targets import CHIPS, _source, recorded
 
-    counts = []
+    tools, chip, counts = compiler_tools(), CHIPS[1], []
+    target = tools.GPUTarget(chip.backend, chip.arch, chip.device.warp_size)
     for offset in (0, 1):
-        with recorded(CHIPS[1]) as launches:
+        with recorded(chip) as launches:
             cpu = [[torch.zeros(2048, dtype=torch.bfloat16)[offset:]] for _ in range(4)]
             adamw_step(*cpu, [1], **STEP)
-        compiled = triton.compile(_source(launches[0]), target=CHIPS[1].target, options=launches[0].options)
+        compiled = triton.compile(_source(launches[0], tools), target=target, options=launches[0].options)
         counts.append([compiled.asm["ptx"].count(f"{access}.global.v4.b32") for access in ("ld", "st")])
     assert counts == [[4, 3], [0, 0]]

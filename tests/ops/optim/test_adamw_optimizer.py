@@ -36,7 +36,7 @@ def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], ste
         optimizer.step()
 
 
-def _launches(run) -> int:
+def _count_updates(run) -> int:
     """Return how many tensors the kernel updates while `run` runs."""
     with patch.object(tigon.ops.optim.adamw, "adamw_step", wraps=adamw_step) as steps:
         run()
@@ -73,11 +73,11 @@ def test_adamw_trains_as_torch_does(name):
     if name == "differentiable":
         ours, theirs = ([p.detach() for p in x] for x in (ours, theirs))
     optimizer, expected = tigon.AdamW(ours, **options), torch.optim.AdamW(theirs, **options)
-    launches = _launches(lambda: _train(optimizer, ours, 10))
+    updates = _count_updates(lambda: _train(optimizer, ours, 10))
     _train(expected, theirs, 10)
     _assert_same(ours, theirs)
     by_kernel = name not in BY_TORCH and (INTERPRETED or DEVICE == "cuda")
-    assert launches == (10 * len(ours) if by_kernel else 0)
+    assert updates == (10 * len(ours) if by_kernel else 0)
     for p, q in zip(ours, theirs, strict=True):
         state, expected_state = optimizer.state[p], expected.state[q]
         assert state.keys() == expected_state.keys()
@@ -112,7 +112,7 @@ def test_graphs_run_torchs_code_and_each_stream_has_its_table():
     assert optimizer._tables[0][0].key != side_table.key
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        assert _launches(optimizer.step) == 0
+        assert _count_updates(optimizer.step) == 0
     for step in (3, 4):
         torch._foreach_copy_([p.grad for p in ours], _gradients(ours, step))
         graph.replay()
@@ -124,7 +124,7 @@ def test_torch_takes_a_captured_step():
     parameters = _parameters(shapes=[(8,)])
     optimizer = tigon.AdamW(parameters, **OPTIONS, fused=True, capturable=True)
     with patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-        assert _launches(lambda: _train(optimizer, parameters, 1)) == 0
+        assert _count_updates(lambda: _train(optimizer, parameters, 1)) == 0
 
 
 def test_adamw_accepts_groups_and_missing_gradients():
@@ -208,12 +208,12 @@ def test_a_step_may_run_inside_backward():
         parameters = _parameters(shapes=[(8, 8), (8,)])
         optimizers = {p: kind([p], **OPTIONS) for p in parameters}
 
-        def take(p, optimizers=optimizers):
+        def step_and_free(p, optimizers=optimizers):
             optimizers[p].step()
             optimizers[p].zero_grad()
 
         for p in parameters:
-            p.register_post_accumulate_grad_hook(take)
+            p.register_post_accumulate_grad_hook(step_and_free)
         for _ in range(2):
             (parameters[0] @ parameters[1]).square().sum().backward()
         assert all(p.grad is None for p in parameters)
@@ -251,10 +251,10 @@ def test_torch_updates_tensors_that_the_kernel_does_not_support(name):
         if name.startswith("gradient") and p is odd:
             p.grad = torch.randn(6, 4, device=DEVICE).T
         q.grad = p.grad.clone()
-    launches = _launches(optimizer.step)
+    updates = _count_updates(optimizer.step)
     expected.step()
     _assert_same([odd, plain], theirs)
-    assert launches == (1 if INTERPRETED or DEVICE == "cuda" else 0)
+    assert updates == (1 if INTERPRETED or DEVICE == "cuda" else 0)
 
 
 def test_adamw_supports_a_scaler_that_leaves_scaling_to_the_optimizer():
@@ -264,7 +264,7 @@ def test_adamw_supports_a_scaler_that_leaves_scaling_to_the_optimizer():
     scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0)
     before = p.detach().clone()
     scaler.scale((p * float("inf")).sum()).backward()
-    assert _launches(lambda: scaler.step(optimizer)) == 0
+    assert _count_updates(lambda: scaler.step(optimizer)) == 0
     assert torch.equal(p, before)
     scaler.update()
     optimizer.zero_grad()
@@ -328,12 +328,12 @@ def _two_ranks(store: str) -> None:
         model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1))
         fully_shard(model)
         optimizer = kind(model.parameters(), **OPTIONS)
-        launches = 0
+        updates = 0
         for _ in range(2):
             model(torch.randn(4, 8)).square().sum().backward()
-            launches += _launches(optimizer.step)
+            updates += _count_updates(optimizer.step)
             optimizer.zero_grad()
-        assert launches == (8 if INTERPRETED and kind is tigon.AdamW else 0)
+        assert updates == (8 if INTERPRETED and kind is tigon.AdamW else 0)
         results.append([p.to_local().clone() for p in model.parameters()])
         assert all(isinstance(s["exp_avg"], DTensor) for s in optimizer.state.values())
     assert any(p.numel() == 0 for p in results[0]) == (rank == 1)

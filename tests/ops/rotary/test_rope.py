@@ -103,12 +103,12 @@ def _tables(frequencies: torch.Tensor) -> list[torch.Tensor]:
 def _assert_equals(theirs, tables, frequencies, ours=None, **options):
     """In fp32 the reference returns the same bits as the function of transformers, and the op returns its values."""
     ours = ours or _tables(frequencies)
-    for heads in (1, 2):
+    for heads_axis in (1, 2):
         q, k, *_ = _inputs(2, 4, 2, 3, 24, 16)
-        q, k = (x.transpose(1, heads).detach().requires_grad_() for x in (q, k))
-        stock = functools.partial(theirs, cos=tables[0], sin=tables[1], unsqueeze_dim=heads)
+        q, k = (x.transpose(1, heads_axis).detach().requires_grad_() for x in (q, k))
+        stock = functools.partial(theirs, cos=tables[0], sin=tables[1], unsqueeze_dim=heads_axis)
         expected = outputs_and_gradients(stock, [q, k])
-        op, reference = (functools.partial(f, unsqueeze_dim=heads) for f in _both(**options))
+        op, reference = (functools.partial(f, unsqueeze_dim=heads_axis) for f in _both(**options))
         results = outputs_and_gradients(reference, [q, k, *ours])
         assert all(torch.equal(a, b) for a, b in zip(results[0], expected[0], strict=True))
         _assert_close(results, expected)

@@ -1,4 +1,4 @@
-"""A part of `torch_private` that is imported again, from a torch that lacks names."""
+"""A fixture that imports a part of `torch_private` again, as if torch lacked some names."""
 
 import importlib.util
 from collections.abc import Callable

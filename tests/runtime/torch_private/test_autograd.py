@@ -20,32 +20,32 @@ class _Backward(torch.autograd.Function):
     """Record what a function returns in backward."""
 
     @staticmethod
-    def forward(ctx, x, answers, question):
-        ctx.answers, ctx.question = answers, question
+    def forward(ctx, x, results, function):
+        ctx.results, ctx.function = results, function
         return x.clone()
 
     @staticmethod
     def backward(ctx, dy):
-        ctx.answers.append(ctx.question())
+        ctx.results.append(ctx.function())
         return dy, None, None
 
 
 @pytest.mark.parametrize("retains", [False, True])
 def test_retained_graph_is_recognised(retains):
-    answers = []
+    results = []
     x = torch.ones(2, requires_grad=True)
-    _Backward.apply(x, answers, autograd.keeps_graph).sum().backward(retain_graph=retains)
-    assert answers == [retains]
+    _Backward.apply(x, results, autograd.keeps_graph).sum().backward(retain_graph=retains)
+    assert results == [retains]
 
 
 def test_each_backward_has_a_number():
     assert autograd.backward_id() == -1
-    answers = []
-    y = _Backward.apply(torch.ones(2, requires_grad=True), answers, autograd.backward_id).sum()
+    results = []
+    y = _Backward.apply(torch.ones(2, requires_grad=True), results, autograd.backward_id).sum()
     y.backward(retain_graph=True)
     y.backward()
-    assert -1 not in answers
-    assert answers[0] != answers[1]
+    assert -1 not in results
+    assert results[0] != results[1]
 
 
 def test_innermost_saved_tensor_hooks_are_returned():
@@ -57,15 +57,15 @@ def test_innermost_saved_tensor_hooks_are_returned():
 
 
 def test_two_runs_of_a_checkpoint_are_distinguished():
-    answers = []
+    results = []
 
     def region(x):
-        answers.append((in_checkpoint(), is_checkpoint_recomputation(), is_saved_only_by_this_op()))
+        results.append((in_checkpoint(), is_checkpoint_recomputation(), is_saved_only_by_this_op()))
         return x.sin().sin()
 
     region(torch.ones(2, requires_grad=True))
     checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
-    assert answers == [(False, False, True), (True, False, True), (True, True, False)]
+    assert results == [(False, False, True), (True, False, True), (True, True, False)]
 
 
 def test_unknown_hook_of_a_checkpoint_is_refused():
@@ -123,10 +123,10 @@ def test_hooks_of_a_gradient_are_seen():
 
 
 def test_active_transforms_are_recognised():
-    answers = []
+    results = []
 
     def function(x):
-        answers.append(autograd.has_active_transform())
+        results.append(autograd.has_active_transform())
         return x * 2
 
     function(torch.ones(2))
@@ -134,7 +134,7 @@ def test_active_transforms_are_recognised():
     with torch.autograd.forward_ad.dual_level():
         function(torch.ones(2))
     function(torch.ones(2))
-    assert answers == [False, True, True, False]
+    assert results == [False, True, True, False]
 
 
 def test_tensor_subclasses_are_plain_in_a_block():
@@ -161,13 +161,13 @@ def test_backward_runs_inside_the_active_modes():
     from torch.utils.flop_counter import FlopCounterMode
 
     x = torch.ones(2, requires_grad=True)
-    answers = []
-    y = _Backward.apply(x, answers, dispatch_modes).sum()
+    results = []
+    y = _Backward.apply(x, results, dispatch_modes).sum()
     with FlopCounterMode(display=False):
         autograd.engine_run_backward(
             (y,), (torch.ones_like(y),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
-    assert answers == [1]
+    assert results == [1]
     assert x.grad.tolist() == [1.0, 1.0]
 
 
@@ -218,11 +218,11 @@ def test_unknown_checkpoint_hooks_count_as_foreign_and_are_reported(monkeypatch,
         with pytest.warns(RuntimeWarning, match="names the hooks of torch.utils.checkpoint in another way"):
             module = import_again(autograd)
     monkeypatch.setattr(autograd, "_KNOWS_CHECKPOINT", module._KNOWS_CHECKPOINT)
-    answers = []
+    results = []
 
     def region(x):
-        answers.append((in_checkpoint(), is_checkpoint_recomputation(), is_saved_only_by_this_op()))
+        results.append((in_checkpoint(), is_checkpoint_recomputation(), is_saved_only_by_this_op()))
         return x.sin().sin()
 
     checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False).sum().backward()
-    assert answers == [(False, False, False)] * 2, "what an op saves is never overwritten"
+    assert results == [(False, False, False)] * 2, "what an op saves is never overwritten"

@@ -42,43 +42,43 @@ def test_a_mode_sees_operators_on_symbolic_sizes():
     assert len(environment.guards) == before + 1
 
 
-class _Asker:
-    """Asks Dynamo, while it traces `holds`, for the variables of that method."""
+class _Guarded:
+    """While Dynamo traces `holds`, the local variables of that method are recorded."""
 
     def holds(self, module):
-        _ask()
+        _inspect_caller()
         return True
 
 
-_answers = []
+_records = []
 _comptime = graphs.load_comptime()
 
 
-def _answer(context):
+def _record_locals(context):
     frame, (guard, module) = graphs.locals_of_caller(context, "self", "module")
     ids, writes_global = graphs.changed_objects(frame)
-    _answers.append((guard.value, module.value, id(module.value) in ids, writes_global, graphs.is_tracing()))
+    _records.append((guard.value, module.value, id(module.value) in ids, writes_global, graphs.is_tracing()))
 
 
-def _ask():
-    _comptime(_answer)
+def _inspect_caller():
+    _comptime(_record_locals)
 
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_dynamo_shows_the_locals_of_the_caller_and_changed_objects(changes):
     torch._dynamo.reset()
-    _answers.clear()
-    layer, asker = _Layer(), _Asker()
+    _records.clear()
+    layer, guarded = _Layer(), _Guarded()
 
     @torch.compile(backend="eager")
     def run(x):
         if changes:
             layer.scale = 3.0
-        asker.holds(layer)
+        guarded.holds(layer)
         return layer(x)
 
     run(torch.ones(2))
-    assert _answers[0] == (asker, layer, changes, False, True)
+    assert _records[0] == (guarded, layer, changes, False, True)
     assert not graphs.is_tracing()
 
 

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
 PACKAGE = Path(tigon.__file__).parent
 
-# Each private name as a regular expression, by the files that may use it.
+# The file or folder that alone may use some private names, and a regular expression for each name.
 PRIVATE_NAMES = {
     "runtime/torch_private": (
         r"torch\._[a-zA-Z]",
@@ -81,7 +81,7 @@ def test_no_other_file_uses_these_names(owner):
     pattern = re.compile("|".join(PRIVATE_NAMES[owner]))
     files = [file for file in PACKAGE.rglob("*.py") if not file.is_relative_to(PACKAGE / owner)]
     uses = {file.relative_to(PACKAGE).as_posix(): pattern.findall(read_code(file)) for file in files}
-    assert {file for file, found in uses.items() if found} == set()
+    assert {file for file, matches in uses.items() if matches} == set()
 
 
 def test_a_private_name_would_be_seen():

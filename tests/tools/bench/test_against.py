@@ -53,15 +53,15 @@ def checkout(tmp_path_factory):
 
 
 @pytest.fixture
-def here(checkout, monkeypatch):
+def imported_checkout(checkout, monkeypatch):
     """Let this Tigon appear to be imported from the checkout."""
     monkeypatch.setattr(against, "PACKAGE", checkout / "src" / "tigon")
     return checkout
 
 
-def test_a_revision_is_a_separate_copy(here):
+def test_a_revision_is_a_separate_copy(imported_checkout):
     revision = find_revision("before")
-    assert revision.commit == git(here, "rev-parse", "before")
+    assert revision.commit == git(imported_checkout, "rev-parse", "before")
     assert (revision.name, revision.title) == ("tigon@before", "Before | softmax")
     modules = {name: module for name, module in sys.modules.items() if name.startswith("tigon")}
     x, weight = torch.randn(4, 64), torch.ones(64)
@@ -75,11 +75,11 @@ def test_a_revision_is_a_separate_copy(here):
         assert sys.modules["tigon"] is tigon
         assert {name: module for name, module in sys.modules.items() if name.startswith("tigon")} == modules
     assert not folder.exists()
-    assert git(here, "status", "--short") == "M src/tigon/__init__.py"
-    assert not (here / ".git" / "worktrees").exists()
+    assert git(imported_checkout, "status", "--short") == "M src/tigon/__init__.py"
+    assert not (imported_checkout / ".git" / "worktrees").exists()
 
 
-def test_the_operators_of_a_revision_have_their_own_namespace(here):
+def test_the_operators_of_a_revision_have_their_own_namespace(imported_checkout):
     def shape_of_result(namespace):
         with FakeTensorMode():
             return getattr(torch.ops, namespace).glu_forward(torch.empty(2, 8), torch.empty(2, 8), "silu").shape
@@ -89,18 +89,18 @@ def test_the_operators_of_a_revision_have_their_own_namespace(here):
     assert shape_of_result("tigon") == (2, 8)
 
 
-def test_a_full_hash_is_shortened(here):
-    full = git(here, "rev-parse", "before")
+def test_a_full_hash_is_shortened(imported_checkout):
+    full = git(imported_checkout, "rev-parse", "before")
     assert find_revision(full).name == f"tigon@{full[:12]}"
 
 
 @pytest.mark.parametrize("ref", ["nowhere", "--all", "", "before:README"])
-def test_an_unknown_ref_is_refused(here, ref):
+def test_an_unknown_ref_is_refused(imported_checkout, ref):
     with pytest.raises(ValueError, match=f"bench: --against must name a commit of .*, got '{ref}'"):
         find_revision(ref)
 
 
-def test_a_commit_without_tigon_is_refused(here):
+def test_a_commit_without_tigon_is_refused(imported_checkout):
     with pytest.raises(ValueError, match="must name a commit with Tigon in 'src/tigon', got 'empty'"):
         find_revision("empty")
 

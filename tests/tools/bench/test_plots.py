@@ -121,9 +121,9 @@ def test_linear_cases_are_bars_from_the_line_of_the_products(tmp_path, figures):
     labels = [text.get_text() for text in left.texts]
     assert {"1.04", "1.30", "0.98", "4.20", "llama-3-8b/8192x4096x128256", "llama-3-8b/1024x4096x128256"} == set(labels)
     assert [text.get_text() for text in right.texts] == [" 400 MiB", " 400 MiB", " 400 MiB", " 0 MiB"]
-    places = [bar.get_y() for bar in left.patches]
+    bar_positions = [bar.get_y() for bar in left.patches]
     # Tigon is first, because the axis points down.
-    assert places == sorted(places)
+    assert bar_positions == sorted(bar_positions)
     assert left.get_ylim()[0] > left.get_ylim()[1]
 
 

@@ -120,8 +120,8 @@ def test_a_wrong_gradient_is_named(monkeypatch, judged_at_once):
     eager = eager_results(case, inputs)
     monkeypatch.setattr("tigon.tools.bench.accuracy.JUDGED_ELEMENTS", judged_at_once)
     assert judge(eager, eager, exact).wrong == ""
-    for spoilt in (eager["gradient of weight"] * 1.1, torch.full_like(eager["gradient of weight"], torch.nan)):
-        assert "gradient of weight" in judge(eager | {"gradient of weight": spoilt}, eager, exact).wrong
+    for wrong_gradient in (eager["gradient of weight"] * 1.1, torch.full_like(eager["gradient of weight"], torch.nan)):
+        assert "gradient of weight" in judge(eager | {"gradient of weight": wrong_gradient}, eager, exact).wrong
 
 
 def test_a_loss_in_half_precision_is_judged_by_the_units_of_fp32():
@@ -142,10 +142,10 @@ def test_exact_losses_agree_with_fp64_autograd(monkeypatch):
         inputs = case.make(CPU)
         wide = inputs.map(lambda _, x: x.double() if x.is_floating_point() else x)
         eager = Provider("eager", EAGER[op])
-        exact, right = exact_results(case, inputs), BoundProvider(eager, eager.load(case), wide).results()
-        assert exact.keys() == right.keys()
+        exact, expected = exact_results(case, inputs), BoundProvider(eager, eager.load(case), wide).results()
+        assert exact.keys() == expected.keys()
         for name, value in exact.items():
-            torch.testing.assert_close(value.double(), right[name].double(), rtol=1e-4, atol=1e-7)
+            torch.testing.assert_close(value.double(), expected[name].double(), rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -329,22 +329,22 @@ def _hugging_face(name):
         return norm(models.llama.modeling_llama.LlamaRMSNorm, hidden, weight), hidden
 
     llama, gemma2, gemma3 = (getattr(models, m) for m in ("llama", "gemma2", "gemma3"))
-    turn = llama.modeling_llama.apply_rotary_pos_emb
+    rotate = llama.modeling_llama.apply_rotary_pos_emb
     return {
         "llama norm": (tiny("rms_norm"), partial(norm, llama.modeling_llama.LlamaRMSNorm)),
         "gemma norm": (tiny("rms_norm", **GEMMA), partial(norm, gemma2.modeling_gemma2.Gemma2RMSNorm)),
         "llama residual and norm": (tiny("add_rms_norm"), add_norm),
-        "llama rope": (tiny("rope"), turn),
+        "llama rope": (tiny("rope"), rotate),
         "helium rope": (tiny("rope", layout="interleaved"), models.helium.modeling_helium.apply_rotary_pos_emb),
         "deepseek rope": (
             tiny("rope", layout="deinterleaved"),
             models.deepseek_v3.modeling_deepseek_v3.apply_rotary_pos_emb_interleave,
         ),
         "qwen3 q and k": (
-            tiny("qk_norm_rope"), partial(qk_norm_rope, models.qwen3.modeling_qwen3.Qwen3RMSNorm, turn)
+            tiny("qk_norm_rope"), partial(qk_norm_rope, models.qwen3.modeling_qwen3.Qwen3RMSNorm, rotate)
         ),
         "gemma3 q and k": (
-            tiny("qk_norm_rope", **GEMMA), partial(qk_norm_rope, gemma3.modeling_gemma3.Gemma3RMSNorm, turn)
+            tiny("qk_norm_rope", **GEMMA), partial(qk_norm_rope, gemma3.modeling_gemma3.Gemma3RMSNorm, rotate)
         ),
         "nemotron activation": (tiny("relu2"), ACT2FN["relu2"]),
     }[name]  # fmt: skip
@@ -367,9 +367,9 @@ def test_eager_code_equals_that_of_hugging_face_bit_for_bit(name):
         return outputs if isinstance(outputs, tuple) else (outputs,)
 
     eager = Provider("eager", EAGER[case.op])
-    right = BoundProvider(eager, theirs, inputs).results()
+    expected = BoundProvider(eager, theirs, inputs).results()
     for key, value in BoundProvider(eager, eager.load(case), inputs).results().items():
-        assert torch.equal(value, right[key]), key
+        assert torch.equal(value, expected[key]), key
 
 
 def test_select_includes_and_excludes_providers():

@@ -26,10 +26,13 @@ def make_runs(take_turns: bool, steps: int = 3) -> list[DemoRun]:
 
 
 @pytest.fixture
-def story(monkeypatch):
-    """Replace the processes; return the list of their actions, and a table of functions to call at (name, step)."""
+def fake_children(monkeypatch):
+    """Replace the processes. Return the list of their actions, and a table of functions by (name, step).
+
+    The function is called before the process of this name takes this step. Steps are counted from 0.
+    """
     actions: list[str] = []
-    surprises: dict[tuple[str, int], Callable[[], None]] = {}
+    callbacks: dict[tuple[str, int], Callable[[], None]] = {}
 
     class FakeChild:
         def __init__(self, job: Job, log: Path, command: list[str], settings: dict[str, str]) -> None:
@@ -44,7 +47,7 @@ def story(monkeypatch):
                 self.is_ready = True
                 facts = {"parameters": 1, "state_bytes": 16, "attention": "sdpa", "threads": 1, "applied": ""}
                 return {"event": "ready", **facts}
-            surprises.get((self.name, self.steps), lambda: None)()
+            callbacks.get((self.name, self.steps), lambda: None)()
             self.steps += 1
             actions.append(f"{self.name} {self.steps}")
             return {
@@ -56,19 +59,19 @@ def story(monkeypatch):
             actions.append(f"{self.name} ends")
 
     monkeypatch.setattr(child, "Child", FakeChild)
-    return actions, surprises
+    return actions, callbacks
 
 
 def fail(error: BaseException) -> Callable[[], None]:
-    def surprise() -> None:
+    def raise_error() -> None:
         raise error
 
-    return surprise
+    return raise_error
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["terminal", "pipe"])
-def test_runs_take_turns_step_by_step(story, tmp_path, terminal):
-    actions, _ = story
+def test_runs_take_turns_step_by_step(fake_children, tmp_path, terminal):
+    actions, _ = fake_children
     runs = make_runs(take_turns=True, steps=2)
     assert train_runs(runs, tmp_path, Console(force_terminal=terminal, quiet=True))
     assert actions == [
@@ -80,8 +83,8 @@ def test_runs_take_turns_step_by_step(story, tmp_path, terminal):
     assert runs[1].facts["parameters"] == 1
 
 
-def test_without_turns_one_run_follows_the_other(story, tmp_path):
-    actions, _ = story
+def test_without_turns_one_run_follows_the_other(fake_children, tmp_path):
+    actions, _ = fake_children
     train_runs(make_runs(take_turns=False, steps=2), tmp_path, Console(quiet=True))
     assert actions == [
         "stock starts", "stock 1", "stock 2", "stock ends", "tigon starts", "tigon 1", "tigon 2", "tigon ends",
@@ -89,9 +92,9 @@ def test_without_turns_one_run_follows_the_other(story, tmp_path):
 
 
 @pytest.mark.parametrize("take_turns", [True, False], ids=["turns", "one after the other"])
-def test_ctrl_c_ends_the_processes_and_keeps_the_steps(story, tmp_path, take_turns):
-    actions, surprises = story
-    surprises["stock", 2] = fail(KeyboardInterrupt())
+def test_ctrl_c_ends_the_processes_and_keeps_the_steps(fake_children, tmp_path, take_turns):
+    actions, callbacks = fake_children
+    callbacks["stock", 2] = fail(KeyboardInterrupt())
     runs = make_runs(take_turns)
     assert not train_runs(runs, tmp_path, Console(quiet=True))
     assert len(runs[0].losses) == 2
@@ -101,9 +104,9 @@ def test_ctrl_c_ends_the_processes_and_keeps_the_steps(story, tmp_path, take_tur
 
 
 @pytest.mark.parametrize("take_turns", [True, False], ids=["turns", "one after the other"])
-def test_a_run_out_of_memory_does_not_end_the_other(story, tmp_path, take_turns):
-    _, surprises = story
-    surprises["stock", 1] = fail(ChildFailed("out of memory: 9 GiB", out_of_memory=True))
+def test_a_run_out_of_memory_does_not_end_the_other(fake_children, tmp_path, take_turns):
+    _, callbacks = fake_children
+    callbacks["stock", 1] = fail(ChildFailed("out of memory: 9 GiB", out_of_memory=True))
     runs = make_runs(take_turns)
     assert train_runs(runs, tmp_path, Console(quiet=True))
     assert [run.failure for run in runs] == ["out of memory: 9 GiB", ""]
@@ -111,9 +114,9 @@ def test_a_run_out_of_memory_does_not_end_the_other(story, tmp_path, take_turns)
 
 
 @pytest.mark.parametrize("take_turns", [True, False], ids=["turns", "one after the other"])
-def test_any_other_failure_ends_both(story, tmp_path, take_turns):
-    _, surprises = story
-    surprises["stock", 1] = fail(ChildFailed("KeyError: 7"))
+def test_any_other_failure_ends_both(fake_children, tmp_path, take_turns):
+    _, callbacks = fake_children
+    callbacks["stock", 1] = fail(ChildFailed("KeyError: 7"))
     runs = make_runs(take_turns)
     assert train_runs(runs, tmp_path, Console(quiet=True))
     assert [run.failure for run in runs] == ["KeyError: 7", ""]

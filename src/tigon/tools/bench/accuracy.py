@@ -217,9 +217,9 @@ class Verdict:
 def judge(actual: Results, eager: Results, exact: Results, typical: float = 0.0) -> Verdict:
     """Compare every output and gradient, and name the first that breaks the rule.
 
-    Eager code can compute a single number exactly by chance, and then its error sets no useful limit. In the ratios,
-    its error in a loss therefore counts as at least `typical`, its standard error, and in the rule as at least twice
-    that.
+    Eager code can compute a single number exactly by chance, and then its error sets no useful limit. For a loss, the
+    error of eager code therefore counts as at least `typical` in the ratios, and as at least twice `typical` in the
+    rule. `typical` is the standard error of the loss of eager code.
     """
     wrong = ""
     errors: dict[str, Errors] = {}

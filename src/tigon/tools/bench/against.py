@@ -1,4 +1,4 @@
-"""Import of another revision of Tigon into the same process: a copy of the package as a commit has it.
+"""Import another revision of Tigon into the same process: a copy of the package at a commit.
 
 Both revisions then get the same inputs and are measured in turn, as any two providers are. The repository is only read.
 """
@@ -30,11 +30,11 @@ PACKAGE = Path(tigon.__file__).resolve().parent
 class Revision:
     """A commit of the checkout that this Tigon is imported from."""
 
-    # The name of the commit on the command line, and its 40 hex digits.
+    # `ref` is the name of the commit on the command line, and `commit` its 40 hex digits.
     ref: str
     commit: str
     title: str
-    # The folder of the checkout, and that of the package in it as git writes paths.
+    # `root` is the folder of the checkout. `folder` is the path of the package in it, as git writes paths.
     root: Path
     folder: str
 

@@ -89,11 +89,11 @@ def _rope(case: Case) -> Run:
         if layout == "deinterleaved":
             cos, sin = cos.chunk(2, -1)[0], sin.chunk(2, -1)[0]
             return _deinterleaved(q, cos, sin), _deinterleaved(k, cos, sin)
-        turn = _rotate_half
+        rotate = _rotate_half
         if layout == "interleaved":
             cos, sin = (table.chunk(2, -1)[0].repeat_interleave(2, -1) for table in (cos, sin))
-            turn = _rotate_pairs
-        return q * cos + turn(q) * sin, k * cos + turn(k) * sin
+            rotate = _rotate_pairs
+        return q * cos + rotate(q) * sin, k * cos + rotate(k) * sin
 
     return run
 

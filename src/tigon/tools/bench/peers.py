@@ -129,11 +129,11 @@ def liger_qk_norm_rope(case: Case) -> Run:
     refuse_other_options(case, "offset", "rounding")
     offset, casting = _casting(case)
 
-    def normalised(x: Tensor, weight: Tensor) -> Tensor:
+    def normalise(x: Tensor, weight: Tensor) -> Tensor:
         return LigerRMSNormFunction.apply(x.transpose(1, 2), weight, 1e-6, offset, casting, False).transpose(1, 2)
 
     return lambda q, k, q_weight, k_weight, cos, sin: tuple(
-        liger_rotary_pos_emb(normalised(q, q_weight), normalised(k, k_weight), cos, sin)
+        liger_rotary_pos_emb(normalise(q, q_weight), normalise(k, k_weight), cos, sin)
     )
 
 
@@ -279,12 +279,12 @@ def quack_qk_norm_rope(case: Case) -> Run:
 
     rotate, offset = _quack_rotation(case), case.options.get("offset", 0.0)
 
-    def normalised(x: Tensor, weight: Tensor) -> Tensor:
+    def normalise(x: Tensor, weight: Tensor) -> Tensor:
         return quack.rmsnorm(x.transpose(1, 2), weight, eps=1e-6, weight_offset=offset).transpose(1, 2)
 
     return lambda q, k, q_weight, k_weight, cos, sin: (
-        rotate(normalised(q, q_weight), cos, sin),
-        rotate(normalised(k, k_weight), cos, sin),
+        rotate(normalise(q, q_weight), cos, sin),
+        rotate(normalise(k, k_weight), cos, sin),
     )
 
 

@@ -31,7 +31,7 @@ COLOURS = {
     "liger-cute": "#7fceb9", "quack": "#e69f00", "cce": "#cc79a7", "cce-exact": "#e5bcd3", "trl": "#4d3319",
     "products": "#c9c9c9",
 }  # fmt: skip
-ANOTHER_REVISION = "#7a3b00"
+REVISION_COLOUR = "#7a3b00"
 # The heights of a bar and of a panel of lines, in inches.
 BAR, LINES = 0.27, 3.2
 # The smallest number of cases that are drawn as a line.
@@ -41,7 +41,7 @@ INACCURATE = " (inaccurate)"
 
 
 def _colour(provider: str) -> str:
-    return COLOURS.get(provider, ANOTHER_REVISION if provider.startswith("tigon@") else "#444444")
+    return COLOURS.get(provider, REVISION_COLOUR if provider.startswith("tigon@") else "#444444")
 
 
 # --- sweeps --------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ def _draw_family(family: str, rows: list[BenchRow], file: Path, machine: str) ->
     kind = "GPU kernel time" if any(row.kernel_ms is not None for row in rows) else "wall time"
     figure.suptitle(
         f"{family}: forward + backward on {machine}\n"
-        f"left: {kind}{' (lines: the roofline over it)' if sweeps else ''}, dotted the roofline; "
+        f"left: {kind}{' (lines: share of the roofline)' if sweeps else ''}, dotted: the roofline; "
         "right: peak memory above the inputs",
         fontsize=10,
     )
@@ -215,13 +215,13 @@ GAP = 1.5
 
 def _draw_products(rows: list[BenchRow], file: Path, machine: str) -> None:
     """Draw bars of each provider on each case: time over that of the products, and memory above the gradients."""
-    places: list[float] = []
+    positions: list[float] = []
     titles: list[tuple[float, str]] = []
     end = 0.0
     for case, group in groupby(rows, key=lambda row: row.case):
         titles.append((end, case.partition("/")[2]))
-        places += [end + i for i, _ in enumerate(group, 1)]
-        end = places[-1] + GAP
+        positions += [end + i for i, _ in enumerate(group, 1)]
+        end = positions[-1] + GAP
     figure, (left, right) = pyplot.subplots(
         1, 2, sharey=True, layout="constrained", figsize=(11, 1.2 + 0.17 * end), gridspec_kw={"width_ratios": (3, 2)}
     )
@@ -231,15 +231,15 @@ def _draw_products(rows: list[BenchRow], file: Path, machine: str) -> None:
         "right: peak memory above the gradients; both logarithmic",
         fontsize=10,
     )
-    _products_bars(left, places, rows)
-    _memory_bars(right, places, rows)
-    left.set_yticks(places, [row.provider + INACCURATE * (row.accurate is False) for row in rows])
+    _products_bars(left, positions, rows)
+    _memory_bars(right, positions, rows)
+    left.set_yticks(positions, [row.provider + INACCURATE * (row.accurate is False) for row in rows])
     for label, row in zip(left.get_yticklabels(), rows, strict=True):
         label.set_fontweight("bold" if row.provider == "tigon" else "normal")
-    for place, title in titles:
-        left.text(0, place, title, fontsize=8, fontweight="bold", va="center", transform=left.get_yaxis_transform())
+    for position, title in titles:
+        left.text(0, position, title, fontsize=8, fontweight="bold", va="center", transform=left.get_yaxis_transform())
     # The first case is at the top.
-    left.set_ylim(max(places) + 0.8, -0.7)
+    left.set_ylim(max(positions) + 0.8, -0.7)
     for axes in (left, right):
         axes.tick_params(axis="y", labelsize=7, length=0)
         axes.tick_params(axis="x", labelsize=7, colors="#555555", labeltop=True)
@@ -250,14 +250,14 @@ def _draw_products(rows: list[BenchRow], file: Path, machine: str) -> None:
     pyplot.close(figure)
 
 
-def _products_bars(axes: Axes, places: list[float], rows: list[BenchRow]) -> None:
+def _products_bars(axes: Axes, positions: list[float], rows: list[BenchRow]) -> None:
     """Draw a bar from the line of the products to each ratio."""
     ratios = [row.products_ratio or 0.0 for row in rows]
     colours = [_colour(row.provider) for row in rows]
-    axes.barh(places, [ratio - 1 for ratio in ratios], left=1.0, color=colours, height=0.8)
-    for place, ratio in zip(places, ratios, strict=True):
+    axes.barh(positions, [ratio - 1 for ratio in ratios], left=1.0, color=colours, height=0.8)
+    for height, ratio in zip(positions, ratios, strict=True):
         # A bar to the left of the line has its number to the right of it.
-        position = (max(ratio, 1.0), place)
+        position = (max(ratio, 1.0), height)
         axes.annotate(f"{ratio:.2f}", position, (3, 0), textcoords="offset points", fontsize=7, va="center")
     axes.axvline(1.0, color="black", linewidth=1)
     axes.set_xscale("log")
@@ -268,13 +268,13 @@ def _products_bars(axes: Axes, places: list[float], rows: list[BenchRow]) -> Non
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
-def _memory_bars(axes: Axes, places: list[float], rows: list[BenchRow]) -> None:
+def _memory_bars(axes: Axes, positions: list[float], rows: list[BenchRow]) -> None:
     """Draw a bar from the left edge to each value. A value below the edge has a number and no bar."""
     values = [row.peak_above_gradients_mib for row in rows]
     positive_values = [value for value in values if value is not None and value > 0]
     edge = max(1.0, min(positive_values, default=1.0) / 2)
     lengths = [max(value or 0.0, edge) - edge for value in values]
-    bars = axes.barh(places, lengths, left=edge, color=[_colour(row.provider) for row in rows], height=0.8)
+    bars = axes.barh(positions, lengths, left=edge, color=[_colour(row.provider) for row in rows], height=0.8)
     axes.bar_label(bars, ["" if v is None else f" {round(v):,} MiB" for v in values], fontsize=7)
     axes.set_xscale("log")
     axes.set_xlim(edge, max([*positive_values, 10 * edge]) * 6)

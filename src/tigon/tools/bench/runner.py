@@ -29,7 +29,7 @@ from tigon.tools.workloads import Inputs
 
 __all__ = ["BenchRow", "run_case"]
 
-# It receives a description of the current step.
+# A function that receives a description of the current step.
 ShowStep = Callable[[str], None]
 Result = TypeVar("Result")
 
@@ -231,7 +231,7 @@ def _check(case: Case, entries: list[_Entry], meter: Meter, show_step: ShowStep)
 
 def _verdict(entry: _Entry, baseline: _Baseline, meter: Meter) -> Verdict:
     results = entry.bind(baseline.inputs).results()
-    # A kernel that fails then raises here.
+    # If a kernel has failed, this call raises its error.
     meter.synchronize()
     return judge(results, baseline.eager, baseline.exact, baseline.typical_error)
 

@@ -161,7 +161,7 @@ def _select(text: str | None, names: list[str], option: str) -> list[str]:
 
 
 def _discard_errors_at_exit() -> None:
-    """Discard what a compiling process writes at its end, when Triton's bindings list leaked objects on stderr."""
+    """Discard the standard error of a compiling process at its end, where Triton's bindings list leaked objects."""
     atexit.register(lambda: os.dup2(os.open(os.devnull, os.O_WRONLY), 2))
 
 

@@ -83,7 +83,7 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
         128000, 256000, token_scaling=True, **EVERY_TERM
     ),
-    "linear_cross_entropy rows that count": _valid_rows,
+    "linear_cross_entropy valid rows": _valid_rows,
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
     "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
     "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),

@@ -145,8 +145,8 @@ def _conclude(
     if interrupted:
         step_counts = ", ".join(f"{run.title} {len(run.losses)}" for run in runs)
         console.print(
-            f"[bold yellow]Interrupted[/]: of {plan.first.preset.steps} steps were done: {step_counts}. "
-            "The report has them."
+            f"[bold yellow]Interrupted[/] before all {plan.first.preset.steps} steps were done: {step_counts}. "
+            "The report contains these steps."
         )
         code = INTERRUPTED
     console.print(f"Written to [bold]{escape(str(folder))}[/]: report.json, loss.png, speed_memory.png")

@@ -62,7 +62,7 @@ class DemoRun(TrainingRun):
         if event["event"] != "step":
             self.display.show_state(self, event["event"])
 
-    def keep(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         if event["event"] == "point":
             self.measurement.add(event)
             self.display.show_step(self)

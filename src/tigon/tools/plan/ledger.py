@@ -229,7 +229,7 @@ class _Attention(TorchFunctionMode):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Save queries, keys, values, the output and one fp32 number a row, as the kernels of cuDNN and flash do."""
+    """Save queries, keys, values, the output and one fp32 number per row, as the kernels of cuDNN and flash do."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
@@ -250,7 +250,7 @@ class _FusedAttention(torch.autograd.Function):
         del grad_outputs
         query, key, value, _, out, lse = ctx.saved_tensors
         dout = dout.contiguous()
-        # The kernels accumulate dq in fp32, and compute delta, which is one number a row.
+        # The kernels accumulate dq in fp32, and compute delta, which is one number per row.
         buffers = query.new_empty(query.shape, dtype=torch.float32), torch.empty_like(lse)
         # Backward has five products where the forward pass has two.
         ctx.ledger.work.attention += ctx.flops * 5 // 2

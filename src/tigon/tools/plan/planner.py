@@ -340,7 +340,7 @@ def recommend(plans: list[LevelPlan], settings: PlanSettings, has_batch: bool) -
     Args:
         plans: The plans of all levels.
         settings: The settings of the plans.
-        has_batch: Whether the user asked for a batch. If not, each level is judged at its largest batch.
+        has_batch: Whether the user has named a batch. If not, each level is judged at its largest batch.
     """
     plans = [level_plan for level_plan in plans if level_plan.level != STOCK]
     if has_batch:

@@ -47,11 +47,11 @@ def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
     if positions is None or seq <= positions - MAX_EXTRA_ROWS:
         return None
     is_table = lambda x: x.dim() == 2 and positions <= len(x) <= positions + MAX_EXTRA_ROWS
-    words = getattr(model, "get_input_embeddings", lambda: None)()
+    word_embeddings = getattr(model, "get_input_embeddings", lambda: None)()
     embeddings = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, nn.Embedding) and module is not words and is_table(module.weight)
+        if isinstance(module, nn.Embedding) and module is not word_embeddings and is_table(module.weight)
     }
     buffers = [name for name, buffer in model.named_buffers() if is_table(buffer)]
     reads = _reads(model, embeddings, seq)
@@ -65,8 +65,12 @@ def find_position_table(model: nn.Module, seq: int) -> PositionTable | None:
         # The positions of tokens begin after the position of the padding, as in RoBERTa.
         first = 0 if table.padding_idx is None else table.padding_idx + 1
         tables.append(PositionTable(name, min(positions, table.num_embeddings - first)))
-    now = dict(model.named_buffers())
-    tables += [PositionTable(name, positions) for name in buffers if name in now and len(now[name]) < seq]
+    current_buffers = dict(model.named_buffers())
+    tables += [
+        PositionTable(name, positions)
+        for name in buffers
+        if name in current_buffers and len(current_buffers[name]) < seq
+    ]
     return min((table for table in tables if table.positions < seq), key=lambda table: table.positions, default=None)
 
 
@@ -76,11 +80,11 @@ def _reads(model: nn.Module, embeddings: dict[str, nn.Embedding], seq: int) -> l
     hooks = []
     for name, module in embeddings.items():
 
-        def note(_module: nn.Module, inputs: tuple, output: torch.Tensor, name: str = name) -> None:
+        def record_read(_module: nn.Module, inputs: tuple, output: torch.Tensor, name: str = name) -> None:
             if output.dim() > 1 and output.shape[-2] == seq:
                 reads.append(name)
 
-        hooks.append(module.register_forward_hook(note))
+        hooks.append(module.register_forward_hook(record_read))
     try:
         # The ledger supplies values where the code asks for one that a meta tensor does not have.
         with quietly(), Ledger(), torch.no_grad():

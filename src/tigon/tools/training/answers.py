@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 __all__ = ["Rank", "WriteEvent", "answer", "answer_points", "describe_error", "is_out_of_memory"]
 
-# A process that failed at a point trains another point only if it holds at most this multiple of the memory that it
-# held before the failed point.
-LEFT_OVER = 1.02
+# After a point that failed, a process trains another point only if its memory is at most this multiple of its memory
+# before the failed point.
+MEMORY_AFTER_FAILURE = 1.02
 
 MEMORY_MESSAGES = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 
@@ -90,13 +90,13 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def agree(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0."""
         if self.ranks == 1:
             return value
-        box = [value]
-        dist.broadcast_object_list(box, 0)
-        return box[0]
+        values_of_root = [value]
+        dist.broadcast_object_list(values_of_root, 0)
+        return values_of_root[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
@@ -125,13 +125,13 @@ class Rank:
 
     def next_line(self, lines: Iterator[str]) -> str:
         """Return the next line of rank 0, or "" at the end."""
-        return self.agree(next(lines, "").strip() if self.rank == 0 else "")
+        return self.broadcast(next(lines, "").strip() if self.rank == 0 else "")
 
 
 def answer_points(
     start: Callable[[WriteEvent], Rank], rank: int, lines: Iterator[str], write_event: WriteEvent
 ) -> bool:
-    """Build the trainer with `start` and train a point for each line; return whether the process ends in order.
+    """Build the trainer with `start` and train a point for each line; return whether the process ends without an error.
 
     A single process that runs out of memory frees what the point allocated and takes the next point. A group ends,
     because its other ranks wait inside a step.
@@ -151,7 +151,7 @@ def answer_points(
             reason = describe_error(error)
         # Free memory outside the handler: inside it, the frames of the error still hold tensors.
         trainer.free()
-        if trainer.ends_without_memory or before is None or trainer.allocated() > LEFT_OVER * before:
+        if trainer.ends_without_memory or before is None or trainer.allocated() > MEMORY_AFTER_FAILURE * before:
             write_event("failed", out_of_memory=True, reason=reason)
             return False
         write_group_event("out of memory", reason=reason)

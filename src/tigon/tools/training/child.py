@@ -78,7 +78,7 @@ class Child:
                 text=True,
                 encoding="utf-8",
                 env=environment,
-                # Ctrl-C reaches the parent alone, which ends the process in order.
+                # Ctrl-C reaches the parent alone, which then ends the process.
                 start_new_session=True,
             )
 

@@ -89,21 +89,21 @@ def read_text(source: Path | None = None) -> Corpus:
     """
     name, files = _find_files(source)
     documents: list[str] = []
-    room = MAX_CHARACTERS
+    characters_left = MAX_CHARACTERS
     for path in files:
         with path.open("rb") as file:
             # A character has at most four bytes.
-            data = file.read(4 * room)
+            data = file.read(4 * characters_left)
         if not data.strip() or b"\0" in data:
             continue
-        document = data.decode("utf-8", errors="replace")[:room]
+        document = data.decode("utf-8", errors="replace")[:characters_left]
         documents.append(document)
-        room -= len(document)
-        if room == 0:
+        characters_left -= len(document)
+        if characters_left == 0:
             break
     if not documents:
         raise ValueError(f"must hold a file of text, got {name!r}: {len(files)} files, none of them text")
-    return Corpus(name, documents, is_truncated=room == 0)
+    return Corpus(name, documents, is_truncated=characters_left == 0)
 
 
 def _key(corpus: Corpus, vocab: int) -> str:

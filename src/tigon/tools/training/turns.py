@@ -1,7 +1,7 @@
 """Every training program runs this loop: each run has a process, and the processes train their points in turn.
 
 `tigon demo`, `tigon bench train` and the Medusa example subclass `TrainingRun`; the subclass chooses the points and
-keeps the answers.
+stores the answers.
 """
 
 from abc import ABC, abstractmethod
@@ -38,8 +38,8 @@ class TrainingRun(ABC):
         """Return the line to send to the worker for a point of `size`, or None to end the run."""
 
     @abstractmethod
-    def keep(self, event: Event) -> None:
-        """Keep the worker's answer: "point", "out of memory", "failed" or "refused".
+    def record(self, event: Event) -> None:
+        """Store the worker's answer: "point", "out of memory", "failed" or "refused".
 
         The last two can also answer the start of the worker, before there is a size.
         """
@@ -48,7 +48,7 @@ class TrainingRun(ABC):
         return Worker(self.job, self.log, self.listen)
 
     def listen(self, event: Event) -> None:
-        """Keep the facts of the worker. A subclass also shows its progress: "starts", "ready" and "step"."""
+        """Store the facts of the worker. A subclass also shows its progress: "starts", "ready" and "step"."""
         if event["event"] == "ready":
             self.facts = event
 
@@ -63,7 +63,7 @@ class TrainingRun(ABC):
             return False
         event = worker.train(point)
         self.search.record(size, fits=event["event"] == "point")
-        self.keep(event)
+        self.record(event)
         # After any other failure, a further point would fail in the same way.
         return event["event"] in ("point", "out of memory")
 
@@ -87,7 +87,7 @@ def _is_ready(run: TrainingRun, worker: Worker) -> bool:
     event = worker.wait_until_ready()
     if event["event"] == "ready":
         return True
-    run.keep(event)
+    run.record(event)
     return False
 
 

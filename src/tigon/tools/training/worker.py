@@ -11,8 +11,8 @@ standard input ends the process. Rank 0 reads and answers; a rank that fails rep
     {"event": "out of memory", "reason": ..}                       the process is as before, and takes another point
     {"event": "failed", "out_of_memory": .., "reason": ..}         the process ends
 
-A point begins with the weights that the point before it left. In a job with turns it also goes on with the data, and
-peaks of memory are those since the start of the process.
+A point begins with the weights that the point before it left. In a job with turns it also continues with the next data,
+and peaks of memory are those since the start of the process.
 """
 
 import sys
@@ -36,7 +36,7 @@ from tigon.tools.training.text import batches
 __all__ = ["Trainer", "main", "prime", "serve"]
 
 LR_WARMUP_STEPS = 4
-# The number of steps that are timed however little time is left.
+# At least this many steps are timed, even if less time is left.
 LEAST_STEPS = 3
 
 
@@ -180,7 +180,7 @@ class Trainer(Rank):
     def train(self, line: str) -> dict[str, Any]:
         """Train the steps of a point; the host runs ahead of the device by at most one step.
 
-        In a job with turns, a point goes on with the data and the peaks of the point before it.
+        In a job with turns, a point continues with the data and the peaks of the point before it.
         """
         point = Point.from_json(line)
         if not self.job.turns:
@@ -196,7 +196,7 @@ class Trainer(Rank):
             losses.append(self._step(next(data)).item())
             step_seconds = time.perf_counter() - start_time
             self._write_event("step", step=step, loss=losses[-1], timed=False)
-        steps = self.agree(self._affordable_steps(point, step_seconds))
+        steps = self.broadcast(self._affordable_steps(point, step_seconds))
         losses_on_host = torch.empty(steps, pin_memory=self.device.type == "cuda")
         host_seconds = []
 
@@ -215,7 +215,7 @@ class Trainer(Rank):
             losses_on_host[index].copy_(self._step(ids), non_blocking=True)
             meter.mark()
             host_seconds.append(time.perf_counter() - start_time)
-            # Report the step before, so that the device always has work.
+            # Report the previous step, so that the device always has work.
             if index:
                 report_step(index - 1)
         report_step(steps - 1)
@@ -233,7 +233,7 @@ class Trainer(Rank):
 
 
 def serve(job: Job, rank: int, points: Iterator[str], write_event: WriteEvent) -> bool:
-    """Build the model of `job` and train every point; return whether the process ends in order."""
+    """Build the model of `job` and train every point; return whether the process ends without an error."""
     try:
         return answer_points(lambda write_group_event: Trainer(job, rank, write_group_event), rank, points, write_event)
     except (Missing, UnsupportedModel) as refusal:

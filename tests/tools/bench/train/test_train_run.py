@@ -138,11 +138,11 @@ def test_losses_agree_and_all_files_are_written(run, threads, tmp_path):
 
 
 def test_losses_outside_of_the_noise_fail_the_command(run, threads, monkeypatch):
-    def forget(job, ids):
+    def zero_half_of_the_tokens(job, ids):
         if job.provider == "tigon":
             ids[:, 24:] = 0
 
-    call_before_each_step(monkeypatch, forget)
+    call_before_each_step(monkeypatch, zero_half_of_the_tokens)
     code, _, report = run("--providers", "stock,tigon", "--batch", "2", "--seq", "48", "--steps", "2", "--curves")
     assert code == 1
     assert report["curves"]["tigon"]["agrees"] is False
@@ -192,14 +192,14 @@ def terminate():
 
 @pytest.mark.parametrize("end", [press_ctrl_c, terminate])
 def test_an_interrupted_command_keeps_its_measurements(run, threads, monkeypatch, tmp_path, end):
-    class Impatient(child.Child):
+    class InterruptedChild(child.Child):
         def next_event(self):
             event = super().next_event()
             if event["event"] == "step" and any(e["event"] == "point" for e in threads):
                 end()
             return event
 
-    monkeypatch.setattr(child, "Child", Impatient)
+    monkeypatch.setattr(child, "Child", InterruptedChild)
     code, _, report = run("--providers", "stock,tigon", "--seq", "16", "--steps", "2")
     assert code == cli.INTERRUPTED
     # The command restores the handler of the signal.

@@ -34,7 +34,7 @@ class TrainOptions:
         typer.Option(help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; separated by commas."),
     ] = "stock,liger,tigon"
     batch: Annotated[
-        int, typer.Option(help="Sequences of a GPU in each step; the first size of a sweep over the batch.")
+        int, typer.Option(help="Sequences of each GPU in a step; the first size of a sweep over the batch.")
     ] = 1
     seq: Annotated[int, typer.Option(help="Tokens of a sequence; the first size of a sweep over the length.")] = 2048
     steps: Annotated[
@@ -48,9 +48,11 @@ class TrainOptions:
     ] = None
     rounds: Annotated[int, typer.Option(help="Rounds over all providers, every second one in reverse order.")] = 1
     checkpointing: Annotated[
-        bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, on every side.")
+        bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, for every provider.")
     ] = False
-    gpus: Annotated[int, typer.Option(help="GPUs; several share the model by FSDP2. On a CPU, ranks.")] = 1
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs, or of ranks on a CPU. Several shard the model by FSDP2.")
+    ] = 1
     sweep: Annotated[str | None, typer.Option(help="seq or batch: doubles the size until memory runs out.")] = None
     sizes: Annotated[
         str | None, typer.Option(help="Sizes of the sweep, separated by commas.", show_default="doublings")

@@ -47,7 +47,8 @@ Value = Callable[[Measurement], float | None]
 def legend(machine: dict[str, Any]) -> str:
     """Return sentences that explain the columns."""
     memory = (
-        "peaks of torch's allocator over the timed steps, of the GPU with the highest, with model and optimizer states"
+        "peaks of torch's allocator over the timed steps, on the GPU with the highest peak, "
+        "with model and optimizer states"
         if machine["type"] == "cuda"
         else "parameters, optimizer states and the growth of the process"
     )

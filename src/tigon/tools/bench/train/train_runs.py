@@ -81,7 +81,7 @@ class _BenchRun(TrainingRun):
                 if event["applied"]:
                     session.applied[self.name] = event["applied"]
 
-    def keep(self, event: Event) -> None:
+    def record(self, event: Event) -> None:
         row, kind = self._row, event["event"]
         if kind == "point":
             # A later round trains the same steps again, so its losses add nothing.
