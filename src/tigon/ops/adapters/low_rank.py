@@ -93,9 +93,9 @@ class ProjectConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
-        # Each program reads its part of A, so it computes many tokens, unless the tiles of a large rank need more shared
-        # memory than the chip has. Milliseconds for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.033 (32) and 0.041 (48) with 4096 features, and 0.075
-        # with 14336 features.
+        # Each program reads its part of A, so it computes many tokens, unless the tiles of a large rank need more
+        # shared memory than the chip has. Milliseconds for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.033 (32)
+        # and 0.041 (48) with 4096 features, and 0.075 with 14336 features.
         fits = rank_block(problem.rank) <= 32 or device.shared_memory >= 2**17 * 1.5
         return ProjectConfig(
             block_t=128 if fits else 64, block_n=128 // problem.itemsize, num_warps=4,
