@@ -27,8 +27,11 @@ FLOORS = {
     "transformers": "5.13",
     # From 1.14 on FSDP2 makes units of the embedding and of the last norm with the head, as `tigon plan` counts them.
     "accelerate": "1.14",
+    # 0.45.5 is the first that computes 4 bits on a CPU.
+    "bitsandbytes": "0.45.5",
     "matplotlib": "3.8.4",
     "numpy": "1.26",
+    "peft": "0.19.1",
     # 5.9.3 has no wheel for Python 3.11.
     "psutil": "5.9.4",
     "rich": "13",

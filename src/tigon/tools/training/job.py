@@ -32,7 +32,8 @@ class Job(RankJob):
     `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
     a shard of the model; a single process holds all of it. With `reverse`, the sequences of a batch come in reverse
     order, so that the loss is the same and its sums are taken in another order. With `turns`, a point continues where
-    the previous point ended, and gradients and optimizer states exist before the first step.
+    the previous point ended, and gradients and optimizer states exist before the first step. With `lora`, only adapters
+    of this rank are trained; with `qlora`, the layers under them are in 4 bits.
     """
 
     provider: str
@@ -46,6 +47,8 @@ class Job(RankJob):
     checkpointing: bool = False
     reverse: bool = False
     turns: bool = False
+    lora: int | None = None
+    qlora: bool = False
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,13 @@ from torch import nn
 if TYPE_CHECKING:
     from tigon.hf.patch import MemoryLevel
 
-__all__ = ["Missing", "ModelProvider", "UnsupportedModel", "levels", "select"]
+__all__ = ["FROZEN", "Missing", "ModelProvider", "UnsupportedModel", "levels", "select"]
 
 PEERS = ("stock", "liger", "compile")
 # This suffix of a peer's name means that all its layers are checkpointed.
 CHECKPOINT = "-checkpoint"
+# The name of the floor of training with adapters.
+FROZEN = "frozen"
 
 
 class Missing(Exception):
@@ -34,10 +36,15 @@ def levels() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class ModelProvider:
-    """A way to train a model. `level` is the level of memory of `tigon.patch`; None means a peer of Tigon."""
+    """A way to train a model. `level` is the level of memory of `tigon.patch`; None means a peer of Tigon.
+
+    If `trains` is False, all weights are frozen, and a step computes only the loss and the gradients of the inputs. No
+    training with adapters can be faster.
+    """
 
     name: str
     level: str | None = None
+    trains: bool = True
 
     @property
     def base(self) -> str:
@@ -90,7 +97,7 @@ def _apply_liger(model: Any, device: str) -> str:
 def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
     """Return whether two providers train in the same way. With `checkpointing` the suffix of a peer has no effect."""
     if a.level is not None or b.level is not None:
-        return a.level == b.level
+        return (a.level, a.trains) == (b.level, b.trains)
     return a.base == b.base if checkpointing else a.name == b.name
 
 
@@ -100,6 +107,7 @@ def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[ModelProvider]:
     """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
 
+    frozen is the model without adapters, patched at the level lean, whose weights are all frozen.
     stock-checkpoint, liger-checkpoint and compile-checkpoint use gradient checkpointing in every layer. With
     `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
@@ -116,6 +124,7 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
     known_providers |= {
         f"tigon-{level}": ModelProvider(f"tigon-{level}", level) for level in levels() if level != "default"
     }
+    known_providers[FROZEN] = ModelProvider(FROZEN, "lean", trains=False)
     chosen_providers: list[ModelProvider] = []
     for name in names:
         if name not in known_providers:

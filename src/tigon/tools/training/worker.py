@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from tigon.hf.transformers_private import attention_of
 from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.job import Job, Point
+from tigon.tools.training.lora import add_adapters, freeze, quantise
 from tigon.tools.training.model_providers import Missing, UnsupportedModel, select
 from tigon.tools.training.models import random_model, read_config
 from tigon.tools.training.resident import ResidentMemory
@@ -129,18 +130,19 @@ class Trainer(Rank):
         torch.manual_seed(job.seed)
         model: nn.Module = random_model(read_config(job.config), job.dtype, self.device)
         parameters, attention = sum(p.numel() for p in model.parameters()), attention_of(model)
-        description = self.provider.apply(model, job.checkpointing, self.device.type)
-        self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
-        )
+        model, description = self._prepare(model)
+        # An optimizer must have a parameter.
+        trained = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
+        self.optimizer = torch.optim.AdamW(trained, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         if job.ranks > 1:
             from tigon.tools.training.models import shard
 
             model, self.optimizer = shard(model, self.optimizer)
         self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model
-        local = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in model.parameters())
-        # Parameters and the two moments of AdamW.
-        state_bytes = 3 * local * getattr(torch, job.dtype).itemsize
+        shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        local = sum(p.numel() for p in shards)
+        # Parameters, and the two moments of AdamW for those that are trained.
+        state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in shards)
         if job.turns:
             state_bytes = prime(model, self.optimizer, torch.arange(8, device=self.device)[None])
             self.free()
@@ -151,6 +153,23 @@ class Trainer(Rank):
             attention=attention, threads=torch.get_num_threads(), applied=description,
             seconds=time.perf_counter() - start_time,
         )  # fmt: skip
+
+    def _prepare(self, model: Any) -> tuple[Any, str]:
+        """Return the model that is trained, changed by the provider, and a description for the report."""
+        job = self.job
+        if job.qlora:
+            quantise(model)
+        if not self.provider.trains:
+            freeze(model)
+        elif job.lora is not None and self.provider.level is not None:
+            model = add_adapters(model, job.lora)
+        description = self.provider.apply(model, job.checkpointing, self.device.type)
+        if job.lora is not None and self.provider.level is None:
+            # Peers change the modules of a model of transformers, which PEFT then wraps.
+            if getattr(model, "is_gradient_checkpointing", False):
+                model.enable_input_require_grads()
+            model = add_adapters(model, job.lora)
+        return model, description
 
     def free(self) -> None:
         if self.provider.compiles:

@@ -31,7 +31,10 @@ class TrainOptions:
     ] = "Llama-3.2-1B"
     providers: Annotated[
         str,
-        typer.Option(help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; separated by commas."),
+        typer.Option(
+            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; with --lora also frozen, which "
+            "has no adapters; separated by commas."
+        ),
     ] = "stock,liger,tigon"
     batch: Annotated[
         int, typer.Option(help="Sequences of each GPU in a step; the first size of a sweep over the batch.")
@@ -49,6 +52,12 @@ class TrainOptions:
     rounds: Annotated[int, typer.Option(help="Rounds over all providers, every second one in reverse order.")] = 1
     checkpointing: Annotated[
         bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, for every provider.")
+    ] = False
+    lora: Annotated[
+        int | None, typer.Option(help="Train only low-rank adapters of this rank, on all linear layers but the head.")
+    ] = None
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="Hold the layers under the adapters in 4 bits (nf4, double quantisation).")
     ] = False
     gpus: Annotated[
         int, typer.Option(help="Number of GPUs, or of ranks on a CPU. Several shard the model by FSDP2.")
@@ -116,7 +125,8 @@ def _title(options: TrainOptions, plan: "TrainPlan") -> str:
     sizes = {None: f"{options.batch} x {options.seq:,} tokens", "seq": f"batch {options.batch}"}
     size = sizes.get(options.sweep, f"{options.seq:,} tokens a sequence")
     checkpointing = ", checkpointing" if options.checkpointing else ""
-    return f"{options.model}{cut}, {plan.dtype}, {where}, {size}{checkpointing}"
+    lora = "" if options.lora is None else f", {'QLoRA' if options.qlora else 'LoRA'} of rank {options.lora}"
+    return f"{options.model}{cut}, {plan.dtype}, {where}, {size}{lora}{checkpointing}"
 
 
 def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:

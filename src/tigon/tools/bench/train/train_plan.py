@@ -10,7 +10,8 @@ import torch
 from tigon.runtime.requirements import unmet
 from tigon.tools.bench.train.command import TrainOptions
 from tigon.tools.training.job import Job
-from tigon.tools.training.model_providers import ModelProvider, select
+from tigon.tools.training.lora import missing_packages
+from tigon.tools.training.model_providers import FROZEN, ModelProvider, select
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.search import Search
 from tigon.tools.training.text import MIN_VOCAB, Tokens, read_text, tokenise
@@ -75,6 +76,7 @@ class TrainPlan:
         return Job(
             run.provider.name, config_fields(self.config), str(self.tokens.path), self.dtype, options.device,
             options.gpus, options.seed, options.lr, options.checkpointing, run.reverse,
+            lora=options.lora, qlora=options.qlora,
         )  # fmt: skip
 
 
@@ -141,7 +143,8 @@ def _parse_sizes(options: TrainOptions) -> list[int]:
 
 def _check(options: TrainOptions, sizes: list[int]) -> None:
     """Refuse numbers out of range, and options that contradict each other."""
-    at_least = {"batch": 1, "seq": 2, "steps": 1, "warmup": 0, "rounds": 1, "gpus": 1, "layers": 1, "resolution": 1}
+    at_least = {"seq": 2, "warmup": 0}
+    at_least |= dict.fromkeys(("lora", "batch", "steps", "rounds", "gpus", "layers", "resolution"), 1)
     for name, least in at_least.items():
         value = getattr(options, name)
         if value is not None and value < least:
@@ -174,6 +177,13 @@ def _check(options: TrainOptions, sizes: list[int]) -> None:
             )
         if message := unmet("accelerate"):
             raise ValueError(f"bench train: a run on several gpus {message}")
+    if options.qlora and options.lora is None:
+        raise ValueError("bench train: qlora needs the rank of its adapters: name it with --lora, got none")
+    if options.lora is not None:
+        if options.gpus > 1:
+            raise ValueError(f"bench train: gpus must be 1 with lora, whose model is not sharded, got {options.gpus}")
+        if message := missing_packages(options.qlora):
+            raise ValueError(f"bench train: lora {message}")
     if options.curves and options.sweep is not None:
         raise ValueError("bench train: curves are compared at one size: leave out --sweep or --curves")
     if options.curves and options.batch < 2:
@@ -189,6 +199,8 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     sizes = _parse_sizes(options)
     _check(options, sizes)
     providers = select(options.providers, options.checkpointing)
+    if options.lora is None and any(not provider.trains for provider in providers):
+        raise ValueError(f"bench train: the provider {FROZEN} is the floor of adapters: it needs --lora, got none")
     runs = [ProviderRun(provider.name, provider) for provider in providers]
     if options.curves:
         stock = next((run for run in runs if run.name == "stock"), None)
