@@ -102,6 +102,8 @@ def test_a_plan_has_a_run_for_each_provider_and_the_reversed_one(options):
     jobs = [plan.job(run) for run in plan.runs]
     assert jobs[1] == replace(jobs[0], reverse=True)
     assert jobs[2] == replace(jobs[0], provider="tigon")
+    (job,) = (plan.job(run) for run in make_plan(replace(options, providers="frozen", lora=4)).runs)
+    assert job == replace(jobs[0], provider="frozen", lora=4)
 
 
 def sizes_of(search: Search) -> list[int]:
@@ -144,6 +146,10 @@ def test_a_sweep_ends_where_the_text_ends(options):
         ({"budget": 0.0}, "budget must be a positive number of seconds, got 0.0"),
         ({"lr": 0.0}, "lr must be positive and finite, got 0.0"),
         ({"lr": float("inf")}, "lr must be positive and finite, got inf"),
+        ({"lora": 0}, "lora must be at least 1, got 0"),
+        ({"qlora": True}, "qlora needs the rank of its adapters: name it with --lora, got none"),
+        ({"lora": 4, "gpus": 2, "device": "cpu"}, "gpus must be 1 with lora, whose model is not sharded, got 2"),
+        ({"providers": "stock,frozen"}, "the provider frozen is the floor of adapters: it needs --lora, got none"),
         ({"model": "./nowhere"}, "bench train: model: must be a file or folder that exists, got './nowhere'"),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",
