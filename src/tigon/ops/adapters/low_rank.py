@@ -339,8 +339,12 @@ def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
 
 
 def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
-    """Return memory for h: its three terms [3, T, R] in bf16."""
-    return x.new_empty((3, tokens, rank), dtype=torch.bfloat16)
+    """Return memory for h: its three terms [3, T, R] in bf16.
+
+    The distance of the terms is a multiple of 16 for every T. Triton compiles one variant of a kernel for such strides
+    and another one for all others, so another number of tokens would otherwise compile the kernels again.
+    """
+    return x.new_empty((3, cdiv(tokens, 16) * 16, rank), dtype=torch.bfloat16)[:, :tokens]
 
 
 @on_device
