@@ -10,7 +10,7 @@ import tigon
 PACKAGE = Path(tigon.__file__).parent
 
 # Each folder may import those before it. The folders up to `ops` need neither transformers nor a GPU.
-LAYERS = ("runtime", "memory", "ops", "losses", "recognition", "hf", "integrations", "tools")
+LAYERS = ("runtime", "memory", "ops", "recognition", "hf", "tools")
 
 # The families of ops that may import another one, and the reasons.
 FAMILIES = {
@@ -20,8 +20,6 @@ FAMILIES = {
     ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
     ("adapters", "mlps"): "a projection with an adapter is a projection",
     ("adapters", "norms"): "a norm may come before a projection with an adapter",
-    ("fp8", "mlps"): "activations are quantised where they are computed",
-    ("fp8", "norms"): "norms are quantised where they are computed",
 }
 
 # These files are beside the folders: the public names and the accuracy check.

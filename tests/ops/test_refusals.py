@@ -1,12 +1,14 @@
 """Every public function and module refuses undocumented values. The error names the op and precedes every write.
 
 Each argument of each call is replaced by each of `VALUES` in turn. A call that raises must raise a TypeError or a
-ValueError whose message begins with the name of the op. A call that works must be one that `ACCEPTED` lists, so that no
-string passes as a flag, no boolean as a number and no number as a dimension.
+ValueError whose message begins with the name of the op. A call that works must pass a value that `_accepted` names, so
+that no string passes as a flag, no boolean as a number and no number as a dimension.
 """
 
 import inspect
 from collections.abc import Callable
+from types import NoneType
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -165,32 +167,31 @@ OPTIONAL = {"None"}
 FLOAT = {"another float"}
 LEADING = {"tensor of 5 dimensions", "one dimension more", "one dimension less"}
 ANY_SHAPE = LEADING | FLOAT | {"scalar", "scalar on meta", "empty tensor", "one element more", "meta"}
+# Flags that some signature hides in **options.
 FLAGS = {
-    "elementwise_affine", "inplace", "token_scaling", "transposed", "accumulate_grad", "log_target", "from_logits",
-    "return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_log_probs", "return_entropy",
-    "amsgrad", "maximize", "capturable", "differentiable",
+    "inplace", "token_scaling", "accumulate_grad", "from_logits", "return_z_loss", "return_entropy", "maximize",
+    "capturable", "differentiable",
 }  # fmt: skip
 
+# The values that an argument of this type takes. Arguments of other types, such as tensors, take none of `VALUES`.
+ACCEPTED_BY_TYPE: dict[object, set[str]] = {bool: FLAG, float: POSITIVE, NoneType: OPTIONAL}
+
 # The values that an argument of this name is documented to take, unless `ACCEPTED_BY_OP` has other values for the op. A
-# name that is missing here takes none of `VALUES`.
+# name that is missing here takes those of its type.
 ACCEPTED: dict[str, set[str]] = {
     **dict.fromkeys(FLAGS, FLAG),
     "x": LEADING | FLOAT,
-    "eps": POSITIVE, "offset": NUMBER, "logit_scale": NUMBER, "z_loss": POSITIVE, "softcap": POSITIVE | OPTIONAL,
-    "label_smoothing": {"float", "int"}, "beta": {"float", "int"}, "temperature": {"int"},
-    "weight": OPTIONAL | FLOAT, "bias": OPTIONAL | FLOAT, "residual": FLOAT, "input": FLOAT,
-    "up": OPTIONAL, "k": OPTIONAL, "labels": OPTIONAL, "linear_bias": OPTIONAL, "up_bias": OPTIONAL,
-    "down_bias": OPTIONAL, "sections": OPTIONAL, "process_group": OPTIONAL, "vocab_size": OPTIONAL,
-    "top_k_weights": FLOAT, "q": FLOAT, "unsqueeze_dim": {"int"}, "q_weight": OPTIONAL, "k_weight": OPTIONAL,
+    "offset": NUMBER, "logit_scale": NUMBER, "z_loss": POSITIVE, "softcap": POSITIVE | OPTIONAL, "scaling": NUMBER,
+    "label_smoothing": {"float", "int"}, "beta": {"float", "int"}, "temperature": {"int"}, "dropout": {"float"},
+    "weight": OPTIONAL | FLOAT, "bias": OPTIONAL | FLOAT, "residual": FLOAT, "input": FLOAT, "q": FLOAT,
+    "top_k_weights": FLOAT, "process_group": OPTIONAL, "vocab_size": OPTIONAL, "unsqueeze_dim": {"int"},
     "dim": {"int", "-1"}, "dtype": OPTIONAL | {"torch.float32", "torch.float16"},
     "ignore_index": {"int", "-1"}, "valid_rows": OPTIONAL | {"False"}, "acc_dtype": OPTIONAL | {"torch.float32"},
     "num_items": POSITIVE | OPTIONAL | {"scalar", "scalar of int"},
-    "max_logits_mib": OPTIONAL | {"int", "2**70"},
-    "hidden_size": set(), "intermediate_size": {"int"},
+    "max_logits_mib": OPTIONAL | {"int", "2**70"}, "intermediate_size": {"int"},
     # A device of None is the CPU.
     "device": OPTIONAL if DEVICE == "cpu" else set(),
     "foreach": FLAG | OPTIONAL, "fused": FLAG | OPTIONAL,
-    "scaling": NUMBER, "lora_bias": OPTIONAL, "dropout": {"float"},
 }  # fmt: skip
 RATE = {"float", "int", "1e60", "2**70", "np.float32", "np.int64", "scalar", "scalar of int"}
 ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
@@ -206,7 +207,6 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     **{("KLDivLoss", name): FLAG | OPTIONAL for name in ("size_average", "reduce")},
     ("KLDivLoss", "reduction"): set(),
     ("CrossEntropyLoss", "ignore_index"): {"int", "-1", "None"},
-    ("RMSNorm", "eps"): POSITIVE | OPTIONAL,
     ("add_rms_norm", "x"): FLOAT,
     ("moe_mlp", "x"): FLOAT,
     ("lora_linear", "bias"): OPTIONAL,
@@ -240,6 +240,21 @@ def _calls() -> dict[str, tuple[str, Callable, dict[str, object], list[str]]]:
 
 CALLS = _calls()
 every_call = pytest.mark.parametrize(("op", "run", "arguments", "hidden"), CALLS.values(), ids=CALLS)
+
+
+def _accepted_by_type(parameter: inspect.Parameter | None) -> set[str]:
+    """Return the values that a parameter takes by its annotation; none if the signature hides it."""
+    annotation = None if parameter is None else parameter.annotation
+    types = get_args(annotation) or (annotation,)
+    return {value for kind in types if isinstance(kind, type) for value in ACCEPTED_BY_TYPE.get(kind, ())}
+
+
+def _accepted(op: str, run: Callable, name: str) -> set[str]:
+    """Return the values that an argument of an op is documented to take."""
+    for table, key in ((ACCEPTED_BY_OP, (op, name)), (ACCEPTED, name)):
+        if key in table:
+            return table[key]
+    return _accepted_by_type(inspect.signature(run, eval_str=True).parameters.get(name))
 
 
 def _tensors(arguments: dict[str, object]) -> list[Tensor]:
@@ -278,7 +293,7 @@ def test_an_argument_is_documented_or_refused(op, run, arguments, hidden):
     beginnings = tuple(f"{name}: " for name in (op, COMPUTED_BY.get(op)) if name)
     problems = []
     for parameter, kind, value in _attempts(run, arguments, hidden):
-        documented = kind in ACCEPTED_BY_OP.get((op, parameter), ACCEPTED.get(parameter, set()))
+        documented = kind in _accepted(op, run, parameter)
         copies, argument = _fresh(arguments), f"{parameter}={kind}"
         versions = [x._version for x in _tensors(copies)]
         try:

@@ -1,12 +1,14 @@
 """Launches: a compiled variant is reused for exactly the arguments that it was compiled for."""
 
 import itertools
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 import tigon
-from op_cases import INTERPRETED
+from op_cases import CASES, INTERPRETED, Case
 from tigon.ops.logits import softmax
 from tigon.ops.mlps import glu
 from tigon.ops.norms import kernels as norm
@@ -20,6 +22,7 @@ if not INTERPRETED:
     from triton.backends.amd.compiler import HIPBackend
     from triton.backends.nvidia.compiler import CUDABackend
 
+    from tigon.tools.compile.steps import run_step
     from tigon.tools.compile.targets import CHIPS, recorded
 
     BACKENDS = [CUDABackend, HIPBackend]
@@ -150,12 +153,24 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+def _step_of(case: Case, n: int) -> None:
+    """Run forward and backward of a test variant from the table of workloads, with `n` rows, tokens or positions."""
+    sizes = list(case.variant.sizes)
+    sizes[case.workload.rows_axis] = n
+    run_step(case.workload, replace(case.variant, sizes=tuple(sizes)))
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        *(pytest.param(step, id=name) for name, step in STEPS.items()),
+        *(pytest.param(partial(_step_of, case), id=f"{case.name} of the table") for case in CASES),
+    ],
+)
 def test_another_number_of_tokens_compiles_nothing(step):
     def variants(n: int) -> set:
         with recorded(CHIPS[0]) as launches:
             step(n)
-        assert launches
         variants_of_step = set()
         for each in launches:
             constants = {p.name: each.arguments[p.name] for p in each.kernel.params if p.is_constexpr}

@@ -27,7 +27,7 @@ FLOORS = {
     "transformers": "5.13",
     # From 1.14 on FSDP2 makes units of the embedding and of the last norm with the head, as `tigon plan` counts them.
     "accelerate": "1.14",
-    # 0.45.5 is the first that computes 4 bits on a CPU.
+    # 0.45.0 cannot be imported together with triton 3.4.
     "bitsandbytes": "0.45.5",
     "matplotlib": "3.8.4",
     "numpy": "1.26",

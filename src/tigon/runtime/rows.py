@@ -39,9 +39,13 @@ def block_of_row(width, blocks, BLOCK: tl.constexpr):
 
 
 def launch_blocks(
-    kernel: JITFunction, width: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], block: int, **constants: Any
-) -> None:
-    """Run `kernel(*tensors, *strides, width, blocks, ...)` over tensors with the same rows, which are `strides` apart.
+    kernel: JITFunction, width: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], block: int,
+    *numbers: float, **constants: Any,
+) -> None:  # fmt: skip
+    """Run `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with the same rows.
+
+    `strides` has the distance of the rows of each tensor. `numbers` are options of the op, such as a scale: as
+    arguments that are no constexprs, they do not compile the kernel again for each value.
 
     If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row.
     """
@@ -51,4 +55,4 @@ def launch_blocks(
     if width % 16 == 0 and all(stride == width for stride in strides):
         m, width, strides = 1, m * width, (0,) * len(strides)
     blocks = cdiv(width, block)
-    launch(kernel, m * blocks, *tensors, *strides, width, blocks, **constants, BLOCK=block)
+    launch(kernel, m * blocks, *tensors, *strides, *numbers, width, blocks, **constants, BLOCK=block)

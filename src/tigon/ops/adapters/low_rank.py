@@ -353,8 +353,12 @@ def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
 
 
 def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
-    """Allocate memory for the three bf16 terms of h [3, T, R]."""
-    return x.new_empty((3, tokens, rank), dtype=torch.bfloat16)
+    """Allocate memory for the three bf16 terms of h [3, T, R].
+
+    The distance of the terms is a multiple of 16 for every T. Triton compiles one variant of a kernel for such strides
+    and another one for all others, so another number of tokens would otherwise compile the kernels again.
+    """
+    return x.new_empty((3, cdiv(tokens, 16) * 16, rank), dtype=torch.bfloat16)[:, :tokens]
 
 
 @on_device
