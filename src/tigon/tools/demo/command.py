@@ -1,14 +1,13 @@
-"""`tigon demo`: its options, the order of the work, and its printed output."""
+"""`tigon demo`: the order of the work, and its printed output."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.markup import escape
 
 from tigon.tools.cli import INTERRUPTED
-from tigon.tools.training.program import DeviceOption, SeedOption, TextOption, run_program, takes_options
+from tigon.tools.demo.demo_options import DemoOptions
+from tigon.tools.training.program import run_program, takes_options
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,36 +15,10 @@ if TYPE_CHECKING:
     from tigon.tools.demo.demo_plan import DemoPlan
     from tigon.tools.demo.demo_report import DemoComparison
 
-__all__ = ["DemoOptions", "demo"]
+__all__ = ["demo"]
 
 # These are exit codes. The exit code for bad input is 2.
 CURVES_DIFFER, RUN_FAILED = 1, 3
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """The options of the command line. None stands for the value of the device's preset."""
-
-    model_type: Annotated[
-        str, typer.Option(help="Decoder to train: llama, qwen3, gemma2, mistral, phi3, qwen2, gemma, ...")
-    ] = "llama"
-    steps: Annotated[int | None, typer.Option(help="Training steps of each run.", show_default="by device")] = None
-    batch: Annotated[int | None, typer.Option(help="Sequences a step.", show_default="by device")] = None
-    seq: Annotated[int | None, typer.Option(help="Tokens a sequence.", show_default="by device")] = None
-    vocab: Annotated[int | None, typer.Option(help="Entries of the vocabulary.", show_default="by device")] = None
-    memory: Annotated[str, typer.Option(help="Level of memory, as in tigon.patch(model, memory=...).")] = "default"
-    text: TextOption = None
-    device: DeviceOption = "auto"
-    dtype: Annotated[str | None, typer.Option(help="float32 or bfloat16.", show_default="by device")] = None
-    seed: SeedOption = 0
-    out: Annotated[Path | None, typer.Option(help="Folder for the results.", show_default="runs/<time>")] = None
-    noise: Annotated[
-        bool,
-        typer.Option(
-            "--noise",
-            help="Compare stock with itself, with sums in another order: the least that a tolerance must allow.",
-        ),
-    ] = False
 
 
 @takes_options

@@ -17,7 +17,7 @@ from tigon.tools.training.text import MIN_VOCAB, Corpus, Tokens, cache_folder, r
 
 if TYPE_CHECKING:
     from tigon.hf.patch import MemoryLevel
-    from tigon.tools.demo.command import DemoOptions
+    from tigon.tools.demo.demo_options import DemoOptions
 
 __all__ = ["DemoPlan", "make_job", "make_plan"]
 

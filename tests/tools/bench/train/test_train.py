@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from tigon.tools.bench.train import train_report as report
-from tigon.tools.bench.train.command import TrainOptions
+from tigon.tools.bench.train.train_options import TrainOptions
 from tigon.tools.bench.train.train_plan import make_plan, model_config
 from tigon.tools.presets import PRESETS
 from tigon.tools.training import model_providers as providers

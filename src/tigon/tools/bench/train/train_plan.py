@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tigon.runtime.requirements import unmet
-from tigon.tools.bench.train.command import TrainOptions
+from tigon.tools.bench.train.train_options import TrainOptions
 from tigon.tools.training.job import Job
 from tigon.tools.training.lora import missing_packages
 from tigon.tools.training.model_providers import FROZEN, ModelProvider, select

@@ -1,0 +1,87 @@
+"""The options of `tigon bench train`."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tigon.tools.training.program import DeviceOption, SeedOption, TextOption
+
+__all__ = ["TrainOptions"]
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The options of the command line. None stands for a default that depends on other options."""
+
+    model: Annotated[
+        str,
+        typer.Option(
+            help="A preset such as Llama-3-8B, tiny, a model type, a config.json or its folder, or a name on the hub."
+        ),
+    ] = "Llama-3.2-1B"
+    providers: Annotated[
+        str,
+        typer.Option(
+            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; with --lora also frozen, which "
+            "has no adapters; separated by commas."
+        ),
+    ] = "stock,liger,tigon"
+    batch: Annotated[
+        int, typer.Option(help="Sequences of each GPU in a step; the first size of a sweep over the batch.")
+    ] = 1
+    seq: Annotated[int, typer.Option(help="Tokens of a sequence; the first size of a sweep over the length.")] = 2048
+    steps: Annotated[
+        int | None, typer.Option(help="Timed steps.", show_default="10; 4 in a sweep; 50 with --curves")
+    ] = None
+    warmup: Annotated[
+        int | None,
+        typer.Option(
+            help="Steps before the timed ones, which are trained but not timed.", show_default="3; 2 in a sweep"
+        ),
+    ] = None
+    rounds: Annotated[int, typer.Option(help="Rounds over all providers, every second one in reverse order.")] = 1
+    checkpointing: Annotated[
+        bool, typer.Option("--checkpointing", help="Gradient checkpointing of every layer, for every provider.")
+    ] = False
+    lora: Annotated[
+        int | None, typer.Option(help="Train only low-rank adapters of this rank, on all linear layers but the head.")
+    ] = None
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="Hold the layers under the adapters in 4 bits (nf4, double quantisation).")
+    ] = False
+    gpus: Annotated[
+        int, typer.Option(help="Number of GPUs, or of ranks on a CPU. Several shard the model by FSDP2.")
+    ] = 1
+    sweep: Annotated[str | None, typer.Option(help="seq or batch: doubles the size until memory runs out.")] = None
+    sizes: Annotated[
+        str | None, typer.Option(help="Sizes of the sweep, separated by commas.", show_default="doublings")
+    ] = None
+    resolution: Annotated[
+        int | None,
+        typer.Option(
+            help="Then search between the last size that fitted and the first that did not, to this accuracy."
+        ),
+    ] = None
+    layers: Annotated[
+        int | None, typer.Option(help="Number of the model's first layers to train.", show_default="all")
+    ] = None
+    curves: Annotated[
+        bool,
+        typer.Option(
+            "--curves", help="Compare the losses with stock's, and with the noise of stock with reversed batches."
+        ),
+    ] = False
+    text: TextOption = None
+    device: DeviceOption = "auto"
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="bfloat16 or float32, of everything.", show_default="bfloat16; float32 on a CPU"),
+    ] = None
+    lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4
+    seed: SeedOption = 0
+    budget: Annotated[
+        float | None, typer.Option(help="Seconds. After them no size begins; before, fewer steps may be timed.")
+    ] = None
+    out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None
