@@ -291,12 +291,11 @@ def patch(
             computed in the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when
             it is used. `skip_logits=True` in a call of the model asks for this in any mode (then also with
             `shift_labels` alone); `skip_logits=False` gives logits in any mode. Evaluation, generation, and calls
-            without labels or with `logits_to_keep` stay stock. Low-rank adapters on the head are part of the fused
-            loss. While the head has another adapter or a hook that changes its output, the loss is stock too, with a
-            warning. The same happens if a setting that scales or caps the logits
-            has changed (another soft cap in the config). If anything else changes how the model scales or caps them
-            (a global), the call raises a `RuntimeError`, or an assertion fails on the GPU. If the model computes
-            anything else from them, it raises an error at once.
+            without labels or with `logits_to_keep` stay stock. A LoRA adapter on the head is part of the fused loss.
+            While the head has another adapter, or a hook that changes its output, the loss is stock, with a warning.
+            The same happens if a setting that scales or caps the logits has changed (another soft cap in the config).
+            If anything else changes how the model scales or caps them (a global), the call raises a `RuntimeError`, or
+            an assertion fails on the GPU. If the model computes anything else from them, it raises an error at once.
         memory: The level that decides what is saved for backward. Results have the same bits at every level. "default":
             each op saves what its backward reads. "lean": the outputs of norms and gates are not saved either, because
             backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.
