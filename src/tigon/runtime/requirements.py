@@ -29,6 +29,7 @@ FLOORS = {
     "accelerate": "1.14",
     "matplotlib": "3.8.4",
     "numpy": "1.26",
+    "peft": "0.19.1",
     # 5.9.3 has no wheel for Python 3.11.
     "psutil": "5.9.4",
     "rich": "13",
