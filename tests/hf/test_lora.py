@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import tigon
 from op_cases import DEVICE
 from tigon.ops.adapters import lora
+from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import find_replacement
 
 peft = pytest.importorskip("peft")
@@ -113,6 +114,15 @@ def assert_same_step(model: nn.Module, stock: nn.Module) -> None:
         assert actual[name].dtype == value.dtype
         limit = 3 * distance(value, exact[name]) + 2**-8 * float(exact[name].norm())
         assert distance(actual[name], exact[name]) <= limit, name
+
+
+def test_equal_layers_are_one_kind():
+    """PEFT stores the name of a layer in the layer. Recognition runs once for layers that differ in nothing else."""
+    layers = build(target_modules=["q_proj", "k_proj", "v_proj"]).base_model.model.layer
+    kinds = {name: kind_of(getattr(layers, name)) for name in ("q_proj", "k_proj", "v_proj")}
+    assert kinds["k_proj"] == kinds["v_proj"]
+    # Only the layer of the query has a bias.
+    assert kinds["q_proj"] != kinds["k_proj"]
 
 
 @pytest.fixture

@@ -59,6 +59,16 @@ def plan(
     strategy: Annotated[
         str | None, typer.Option(help="single, ddp or fsdp (FSDP2).", show_default="single; fsdp with several GPUs")
     ] = None,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            help="Train only adapters (LoRA) of this rank, on all linear layers but the head (needs peft).",
+            show_default="train all parameters",
+        ),
+    ] = None,
+    qlora: Annotated[
+        bool, typer.Option("--qlora", help="With --lora: the layers with adapters have weights of 4 bits (nf4).")
+    ] = False,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the whole plan to this file.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Plot memory by the length of a sequence to this file (needs matplotlib).")
@@ -83,6 +93,8 @@ def plan(
     console = make_console()
     if plot is not None:
         _check_plot(plot)
+    if lora is not None and (message := unmet("peft")):
+        raise typer.BadParameter(message, param_hint="--lora")
     for path, option in ((json_file, "--json"), (plot, "--plot")):
         if path is not None:
             check_file(path, option)
@@ -97,6 +109,8 @@ def plan(
             optimizer=optimizer,
             dtype=dtype,
             strategy=strategy,
+            lora=lora,
+            qlora=qlora,
         )
     except ValueError as error:
         # The message begins with the name of the setting.
@@ -129,15 +143,18 @@ def plan(
 
 
 def _notes(config: Any, settings: Any) -> list[str]:
-    """Return sentences that warn about these settings."""
+    """Return sentences about these settings: what is trained, and what may be a mistake."""
+    from tigon.tools.plan.plan_table import describe_adapters
     from tigon.tools.plan.positions import configured_positions
 
+    notes = describe_adapters(settings)
     positions = configured_positions(config)
     if positions is None or settings.seq <= positions:
-        return []
+        return notes
     return [
+        *notes,
         f"The config names {positions:,} positions. The model computes the positions beyond these too, but was not "
-        "trained for them; see its scaling of the rotary embedding."
+        "trained for them; see its scaling of the rotary embedding.",
     ]
 
 

@@ -98,8 +98,12 @@ class Sharded:
     """
 
     def __init__(self, model: nn.Module, gpus: int, dtype: torch.dtype) -> None:
-        """Divide the model into units. `dtype` is that of the shards; the model has the dtype of its arithmetic."""
-        self.gpus, self.itemsize = gpus, dtype.itemsize
+        """Divide the model into units. The model has the dtype of its arithmetic.
+
+        `dtype` is that of the shards. Parameters of a wider dtype, such as fp32 adapters of a bf16 model, and weights
+        of 4 bits keep their dtype.
+        """
+        self.gpus, self.dtype = gpus, dtype
         # Each parameter belongs to the first unit that contains it.
         assigned_ids: set[int] = set()
 
@@ -130,7 +134,11 @@ class Sharded:
 
     def _shard_size(self, parameters: list[nn.Parameter]) -> int:
         """Return the bytes of one GPU's shard of these parameters, or of their gradients."""
-        return sum(-(-p.numel() // self.gpus) for p in parameters) * self.itemsize
+        return sum(-(-p.numel() // self.gpus) * self._shard_dtype(p).itemsize for p in parameters)
+
+    def _shard_dtype(self, p: nn.Parameter) -> torch.dtype:
+        """Return the dtype of the shards of a parameter."""
+        return torch.promote_types(p.dtype, self.dtype) if p.is_floating_point() else p.dtype
 
     def start(self, ledger: Ledger) -> None:
         """Count the shards, and let the ledger report which parameters are read."""

@@ -185,7 +185,11 @@ class Ledger(DispatchMode):
 
     def count_launch(self, arguments: tuple) -> None:
         """Count the traffic of a kernel that would run."""
-        self.work.traffic += sum(_extent(x) for x in arguments if isinstance(x, Tensor))
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        if self.on_read is not None:
+            for x in tensors:
+                self.on_read(x)
+        self.work.traffic += sum(map(_extent, tensors))
 
     def count_copy(self, copy: Tensor, out: bool) -> None:
         """Count a copy to the host (`out`) or back. Memory of the host is not memory of the GPU."""

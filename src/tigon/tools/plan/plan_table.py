@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-__all__ = ["as_json", "assumptions", "print_plan"]
+__all__ = ["as_json", "assumptions", "describe_adapters", "print_plan"]
 
 
 def assumptions(settings: PlanSettings) -> list[str]:
@@ -33,6 +33,22 @@ def assumptions(settings: PlanSettings) -> list[str]:
     if settings.engine == "fsdp":
         sentences.append(
             "FSDP2 has the units of accelerate: each layer, the embedding, and the last norm with the head."
+        )
+    return sentences
+
+
+def describe_adapters(settings: PlanSettings) -> list[str]:
+    """Return sentences about the adapters that are trained; none if all parameters are."""
+    if settings.lora is None:
+        return []
+    sentences = [
+        f"Only adapters (LoRA) of rank {settings.lora} are trained. All linear layers but the head have one, in fp32. "
+        "The other parameters are frozen: they have no gradients and no optimizer state."
+    ]
+    if settings.qlora:
+        sentences.append(
+            "The weights of the layers with adapters take 4 bits (nf4 with double quantisation). Forward and backward "
+            "each dequantise them once."
         )
     return sentences
 
@@ -108,6 +124,8 @@ def print_plan(
 
     engine = f"{settings.gpus} GPUs by {settings.engine}" if settings.gpus > 1 else f"1 GPU, {settings.engine}"
     title = f"[bold]{escape(name)}[/], {settings.seq:,} tokens a sequence, {engine}, {settings.dtype}"
+    if settings.lora is not None:
+        title += f", {'QLoRA' if settings.qlora else 'LoRA'} of rank {settings.lora}"
     console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
     best = recommend(rows, settings, has_batch)
     at_batch, at_largest = _columns(settings)

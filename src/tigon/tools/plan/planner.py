@@ -12,6 +12,7 @@ import tigon
 from tigon.hf.patch import MEMORY, MemoryLevel
 from tigon.hf.report import Report
 from tigon.tools.inspect.build import build, quietly
+from tigon.tools.plan.adapters import add_adapters
 from tigon.tools.plan.engines import OPTIMIZERS, STRATEGIES, Replicated, Sharded, optimizer_costs
 from tigon.tools.plan.ledger import Work
 from tigon.tools.plan.positions import find_position_table
@@ -86,7 +87,8 @@ class Rates:
 class PlanSettings:
     """The settings of a plan. `batch`, `seq` and the memories, in GiB, are those of one GPU.
 
-    `reserve` is the part of `gpu_memory` that tensors do not get.
+    `reserve` is the part of `gpu_memory` that tensors do not get. `lora` is the rank of the adapters if only
+    adapters are trained. With `qlora`, the weights of the layers with adapters take 4 bits.
 
     Raises:
         ValueError: A setting is out of range, or two do not go together.
@@ -101,11 +103,15 @@ class PlanSettings:
     optimizer: str = "adamw"
     dtype: str = "bf16"
     strategy: str | None = None
+    lora: int | None = None
+    qlora: bool = False
     rates: Rates = Rates()
 
     def __post_init__(self) -> None:
-        for name in ("seq", "batch", "gpus"):
+        for name in ("seq", "batch", "gpus", "lora"):
             value = getattr(self, name)
+            if name == "lora" and value is None:
+                continue
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be an integer of at least 1, got {value}")
         for name in ("gpu_memory", "host_memory"):
@@ -122,6 +128,8 @@ class PlanSettings:
             raise ValueError(f"strategy {self.engine} needs {number}, got {self.gpus}")
         if self.dtype == "mixed" and self.engine != "fsdp":
             raise ValueError(f"dtype mixed needs strategy fsdp, which keeps fp32 shards, got strategy {self.engine}")
+        if self.qlora and self.lora is None:
+            raise ValueError("qlora needs the rank of the adapters that are trained (lora), got None")
         if self.budget <= 0:
             raise ValueError(f"gpu_memory must leave memory for tensors, got {self.gpu_memory} GiB")
 
@@ -129,6 +137,15 @@ class PlanSettings:
     def engine(self) -> str:
         """Return the strategy. If it is None, the number of GPUs decides."""
         return self.strategy or ("single" if self.gpus == 1 else "fsdp")
+
+    @property
+    def adapter_dtype(self) -> torch.dtype:
+        """Return the dtype of adapters in the forward pass.
+
+        PEFT makes them fp32 beside a model in half precision. With dtype mixed, FSDP gathers them in the dtype of the
+        arithmetic, like all parameters.
+        """
+        return DTYPES[self.dtype][0] if self.dtype == "mixed" else torch.float32
 
     @property
     def reserved_gib(self) -> float:
@@ -250,7 +267,8 @@ def plan(
 
     Raises:
         TooLong: The model has a table of positions that ends before the sequence does.
-        NotPlanned: The model cannot be built or trained on meta.
+        NotPlanned: The model cannot be built or trained on meta, or PEFT cannot add adapters to it.
+        ImportError: The settings have adapters, and PEFT is missing.
 
     Example:
         >>> from tigon.tools.presets import preset_config
@@ -264,12 +282,21 @@ def plan(
     except ValueError as error:
         raise NotPlanned(str(error)) from error
     compute, stored_dtype = DTYPES[settings.dtype]
+    trained_dtype = stored_dtype
     for p in model.parameters():
         if p.is_floating_point():
             p.data = p.data.to(compute)
     model_config: Any = model.config
     if getattr(model_config, "use_cache", False):
         model_config.use_cache = False
+    if settings.lora is not None:
+        try:
+            with quietly():
+                add_adapters(model, settings.lora, settings.adapter_dtype, settings.qlora)
+        except ValueError as error:
+            raise NotPlanned(f"{type(model).__name__} cannot get adapters ({_one_line(error)})") from error
+        # Adapters are fp32 between steps, whatever the dtype of the arithmetic is.
+        trained_dtype = torch.float32
     model.train()
     table = find_position_table(model, max(settings.seq, *lengths, 1))
     if table is not None:
@@ -283,7 +310,7 @@ def plan(
         engine = Replicated(model, settings.gpus)
     shards = settings.gpus if settings.engine == "fsdp" else 1
     sizes = [-(-p.numel() // shards) for p in model.parameters() if p.requires_grad]
-    optimizer = optimizer_costs(settings.optimizer, sizes, stored_dtype)
+    optimizer = optimizer_costs(settings.optimizer, sizes, trained_dtype)
 
     def plan_level(level: str) -> LevelPlan:
         steps: dict[tuple[int, int], Step] = {}
