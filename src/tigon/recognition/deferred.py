@@ -17,7 +17,7 @@ it after the call, `defer` returns the reason, and the caller runs the forward w
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -41,6 +41,7 @@ __all__ = [
     "call_deferred",
     "defer",
     "evaluate",
+    "has_call",
     "product_dtype",
 ]
 
@@ -119,6 +120,21 @@ def evaluate(expression: Expression, x: Tensor) -> Tensor:
     return operand * expression.factor
 
 
+def _nodes(expression: Expression) -> Iterator[Expression]:
+    """Yield an expression and its operands, each as often as it occurs."""
+    yield expression
+    if isinstance(expression, Sum):
+        yield from _nodes(expression.first)
+        yield from _nodes(expression.second)
+    elif not isinstance(expression, Input):
+        yield from _nodes(expression.operand)
+
+
+def has_call(expression: Expression) -> bool:
+    """Return True if an expression contains the output of a module whose code was not run."""
+    return any(isinstance(node, Call) for node in _nodes(expression))
+
+
 class Computed(NamedTuple):
     """What a forward computes, and the properties of the result."""
 
@@ -133,16 +149,17 @@ class Refusal(str):
     """The reason why a forward cannot run without values."""
 
 
-class _CannotDefer(Exception):
-    """Ends a forward that needs the values of a `Deferred`."""
+class _CannotDefer(BaseException):
+    """Ends a forward that needs the values of a `Deferred`. `except Exception` in the forward does not catch it."""
 
 
 class _Recording:
     """One call of a forward. It knows every `Deferred` of the call, and the first operation that needed values."""
 
-    def __init__(self) -> None:
+    def __init__(self, modes: tuple) -> None:
         self.created: list[weakref.ref[Deferred]] = []
         self.refusal: Refusal | None = None
+        self.modes = modes
 
     def refuse(self, what: str) -> _CannotDefer:
         """Return the exception that ends the forward, and keep the reason in case that the forward catches it."""
@@ -150,21 +167,42 @@ class _Recording:
         return _CannotDefer(what)
 
 
+def _modes(kind: str) -> tuple:
+    """Return the modes of torch that change gradients and dtypes of operations on a type of device."""
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
+
 class Deferred:
-    """A tensor whose values are not computed. `isinstance(x, torch.Tensor)` is True for it."""
+    """A tensor whose values are not computed."""
 
     __slots__ = ("__weakref__", "_expression", "_properties", "_recording")
+    _recording: _Recording
+    _expression: Expression
+    _properties: TensorLike
 
     def __init__(self, recording: _Recording, expression: Expression, properties: TensorLike) -> None:
-        self._recording, self._expression, self._properties = recording, expression, properties
+        values = {"_recording": recording, "_expression": expression, "_properties": properties}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         recording.created.append(weakref.ref(self))
 
     def _then(self, expression: Expression, **changes: Any) -> "Deferred":
+        # The expression is computed in the modes of the call: gradients would flow where the forward stops them.
+        if _modes(self.device.type) != self._recording.modes:
+            raise self._recording.refuse("changes the mode of gradients or of autocast")
         return Deferred(self._recording, expression, self._properties._replace(**changes))
 
     # --- what the code may read ------------------------------------------------------------------------
 
-    __class__ = property(lambda self: Tensor)
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Refuse `isinstance`.
+
+        If this returned `Tensor`, C++ code of torch would take the object for a tensor, read its memory and crash.
+        """
+        raise self._recording.refuse("checks the type of a tensor")
+
     shape = property(lambda self: self._properties.shape)
     dtype = property(lambda self: self._properties.dtype)
     device = property(lambda self: self._properties.device)
@@ -189,6 +227,9 @@ class Deferred:
         return self if dtypes[0] == self.dtype else self._then(Cast(self._expression, dtypes[0]), dtype=dtypes[0])
 
     def clone(self) -> "Deferred":
+        """Return the tensor. The result of an operation has memory of its own, but the input belongs to the caller."""
+        if isinstance(self._expression, Input):
+            raise self._recording.refuse("clones its input")
         return self._then(self._expression)
 
     def __add__(self, other: Any) -> "Deferred":
@@ -214,6 +255,7 @@ class Deferred:
         dtype = product_dtype(properties)
         fits = all(t.device == self.device and product_dtype(t) == dtype for t in tensors)
         # A product that does not fit raises an error, which the forward itself should raise.
+        fits = fits and (bias is None or bias.shape == weight.shape[:1])
         if not shape or weight.shape[1] != shape[-1] or not fits:
             raise self._recording.refuse("multiplies by a weight of another dtype, shape or device")
         return self._then(
@@ -264,7 +306,9 @@ def _refusing(name: str) -> Callable:
 
 # Operators look up their methods on the class, not by `__getattr__`. Those of `object` that are no operations stay.
 _OPERATORS = {name for name in dir(Tensor) if name.startswith("__") and callable(getattr(Tensor, name))}
-for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__"}:
+_OF_OBJECT = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__str__", "__format__"}
+_OF_OBJECT |= {"__setattr__", "__delattr__", "__reduce__", "__reduce_ex__"}
+for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | _OF_OBJECT:
     setattr(Deferred, _name, _refusing(_name))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
@@ -276,7 +320,7 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
         run: A function of one tensor, such as the forward of a module.
         x: The tensor, or its properties.
     """
-    recording = _Recording()
+    recording = _Recording(_modes(x.device.type))
     try:
         result = run(Deferred(recording, Input(), TensorLike(x.shape, x.dtype, x.device)))
     except _CannotDefer:
@@ -292,4 +336,6 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
     del result
     if any(reference() is not None for reference in recording.created):
         return Refusal("keeps a tensor after the call")
-    return computed
+    masks = [id(node) for node in _nodes(computed.expression) if isinstance(node, Dropout)]
+    # `evaluate` and the ops draw a mask for each of them.
+    return computed if len({*masks}) == len(masks) else Refusal("uses the mask of a dropout twice")

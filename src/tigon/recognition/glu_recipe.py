@@ -13,7 +13,7 @@ from tigon.ops.adapters.lora import Projection, takes_adapters
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
-from tigon.recognition.adapters import read_projections
+from tigon.recognition.adapters import is_linear, read_projections
 from tigon.recognition.deferred import TensorLike
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.torch_private.modules import any_global_hook
@@ -91,6 +91,9 @@ class GLURecipe:
         """Return gate, up and down if some of them have adapters, and an op computes them all."""
         assert self.up is not None
         gate, up, down = (getattr(module, name) for name in (self.gate, self.up, self.down))
+        # A child that was replaced after the patch may be of any class.
+        if not is_linear(down):
+            return None
         inner = TensorLike(torch.Size((*x.shape[:-1], down.in_features)), x.dtype, x.device)
         projections = read_projections([(gate, x), (up, x), (down, inner)])
         if projections is None or not takes_adapters(x, projections):
