@@ -1,6 +1,8 @@
 """Models with adapters of PEFT compute what they compute without Tigon, whatever happens to the adapters later."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -343,3 +345,74 @@ def test_a_language_model_runs_its_adapters_by_ops_in_either_order(llama, nodes,
     assert sum(entry.count for entry in report.replaced if entry.part == "adapters") == len(NAMES)
     report.restore()
     assert not any(find_replacement(module) for module in model.modules())
+
+
+def test_later_adapters_are_freed_when_they_are_removed(llama):
+    model = llama()
+    # The report is kept, as a user does who wants to restore the model.
+    report = tigon.patch(model)
+    weights = []
+    for _ in range(2):
+        adapted = with_lora(model)
+        adapted(input_ids=TOKENS.to(DEVICE))
+        weights.append(weakref.ref(adapted.get_submodule("base_model.model.model.layers.0.self_attn.q_proj.lora_A")))
+        model = adapted.unload()
+        del adapted
+        model(input_ids=TOKENS.to(DEVICE))
+    gc.collect()
+    assert [weight() for weight in weights] == [None, None]
+    report.restore()
+    assert not any(find_replacement(module) for module in model.modules())
+
+
+def test_a_deleted_model_is_freed_at_once(llama):
+    model = llama()
+    tigon.patch(model)
+    reference = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+class Unreadable:
+    def __hash__(self) -> int:
+        raise RuntimeError("unreadable")
+
+
+class LazyAdapter(nn.Module):
+    """A layer that cannot be recognised before its first call."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base, self.in_features, self.out_features = base, base.in_features, base.out_features
+        self.a, self.b = nn.LazyLinear(4, bias=False), nn.Linear(4, base.out_features, bias=False)
+        self.setting = Unreadable()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b(self.a(x))
+
+
+def test_a_later_layer_that_cannot_be_read_runs(llama):
+    model = llama()
+    tigon.patch(model)
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = LazyAdapter(mlp.up_proj).to(DEVICE, torch.bfloat16)
+    assert model(input_ids=TOKENS.to(DEVICE)).logits.isfinite().all()
+
+
+class WithoutBody(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = MLP()
+
+    @property
+    def base_model(self) -> nn.Module:
+        raise RuntimeError("there is no body")
+
+
+def test_a_body_that_raises_is_not_watched():
+    assert tigon.patch(WithoutBody())

@@ -1,11 +1,13 @@
 """Layers with low-rank adapters of any class are recognised, and every call computes what their own code computes."""
 
+import contextlib
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import tigon
@@ -166,7 +168,35 @@ class OtherByType(Adapted):
         return self.base(x) + self.b["first"](self.a["first"](x)) * factor
 
 
-@pytest.mark.parametrize("cls", [WithReLU, Residual, Twice, KeepsResult, CatchesErrors, InPlace, OtherByType])
+class ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * 0.1
+
+
+class CallsFunction(Adapted):
+    """It passes its input to C++ code, which would read a `Deferred` as the memory of a tensor and crash."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.b["first"](self.a["first"](ScaledGradient.apply(x)))
+
+
+class Counts(Adapted):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+OTHERS = [WithReLU, Residual, Twice, KeepsResult, CatchesErrors, InPlace, OtherByType, CallsFunction, Counts]
+
+
+@pytest.mark.parametrize("cls", OTHERS)
 def test_other_layers_are_left_alone_with_a_reason(cls):
     layer = cls(nn.Linear(INPUTS, OUTPUTS))
     reason = recognise_adapters(layer)
@@ -241,6 +271,203 @@ def test_a_change_after_the_patch_applies_at_the_next_call(change):
     assert_same(layer, stock, x)
     if change != "adapters are cast":
         assert (layer(x) - before).abs().max() > 0.1 * before.abs().max()
+
+
+def mark(x: Any) -> None:
+    with contextlib.suppress(AttributeError):
+        x.tag = 1
+
+
+class Switching(Adapted):
+    """It computes something else, or does more, after its mode has changed."""
+
+    mode = ""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.log: list[object] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.mode != "no gradients of the base"):
+            result = self.base(x)
+        dropped = self.dropout(x.to(self.a["first"].weight.dtype))
+        if self.mode == "function":
+            dropped = ScaledGradient.apply(dropped)
+        if self.mode == "checkpoint":
+            dropped = torch.utils.checkpoint.checkpoint(torch.tanh, dropped, use_reentrant=False)
+        if self.mode == "text":
+            self.log.append(f"{dropped}")
+        if self.mode == "copy":
+            self.log.append(type(copy.copy(dropped)))
+        if self.mode == "attribute":
+            mark(dropped)
+        if self.mode == "except":
+            try:
+                dropped.abs()
+            except Exception:
+                self.log.append("failed")
+        with torch.autocast(x.device.type, torch.float16, enabled=self.mode == "autocast"):
+            for name in self.active:
+                result = result + (self.b[name](self.a[name](dropped)) * self.scaling[name]).to(x.dtype)
+        return result
+
+
+MODES = "no gradients of the base", "function", "checkpoint", "text", "copy", "attribute", "except", "autocast"
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mode_that_changes_after_the_patch_counts(mode):
+    layer = to_dtypes(Switching(nn.Linear(INPUTS, OUTPUTS)))
+    stock = copy.deepcopy(layer)
+    assert tigon.patch(layer)
+    layer.mode = stock.mode = mode
+    assert_same(layer, stock, input_for(layer))
+    assert [type(value) for value in layer.log] == [type(value) for value in stock.log]
+    assert "Deferred" not in str(layer.log)
+
+
+@pytest.mark.kernels
+def test_adapters_that_share_a_dropout_share_its_mask():
+    layer = to_dtypes(Switching(nn.Linear(INPUTS, OUTPUTS), dropout=0.5))
+    with torch.no_grad():
+        layer.base.weight.zero_()
+        layer.base.bias.zero_()
+        layer.a["second"].weight.copy_(-layer.a["first"].weight)
+        layer.b["second"].weight.copy_(layer.b["first"].weight)
+    tigon.patch(layer)
+    layer.active, layer.scaling = ["first", "second"], {"first": 1.0, "second": 1.0}
+    assert layer(input_for(layer)).abs().max() == 0
+
+
+@pytest.mark.parametrize("case", ["no tokens", "a vector", "another autocast", "no active adapter"])
+def test_the_code_of_a_layer_runs_once_in_a_call_that_no_op_takes(case):
+    layer = to_dtypes(make_adapted())
+    stock, x = copy.deepcopy(layer), input_for(layer)
+    tigon.patch(layer)
+    runs: list[int] = []
+
+    class Active(list):
+        def __iter__(self) -> Any:
+            runs.append(1)
+            return super().__iter__()
+
+    x = {"no tokens": x[:0], "a vector": x[0, 0]}.get(case, x)
+    layer.active = Active([] if case == "no active adapter" else ["first"])
+    stock.active = list(layer.active)
+    runs.clear()
+    with torch.autocast(torch.device(DEVICE).type, torch.float16, enabled=case == "another autocast"):
+        y, expected = layer(x), stock(x)
+    assert len(runs) == 1
+    assert y.dtype == expected.dtype
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+
+
+class Doubled(nn.Parameter):
+    """A weight whose products are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = function(*args, **(kwargs or {}))
+        return result * 2 if function is nn.functional.linear else result
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["base", "a.first", "b.first"])
+def test_a_weight_of_another_class_computes_its_own_product(name):
+    layer = to_dtypes(make_adapted())
+    stock = copy.deepcopy(layer)
+    tigon.patch(layer)
+    for each in (layer, stock):
+        owner = each.get_submodule(name)
+        owner._parameters["weight"] = torch.Tensor._make_subclass(Doubled, owner.weight.detach())
+    x = input_for(layer)
+    expected = stock(x)
+    torch.testing.assert_close(layer(x), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+
+
+@pytest.mark.kernels
+def test_a_bias_that_is_broadcast_is_left_to_torch():
+    layer = to_dtypes(make_adapted(bias=True))
+    stock = copy.deepcopy(layer)
+    tigon.patch(layer)
+    for each in (layer, stock):
+        each.b["first"].bias = nn.Parameter(torch.full((1,), 3.0, device=DEVICE))
+    x = input_for(layer)[0]
+    torch.testing.assert_close(layer(x), stock(x), rtol=2e-2, atol=5e-2)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_transforms_of_torch_func_run_stock(transform):
+    layer = to_dtypes(make_adapted(), torch.float16, torch.float16)
+    stock, x = copy.deepcopy(layer), input_for(layer, torch.float16)
+    tigon.patch(layer)
+    run = {
+        "grad": lambda layer: torch.func.grad(lambda x: layer(x).float().sum())(x),
+        "vmap": lambda layer: torch.func.vmap(layer)(x),
+        "jvp": lambda layer: torch.func.jvp(layer, (x,), (x,))[1],
+    }[transform]
+    torch.testing.assert_close(run(layer), run(stock), rtol=0, atol=0)
+
+
+@pytest.mark.kernels
+def test_an_input_of_inference_mode_trains_fp32_adapters():
+    """Eager code saves a copy of the input in fp32, which is no inference tensor."""
+    layer = to_dtypes(make_adapted())
+    stock = copy.deepcopy(layer)
+    tigon.patch(layer)
+    with torch.inference_mode():
+        x = input_for(layer).clone()
+    for each in (layer, stock):
+        each(x).float().sum().backward()
+    torch.testing.assert_close(layer.a["first"].weight.grad, stock.a["first"].weight.grad)
+
+
+class Overwrites(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(x)
+        y = self.fc(h)
+        h += 1
+        return y + h
+
+
+def test_an_input_that_is_overwritten_afterwards_keeps_the_forward():
+    """Eager code saves a copy of the input in fp32, and the op would save the input itself."""
+    model = with_adapters(Overwrites(), ("fc",))
+    with pytest.warns(UserWarning, match="nothing was replaced"):
+        (entry,) = tigon.patch(model).left_alone
+    assert "changed in place" in entry.detail
+    model(torch.randn(2, 6, 32).to(DEVICE, torch.bfloat16)).float().sum().backward()
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+def test_a_projection_of_an_mlp_may_become_any_module(name):
+    model = MLP().to(DEVICE, torch.bfloat16)
+    stock = copy.deepcopy(model)
+    tigon.patch(model)
+    for each in (model, stock):
+        setattr(each, name, nn.Sequential(getattr(each, name), nn.Tanh()))
+    x = torch.randn(2, 6, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, torch.bfloat16)
+    torch.testing.assert_close(model(x), stock(x), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.kernels
+def test_a_projection_may_become_a_builtin_function():
+    model = Heads().to(DEVICE, torch.bfloat16)
+    stock = copy.deepcopy(model)
+    tigon.patch(model)
+    for each in (model, stock):
+        del each.q_proj
+        object.__setattr__(each, "q_proj", torch.relu)
+    x = torch.randn(2, 6, 32).to(DEVICE, torch.bfloat16)
+    torch.testing.assert_close(model(x), stock(x), rtol=2e-2, atol=2e-2)
 
 
 def test_global_hooks_see_the_calls_of_children(monkeypatch):

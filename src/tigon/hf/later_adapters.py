@@ -6,6 +6,7 @@ patched model compares the children of its modules with those at the previous ca
 module that has linear layers. If a new child is a layer with adapters, its recipe is installed before it runs.
 """
 
+import contextlib
 import logging
 import weakref
 from collections.abc import Callable
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 
 from tigon.hf.report import Report
-from tigon.recognition.adapters import AdapterRecipe, install_adapters, recognise_adapters
+from tigon.recognition.adapters import AdapterRecipe, recipes_for, recognise_adapters, uninstall_adapters
 from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
@@ -49,12 +50,15 @@ def _ids_of_children(module: nn.Module) -> tuple[int, ...]:
 class AdapterWatch:
     """Recipe for the body of a model: install recipes on new layers that have adapters, then run the body's forward.
 
-    `inner` is the recipe that the body had before, or None for the forward of its class.
+    `inner` is the recipe that the body had before, or None for the forward of its class. The references to the report
+    and to replaced modules are weak, so removed adapters and deleted models are freed.
     """
 
     def __init__(self, parents: list[_Parent], report: Report | None, inner: Callable | None) -> None:
         # A copy of the body does not know its modules, so it compares nothing.
-        self.parents, self.report, self.inner = parents, report, inner
+        self.parents, self.inner = parents, inner
+        self.report: Callable[[], Report | None] = (lambda: None) if report is None else weakref.ref(report)
+        self.replaced_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         # What recognition returned, by the kind of the module.
         self.results: dict[tuple, Any] = {}
 
@@ -73,24 +77,53 @@ class AdapterWatch:
         for name, child in children.items():
             if find_replacement(child) is not None or foreign_forward(child):
                 continue
+            recipe = self.recognise(child)
+            if not isinstance(recipe, AdapterRecipe):
+                continue
+            for module, each in recipes_for(child, recipe).items():
+                install(module, each)
+                self.replaced_modules.add(module)
+            if (report := self.report()) is not None:
+                report.add("adapters", type(child).__name__, True, f"{recipe}, added after the patch", name)
+            LOGGER.info("%s was added after the patch, and its adapters are computed by an op", name)
+
+    def restore(self) -> None:
+        """Give the modules that were replaced later the forwards of their classes back."""
+        for module in [*self.replaced_modules]:
+            uninstall_adapters(module)
+
+    def recognise(self, child: nn.Module) -> Any:
+        """Return the result of recognition. The attributes of a module may be objects that raise when they are read."""
+        try:
             kind = kind_of(child)
             if kind not in self.results:
                 self.results[kind] = recognise_adapters(child)
-            recipe = self.results[kind]
-            if isinstance(recipe, AdapterRecipe) and self.report is not None:
-                self.report.undo.append(install_adapters(child, recipe))
-                self.report.add("adapters", type(child).__name__, True, f"{recipe}, added after the patch", name)
-                LOGGER.info("%s was added after the patch, and its adapters are computed by an op", name)
+            return self.results[kind]
+        except Exception:
+            LOGGER.debug("a %s that was added after the patch cannot be read", type(child).__name__, exc_info=True)
+            return None
 
 
 def watch_children(model: nn.Module, report: Report) -> Callable[[], None]:
     """Let the body of a model install recipes on layers that get adapters later; return a function to undo this."""
-    body = getattr(model, "base_model", None)
-    if not isinstance(body, nn.Module) or body is model:
-        return lambda: None
+    # The attribute of another library's class may raise anything.
+    with contextlib.suppress(Exception):
+        body = model.base_model
+        if isinstance(body, nn.Module) and body is not model:
+            return _watch_body(body, report)
+    return lambda: None
+
+
+def _watch_body(body: nn.Module, report: Report) -> Callable[[], None]:
     parents = [_Parent(name, module) for name, module in body.named_modules() if any(map(is_linear, module.children()))]
     replacement = find_replacement(body)
+    if replacement is None and foreign_forward(body):
+        return lambda: None
     recipe = AdapterWatch(parents, report, None if replacement is None else replacement.recipe)
-    if replacement is not None:
-        return exchange(replacement, recipe)
-    return (lambda: None) if foreign_forward(body) else install(body, recipe)
+    undo = install(body, recipe) if replacement is None else exchange(replacement, recipe)
+
+    def restore() -> None:
+        recipe.restore()
+        undo()
+
+    return restore

@@ -19,7 +19,7 @@ from tigon.hf.levels import LEVELS, apply_level, explain_refusal
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.adapters import install_adapters, recognise_adapters
 from tigon.recognition.experts import recognise_experts
-from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_norms, recognise_fused_statements
+from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_children, recognise_fused_statements
 from tigon.recognition.glu import recognise_glu
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.kind import kind_of
@@ -160,7 +160,7 @@ def _decide(
     Args:
         findings: The results of recognition, in the order of the parts.
         installed_recipes: The recipe that each module has already, or None.
-        overwrite_reasons: The reasons for the report, by norm, for all norms whose input is changed in place after
+        overwrite_reasons: The reasons for the report, by module, for all modules whose input is changed in place after
             they have run.
     """
     recipes = dict(installed_recipes)
@@ -183,7 +183,7 @@ def _decide(
             finding.note = "another part replaces the forward of this module"
             continue
         result = (earlier_recipe is None and _read(foreign_forward, module)) or result
-        if finding.part in ("rms_norm", "layer_norm"):
+        if finding.part in ("rms_norm", "layer_norm", "adapters"):
             result = overwrite_reasons.get(module, result)
         if isinstance(result, str):
             finding.reason = str(result)
@@ -353,7 +353,7 @@ def patch(
     require_for(model)
     report, installed_recipes = Report(type(model).__name__), _installed_recipes(model)
     findings = _find(model, parts, installed_recipes)
-    _decide(findings, installed_recipes, overwritten_norms(model))
+    _decide(findings, installed_recipes, overwritten_children(model))
     report.outcomes = _outcomes(model, findings)
     for finding in filter(lambda finding: finding.is_listed, findings):
         detail = finding.reason or str(finding.result)

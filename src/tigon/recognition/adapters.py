@@ -4,7 +4,8 @@ The settings of such a layer change while it trains: another adapter becomes act
 or the scaling is set again. Therefore a replaced layer has no guard that compares its settings with those at the time
 of the patch. Instead, every call first runs the layer's own forward on a tensor without values
 (`recognition.deferred`). This run records which products with which tensors the call consists of. If they are those of
-a linear layer with adapters, an op computes them. If not, the forward runs again, on the real tensor.
+a linear layer with adapters, an op computes them. If not, the recorded operations are carried out one by one. If the
+forward does something that cannot be recorded, it runs again, on the real tensor.
 
 When a layer is recognised, the forward of a small copy runs on a real tensor and on a tensor without values. The
 outputs and gradients of the real run must be those of the recorded products.
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.lora import Adapter, Projection, add_adapters, lora_linears, takes_adapters
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
+from tigon.recognition.code_facts import assigns_attributes
 from tigon.recognition.deferred import (
     Call,
     Cast,
@@ -36,9 +38,10 @@ from tigon.recognition.deferred import (
     call_deferred,
     defer,
     evaluate,
+    has_call,
     product_dtype,
 )
-from tigon.recognition.replacement import Replacement, install
+from tigon.recognition.replacement import Replacement, find_replacement, install, uninstall
 from tigon.recognition.standin import (
     BF16,
     FP16,
@@ -67,7 +70,9 @@ __all__ = [
     "may_have_adapters",
     "read_projection",
     "read_projections",
+    "recipes_for",
     "recognise_adapters",
+    "uninstall_adapters",
 ]
 
 LOGGER = logging.getLogger("tigon")
@@ -186,7 +191,8 @@ def _recipe_of(module: nn.Module) -> Any:
 
     The result is None without a recipe, and also if accelerate wraps the replaced forward.
     """
-    forward = module.__dict__.get("forward")
+    # The caller may pass any object that a forward calls, and a builtin function has no `__dict__`.
+    forward = getattr(module, "__dict__", {}).get("forward")
     # The type is compared, because a wrapper of accelerate has all attributes of a replacement.
     return forward.recipe if type(forward) is Replacement else None
 
@@ -196,28 +202,37 @@ class AdapterRecipe:
 
     part = "adapters"
 
-    def read(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
-        """Return the linear layer with adapters that a layer's forward applies to x; None if the forward has to run."""
+    def record(self, layer: nn.Module, x: Tensor | TensorLike) -> Computed | None:
+        """Return what the forward of a layer computes of x, or None if this cannot be recorded."""
         if not _runs_own_forwards(layer) or not linears_are_stock():
             return None
         computed = defer(functools.partial(type(layer).forward, layer), x)
-        return None if isinstance(computed, Refusal) else _to_layer(computed, x)
+        return None if isinstance(computed, Refusal) else computed
+
+    def read(self, layer: nn.Module, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
+        """Return the linear layer with adapters that a layer's forward applies to x; None for any other forward."""
+        computed = self.record(layer, x)
+        return None if computed is None else _to_layer(computed, x)
 
     def __call__(self, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
         output = None
         if len(args) == 1 and not kwargs and _may_defer(args[0]):
-            output = self._compute(args[0], self.read(layer, args[0]))
+            computed = self.record(layer, args[0])
+            output = None if computed is None else self._compute(args[0], computed)
         return type(layer).forward(layer, *args, **kwargs) if output is None else output
 
-    def _compute(self, x: Tensor, layer: Projection | AdaptedCall | None) -> Tensor | None:
-        """Return the output of a layer, or None if no op computes it."""
+    def _compute(self, x: Tensor, computed: Computed) -> Tensor | None:
+        """Return what a forward computes of x, or None if only the forward itself can compute it."""
+        layer = _to_layer(computed, x)
         if isinstance(layer, AdaptedCall):
             if not takes_adapters(x, [Projection(None, None, layer.adapters)]):
                 return None
             return add_adapters(x, layer.base(x), layer.adapters)
-        if layer is None or not layer.adapters or not takes_adapters(x, [layer]):
-            return None
-        return lora_linears(x, [layer])[0]
+        if layer is not None and layer.adapters and takes_adapters(x, [layer]):
+            return lora_linears(x, [layer])[0]
+        # The forward has run once, so its code, which may count or log, does not run again. But the code may depend on
+        # the dtype of a called module's output, which was a guess.
+        return None if has_call(computed.expression) else evaluate(computed.expression, x)
 
     def __str__(self) -> str:
         return "low-rank adapters"
@@ -331,8 +346,12 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | str | None:
     sizes = _find_sizes(module)
     if sizes is None or not accepts_inputs(module, 1):
         return None
-    if not _runs_own_forwards(module):
-        result: AdapterRecipe | str = "has hooks on its children, or their call or forward was replaced"
+    result: AdapterRecipe | str
+    if assigns_attributes(type(module).forward):
+        # Where a forward ends without values, it runs a second time.
+        result = f"{DIFFERENT}: its forward assigns attributes"
+    elif not _runs_own_forwards(module):
+        result = "has hooks on its children, or their call or forward was replaced"
     else:
         recipe, reach = AdapterRecipe(), explore(module, inputs=1)
         try:
@@ -346,28 +365,34 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | str | None:
     return result if is_low_rank or isinstance(result, AdapterRecipe) else None
 
 
-def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], None]:
-    """Install the recipe on a layer, and `BaseRecipe` on its base if this is not an `nn.Linear`.
-
-    Return a function that uninstalls both.
-    """
+def recipes_for(layer: nn.Module, recipe: AdapterRecipe) -> dict[nn.Module, Any]:
+    """Return the recipes to install: that of the layer, and `BaseRecipe` for a base that is not an `nn.Linear`."""
+    recipes: dict[nn.Module, Any] = {layer: recipe}
     sizes = _find_sizes(layer)
-    undo = [install(layer, recipe)]
+    for child in _layers_of(layer):
+        is_base = sizes is not None and (child.in_features, child.out_features) == sizes[:2]
+        is_stock = not does_more_than_forward(child) and "forward" not in vars(child)
+        if is_base and is_stock and type(child) is not nn.Linear:
+            recipes[child] = BaseRecipe()
+    return recipes
+
+
+def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], None]:
+    """Install the recipes of a layer and of its base. Return a function that uninstalls them."""
+    undo = [install(module, each) for module, each in recipes_for(layer, recipe).items()]
 
     def restore() -> None:
         for step in undo:
             step()
 
-    for child in _layers_of(layer):
-        is_base = sizes is not None and (child.in_features, child.out_features) == sizes[:2]
-        if (
-            is_base
-            and type(child) is not nn.Linear
-            and not does_more_than_forward(child)
-            and "forward" not in vars(child)
-        ):
-            undo.append(install(child, BaseRecipe()))
     return restore
+
+
+def uninstall_adapters(module: nn.Module) -> None:
+    """Give a layer with adapters, or the base of one, the forward of its class back."""
+    replacement = find_replacement(module)
+    if replacement is not None and isinstance(replacement.recipe, (AdapterRecipe, BaseRecipe)):
+        uninstall(module, replacement)
 
 
 def _compare(module: nn.Module, sizes: Sizes, recipe: AdapterRecipe) -> AdapterRecipe | str:

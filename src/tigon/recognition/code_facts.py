@@ -3,8 +3,9 @@
 import builtins
 import dis
 import functools
+import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from tigon.runtime.state.decisions import is_condition
 from tigon.runtime.state.known_names import WITHOUT_SIZES
 from tigon.runtime.state.places import Reach
 
-__all__ = ["has_conditions", "largest_number", "may_see_sizes"]
+__all__ = ["assigns_attributes", "has_conditions", "largest_number", "may_see_sizes"]
 
 # Instructions that may reveal the size of a tensor contain one of these words.
 SIZE_STEPS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
@@ -69,6 +70,13 @@ def _has_condition(code: types.CodeType) -> bool:
     """Return True if a code object computes a condition or jumps on one."""
     steps = list(dis.get_instructions(code))
     return any(step.opname in CONDITIONS or is_condition(steps, i) for i, step in enumerate(steps))
+
+
+def assigns_attributes(function: Callable) -> bool:
+    """Return True if the code of a function, without its wrappers, assigns attributes or globals, as a counter does."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    names = () if code is None else (step.opname for step in dis.get_instructions(code))
+    return any(name in ("STORE_ATTR", "STORE_GLOBAL") for name in names)
 
 
 def largest_number(reach: Reach) -> int:

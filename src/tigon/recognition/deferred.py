@@ -18,7 +18,7 @@ itself.
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
@@ -42,6 +42,7 @@ __all__ = [
     "call_deferred",
     "defer",
     "evaluate",
+    "has_call",
     "product_dtype",
 ]
 
@@ -126,6 +127,21 @@ def evaluate(expression: Expression, x: Tensor) -> Tensor:
     return operand * expression.factor
 
 
+def _nodes(expression: Expression) -> Iterator[Expression]:
+    """Yield an expression and its operands, each as often as it occurs."""
+    yield expression
+    if isinstance(expression, Sum):
+        yield from _nodes(expression.first)
+        yield from _nodes(expression.second)
+    elif not isinstance(expression, Input):
+        yield from _nodes(expression.operand)
+
+
+def has_call(expression: Expression) -> bool:
+    """Return True if an expression contains the output of a module whose code was not run."""
+    return any(isinstance(node, Call) for node in _nodes(expression))
+
+
 class Computed(NamedTuple):
     """The expression that a forward computes, and the shape, dtype and device of the result."""
 
@@ -140,16 +156,17 @@ class Refusal(str):
     """The reason why a forward cannot run without values."""
 
 
-class _CannotDefer(Exception):
-    """Ends a forward that needs the values of a `Deferred`."""
+class _CannotDefer(BaseException):
+    """Ends a forward that needs the values of a `Deferred`. `except Exception` in the forward does not catch it."""
 
 
 class _Recording:
     """The record of one call of a forward: every `Deferred` of the call, and the reason of the first refusal."""
 
-    def __init__(self) -> None:
+    def __init__(self, modes: tuple) -> None:
         self.created: list[weakref.ref[Deferred]] = []
         self.refusal: Refusal | None = None
+        self.modes = modes
 
     def refuse(self, reason: str) -> _CannotDefer:
         """Record why the forward cannot run without values, and return the exception that ends it.
@@ -160,22 +177,43 @@ class _Recording:
         return _CannotDefer(reason)
 
 
+def _modes(kind: str) -> tuple:
+    """Return the modes of torch that change gradients and dtypes of operations on a type of device."""
+    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+
+
 class Deferred:
-    """A tensor whose values are not computed. `isinstance(x, torch.Tensor)` is True for it."""
+    """A tensor whose values are not computed."""
 
     __slots__ = ("__weakref__", "_expression", "_properties", "_recording")
+    _recording: _Recording
+    _expression: Expression
+    _properties: TensorLike
 
     def __init__(self, recording: _Recording, expression: Expression, properties: TensorLike) -> None:
-        self._recording, self._expression, self._properties = recording, expression, properties
+        values = {"_recording": recording, "_expression": expression, "_properties": properties}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         recording.created.append(weakref.ref(self))
 
     def _result_of(self, expression: Expression, **changes: Any) -> "Deferred":
         """Return a `Deferred` for the result of an operation. `changes` are the properties in which it differs."""
+        # The expression is computed in the modes of the call: gradients would flow where the forward stops them.
+        if _modes(self.device.type) != self._recording.modes:
+            raise self._recording.refuse("changes the mode of gradients or of autocast")
         return Deferred(self._recording, expression, self._properties._replace(**changes))
 
     # --- what the code may read ------------------------------------------------------------------------
 
-    __class__ = property(lambda self: Tensor)
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """Refuse `isinstance`.
+
+        If this returned `Tensor`, C++ code of torch would take the object for a tensor, read its memory and crash.
+        """
+        raise self._recording.refuse("checks the type of a tensor")
+
     shape = property(lambda self: self._properties.shape)
     dtype = property(lambda self: self._properties.dtype)
     device = property(lambda self: self._properties.device)
@@ -201,6 +239,9 @@ class Deferred:
         return self if dtype == self.dtype else self._result_of(Cast(self._expression, dtype), dtype=dtype)
 
     def clone(self) -> "Deferred":
+        """Return the tensor. The result of an operation has memory of its own, but the input belongs to the caller."""
+        if isinstance(self._expression, Input):
+            raise self._recording.refuse("clones its input")
         return self._result_of(self._expression)
 
     def __add__(self, other: Any) -> "Deferred":
@@ -225,6 +266,7 @@ class Deferred:
             raise self._recording.refuse("multiplies by something else than a weight")
         dtype = product_dtype(properties)
         fits = all(t.device == self.device and product_dtype(t) == dtype for t in tensors)
+        fits = fits and (bias is None or bias.shape == weight.shape[:1])
         # torch raises an error for these products. The caller then runs the forward, which raises this error itself.
         if not shape or weight.shape[1] != shape[-1] or not fits:
             raise self._recording.refuse("multiplies by a weight of another dtype, shape or device")
@@ -282,8 +324,10 @@ def _refusing(name: str) -> Callable:
 # Python looks up special methods on the class, without `__getattr__`, so each one needs a method that refuses. Methods
 # that every object has, such as `__init__` and `__repr__`, stay, but those that compare refuse too.
 _OPERATORS = {name for name in dir(Tensor) if name.startswith("__") and callable(getattr(Tensor, name))}
-_COMPARISONS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
-for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | _COMPARISONS:
+# These methods of `object` are refused too, because they compare, show or change a tensor.
+_OF_OBJECT = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__str__", "__format__"}
+_OF_OBJECT |= {"__setattr__", "__delattr__", "__reduce__", "__reduce_ex__"}
+for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | _OF_OBJECT:
     setattr(Deferred, _name, _refusing(_name))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
@@ -295,7 +339,7 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
         run: A function of one tensor, such as the forward of a module.
         x: The tensor, or its shape, dtype and device.
     """
-    recording = _Recording()
+    recording = _Recording(_modes(x.device.type))
     try:
         result = run(Deferred(recording, Input(), TensorLike(x.shape, x.dtype, x.device)))
     except _CannotDefer:
@@ -312,4 +356,6 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
     del result
     if any(reference() is not None for reference in recording.created):
         return Refusal("keeps a tensor after the call")
-    return computed
+    masks = [id(node) for node in _nodes(computed.expression) if isinstance(node, Dropout)]
+    # `evaluate` and the ops draw a mask for each of them.
+    return computed if len({*masks}) == len(masks) else Refusal("uses the mask of a dropout twice")

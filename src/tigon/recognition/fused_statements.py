@@ -30,7 +30,7 @@ from tigon.recognition.trials import explain_none, not_recording
 from tigon.runtime.device import runs_kernels
 from tigon.runtime.state.reach import explore
 
-__all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_norms", "recognise_fused_statements"]
+__all__ = ["FusedStatementsRecipe", "fuse_statements", "overwritten_children", "recognise_fused_statements"]
 
 
 def _arguments(norm: Any, x: Tensor) -> tuple[Tensor | None, float, dict[str, Any]] | None:
@@ -142,11 +142,11 @@ def _is_rms_norm(module: nn.Module) -> bool:
     return _rms_norms[key]
 
 
-def overwritten_norms(model: nn.Module) -> dict[nn.Module, str]:
+def overwritten_children(model: nn.Module) -> dict[nn.Module, str]:
     """Return the children whose input is written in place after they have run, with the reason to keep their forward.
 
-    A norm in half precision saves an fp32 copy of its input for backward. The op saves the input itself, which must not
-    change until then.
+    A norm in half precision and an fp32 adapter save an fp32 copy of their input for backward. Their ops save the input
+    itself, which must not change until then.
     """
     reasons: dict[nn.Module, str] = {}
     for module in model.modules():

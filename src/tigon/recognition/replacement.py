@@ -66,7 +66,8 @@ class Replacement:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.__self__
         # accelerate's `unwrap_model` binds the replacement to its module, as a method, and the module comes first.
-        if args and isinstance(args[0], nn.Module):
+        # The type is checked, because `isinstance` reads `__class__`, which a `Deferred` refuses.
+        if args and issubclass(type(args[0]), nn.Module):
             module, args = args[0], args[1:]
         return self.run(module, args, kwargs)
 

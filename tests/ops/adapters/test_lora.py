@@ -220,3 +220,14 @@ def test_bad_input_is_refused(change, error, message):
     arguments = {"x": torch.zeros(3, 8), "weight": torch.zeros(4, 8), "a": torch.zeros(2, 8), "b": torch.zeros(4, 2)}
     with pytest.raises(error, match=message):
         tigon.lora_linear(**arguments | change)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("name", ["bias", "lora_bias"])
+def test_a_bias_may_have_any_stride(name):
+    generator = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE)
+    x, weight, a, b = random(4, 8).to(torch.bfloat16), random(16, 8).to(torch.bfloat16), random(3, 8), random(16, 3)
+    for bias in (random(32)[::2], random(1).expand(16)):
+        dense = tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias.clone(memory_format=torch.contiguous_format)})
+        assert torch.equal(tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias}), dense)

@@ -30,6 +30,7 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
 from tigon.runtime.products import multiply
+from tigon.runtime.torch_private.autograd import has_active_transform
 
 __all__ = [
     "Adapter",
@@ -159,7 +160,8 @@ def _total_bias(projection: Projection) -> Tensor | None:
     """Return b + sum_j s_j bias_j [O] in fp32, or None if there is no bias."""
     terms = [] if projection.bias is None else [projection.bias.float()]
     terms += [adapter.scaling * adapter.bias.float() for adapter in projection.adapters if adapter.bias is not None]
-    return sum(terms[1:], terms[0]) if terms else None
+    # `float` keeps an fp32 bias as it is, and the kernel reads dense memory.
+    return sum(terms[1:], terms[0]).contiguous() if terms else None
 
 
 def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Sequence[Entry], h: Tensor | None) -> None:
@@ -421,9 +423,15 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
     accurate. Under autocast, x and the weights must have the dtype of autocast, which eager products would have too.
     """
     tensors = [tensor for tensor in flatten(projections)[0] if tensor is not None]
-    if type(x) not in PLAIN or torch.compiler.is_compiling():
+    if type(x) not in PLAIN or torch.compiler.is_compiling() or has_active_transform():
         return False
     assert isinstance(x, Tensor)
+    # A subclass may compute another product, and the kernels read dense memory.
+    if any(type(tensor) not in PLAIN or tensor.layout is not torch.strided for tensor in tensors):
+        return False
+    # The node saves x, where eager code saves a copy of x in the dtype of A. Autograd saves no inference tensor.
+    if x.is_inference() and torch.is_grad_enabled():
+        return False
     if any(tensor.device != x.device for tensor in tensors) or not runs_kernels(x, *tensors):
         return False
     if x.dtype == torch.float32 or any(p.weight is not None and p.weight.dtype != x.dtype for p in projections):
