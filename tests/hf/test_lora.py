@@ -343,6 +343,8 @@ def test_a_language_model_runs_its_adapters_by_ops_in_either_order(llama, nodes,
         if p.grad is not None:
             assert (p.grad - q.grad).norm() <= 0.05 * q.grad.norm(), name
     assert sum(entry.count for entry in report.replaced if entry.part == "adapters") == len(NAMES)
+    if order == "patch first":
+        assert "replaced: low-rank adapters, added after the patch" in report.why("model.layers.0.self_attn.o_proj")
     report.restore()
     assert not any(find_replacement(module) for module in model.modules())
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tigon.hf.report import Report
+from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.adapters import AdapterRecipe, recipes_for, recognise_adapters, uninstall_adapters
 from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
@@ -84,7 +84,11 @@ class AdapterWatch:
                 install(module, each)
                 self.replaced_modules.add(module)
             if (report := self.report()) is not None:
-                report.add("adapters", type(child).__name__, True, f"{recipe}, added after the patch", name)
+                detail = f"{recipe}, added after the patch"
+                report.add("adapters", type(child).__name__, True, detail, name)
+                report.outcomes[name] = ModuleOutcomes(
+                    type(child).__name__, [Outcome("adapters", f"replaced: {detail}")]
+                )
             LOGGER.info("%s was added after the patch, and its adapters are computed by an op", name)
 
     def restore(self) -> None:
@@ -104,18 +108,21 @@ class AdapterWatch:
             return None
 
 
-def watch_children(model: nn.Module, report: Report) -> Callable[[], None]:
+def watch_children(model: nn.Module, report: Report, root: nn.Module) -> Callable[[], None]:
     """Let the body of a model install recipes on layers that get adapters later; return a function to undo this."""
     # The attribute of another library's class may raise anything.
     with contextlib.suppress(Exception):
         body = model.base_model
         if isinstance(body, nn.Module) and body is not model:
-            return _watch_body(body, report)
+            return _watch_body(body, report, root)
     return lambda: None
 
 
-def _watch_body(body: nn.Module, report: Report) -> Callable[[], None]:
-    parents = [_Parent(name, module) for name, module in body.named_modules() if any(map(is_linear, module.children()))]
+def _watch_body(body: nn.Module, report: Report, root: nn.Module) -> Callable[[], None]:
+    descendants = {*body.modules()}
+    # The names are those in the model that was patched, as everywhere in its report.
+    named_modules = [(name, module) for name, module in root.named_modules() if module in descendants]
+    parents = [_Parent(name, module) for name, module in named_modules if any(map(is_linear, module.children()))]
     replacement = find_replacement(body)
     if replacement is None and foreign_forward(body):
         return lambda: None

@@ -377,7 +377,7 @@ def patch(
     if LEVELS[level].lean and model not in fused_models:
         report.undo.append(watch_forward(model, _lost_features(level, False)))
     if adapters and report:
-        report.undo += [watch_children(module, report) for module in fused_models or [model]]
+        report.undo += [watch_children(module, report, model) for module in fused_models or [model]]
     if earlier_count:
         report.notes.append(f"{earlier_count} places were patched already and stay as they are")
     elif not report and level == "default":
