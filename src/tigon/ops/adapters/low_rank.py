@@ -9,7 +9,8 @@ sum of three bf16 values of 8 bits each. So the kernels split an fp32 factor int
 the terms. Products of two terms whose indices add up to three or more are below the precision of fp32, and are omitted.
 A (`split_terms`) and h, which are small, are split once and stored as terms. h and the sums over tokens are then as
 accurate as products in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in
-bf16, two in fp16.
+bf16, two in fp16. In bf16 its error is therefore relative to the sum of |h| |B|, which is much larger than the result
+if the parts of different ranks cancel.
 
 Tensor cores do not round the sums that they carry from one instruction to the next. The products of each step of a loop
 therefore start from zero, and the kernels add the results of the steps with rounding.
