@@ -504,9 +504,9 @@ def lora_linear(
 ) -> Tensor:
     """Return x W^T + bias + scaling * (dropout(x) A^T B^T + lora_bias), a linear layer with a low-rank adapter.
 
-    All tensors get gradients. Backward computes no product for a frozen weight. If an adapter of a bf16 model is in fp32,
-    x A^T and the gradients of A and B are as accurate as in eager code, which computes them in fp32. The product with B
-    rounds both factors to bf16 first, as it rounds its result.
+    All tensors get gradients. Backward computes no product for a frozen weight. If an adapter of a bf16 model is in
+    fp32, x A^T and the gradients of A and B are as accurate as in eager code, which computes them in fp32. The product
+    with B rounds both factors to bf16 first, as it rounds its result.
 
     Args:
         x: [..., I], fp32 | bf16 | fp16.
