@@ -9,12 +9,21 @@ from typing import Any
 import pytest
 import torch
 
-for package in ("accelerate", "matplotlib", "tokenizers", "typer"):
+for package in ("matplotlib", "tokenizers", "typer"):
     pytest.importorskip(package)
+accelerate = pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "lora.py"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator():
+    """Remove the state of accelerate, which the Trainer leaves behind for the other tests of the process."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    accelerate.state.GradientState._reset_state()
 
 
 @pytest.fixture(scope="module")
