@@ -20,7 +20,7 @@ __all__ = ["AdaptedHeadForward", "find_adapted_head"]
 
 
 class FusedHead(Protocol):
-    """What the layer around a head needs of the state that the fused loss shares."""
+    """The part of the fused loss's shared state that a layer around the head uses."""
 
     @property
     def call(self) -> Any: ...

@@ -59,7 +59,7 @@ class AdapterWatch:
         self.parents, self.inner = parents, inner
         self.report: Callable[[], Report | None] = (lambda: None) if report is None else weakref.ref(report)
         self.replaced_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        # What recognition returned, by the kind of the module.
+        # The results of recognition, by the kind of the module.
         self.results: dict[tuple, Any] = {}
 
     def __reduce__(self) -> tuple:

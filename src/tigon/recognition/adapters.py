@@ -348,7 +348,7 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | str | None:
         return None
     result: AdapterRecipe | str
     if assigns_attributes(type(module).forward):
-        # Where a forward ends without values, it runs a second time.
+        # A forward that cannot run without values runs a second time, and would assign its attributes twice.
         result = f"{DIFFERENT}: its forward assigns attributes"
     elif not _runs_own_forwards(module):
         result = "has hooks on its children, or their call or forward was replaced"

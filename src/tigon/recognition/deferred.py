@@ -48,7 +48,7 @@ __all__ = [
 
 
 class TensorLike(NamedTuple):
-    """What the code of a forward may know about a tensor whose values it does not read."""
+    """The properties of a tensor that code may read without its values."""
 
     shape: torch.Size
     dtype: torch.dtype

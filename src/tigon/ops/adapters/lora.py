@@ -277,22 +277,29 @@ class _LoRALinears(torch.autograd.Function):
     @first_order
     @without_autocast
     def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Any, ...]:
-        x, h, seeds, *tensors = ctx.saved_tensors
-        projections, needs = rebuild(tensors, ctx.numbers), rebuild(ctx.needs_input_grad[2:], ctx.numbers)
-        needs_dx = ctx.needs_input_grad[0]
-        rows = None if x is None else rows_of(x)
         dys = {i: rows_of(dy) for i, dy in enumerate(upstream) if dy is not None}
-        if not dys:
-            return None, None, *(None for _ in tensors)
-        tokens = len(next(iter(dys.values())))
-        entries = list_entries(projections, tokens, seeds)
-        dh: Tensor | None = None
-        dh_entries: list[Entry] = []
-        if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
-            dh, dh_entries = project_gradients(dys, entries)
-        gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
-        dx = compute_input_gradient(dys, projections, dh, dh_entries) if needs_dx else None
-        return None if dx is None else dx.view(ctx.shape), None, *flatten(gradients)[0]
+        dx, gradients = _node_gradients(ctx, dys, ctx.needs_input_grad[2:])
+        return dx, None, *gradients
+
+
+def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[bool]) -> tuple[Tensor | None, list]:
+    """Return dx in the shape of x and the gradients of the tensors of a node, from the upstream gradients [T, O_i].
+
+    The node has saved x, h, the seeds and its tensors. `tensor_needs` says which of its tensors need a gradient.
+    """
+    x, h, seeds, *tensors = ctx.saved_tensors
+    if not dys:
+        return None, [None] * len(tensors)
+    projections, needs = rebuild(tensors, ctx.numbers), rebuild(tensor_needs, ctx.numbers)
+    needs_dx, rows = ctx.needs_input_grad[0], None if x is None else rows_of(x)
+    entries = list_entries(projections, len(next(iter(dys.values()))), seeds)
+    dh: Tensor | None = None
+    dh_entries: list[Entry] = []
+    if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):
+        dh, dh_entries = project_gradients(dys, entries)
+    gradients = layer_gradients(rows, h, dys, dh, entries, dh_entries, needs)
+    dx = compute_input_gradient(dys, projections, dh, dh_entries) if needs_dx else None
+    return None if dx is None else dx.view(ctx.shape), flatten(gradients)[0]
 
 
 class _Hidden(torch.autograd.Function):
@@ -300,8 +307,8 @@ class _Hidden(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, numbers: tuple, *tensors: Any) -> Tensor:
-        projections, seeds = rebuild(tensors, numbers), draw_seeds(rebuild(tensors, numbers), x)
-        rows = rows_of(x)
+        projections, rows = rebuild(tensors, numbers), rows_of(x)
+        seeds = draw_seeds(projections, x)
         h = compute_hidden(rows, list_entries(projections, len(rows), seeds))
         ctx.save_for_backward(x, seeds, *tensors)
         ctx.numbers = numbers
@@ -346,17 +353,8 @@ class _AddAdapters(torch.autograd.Function):
     @first_order
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, h, seeds, *tensors = ctx.saved_tensors
-        projections, needs = rebuild(tensors, ctx.numbers), rebuild(ctx.needs_input_grad[3:], ctx.numbers)
-        dys = {0: rows_of(dy)}
-        entries = list_entries(projections, len(dys[0]), seeds)
-        dh: Tensor | None = None
-        dh_entries: list[Entry] = []
-        if ctx.needs_input_grad[0] or any(need.a for need in needs[0].adapters):
-            dh, dh_entries = project_gradients(dys, entries)
-        gradients = layer_gradients(None if x is None else rows_of(x), h, dys, dh, entries, dh_entries, needs)
-        dx = compute_input_gradient(dys, projections, dh, dh_entries) if ctx.needs_input_grad[0] else None
-        return None if dx is None else dx.view(ctx.shape), dy, None, *flatten(gradients)[0]
+        dx, gradients = _node_gradients(ctx, {0: rows_of(dy)}, ctx.needs_input_grad[3:])
+        return dx, dy, None, *gradients
 
 
 def layer_gradients(

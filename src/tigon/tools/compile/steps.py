@@ -33,7 +33,7 @@ def run_step(workload: Workload, variant: Variant) -> None:
     ).tensors
     function = workload.function_in()
     assert function is not None, workload.name
-    # Where launches are only recorded, nothing counts the ignored tokens. Which kernels `linear_cross_entropy` launches
+    # If launches are only recorded, no kernel counts the ignored tokens. Which kernels `linear_cross_entropy` launches
     # would then depend on memory that nothing has written.
     with tuned(CountConfig, min_multiplications=2**62):
         outputs = [y for y in tensors_of(function(**inputs, **options)) if y.requires_grad]
