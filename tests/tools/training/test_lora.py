@@ -10,7 +10,7 @@ import transformers
 from tigon.tools.training.job import Job, Point
 from tigon.tools.training.lora import add_adapters, freeze, quantise
 from tigon.tools.training.models import config_fields
-from tigon.tools.training.worker import Trainer
+from tigon.tools.training.worker import Trainer, prime
 
 pytest.importorskip("peft")
 
@@ -41,18 +41,32 @@ def test_a_frozen_model_still_computes_gradients_of_its_inputs(model):
     model(input_ids=ids, labels=ids).loss.backward()
 
 
+def test_only_trained_parameters_get_gradients_and_states(model):
+    adapted = add_adapters(model, 4)
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained)
+    # The step counters of AdamW have four bytes each.
+    expected = sum(p.nbytes for p in adapted.parameters()) + 3 * sum(p.nbytes for p in trained) + 4 * len(trained)
+    assert prime(adapted, optimizer, torch.arange(8)[None]) == expected
+    assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
+
+
 def test_all_linear_layers_but_the_head_are_quantised(model):
     bnb = pytest.importorskip("bitsandbytes")
     x, layer = torch.randn(3, 32).to(torch.bfloat16), model.model.layers[0].self_attn.q_proj
-    expected = layer(x)
+    stock_output = layer(x)
     quantise(model)
     kinds = [type(m) for m in model.modules() if isinstance(m, torch.nn.Linear)]
     assert kinds.count(bnb.nn.Linear4bit) == 14
     assert type(model.lm_head) is torch.nn.Linear
     quantised = model.model.layers[0].self_attn.q_proj
     assert quantised.weight.numel() == 32 * 32 // 2
-    actual = quantised(x)
-    assert 0 < (actual - expected).norm() < 0.2 * expected.norm()
+    state = quantised.weight.quant_state
+    assert (state.quant_type, state.nested) == ("nf4", True)
+    weight = bnb.functional.dequantize_4bit(quantised.weight.data, state)
+    output = quantised(x)
+    assert torch.equal(output, x @ weight.T)
+    assert not torch.equal(output, stock_output)
 
 
 def train(job: Job) -> tuple[list[float], dict[str, Any]]:

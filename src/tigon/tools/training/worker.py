@@ -96,7 +96,7 @@ class StepMeter:
 
 
 def prime(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> int:
-    """Create gradients and optimizer states without training; return the bytes of all state.
+    """Create gradients and optimizer states of the trained parameters without training; return the bytes of all state.
 
     A few tokens go forward and backward, which also loads the libraries' code. Then the gradients are zeroed, and a
     step with a learning rate of 0 creates the states, whose step counters are set back to 0.
@@ -104,8 +104,9 @@ def prime(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> in
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     gradients = []
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-        gradients.append(parameter.grad)
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
