@@ -60,14 +60,14 @@ def assert_accurate(actual: Tensor, eager: Tensor, exact: Tensor, *, smallest: f
     if (error > limit).any():
         index = tuple(int(i) for i in torch.unravel_index((error - limit).argmax(), error.shape))
         raise AssertionError(
-            f"{prefix}at {index} got {actual[index].item():.9g}, exact is {exact[index].item():.9g}: error "
-            f"{error[index].item():.3g} over {limit[index].item():.3g} "
-            f"(eager's largest {eager_error.max().item():.3g})"
+            f"{prefix}at {index} got {actual[index].item():.9g}, exact is {exact[index].item():.9g}: the error "
+            f"{error[index].item():.3g} exceeds the limit {limit[index].item():.3g} "
+            f"(eager's largest error {eager_error.max().item():.3g})"
         )
     rms = lambda x: x.square().mean().sqrt().item()
     units = ULPS if error.numel() < RMS_COUNT else RMS_ULPS
     if rms(error) > 2 * rms(eager_error) + units * eps * rms(size):
         raise AssertionError(
-            f"{prefix}root mean square error {rms(error):.3g}, eager's is {rms(eager_error):.3g} "
-            f"and the values' size {rms(size):.3g}"
+            f"{prefix}the root mean square is {rms(error):.3g} for the errors, {rms(eager_error):.3g} for eager's "
+            f"errors and {rms(size):.3g} for the values"
         )

@@ -70,7 +70,7 @@ def fake_device(monkeypatch):
             _check, ["x_ptr", "absent_ptr", "out_ptr", "stride", "n", "factor", "BLOCK", "SHIFT"], **options
         )
         monkeypatch.setattr(launch, "_check_kernel", check)
-        monkeypatch.setattr(launch, "_check_tensors", check_tensors)
+        monkeypatch.setattr(launch, "_make_check_tensors", check_tensors)
         monkeypatch.setattr(launch, "_variants", {})
         monkeypatch.setattr(launch, "_key_functions", {})
         monkeypatch.setattr(launch, "_verdicts", {})

@@ -51,14 +51,14 @@ def _matrix(rows: int, columns: int) -> torch.Tensor:
 
 
 def test_layers_use_ping_pong_kernels_for_long_products_only(plans):
-    a, b, onto = _matrix(8, 4), _matrix(4, 6), _matrix(8, 6)
+    a, b, total = _matrix(8, 4), _matrix(4, 6), _matrix(8, 6)
     with tuned(ProductConfig, min_side=4):
         assert (multiply(a, b) == 4).all()
         assert not plans, "192 multiplications are fewer than the limit of the heuristic"
-        assert (multiply(a, b, onto, min_multiplications=193) == 5).all()
+        assert (multiply(a, b, total, min_multiplications=193) == 5).all()
         assert not plans
-        assert multiply(a, b, onto, min_multiplications=192) is onto
-        assert (onto == 9).all()
+        assert multiply(a, b, total, min_multiplications=192) is total
+        assert (total == 9).all()
         assert len(plans) == 1
     with tuned(ProductConfig, min_side=5, min_multiplications=0):
         assert (multiply(a, b) == 4).all()

@@ -37,10 +37,10 @@ def without_autocast(backward: Callable) -> Callable:
 
     @functools.wraps(backward)
     def call(ctx: Any, *gradients: Tensor | None) -> Any:
-        kind = next((x.device.type for x in gradients if x is not None), "meta")
-        if kind == "meta" or not torch.is_autocast_enabled(kind):
+        device_type = next((x.device.type for x in gradients if x is not None), "meta")
+        if device_type == "meta" or not torch.is_autocast_enabled(device_type):
             return backward(ctx, *gradients)
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(device_type, enabled=False):
             return backward(ctx, *gradients)
 
     return call
@@ -49,7 +49,8 @@ def without_autocast(backward: Callable) -> Callable:
 def may_overwrite_saved(x: Tensor) -> bool:
     """Return whether a backward pass may overwrite the tensors that its forward saved, which are on the device of `x`.
 
-    It may not if the graph is retained, nor in a CUDA graph, because its backward may be replayed alone.
+    It may not if autograd retains its graph. It may not while a CUDA graph is captured either, because the captured
+    backward may be replayed without its forward.
     """
     return not keeps_graph() and not (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
@@ -57,7 +58,7 @@ def may_overwrite_saved(x: Tensor) -> bool:
 def keep_none_gradients(ctx: Any) -> None:
     """Let backward receive None, not zeros, for an output that has no upstream gradient. Call this in a forward.
 
-    `torch.compile` does not know the method in every version, so there backward receives zeros.
+    Not every version of `torch.compile` supports `set_materialize_grads`, so backward receives zeros in compiled code.
     """
     if not torch.compiler.is_compiling():
         ctx.set_materialize_grads(False)

@@ -14,6 +14,7 @@ __all__ = [
     "flag",
     "floating",
     "floating_dtype",
+    "format_value",
     "ignore_index",
     "integer",
     "mlp_module",
@@ -22,7 +23,6 @@ __all__ = [
     "products",
     "same",
     "shape",
-    "shown",
     "size",
     "tensor",
 ]
@@ -30,10 +30,10 @@ __all__ = [
 _FLOATING = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
 _SMALLEST, _LARGEST = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 # The number of characters that a message shows of a value.
-_LONGEST = 80
+_MAX_CHARACTERS = 80
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """Return `value` as one short line for a message. Reading the elements of a tensor would wait for the GPU."""
     if isinstance(value, Tensor):
         return f"a Tensor of shape {tuple(value.shape)}"
@@ -41,7 +41,7 @@ def shown(value: object) -> str:
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an int of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 3] + "..."
+    return text if len(text) <= _MAX_CHARACTERS else text[: _MAX_CHARACTERS - 3] + "..."
 
 
 def tensor(op: str, **tensors: object) -> None:
@@ -52,7 +52,10 @@ def tensor(op: str, **tensors: object) -> None:
 
 
 def floating(op: str, **tensors: Tensor | None) -> None:
-    """Check that each value is None or an fp32, bf16, fp16 or fp64 tensor. The reference computes fp64."""
+    """Check that each value is None or an fp32, bf16, fp16 or fp64 tensor.
+
+    The error does not name fp64, because only the references compute it.
+    """
     for name, value in tensors.items():
         if value is None:
             continue
@@ -88,13 +91,15 @@ def flag(op: str, **flags: object) -> None:
     """Check that each value is a bool. Other values are refused, because the string "no" would count as true."""
     for name, value in flags.items():
         if value is not True and value is not False:
-            raise TypeError(f"{op}: {name} must be a bool, got {shown(value)}")
+            raise TypeError(f"{op}: {name} must be a bool, got {format_value(value)}")
 
 
 def number(
-    op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, above: bool = False
+    op: str, name: str, value: object, low: float = -math.inf, high: float = math.inf, *, excludes_low: bool = False
 ) -> float:
-    """Return `value` as a float; check that it is a finite number in [low, high], or in (low, high] with `above`.
+    """Return `value` as a float; check that it is a finite number in [low, high].
+
+    With `excludes_low` the interval is (low, high].
 
     Kernels take numbers in fp32, so this must hold after rounding to fp32 too. A tensor is refused: its gradient would
     be lost, and reading it would wait for the GPU.
@@ -102,25 +107,27 @@ def number(
     if isinstance(value, (Tensor, bool)) or not isinstance(value, (int, float)):
         raise TypeError(f"{op}: {name} must be a number, got {type(value).__name__}")
     # The comparison replaces `math.isfinite`, which does not accept the symbols that `torch.compile` uses for numbers.
-    inside = -_LARGEST <= value <= _LARGEST and (low + _SMALLEST if above else low) <= value and value <= high
-    if not inside:
+    is_in_range = (
+        -_LARGEST <= value <= _LARGEST and (low + _SMALLEST if excludes_low else low) <= value and value <= high
+    )
+    if not is_in_range:
         finite = "finite in float32" if -math.inf < value < math.inf and abs(value) > _LARGEST else "finite"
         if high < math.inf:
             rule = f"be in [{low:g}, {high:g}]"
         elif low == 0:
-            rule = f"be positive and {finite}" if above else f"be {finite} and not negative"
+            rule = f"be positive and {finite}" if excludes_low else f"be {finite} and not negative"
         else:
             rule = f"be {finite}"
-        raise ValueError(f"{op}: {name} must {rule}, got {shown(value)}")
+        raise ValueError(f"{op}: {name} must {rule}, got {format_value(value)}")
     return float(value)
 
 
 def size(op: str, name: str, value: object) -> int:
     """Return `value`, a number of features; check that it is a positive int of 64 bits."""
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{op}: {name} must be an int, got {shown(value)}")
+        raise TypeError(f"{op}: {name} must be an int, got {format_value(value)}")
     if not 0 < value < 2**63:
-        raise ValueError(f"{op}: {name} must be positive and fit into 64 bits, got {shown(value)}")
+        raise ValueError(f"{op}: {name} must be positive and fit into 64 bits, got {format_value(value)}")
     return value
 
 
@@ -132,14 +139,14 @@ def _factory(op: str, options: dict[str, Any]) -> None:
     try:
         torch.empty(0, device=options.get("device"))
     except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:
-        raise ValueError(f"{op}: device must be one that torch has, got {shown(options['device'])}") from error
+        raise ValueError(f"{op}: device must be one that torch has, got {format_value(options['device'])}") from error
 
 
 def norm_module(op: str, normalized_shape: object, factory: dict[str, Any], **flags: object) -> None:
     """Check the arguments of a norm's constructor: N or a shape of one dimension, flags, `device` and `dtype`."""
     if isinstance(normalized_shape, (tuple, list)):
         if len(normalized_shape) != 1:
-            raise ValueError(f"{op}: normalized_shape must have one dimension, got {shown(normalized_shape)}")
+            raise ValueError(f"{op}: normalized_shape must have one dimension, got {format_value(normalized_shape)}")
         (normalized_shape,) = normalized_shape
     size(op, "normalized_shape", normalized_shape)
     flag(op, **flags)
@@ -165,14 +172,14 @@ def features(op: str, x: Any, count: int) -> None:
     """Check that `x` is a tensor [..., count]."""
     tensor(op, x=x)
     if x.shape[-1:] != (count,):
-        raise ValueError(f"{op}: x must end in {(count,)}, got shape {tuple(x.shape)}")
+        raise ValueError(f"{op}: the last dimension of x must have size {count}, got shape {tuple(x.shape)}")
 
 
 def floating_dtype(op: str, name: str, value: object) -> None:
-    """Check that `value` is None or a dtype that the ops compute."""
+    """Check that `value` is None or a dtype in which the ops compute."""
     if value is not None and not (isinstance(value, torch.dtype) and value in _FLOATING):
         raise TypeError(
-            f"{op}: {name} must be a floating-point dtype (float32, bfloat16 or float16), got {shown(value)}"
+            f"{op}: {name} must be a floating-point dtype (float32, bfloat16 or float16), got {format_value(value)}"
         )
 
 
@@ -181,7 +188,7 @@ def ignore_index(op: str, value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{op}: ignore_index must be an int, got {type(value).__name__}")
     if not -(2**63) <= value < 2**63:
-        raise ValueError(f"{op}: ignore_index must fit into 64 bits, got {shown(value)}")
+        raise ValueError(f"{op}: ignore_index must fit into 64 bits, got {format_value(value)}")
     return value
 
 
@@ -193,4 +200,4 @@ def choice(op: str, name: str, value: object, choices: Sequence[object]) -> None
     if type(value) is str and value in choices:
         return
     if not isinstance(value, (str, int, torch.dtype, NoneType)) or isinstance(value, bool) or value not in choices:
-        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {shown(value)}")
+        raise ValueError(f"{op}: {name} must be one of {', '.join(map(repr, choices))}, got {format_value(value)}")

@@ -38,7 +38,7 @@ PING_PONG_TILES = {"176x128": 201, "168x128": 197, "128x160": 29, "144x128": 184
 
 # 1024 bytes are enough for a counter of tiles. Kernels that split K need more, and are not requested.
 WORKSPACE_BYTES = 1024
-# cuBLASLt proposes at most 8 kernels.
+# cuBLASLt proposes at most 8 kernels. The array has room for twice as many.
 MAX_PROPOSALS = 16
 LARGEST_ALIGNMENT = 256
 
@@ -59,7 +59,9 @@ class _Proposal(ctypes.Structure):
 
 # The parameters of each function, in the order of cublasLt.h. Each function returns a status, a C int. ctypes raises an
 # error for an argument that does not fit, where an undeclared function would read wrong memory.
-# _POINTER points to an object of the library, to memory of the device, or to the value of an attribute.
+# _POINTER points to an object of the library, to memory of the device, or to the value of an attribute. _NEW points to
+# the variable into which a function writes the pointer of a new object. _SET are the parameters of every function that
+# sets an attribute.
 _POINTER = ctypes.c_void_p
 _NEW = ctypes.POINTER(ctypes.c_void_p)
 _SET = [_POINTER, ctypes.c_int, _POINTER, ctypes.c_size_t]
@@ -139,7 +141,7 @@ _handles: dict[int, ctypes.c_void_p] = {}
 
 
 def _handle(device: int) -> ctypes.c_void_p | None:
-    """Return a handle of the current device, or None if there is no library or a CUDA graph is captured."""
+    """Return a handle of the current device, or None if there is no library or a graph is being captured."""
     if device in _handles:
         return _handles[device]
     library, handle = _library(), ctypes.c_void_p()
@@ -282,13 +284,14 @@ class Plan:
             getattr(self.cublaslt, f"{kind}Destroy")(pointer)
 
 
-# The length of the last chunk depends on the number of valid tokens, so there are many plans, and old ones are dropped.
 def plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
     """Return the plan of a product with one of the tiles, or None if the device or the library has none."""
     # A handle cannot be created while a graph is captured. `_plan` caches its results, so it is not called then.
     return None if _handle(device) is None else _plan(device, problem, tiles)
 
 
+# The length of the last chunk of a loss depends on the number of valid tokens, so there are many plans, and the cache
+# drops old ones.
 @functools.lru_cache(maxsize=512)
 def _plan(device: int, problem: PlanProblem, tiles: tuple[int, ...]) -> Plan | None:
     handle = _handle(device)

@@ -36,7 +36,8 @@ KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PLAIN = (Tensor, torch.nn.Parameter)
 
 
-# Devices are compared by identity, which is fast in the cache of choices. There is one object for each device.
+# Devices are compared by identity, which makes the look-up of cached launch parameters fast. There is one object for
+# each device.
 @dataclass(frozen=True, eq=False)
 class Device:
     """The properties that launch parameters depend on."""

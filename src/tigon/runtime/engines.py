@@ -35,7 +35,7 @@ class HookOrigin(NamedTuple):
     may_run_twice: bool
 
 
-# The first origin whose prefix fits counts.
+# The first origin whose prefix matches is used.
 HOOK_ORIGINS = (
     # FSDP, tensor and pipeline parallelism.
     HookOrigin("torch.distributed.", keeps_values=True, may_run_twice=True),
@@ -61,7 +61,7 @@ HOOK_ORIGINS = (
 # in accelerate 1.14 and 1.15. An accelerate with other names counts as a library that has replaced the forward of the
 # module, so the module stays stock.
 WRAPPER_ATTRIBUTES = WRAPPER_HOOK, WRAPPED_FORWARD = "_hf_hook", "_old_forward"
-# The attributes that may hold a forward of the module's author, or one that replaces it.
+# The attributes that may hold the forward that the author of the module wrote, or one that replaces it.
 FORWARD_SLOTS = "forward", WRAPPED_FORWARD
 
 
@@ -71,7 +71,7 @@ def _find_origin(hook: Callable) -> HookOrigin | None:
 
 
 def keeps_values(hook: Callable) -> bool:
-    """Return True if an engine that shards models defines a hook. Such hooks change no outputs and no gradients."""
+    """Return True if a hook is known to keep the values of outputs and gradients, as hooks of sharding engines do."""
     origin = _find_origin(hook)
     return origin is not None and origin.keeps_values
 
@@ -83,7 +83,7 @@ def may_run_twice(hook: Callable) -> bool:
 
 
 def forward_slot(module: nn.Module) -> str:
-    """Return the name of the attribute that holds the forward of the module's author.
+    """Return the name of the attribute that holds the forward that the author of the module wrote.
 
     Hooks of accelerate move this forward to `_old_forward`.
     """

@@ -66,8 +66,8 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
 
     Triton derives from the arguments, at every launch, which compiled variant it needs (11 us). Small models wait for
     the host, so from the second launch on the variant is looked up here and launched directly. That passes arguments by
-    position to an undocumented launcher. Only tested versions of Triton do so, and only on devices where the self-check
-    passed; every other launch goes through `kernel[grid]`.
+    position to an undocumented launcher. Tigon therefore does so only with tested versions of Triton, and only on
+    devices where the self-check passed; every other launch goes through `kernel[grid]`.
 
     Args:
         kernel: The kernel.
@@ -142,8 +142,8 @@ def _check_kernel(x_ptr, absent_ptr, out_ptr, stride, n, factor, BLOCK: tl.const
 def _launches_directly(kernel: JITFunction, device: int) -> bool:
     """Return whether variants of the kernel may be launched directly on the device.
 
-    The first call for a device at a time when the host may wait runs the self-check. This function is called only after
-    a launch through Triton, so direct launches take no time for it.
+    For each device, the first call at which the host may wait runs the self-check. This function is called only after a
+    launch through Triton, so it costs direct launches no time.
     """
     if kernel is _check_kernel:
         return True
@@ -168,7 +168,7 @@ def _may_wait() -> bool:
     return not dispatch_modes()
 
 
-def _check_tensors(device: int) -> tuple[Tensor, Tensor]:
+def _make_check_tensors(device: int) -> tuple[Tensor, Tensor]:
     """Return the input of the self-check and two outputs, which differ in elements that the kernel does not write."""
     x = torch.arange(600, dtype=torch.float32, device=torch.device("cuda", device))
     return x, torch.stack([torch.full_like(x[:300], value) for value in (-1.0, -2.0)])
@@ -177,7 +177,7 @@ def _check_tensors(device: int) -> tuple[Tensor, Tensor]:
 def _direct_launch_agrees(device: int) -> bool:
     """Launch a small kernel through Triton and then directly, and return whether both write the same values."""
     with torch.no_grad():
-        x, outputs = _check_tensors(device)
+        x, outputs = _make_check_tensors(device)
         arguments, constants = (2, 300, 0.5), {"BLOCK": 128, "SHIFT": 3, "num_warps": 1}
         try:
             # `launch` stores the variant after the first launch, so the second one is direct.
@@ -209,7 +209,7 @@ def launch_method() -> str:
 
 
 def on_device(function: Function) -> Function:
-    """Decorate a function that launches kernels: the device of its first argument is the current device."""
+    """Decorate a function that launches kernels, so that the device of its first argument is current while it runs."""
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

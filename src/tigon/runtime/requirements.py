@@ -23,9 +23,11 @@ FLOORS = {
     "torch": "2.8",
     # torch 2.8 requires 3.4. Triton 3.3 has no `triton.knobs`, and its interpreter and compiler fail on the kernels.
     "triton": "3.4",
-    # Up to 5.2 the experts of Mixtral stay stock, up to 5.12 those of GraniteMoe, and no line of the report says so.
+    # Up to 5.2 the experts of Mixtral stay stock, up to 5.12 those of GraniteMoe, and the report of `tigon.patch` does
+    # not say so.
     "transformers": "5.13",
-    # From 1.14 on FSDP2 makes units of the embedding and of the last norm with the head, as `tigon plan` counts them.
+    # Since 1.14, FSDP2 shards the embedding as one unit and the last norm with the head as another one. `tigon plan`
+    # counts these units.
     "accelerate": "1.14",
     # 0.45.0 cannot be imported together with triton 3.4.
     "bitsandbytes": "0.45.5",

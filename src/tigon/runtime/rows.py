@@ -44,8 +44,8 @@ def launch_blocks(
 ) -> None:  # fmt: skip
     """Run `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with the same rows.
 
-    `strides` has the distance of the rows of each tensor. `numbers` are options of the op, such as a scale: as
-    arguments that are no constexprs, they do not compile the kernel again for each value.
+    `strides` holds the row stride of each tensor. `numbers` are options of the op, such as a scale. They are not
+    constexprs, so a new value does not compile the kernel again.
 
     If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row.
     """

@@ -32,7 +32,7 @@ def written_in(function: Callable) -> str:
     return getattr(function, "__globals__", {}).get("__name__") or origin_of(function)
 
 
-def _stock(function: object, file: str) -> object:
+def _stock_or_none(function: object, file: str) -> object:
     """Return `function` if its code is in `file` of torch; None if it was replaced before this import."""
     code = getattr(function, "__code__", None)
     return function if code is not None and code.co_filename.replace("\\", "/").endswith(file) else None
@@ -40,10 +40,10 @@ def _stock(function: object, file: str) -> object:
 
 # Quantisation and adapter libraries replace these functions for all layers. The call of a layer then computes more than
 # its product.
-_FORWARD = _stock(nn.Linear.forward, "torch/nn/modules/linear.py")
-_CALL = _stock(nn.Module.__call__, "torch/nn/modules/module.py")
+_FORWARD = _stock_or_none(nn.Linear.forward, "torch/nn/modules/linear.py")
+_CALL = _stock_or_none(nn.Module.__call__, "torch/nn/modules/module.py")
 # If the function was replaced before this import, no class has this object, so no call counts as torch's own.
-_CALL_IMPL = _stock(call_impl, "torch/nn/modules/module.py") or object()
+_CALL_IMPL = _stock_or_none(call_impl, "torch/nn/modules/module.py") or object()
 
 
 def linears_are_stock() -> bool:

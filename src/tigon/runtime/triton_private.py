@@ -1,8 +1,8 @@
 """Every private, experimental or undocumented name of Triton that Tigon uses, in one place.
 
-Each name states why it is needed, the versions of Triton that it was seen in, and what happens without it.
-`tests/runtime/test_triton_private.py` tests the behaviour of each name, so that it names what is different in a new
-version.
+A comment at each name states why it is needed, the versions of Triton that it was seen in, and what happens without it.
+`tests/runtime/test_triton_private.py` tests the behaviour of each name, so a failing test shows what a new version has
+changed.
 """
 
 import importlib

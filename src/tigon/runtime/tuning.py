@@ -47,8 +47,8 @@ class LaunchConfig:
             return cls._choices[problem, device]
         except KeyError:
             pass
-        # A `tuned` block that begins or ends meanwhile in another thread takes another dictionary, so what follows
-        # cannot store a choice that no longer holds.
+        # If a `tuned` block begins or ends in another thread meanwhile, it replaces `cls._choices`. The assignment
+        # below then goes to the old dictionary, so no later call returns an outdated choice.
         choices, fields = cls._choices, _overrides.get(cls)
         config = cls.heuristic(problem, device)
         if fields is not None:

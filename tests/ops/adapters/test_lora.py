@@ -149,8 +149,8 @@ def test_dropout_applies_the_mask_of_its_seed():
     torch.manual_seed(5)
     seeds = draw_seeds([projection], x)
     assert seeds is not None
-    keep = dropout_bits(seeds, 0, tokens, inputs, p)
-    mask = ((keep[:, :, None] >> torch.arange(8, device=DEVICE)) & 1).reshape(tokens, -1)[:, :inputs]
+    dropout_mask = dropout_bits(seeds, 0, tokens, inputs, p)
+    mask = ((dropout_mask[:, :, None] >> torch.arange(8, device=DEVICE)) & 1).reshape(tokens, -1)[:, :inputs]
 
     def run(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
         torch.manual_seed(5)

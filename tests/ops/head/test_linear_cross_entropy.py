@@ -348,19 +348,19 @@ def test_fp16_gradients_use_the_loss_scale():
 @pytest.mark.parametrize("v", [32000, 128256, 256000])
 @pytest.mark.parametrize("tokens", [1, 100, 1024, 8192, 32768, 100_000])
 @pytest.mark.parametrize("mib", [None, 1, 64, 4096])
-@pytest.mark.parametrize("spare", [0, 4096])
-def test_chunks_respect_their_budget(tokens, v, mib, device, spare):
+@pytest.mark.parametrize("spare_tokens", [0, 4096])
+def test_chunks_respect_their_budget(tokens, v, mib, device, spare_tokens):
     problem = ChunkProblem(v, logit_bytes=2, device_type=device)
     config = ChunkConfig.heuristic(problem, EMULATED)
-    chunk = config.chunk_tokens(tokens, v * 2, mib, spare)
+    chunk = config.chunk_tokens(tokens, v * 2, mib, spare_tokens)
     count = -(-tokens // chunk)
     assert chunk >= 1
     if mib is not None:
         assert chunk == 1 or chunk * v * 2 <= mib * 2**20
     elif device == "cuda":
         budget = config.budget_mib * 2**20 // (v * 2)
-        assert chunk <= budget + spare + 127, "memory must not grow with the number of tokens"
-        assert count <= config.max_chunks or tokens > config.max_chunks * (budget + spare)
+        assert chunk <= budget + spare_tokens + 127, "memory must not grow with the number of tokens"
+        assert count <= config.max_chunks or tokens > config.max_chunks * (budget + spare_tokens)
         assert chunk <= budget or count == config.max_chunks
 
 
@@ -370,10 +370,10 @@ def test_chunk_heuristic():
     assert on("cuda") == ChunkConfig(budget_mib=640, may_exceed_budget=True, max_chunks=8, tile=128)
     assert on("cpu") == on("mps") == ChunkConfig(budget_mib=96, may_exceed_budget=False, max_chunks=8, tile=128)
     # 2616 tokens of 128256 bf16 logits fit in 640 MiB. 24000 tokens fit in 10 chunks, or in 8 that exceed the budget.
-    assert on("cuda").chunk_tokens(8192, 128256 * 2, None, spare=0) == 2048
-    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare=0) == 2432
-    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare=4096) == 3000
-    assert on("cuda").chunk_tokens(24000, 128256 * 2, 640, spare=4096) == 2432
+    assert on("cuda").chunk_tokens(8192, 128256 * 2, None, spare_tokens=0) == 2048
+    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare_tokens=0) == 2432
+    assert on("cuda").chunk_tokens(24000, 128256 * 2, None, spare_tokens=4096) == 3000
+    assert on("cuda").chunk_tokens(24000, 128256 * 2, 640, spare_tokens=4096) == 2432
 
 
 @pytest.mark.no_interpreter("It launches no kernel.")

@@ -338,7 +338,7 @@ def refusals() -> None:
         run(place(w, Shard(1)), process_group=world)
     with _refused(ValueError, "linear_weight must be sharded by rows over process_group"):
         run(place(w, Replicate()), process_group=world)
-    with _refused(ValueError, "input must be replicated, and on no other dimension, got"):
+    with _refused(ValueError, "input must be replicated, got"):
         tigon.linear_cross_entropy(place(x, Shard(1)), sharded, target, process_group=world)
     with _refused(TypeError, "process_group must be a torch.distributed.ProcessGroup, got str"):
         run(sharded, process_group="tp")

@@ -488,7 +488,7 @@ def test_bad_input_is_refused(name):
         (ValueError, "reduction must be one of 'batchmean', .*, got 'avg'", (x, x), {"reduction": "avg"}),
         (ValueError, "temperature must be positive and finite, got 0", (x, x), {"temperature": 0}),
         (TypeError, "temperature must be a number, got Parameter", (x, x), {"temperature": learned}),
-        (ValueError, "temperature needs from_logits=True, got temperature=2", (x, x), {"temperature": 2.0}),
+        (ValueError, "temperature must be 1 without from_logits=True, got 2", (x, x), {"temperature": 2.0}),
     ]:
         with pytest.raises(error, match=f"{name}: {message}"):
             getattr(tigon, name)(*arguments, **options)

@@ -109,10 +109,10 @@ def test_glu_mlp_saves_only_what_backward_needs(level, frozen, saved_counts):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_multiply_is_as_accurate_as_torch(dtype, min_multiplications):
     a, b, c = (torch.randn(shape, device=DEVICE).to(dtype) for shape in ((600, 520), (512, 520), (600, 512)))
-    product, onto = multiply(a, b.t(), min_multiplications=min_multiplications), c.clone()
-    assert multiply(a, b.t(), onto=onto, min_multiplications=min_multiplications) is onto
+    product, total = multiply(a, b.t(), min_multiplications=min_multiplications), c.clone()
+    assert multiply(a, b.t(), total=total, min_multiplications=min_multiplications) is total
     exact = a.double() @ b.t().double()
-    sums = onto, torch.addmm(c, a, b.t()), c.double() + exact
+    sums = total, torch.addmm(c, a, b.t()), c.double() + exact
     for result, eager, expected in ((product, a @ b.t(), exact), sums):
         assert (result - expected).abs().max() <= 2 * (eager - expected).abs().max()
 

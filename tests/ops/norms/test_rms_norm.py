@@ -245,5 +245,5 @@ def test_rms_norm_refuses_bad_input():
         tigon.rms_norm(x, weight, None)
     with pytest.raises(ValueError, match="rms_norm: x and weight must have the same device"):
         tigon.rms_norm(x, weight.to("meta"))
-    with pytest.raises(ValueError, match=r"RMSNorm: x must end in \(8,\), got shape \(3, 9\)"):
+    with pytest.raises(ValueError, match=r"RMSNorm: the last dimension of x must have size 8, got shape \(3, 9\)"):
         tigon.RMSNorm(8)(torch.randn(3, 9))

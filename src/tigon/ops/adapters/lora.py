@@ -98,7 +98,7 @@ class Entry(NamedTuple):
     # The columns of the adapter in h or in dh.
     columns: slice
     # The mask of the adapter's dropout, as bits (`dropout_bits`), or None without dropout.
-    keep: Tensor | None
+    dropout_mask: Tensor | None
 
     @property
     def factor(self) -> float:
@@ -124,10 +124,10 @@ def list_entries(projections: Sequence[Projection], tokens: int, seeds: Tensor |
     first = 0
     for i, projection in enumerate(projections):
         for adapter in projection.adapters:
-            keep = None
+            dropout_mask = None
             if seeds is not None and adapter.dropout > 0:
-                keep = dropout_bits(seeds, len(entries), tokens, adapter.a.shape[1], adapter.dropout)
-            entries.append(Entry(len(entries), i, adapter, slice(first, first + len(adapter.a)), keep))
+                dropout_mask = dropout_bits(seeds, len(entries), tokens, adapter.a.shape[1], adapter.dropout)
+            entries.append(Entry(len(entries), i, adapter, slice(first, first + len(adapter.a)), dropout_mask))
             first += len(adapter.a)
     return entries
 
@@ -137,7 +137,7 @@ def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
 
     An adapter with dropout masks x. If there is one, each entry is a group of its own. Otherwise all form one group.
     """
-    if entries and all(entry.keep is None for entry in entries):
+    if entries and all(entry.dropout_mask is None for entry in entries):
         return [list(entries)]
     return [[entry] for entry in entries]
 
@@ -152,7 +152,7 @@ def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
     h = empty_hidden(rows, len(rows), entries[-1].columns.stop)
     for group in _groups(entries):
         a = split_terms(*(entry.adapter.a for entry in group))
-        project(rows, a, h[..., _span(group)], group[0].factor, group[0].keep)
+        project(rows, a, h[..., _span(group)], group[0].factor, group[0].dropout_mask)
     return h
 
 
@@ -178,7 +178,7 @@ def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Seque
     elif bias is not None:
         y.copy_(bias.expand_as(y))
     if entries or bias is not None:
-        multiply(rows, projection.weight.t(), onto=y)
+        multiply(rows, projection.weight.t(), total=y)
     else:
         torch.mm(rows, projection.weight.t(), out=y)
 
@@ -214,10 +214,10 @@ def compute_input_gradient(
             dx = next(iter(dys.values())).new_empty((dh.shape[1], group[0].adapter.a.shape[1]))
         stacked = [entry.adapter.a for entry in group]
         a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
-        expand(dh[..., _span(group)], a.t(), dx, group[0].factor, keep=group[0].keep, adds=not is_first)
+        expand(dh[..., _span(group)], a.t(), dx, group[0].factor, dropout_mask=group[0].dropout_mask, adds=not is_first)
     for i, dy in dys.items():
         if projections[i].weight is not None:
-            dx = multiply(dy, projections[i].weight, onto=dx)
+            dx = multiply(dy, projections[i].weight, total=dx)
     return dx
 
 
@@ -386,7 +386,7 @@ def layer_gradients(
         assert dh is not None
         span = _span(group)
         # Columns of adapters that need no gradient may lie between those of the group. Their sums are not used.
-        da = token_sums(rows, dh[..., span], group[0].factor, group[0].keep, transposed=True)
+        da = token_sums(rows, dh[..., span], group[0].factor, group[0].dropout_mask, transposed=True)
         for entry in group:
             part = da[entry.columns.start - span.start : entry.columns.stop - span.start]
             das[entry.position] = part.to(entry.adapter.a.dtype)
@@ -434,8 +434,8 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
         return False
     if x.dtype == torch.float32 or any(p.weight is not None and p.weight.dtype != x.dtype for p in projections):
         return False
-    autocasts = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    if autocasts and torch.get_autocast_dtype(x.device.type) != x.dtype:
+    is_autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
+    if is_autocast and torch.get_autocast_dtype(x.device.type) != x.dtype:
         return False
     return x.dim() > 1 and x.numel() > 0 and all(tensor.numel() > 0 for tensor in tensors)
 

@@ -109,18 +109,18 @@ def _add_sums(total, z, h, h_second, ORDER: tl.constexpr):
     return total
 
 
-@triton.jit(do_not_specialize=["T", "part", "parts"])
+@triton.jit(do_not_specialize=["T", "part_length", "parts"])
 def _lora_glu_forward_kernel(
     gate_ptr, up_ptr, a_ptr,  # [T, N] each
     gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
     down_a_ptr, down_h_ptr,  # [r, N] or None, [parts, T, r] fp32
-    T, N, part, parts, stride_h, stride_term, gate_factor, up_factor,
+    T, N, part_length, parts, stride_h, stride_term, gate_factor, up_factor,
     GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Write a for a block of tokens and a part of the features, and the sum of h_d over this part."""
     pid = tl.program_id(0)
-    chunk = pid % parts
+    part = pid % parts
     rows = ((pid // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     ranks = tl.arange(0, BLOCK_R)[None, :]
     steps = tl.arange(0, BLOCK_N)
@@ -131,9 +131,9 @@ def _lora_glu_forward_kernel(
     if up_h_ptr is not None:
         up_h, up_h2 = _load_terms(up_h_ptr, stride_term, rows * stride_h + ranks, (rows < T) & (ranks < UP_R), ORDER)
     down_h = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    # A part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
-    first = tl.multiple_of(chunk * part, BLOCK_N)
-    for start in tl.range(first, tl.minimum(first + part, N), BLOCK_N, num_stages=STAGES):
+    # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
+    first = tl.multiple_of(part * part_length, BLOCK_N)
+    for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):
         cols = (start + steps)[None, :]
         features = (start + steps)[:, None]
         inside = (rows < T) & (cols < N)
@@ -158,17 +158,17 @@ def _lora_glu_forward_kernel(
             # Elements outside of `a` add nothing, because `down_a` is zero there, and gate and up are finite.
             down_h = _add_sums(down_h, tl.trans(a), tl.trans(down_a), tl.trans(down_a2), ORDER)
     if down_a_ptr is not None:
-        out = down_h_ptr + (chunk.to(tl.int64) * T + rows) * DOWN_R + ranks
+        out = down_h_ptr + (part.to(tl.int64) * T + rows) * DOWN_R + ranks
         tl.store(out, down_h, (rows < T) & (ranks < DOWN_R))
 
 
-@triton.jit(do_not_specialize=["T", "part", "parts"])
+@triton.jit(do_not_specialize=["T", "part_length", "parts"])
 def _lora_glu_backward_kernel(
     da_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [T, N] each
     gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
     down_dh_ptr, down_a_ptr,  # [3, T, r] bf16 or None, [r, N] or None
     gate_db_ptr, up_db_ptr, down_da_ptr,  # [parts, N, r] fp32 or None, the last [parts, r, N]
-    T, N, part, parts, stride_h, stride_term, stride_dh, stride_dh_term, gate_factor, up_factor,
+    T, N, part_length, parts, stride_h, stride_term, stride_dh, stride_dh_term, gate_factor, up_factor,
     GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -177,7 +177,7 @@ def _lora_glu_backward_kernel(
     dgate and dup may be stored in the memory of gate and up, or of da, because a tile is read before it is written.
     """
     pid = tl.program_id(0)
-    chunk = pid % parts
+    part = pid % parts
     first_feature = (pid // parts) * BLOCK_N
     cols = (first_feature + tl.arange(0, BLOCK_N))[None, :]
     features = (first_feature + tl.arange(0, BLOCK_N))[:, None]
@@ -196,8 +196,8 @@ def _lora_glu_backward_kernel(
     up_db = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     down_da = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     steps = tl.arange(0, BLOCK_T)[:, None]
-    first = chunk.to(tl.int64) * part
-    for start in tl.range(first, tl.minimum(first + part, T), BLOCK_T, num_stages=STAGES):
+    first = part.to(tl.int64) * part_length
+    for start in tl.range(first, tl.minimum(first + part_length, T), BLOCK_T, num_stages=STAGES):
         rows = start + steps
         inside = (rows < T) & (cols < N)
         offsets = rows * N + cols
@@ -232,7 +232,7 @@ def _lora_glu_backward_kernel(
         if down_da_ptr is not None:
             a = (act * up.to(tl.float32)).to(dgate_ptr.dtype.element_ty)
             down_da = _add_sums(down_da, a, down_dh, down_dh2, ORDER)
-    row_of_b = chunk.to(tl.int64) * N + features
+    row_of_b = part.to(tl.int64) * N + features
     if gate_db_ptr is not None:
         out = gate_db_ptr + row_of_b * GATE_R + ranks
         tl.store(out, gate_db * gate_factor, (features < N) & (ranks < GATE_R))
@@ -240,7 +240,7 @@ def _lora_glu_backward_kernel(
         out = up_db_ptr + row_of_b * UP_R + ranks
         tl.store(out, up_db * up_factor, (features < N) & (ranks < UP_R))
     if down_da_ptr is not None:
-        out = down_da_ptr + (chunk.to(tl.int64) * DOWN_R + ranks) * N + features
+        out = down_da_ptr + (part.to(tl.int64) * DOWN_R + ranks) * N + features
         tl.store(out, down_da, (features < N) & (ranks < DOWN_R))
 
 
@@ -298,7 +298,7 @@ def lora_glu_forward(
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), False), device)
     blocks = cdiv(t, config.block_t)
-    part, parts = config.divide(i, config.block_n, blocks, device)
+    part_length, parts = config.divide(i, config.block_n, blocks, device)
     a, down_r = torch.empty_like(gate), adapters.ranks[2]
     h = gate.new_empty((parts, t, down_r), dtype=torch.float32) if down_r else None
     stride_h, stride_term = adapters.strides()
@@ -307,7 +307,7 @@ def lora_glu_forward(
         *in_order(_lora_glu_forward_kernel)(
             gate_ptr=gate, up_ptr=up, a_ptr=a, gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h,
             gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b, down_a_ptr=adapters.down_a, down_h_ptr=h,
-            T=t, N=i, part=part, parts=parts, stride_h=stride_h, stride_term=stride_term,
+            T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
         ),
         **_constants(gate, adapters, kind, config),
@@ -341,7 +341,7 @@ def lora_glu_backward(
     device = device_of(gate)
     config = LoRAGLUConfig.choose(LoRAGLUProblem(max(adapters.ranks), gate.element_size(), True), device)
     blocks = cdiv(i, config.block_n)
-    part, parts = config.divide(t, config.block_t, blocks, device)
+    part_length, parts = config.divide(t, config.block_t, blocks, device)
     gate_r, up_r, down_r = adapters.ranks
     shapes = (parts, i, gate_r), (parts, i, up_r), (parts, down_r, i)
     gate_db, up_db, down_da = sums = [
@@ -355,7 +355,7 @@ def lora_glu_backward(
             da_ptr=da, gate_ptr=gate, up_ptr=up, dgate_ptr=dgate, dup_ptr=dup,
             gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h, gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b,
             down_dh_ptr=down_dh, down_a_ptr=adapters.down_a, gate_db_ptr=gate_db, up_db_ptr=up_db, down_da_ptr=down_da,
-            T=t, N=i, part=part, parts=parts, stride_h=stride_h, stride_term=stride_term,
+            T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
             stride_dh=stride_dh, stride_dh_term=stride_dh_term,
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
         ),

@@ -15,8 +15,8 @@ if the parts of different ranks cancel.
 Tensor cores do not round the sums that they carry from one instruction to the next. The products of each step of a loop
 therefore start from zero, and the kernels add the results of the steps with rounding.
 
-Dropout multiplies x by a mask. `keep` holds the mask as bits: bit i % 8 of byte [t, i // 8] is 1 if dropout keeps
-x[t, i].
+Dropout multiplies x by a mask. `dropout_mask` holds the mask as bits: bit i % 8 of byte [t, i // 8] is 1 if dropout
+keeps x[t, i].
 
 Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
 """
@@ -84,8 +84,8 @@ class PartTiles:
         """
         programs = device.multiprocessors * self.programs_per_multiprocessor
         count = max(1, min(programs // max(blocks, 1), cdiv(length, 4 * step)))
-        part = cdiv(cdiv(length, count), step) * step
-        return part, max(1, cdiv(length, part))
+        part_length = cdiv(cdiv(length, count), step) * step
+        return part_length, max(1, cdiv(length, part_length))
 
 
 @dataclass(frozen=True)
@@ -147,25 +147,25 @@ def _term(x, index: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks", "first"])
 def _split_kernel(
-    a_ptr, out_ptr, N, blocks, first, stride_ar, stride_an, stride_term, TERMS_: tl.constexpr, BLOCK: tl.constexpr
+    a_ptr, out_ptr, N, blocks, first, stride_ar, stride_an, stride_term, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Write the terms of a block of row i of A [r, N] to row `first` + i of out [S, R, N]."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
     a = tl.load(a_ptr + row * stride_ar + cols * stride_an, cols < N, 0.0)
-    for i in tl.static_range(TERMS_):
+    for i in tl.static_range(NUM_TERMS):
         tl.store(out_ptr + i * stride_term + (first + row) * N + cols, _term(a, i), cols < N)
 
 
 @triton.jit
-def _kept(keep_ptr, stride_keep, rows, cols, inside):
+def _load_mask(mask_ptr, stride_mask, rows, cols, inside):
     """Return 1 for each element that dropout keeps, and 0 for the others."""
-    bits = tl.load(keep_ptr + rows * stride_keep + cols // 8, inside, 0)
+    bits = tl.load(mask_ptr + rows * stride_mask + cols // 8, inside, 0)
     return (bits >> (cols % 8).to(tl.uint8)) & 1
 
 
 @triton.jit(do_not_specialize=["T", "position"])
-def _dropout_bits_kernel(seeds_ptr, keep_ptr, T, N, position, stride_keep, p, BLOCK: tl.constexpr):
+def _dropout_bits_kernel(seeds_ptr, mask_ptr, T, N, position, stride_mask, p, BLOCK: tl.constexpr):
     """Draw the bits of a block of columns of one row by Philox. A bit is 1 with a probability of 1 - p."""
     blocks = tl.cdiv(N, 8 * BLOCK)
     row = tl.program_id(0) // blocks
@@ -177,7 +177,7 @@ def _dropout_bits_kernel(seeds_ptr, keep_ptr, T, N, position, stride_keep, p, BL
         numbers = tl.philox(seed, columns.to(tl.uint32), zero + row.to(tl.uint32), zero + half, zero)
         for i in tl.static_range(4):
             byte |= (tl.uint_to_uniform_float(numbers[i]) >= p).to(tl.int32) << (4 * half + i)
-    tl.store(keep_ptr + row.to(tl.int64) * stride_keep + columns, byte.to(tl.uint8), columns * 8 < N)
+    tl.store(mask_ptr + row.to(tl.int64) * stride_mask + columns, byte.to(tl.uint8), columns * 8 < N)
 
 
 @triton.jit
@@ -187,32 +187,32 @@ def _store_terms(h, out_ptr, offsets, stride_term, mask):
         tl.store(out_ptr + i * stride_term + offsets, _term(h, i), mask)
 
 
-@triton.jit(do_not_specialize=["T", "part", "parts"])
+@triton.jit(do_not_specialize=["T", "part_length", "parts"])
 def _project_kernel(
-    x_ptr, a_ptr, out_ptr, keep_ptr,  # [T, N], [S, R, N] bf16, as below, [T, N / 8] uint8 or None
-    T, N, part, parts, stride_x, stride_keep, stride_out, stride_term, factor,
+    x_ptr, a_ptr, out_ptr, mask_ptr,  # [T, N], [S, R, N] bf16, see the docstring, [T, N / 8] uint8 or None
+    T, N, part_length, parts, stride_x, stride_mask, stride_out, stride_term, factor,
     R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IN_PARTS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor * x A^T over `part` features, for a block of tokens and a block of the columns of h.
+    """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
 
     If IN_PARTS, `out` is [parts, T, R] in fp32, and `_join_kernel` sums it. Otherwise it is [3, T, R], the terms of h.
     """
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
-    chunk = pid // r_blocks % parts
+    part = pid // r_blocks % parts
     rows = ((pid // r_blocks // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     ranks = (pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
     steps = tl.arange(0, BLOCK_N)[None, :]
-    # A part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
-    first = tl.multiple_of(chunk * part, BLOCK_N)
+    # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
+    first = tl.multiple_of(part * part_length, BLOCK_N)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for start in tl.range(first, tl.minimum(first + part, N), BLOCK_N, num_stages=STAGES):
+    for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):
         cols = start + steps
         inside = (rows < T) & (cols < N)
         x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
-        if keep_ptr is not None:
-            x = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, x, 0.0)
+        if mask_ptr is not None:
+            x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
         sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
         for j in tl.static_range(A_TERMS):
             offsets = (j * R + ranks[:, None]) * N + cols
@@ -223,7 +223,7 @@ def _project_kernel(
         total += sums * factor
     mask = (rows < T) & (ranks[None, :] < R)
     if IN_PARTS:
-        tl.store(out_ptr + (chunk.to(tl.int64) * T + rows) * R + ranks[None, :], total, mask)
+        tl.store(out_ptr + (part.to(tl.int64) * T + rows) * R + ranks[None, :], total, mask)
     else:
         _store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
 
@@ -244,8 +244,8 @@ def _join_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def _expand_kernel(
-    h_ptr, b_ptr, bias_ptr, out_ptr, keep_ptr,  # [3, T, R] bf16, [N, R] by strides, [N] fp32 or None, [T, N], as above
-    T, N, stride_h, stride_term, stride_bn, stride_br, stride_out, stride_keep, factor,
+    h_ptr, b_ptr, bias_ptr, out_ptr, mask_ptr,  # [3, T, R] bf16, [N, R] by strides, [N] fp32 or None, [T, N], a mask
+    T, N, stride_h, stride_term, stride_bn, stride_br, stride_out, stride_mask, factor,
     R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
@@ -268,8 +268,8 @@ def _expand_kernel(
             for j in tl.static_range(ORDER - i):
                 total = tl.dot(h, _term(b, j), total)
     inside = (rows < T) & (cols < N)
-    if keep_ptr is not None:
-        total = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, total, 0.0)
+    if mask_ptr is not None:
+        total = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, total, 0.0)
     if bias_ptr is not None:
         total += tl.load(bias_ptr + cols, cols < N, 0.0)
     out = out_ptr + rows * stride_out + cols
@@ -278,30 +278,30 @@ def _expand_kernel(
     tl.store(out, total, inside)
 
 
-@triton.jit(do_not_specialize=["T", "part", "parts"])
+@triton.jit(do_not_specialize=["T", "part_length", "parts"])
 def _token_sum_kernel(
-    z_ptr, h_ptr, out_ptr, keep_ptr,  # [T, N], [3, T, R] bf16, [parts, N, R] fp32 by strides, [T, N / 8] uint8 or None
-    T, N, part, parts, stride_z, stride_keep, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
+    z_ptr, h_ptr, out_ptr, mask_ptr,  # [T, N], [3, T, R] bf16, [parts, N, R] fp32 by strides, [T, N / 8] uint8 or None
+    T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
     R: tl.constexpr, Z_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor * z^T h over `part` tokens, for a block of features and a block of the columns of h."""
+    """Compute factor * z^T h over the tokens of a part, for a block of features and a block of the columns of h."""
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
-    chunk = pid // r_blocks % parts
+    part = pid // r_blocks % parts
     block = pid // r_blocks // parts
     cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
     ranks = ((pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
-    first = chunk.to(tl.int64) * part
-    last = tl.minimum(first + part, T)
+    first = part.to(tl.int64) * part_length
+    last = tl.minimum(first + part_length, T)
     steps = tl.arange(0, BLOCK_T)[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
     for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
         rows = start + steps
         inside = (rows < last) & (cols < N)
         z = tl.load(z_ptr + rows * stride_z + cols, inside, 0.0)
-        if keep_ptr is not None:
-            z = tl.where(_kept(keep_ptr, stride_keep, rows, cols, inside) == 1, z, 0.0)
+        if mask_ptr is not None:
+            z = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, z, 0.0)
         sums = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
         for j in tl.static_range(3):
             h = tl.load(h_ptr + j * stride_term + rows * stride_h + ranks, (rows < last) & (ranks < R), 0.0)
@@ -310,7 +310,7 @@ def _token_sum_kernel(
                     sums = tl.dot(tl.trans(z if Z_TERMS == 1 else _term(z, i)), h, sums)
         total += sums * factor
     features = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    out = out_ptr + chunk * stride_part + features * stride_on + ranks * stride_or
+    out = out_ptr + part * stride_part + features * stride_on + ranks * stride_or
     tl.store(out, total, (features < N) & (ranks < R))
 
 
@@ -323,12 +323,12 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
 
     Backward calls this again with the same seed, so that the mask is never saved.
     """
-    keep = seeds.new_empty((tokens, cdiv(features, 8)), dtype=torch.uint8)
+    dropout_mask = seeds.new_empty((tokens, cdiv(features, 8)), dtype=torch.uint8)
     launch(
-        _dropout_bits_kernel, tokens * cdiv(keep.shape[1], 256), seeds, keep, tokens, features, position,
-        keep.stride(0), p, BLOCK=256, num_warps=2,
+        _dropout_bits_kernel, tokens * cdiv(dropout_mask.shape[1], 256), seeds, dropout_mask, tokens, features,
+        position, dropout_mask.stride(0), p, BLOCK=256, num_warps=2,
     )  # fmt: skip
-    return keep
+    return dropout_mask
 
 
 @on_device
@@ -347,7 +347,7 @@ def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
         blocks = cdiv(n, 512)
         launch(
             _split_kernel, len(a) * blocks, a, out, n, blocks, row, a.stride(0), a.stride(1), out.stride(0),
-            TERMS_=terms, BLOCK=512, num_warps=4,
+            NUM_TERMS=terms, BLOCK=512, num_warps=4,
         )  # fmt: skip
         row += len(a)
     return out
@@ -356,31 +356,31 @@ def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
 def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
     """Allocate memory for the three bf16 terms of h [3, T, R].
 
-    The distance of the terms is a multiple of 16 for every T. Triton compiles one variant of a kernel for such strides
+    The stride of the terms is a multiple of 16 for every T. Triton compiles one variant of a kernel for such strides
     and another one for all others, so another number of tokens would otherwise compile the kernels again.
     """
     return x.new_empty((3, cdiv(tokens, 16) * 16, rank), dtype=torch.bfloat16)[:, :tokens]
 
 
 @on_device
-def project(x: Tensor, a: Tensor, out: Tensor, factor: float = 1.0, keep: Tensor | None = None) -> Tensor:
+def project(x: Tensor, a: Tensor, out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None) -> Tensor:
     """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
 
     `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, A [S, R, N] is a result of
-    `split_terms`, and `keep` [T, N / 8] masks x.
+    `split_terms`, and `dropout_mask` [T, N / 8] masks x.
     """
     (t, n), (terms, r, _) = x.shape, a.shape
     device = device_of(x)
     config = ProjectConfig.choose(LowRankProblem(r, x.element_size()), device)
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
-    part, parts = config.divide(n, config.block_n, blocks, device)
+    part_length, parts = config.divide(n, config.block_n, blocks, device)
     h = out if parts == 1 else x.new_empty((parts, t, r), dtype=torch.float32)
     launch(
         _project_kernel, blocks * parts,
         *in_order(_project_kernel)(
-            x_ptr=x, a_ptr=a, out_ptr=h, keep_ptr=keep, T=t, N=n, part=part, parts=parts,
-            stride_x=x.stride(0), stride_keep=0 if keep is None else keep.stride(0),
+            x_ptr=x, a_ptr=a, out_ptr=h, mask_ptr=dropout_mask, T=t, N=n, part_length=part_length, parts=parts,
+            stride_x=x.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
             stride_out=out.stride(1), stride_term=out.stride(0), factor=factor,
         ),
         R=r, X_TERMS=TERMS[x.dtype], A_TERMS=terms, IN_PARTS=parts > 1,
@@ -404,21 +404,21 @@ def join(parts: Tensor, out: Tensor) -> None:
 
 @on_device
 def expand(
-    h: Tensor, b: Tensor, out: Tensor, factor: float = 1.0, bias: Tensor | None = None, keep: Tensor | None = None,
-    adds: bool = False,
+    h: Tensor, b: Tensor, out: Tensor, factor: float = 1.0, bias: Tensor | None = None,
+    dropout_mask: Tensor | None = None, adds: bool = False,
 ) -> Tensor:  # fmt: skip
     """Write factor * h B^T + bias to `out` [T, N], or add it to `out` if `adds` is True, and return `out`.
 
-    h is [3, T, R], and B is [N, R]. `keep` [T, N / 8] masks the product, but not the bias.
+    h is [3, T, R], and B is [N, R]. `dropout_mask` [T, N / 8] masks the product, but not the bias.
     """
     (_, t, r), n = h.shape, b.shape[0]
     config = ExpandConfig.choose(LowRankProblem(r, out.element_size()), device_of(out))
     launch(
         _expand_kernel, cdiv(t, config.block_t) * cdiv(n, config.block_n),
         *in_order(_expand_kernel)(
-            h_ptr=h, b_ptr=b, bias_ptr=bias, out_ptr=out, keep_ptr=keep, T=t, N=n,
+            h_ptr=h, b_ptr=b, bias_ptr=bias, out_ptr=out, mask_ptr=dropout_mask, T=t, N=n,
             stride_h=h.stride(1), stride_term=h.stride(0), stride_bn=b.stride(0), stride_br=b.stride(1),
-            stride_out=out.stride(0), stride_keep=0 if keep is None else keep.stride(0), factor=factor,
+            stride_out=out.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0), factor=factor,
         ),
         R=r, ORDER=TERMS[out.dtype], ADDS=adds,
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=rank_block(r), num_warps=config.num_warps,
@@ -428,25 +428,25 @@ def expand(
 
 @on_device
 def token_sums(
-    z: Tensor, h: Tensor, factor: float = 1.0, keep: Tensor | None = None, transposed: bool = False
+    z: Tensor, h: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None, transposed: bool = False
 ) -> Tensor:  # fmt: skip
     """Return factor * z^T h [N, R] in fp32, or its transpose [R, N] if `transposed` is True.
 
-    z is [T, N], h is [3, T, R], and `keep` [T, N / 8] masks z.
+    z is [T, N], h is [3, T, R], and `dropout_mask` [T, N / 8] masks z.
     """
     (t, n), r = z.shape, h.shape[2]
     device = device_of(z)
     config = TokenSumConfig.choose(LowRankProblem(r, z.element_size()), device)
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
-    part, parts = config.divide(t, config.block_t, blocks, device)
+    part_length, parts = config.divide(t, config.block_t, blocks, device)
     out = z.new_empty((parts, r, n) if transposed else (parts, n, r), dtype=torch.float32)
     stride_on, stride_or = (out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))
     launch(
         _token_sum_kernel, blocks * parts,
         *in_order(_token_sum_kernel)(
-            z_ptr=z, h_ptr=h, out_ptr=out, keep_ptr=keep, T=t, N=n, part=part, parts=parts,
-            stride_z=z.stride(0), stride_keep=0 if keep is None else keep.stride(0),
+            z_ptr=z, h_ptr=h, out_ptr=out, mask_ptr=dropout_mask, T=t, N=n, part_length=part_length, parts=parts,
+            stride_z=z.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
             stride_h=h.stride(1), stride_term=h.stride(0),
             stride_part=out.stride(0), stride_on=stride_on, stride_or=stride_or, factor=factor,
         ),

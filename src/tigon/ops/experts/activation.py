@@ -59,16 +59,16 @@ def activation_gradients_reference(
     needs_dh: bool, needs_activation: bool, needs_dweights: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
     """Compute `activation_gradients` in torch, a few rows at a time, for tests and for devices without Triton."""
-    wide = torch.promote_types(h.dtype, torch.float32)
+    wide_dtype = torch.promote_types(h.dtype, torch.float32)
     act, derivative = _DERIVATIVES[kind]
     inner = h.shape[1] // (1 if kind == "relu2" else 2)
-    factors = weights.flatten()[routing.order, None].to(wide)
+    factors = weights.flatten()[routing.order, None].to(wide_dtype)
     dh = torch.empty_like(h) if needs_dh and da is not None else None
     wa = h.new_empty(len(h), inner) if needs_activation else None
     dots = torch.empty_like(factors)
     rows = max(1, REFERENCE_CHUNK // max(1, h.shape[1]))
     for part in (slice(start, start + rows) for start in range(0, len(h), rows)):
-        gate, *up = h[part].to(wide).split(max(1, inner), -1)
+        gate, *up = h[part].to(wide_dtype).split(max(1, inner), -1)
         a = act(gate) * up[0] if up else act(gate)
         if wa is not None:
             wa[part] = a * factors[part]

@@ -45,12 +45,12 @@ def _supports_grouped_mm(x: Tensor, weight: Tensor) -> bool:
 def _is_aligned(x: Tensor) -> bool:
     """Return whether the last two dimensions are stored by rows or columns that start at multiples of 16 bytes."""
     rows, columns = x.shape[-2:]
-    by_rows, by_columns = x.stride()[-2:]
+    row_stride, column_stride = x.stride()[-2:]
     # `grouped_mm` refuses rows that share memory, like those of an expanded tensor.
-    if by_columns == 1 and by_rows >= columns:
-        step = by_rows
-    elif by_rows == 1 and by_columns >= rows:
-        step = by_columns
+    if column_stride == 1 and row_stride >= columns:
+        step = row_stride
+    elif row_stride == 1 and column_stride >= rows:
+        step = column_stride
     else:
         return False
     return step * x.element_size() % 16 == 0 and (x.dim() < 3 or x.stride(0) * x.element_size() % 16 == 0)

@@ -219,10 +219,10 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 def _products_with_bias(dy: Tensor, bias: Tensor, routing: Routing) -> Tensor:
     """Return dy[t] . bias[e] [T, K] for each choice, from dy [T, H] and bias [E, H]; 0 for experts of other ranks."""
-    wide = _wide_dtype(bias)
-    products = dy.new_empty(dy.shape[0], bias.shape[0], dtype=wide)
+    wide_dtype = _wide_dtype(bias)
+    products = dy.new_empty(dy.shape[0], bias.shape[0], dtype=wide_dtype)
     # Autocast would round the result of a product without `out`.
-    torch.mm(dy.to(wide), bias.to(wide).T, out=products)
+    torch.mm(dy.to(wide_dtype), bias.to(wide_dtype).T, out=products)
     absent = routing.slot >= routing.ends[-1]
     return products.gather(1, routing.group[routing.slot]).masked_fill(absent, 0.0)
 

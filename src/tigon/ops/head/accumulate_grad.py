@@ -75,8 +75,10 @@ class AccumulatedGradient:
                 "call zero_grad before the forward pass"
             )
 
-    def confirm(self, dloss: Tensor | None) -> None:
-        """Make the buffer NaN unless the upstream gradient [] is one. Call this in backward.
+    def make_nan_if_wrong(self, dloss: Tensor | None) -> None:
+        """Make the buffer NaN unless the upstream gradient [] is one and the buffer still contains dW.
+
+        Call this in backward.
 
         Raises:
             RuntimeError: This is the second backward of the loss.

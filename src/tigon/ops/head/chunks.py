@@ -82,25 +82,26 @@ class ChunkConfig(LaunchConfig):
         is_gpu = problem.device_type == "cuda"
         return ChunkConfig(budget_mib=640 if is_gpu else 96, may_exceed_budget=is_gpu, max_chunks=8, tile=128)
 
-    def chunk_tokens(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare: int) -> int:
+    def chunk_tokens(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare_tokens: int) -> int:
         """Return the number of tokens of a chunk.
 
         Args:
             tokens: The number of tokens of the call.
             token_bytes: The bytes that the logits of one token take.
             max_logits_mib: The caller's cap in MiB on the logits of a chunk, or None.
-            spare: Tokens by which a chunk may exceed the budget of the config, if `max_chunks` chunks are then enough.
+            spare_tokens: Tokens by which a chunk may exceed the budget of the config, if `max_chunks` chunks are then
+                enough.
         """
         if self.tokens is not None:
             return self.tokens
         limit = max(1, int((max_logits_mib or self.budget_mib) * 2**20) // token_bytes)
         shortest = cdiv(tokens, self.max_chunks)
-        if max_logits_mib is None and self.may_exceed_budget and shortest <= limit + spare:
+        if max_logits_mib is None and self.may_exceed_budget and shortest <= limit + spare_tokens:
             limit = max(limit, shortest)
         chunks = max(1, cdiv(tokens, limit))
-        return max(1, self.tiled(cdiv(tokens, chunks), limit))
+        return max(1, self.round_to_tiles(cdiv(tokens, chunks), limit))
 
-    def tiled(self, tokens: int, limit: int) -> int:
+    def round_to_tiles(self, tokens: int, limit: int) -> int:
         """Return `tokens` rounded up to whole tiles, or the smaller of `tokens` and `limit` if that exceeds `limit`."""
         rounded = cdiv(tokens, self.tile) * self.tile
         return rounded if rounded <= limit else min(tokens, limit)
@@ -108,7 +109,7 @@ class ChunkConfig(LaunchConfig):
     def first_half(self, tokens: int, limit: int) -> int:
         """Return about half of the tokens: in whole tiles, unless that leaves a short second half."""
         half = cdiv(tokens, 2)
-        tiled = self.tiled(half, limit)
+        tiled = self.round_to_tiles(half, limit)
         return tiled if 2 * (tokens - tiled) >= tiled else half
 
 
@@ -263,8 +264,8 @@ class _GradientSums:
         if self.db is not None:
             assert self.bias is not None
             db = self.db.to(self.bias.dtype)
-        of_addition = (None, None) if self.addition is None else self.addition.gradients()
-        return Gradients(self.dx, None if self.dw is None else self.dw.finish(), db, *of_addition)
+        addition_gradients = (None, None) if self.addition is None else self.addition.gradients()
+        return Gradients(self.dx, None if self.dw is None else self.dw.finish(), db, *addition_gradients)
 
 
 class _AllStatistics:
@@ -353,8 +354,8 @@ def linear_cross_entropy_chunks(
     config = ChunkConfig.choose(ChunkProblem(vocabulary, logit_bytes, kind), device_of(x))
     # An fp32 sum of a half-precision dW takes a buffer as large as the logits of H tokens.
     may_sum_in_fp32 = needs.dw and dw_buffer is None and weight.element_size() == 2
-    spare = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
-    tokens = config.chunk_tokens(count, vocabulary * logit_bytes, settings.max_logits_mib, spare)
+    spare_tokens = x.shape[1] if may_sum_in_fp32 and not settings.sums_in_fp32 else 0
+    tokens = config.chunk_tokens(count, vocabulary * logit_bytes, settings.max_logits_mib, spare_tokens)
     sums_in_fp32 = settings.sums_in_fp32 or (may_sum_in_fp32 and count > config.max_chunks * tokens)
     computes_all_rows = rows is None and count > 0
     addition = None

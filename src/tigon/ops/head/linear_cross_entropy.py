@@ -7,8 +7,8 @@ The tokens are processed in chunks of C, so that C * V logits fit in a budget. F
     dW += da^T x,   db += sum_rows(da)  one product
 
 Ignored tokens are removed before the products. The forward pass computes the gradients, because it has the logits:
-three products in total. Backward multiplies the gradients by the upstream gradient, without reading them if that is
-one.
+three products in total. Backward multiplies the gradients by the upstream gradient. If the upstream gradient is one, it
+does not read the gradients.
 
 In two cases backward recomputes the logits and computes the gradients from them: four products in total. With
 `reduction="none"` the upstream gradient differs from token to token, and dW depends on it. In fp16, da / T would
@@ -80,7 +80,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, low_rank_h: Tensor | None,
         low_rank_b: Tensor | None, target: Tensor, class_weight: Tensor | None, scales: Tensor,
-        valid_rows: ValidRows | Literal[False] | None, accumulated: AccumulatedGradient | None, reduces: bool,
+        valid_rows: ValidRows | Literal[False] | None, accumulation: AccumulatedGradient | None, reduces: bool,
         settings: LossSettings,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         keep_none_gradients(ctx)
@@ -98,19 +98,19 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows, count = rows_to_compute(valid_rows, target, settings.options.ignore_index, multiplications)
         low_rank = LowRank(low_rank_h, low_rank_b)
         inputs = x, weight, target, bias, low_rank, class_weight, scales, rows
-        dw_buffer = None if accumulated is None else accumulated.buffer
+        dw_buffer = None if accumulation is None else accumulation.buffer
         statistics, gradients = linear_cross_entropy_chunks(
             *inputs, count, dw_buffer, NOTHING_SAVED, WHOLE_LOSS, settings._replace(needs=needs)
         )
-        if accumulated is not None and in_forward:
-            accumulated.record_sum()
+        if accumulation is not None and in_forward:
+            accumulation.record_sum()
         # Autograd must not add dW to the buffer that contains it.
-        is_saved = needs._replace(dw=needs.dw and accumulated is None)
+        is_saved = needs._replace(dw=needs.dw and accumulation is None)
         saved_gradients = [g if need else None for g, need in zip(gradients, is_saved, strict=True)]
         tensors = x, weight, target, bias, *low_rank, class_weight, scales, rows
         saved = (*tensors, statistics.lse, statistics.log_probs, statistics.entropy)
         ctx.save_for_backward(*saved_gradients, *(saved if returns_more or not in_forward else ()))
-        ctx.in_forward, ctx.count, ctx.accumulated, ctx.settings = in_forward, count, accumulated, settings
+        ctx.in_forward, ctx.count, ctx.accumulation, ctx.settings = in_forward, count, accumulation, settings
         ctx.mark_non_differentiable(statistics.z_loss, statistics.predicted)
         loss = statistics.loss
         assert loss is not None
@@ -124,15 +124,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dentropy: Tensor | None,
     ) -> tuple[Tensor | None, ...]:  # fmt: skip
         # `ctx.saved_tensors` is read once: the gradients are overwritten below, and a second read would raise an error.
-        settings, accumulated, (*saved,) = ctx.settings, ctx.accumulated, ctx.saved_tensors
+        settings, accumulation, (*saved,) = ctx.settings, ctx.accumulation, ctx.saved_tensors
         dlog_probs = dlog_probs if settings.wants.log_probs else None
         dentropy = dentropy if settings.wants.entropy else None
-        if accumulated is not None:
-            accumulated.check_unchanged()
+        if accumulation is not None:
+            accumulation.check_unchanged()
         gradients, count = Gradients(), len(Gradients._fields)
         if ctx.in_forward:
-            if accumulated is not None:
-                accumulated.confirm(dloss)
+            if accumulation is not None:
+                accumulation.make_nan_if_wrong(dloss)
             if dloss is not None:
                 factor = dloss
                 gradients = Gradients(
@@ -142,15 +142,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if not ctx.in_forward or dlog_probs is not None or dentropy is not None:
             x, weight, target, bias, h, b, class_weight, scales, rows, lse, log_probs, entropy = saved[count:]
             upstream = Upstream(lse.new_zeros(()) if dloss is None else dloss, dlog_probs, dentropy)
-            dw_buffer = None if accumulated is None else accumulated.buffer
+            dw_buffer = None if accumulation is None else accumulation.buffer
             _, new_gradients = linear_cross_entropy_chunks(
                 x, weight, target, bias, LowRank(h, b), class_weight, scales, rows, ctx.count, dw_buffer,
                 SavedStatistics(lse, log_probs, entropy), upstream, settings,
             )  # fmt: skip
             sums = zip(gradients, new_gradients, settings.needs, strict=True)
             gradients = Gradients(*(_sum(g, new if need else None) for g, new, need in sums))
-        if accumulated is not None:
-            gradients = gradients._replace(dw=accumulated.gradient_for_autograd())
+        if accumulation is not None:
+            gradients = gradients._replace(dw=accumulation.gradient_for_autograd())
         return *gradients, None, None, None, None, None, None, None
 
 
@@ -218,8 +218,8 @@ def linear_cross_entropy(
             GPU. If this limit leads to more than 8 chunks, a half-precision dW is summed in fp32, or the chunks are
             longer, by at most the memory that an fp32 sum would take.
         acc_dtype: torch.float32 sums dW over all chunks in fp32 and rounds it once, which takes another buffer of the
-            size of dW. None sums in the dtype of the weight for up to 8 chunks. fp32 and fp64 weights do not change,
-            because their sums are at least as precise.
+            size of dW. None sums in the dtype of the weight for up to 8 chunks. The option has no effect on the dW of
+            an fp32 or fp64 weight, whose sum is at least as precise.
         accumulate_grad: Add dW to `linear_weight.grad` (or to `.main_grad`, if the weight has one) in the forward pass,
             so that autograd needs no second buffer. Call `zero_grad` before the forward pass, and call `backward` once,
             on the loss itself. If the upstream gradient is not one, the buffer becomes NaN (pass a divisor as
@@ -267,7 +267,7 @@ def linear_cross_entropy(
         return_entropy=return_entropy,
     )  # fmt: skip
     checks.choice(op, "acc_dtype", acc_dtype, (None, torch.float32))
-    accumulated = accumulated_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
+    accumulation = accumulated_gradient(op, linear_weight, acc_dtype) if accumulate_grad else None
     if any(hasattr(x, "placements") for x in (input, linear_weight, linear_bias, target)):
         if vocab_size is None and process_group is not None and hasattr(linear_weight, "placements"):
             vocab_size = linear_weight.shape[0]
@@ -320,10 +320,10 @@ def linear_cross_entropy(
     losses, z_losses, predicted, log_probs, entropy = _LinearCrossEntropy.apply(
         x, linear_weight, linear_bias, *factors, targets, weight, scales,
         None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows,
-        accumulated, reduction != "none", settings,
+        accumulation, reduction != "none", settings,
     )  # fmt: skip
-    if accumulated is not None:
-        accumulated.set_flag()
+    if accumulation is not None:
+        accumulation.set_flag()
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,
         return_z_loss, return_token_accuracy, return_predicted_tokens,

@@ -55,7 +55,7 @@ class Addition:
         """Write x W^T + bias + h B^T of a chunk x [C, H] to `logits` [C, V]."""
         if self.h_terms is not None:
             expand(self.h_terms[:, rows], self.b, logits, bias=bias)
-            multiply(x, weight.t(), onto=logits)
+            multiply(x, weight.t(), total=logits)
             return
         if bias is None:
             torch.mm(x, weight.t(), out=logits)
@@ -72,10 +72,10 @@ class Addition:
                 self.dh[rows] = terms.sum(0, dtype=torch.float32)
             part = token_sums(dlogits, self.h_terms[:, rows]) if self.needs_db else None
         else:
-            wide = dlogits.to(self.b.dtype)
+            cast_dlogits = dlogits.to(self.b.dtype)
             if self.dh is not None:
-                self.dh[rows] = (wide @ self.b).to(self.dh.dtype)
-            part = wide.t() @ self.h[rows].to(wide.dtype) if self.needs_db else None
+                self.dh[rows] = (cast_dlogits @ self.b).to(self.dh.dtype)
+            part = cast_dlogits.t() @ self.h[rows].to(cast_dlogits.dtype) if self.needs_db else None
         if part is not None:
             self.db = part if self.db is None else self.db.add_(part)
 

@@ -86,7 +86,7 @@ def local_parts(
     """
     from torch.distributed.tensor import DTensor, Replicate
 
-    def local(name: str, x: Tensor | None, is_head: bool) -> Tensor | None:
+    def to_local(name: str, x: Tensor | None, is_head: bool) -> Tensor | None:
         if not isinstance(x, DTensor):
             return x
         if process_group is None:
@@ -103,17 +103,15 @@ def local_parts(
             # If another mesh dimension replicated the head, ranks with other tokens would compute different gradients.
             if is_right and (not is_head or is_dimension_of_group or x.device_mesh.size(dimension) == 1):
                 continue
-            rule = "sharded by rows over process_group" if is_head else "replicated"
-            raise ValueError(
-                f"{op}: {name} must be {rule}, and on no other dimension, got {x.placements} on {x.device_mesh}"
-            )
+            rule = "sharded by rows over process_group, and over no other mesh dimension" if is_head else "replicated"
+            raise ValueError(f"{op}: {name} must be {rule}, got {x.placements} on {x.device_mesh}")
         # dx is summed over the ranks here, so its gradient is the same on every rank.
         return x.to_local() if is_head else x.to_local(grad_placements=[Replicate()] * len(x.placements))
 
     return [
-        local("input", input, False),
-        local("target", target, False),
-        *(local(name, x, True) for name, x in head.items()),
+        to_local("input", input, False),
+        to_local("target", target, False),
+        *(to_local(name, x, True) for name, x in head.items()),
     ]
 
 

@@ -60,8 +60,8 @@ class WeightGradient:
 
     Args:
         weight: [V, H].
-        in_fp32: Sum the gradient of a half-precision weight in fp32. Other dtypes are at least as precise as fp32, and
-            do not change.
+        in_fp32: Sum the gradient of a half-precision weight in fp32. The option has no effect on other dtypes, which
+            are at least as precise as fp32.
         buffer: An existing gradient [V, H] that the sum is added to; None allocates a new one.
     """
 

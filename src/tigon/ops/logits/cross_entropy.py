@@ -48,7 +48,7 @@ __all__ = [
 # --- reference -----------------------------------------------------------------------------------
 
 
-def _transformed_reference(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
+def _transform_reference(logits: Tensor, softcap: float | None, logit_scale: float) -> Tensor:
     x = logits if logits.dtype == torch.float64 else logits.float()
     x = x * logit_scale
     return x if softcap is None else softcap * torch.tanh(x / softcap)
@@ -69,7 +69,7 @@ def cross_entropy_reference(
     num_items: Tensor | float | None = None,
 ) -> Tensor:
     """Compute `cross_entropy` by its eager definition, the ground truth of the tests. Autograd differentiates it."""
-    x = _transformed_reference(input, softcap, logit_scale)
+    x = _transform_reference(input, softcap, logit_scale)
     v = x.shape[-1]
     w = x.new_ones(v) if weight is None else weight.to(x.dtype)
     log_p, lse, valid = torch.log_softmax(x, -1), torch.logsumexp(x, -1), target != ignore_index
@@ -100,7 +100,7 @@ def log_probs_and_entropy_reference(
     input: Tensor, target: Tensor, *, ignore_index: int = -100, softcap: float | None = None, logit_scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """Compute the `log_probs` and the `entropy` of `cross_entropy` by their eager definition."""
-    log_p, valid = torch.log_softmax(_transformed_reference(input, softcap, logit_scale), -1), target != ignore_index
+    log_p, valid = torch.log_softmax(_transform_reference(input, softcap, logit_scale), -1), target != ignore_index
     inside = (target >= 0) & (target < log_p.shape[-1])
     log_p_t = log_p.gather(-1, target.where(inside, 0)[..., None])[..., 0].where(inside, torch.nan)
     # The clamp makes p log p zero if p is zero.

@@ -43,7 +43,7 @@ class _Divergence(torch.autograd.Function):
         x, y = _rows(input), _rows(target)
         # The gradient is computed in backward if it needs the upstream gradient: elementwise losses have one for each
         # element, and in fp16 it contains the loss scale.
-        in_forward = needs_dx and not options.elements and x.dtype != torch.float16
+        in_forward = needs_dx and not options.elementwise and x.dtype != torch.float16
         results = divergence_forward(x, y, _flat(labels), inverse_count, in_forward, options)
         if in_forward:
             ctx.save_for_backward(results.dx)
@@ -51,7 +51,7 @@ class _Divergence(torch.autograd.Function):
             saved = results.x_lse, results.y_lse, results.slope
             ctx.save_for_backward(input, target, labels, inverse_count, *saved)
         ctx.in_forward, ctx.options, ctx.shape = in_forward, options, input.shape
-        return results.loss.view(input.shape) if options.elements else results.loss
+        return results.loss.view(input.shape) if options.elementwise else results.loss
 
     @staticmethod
     @first_order
@@ -75,7 +75,7 @@ class _Divergence(torch.autograd.Function):
 def divergence(
     op: str, kind: str, reference: Callable[[], Tensor], input: Tensor, target: Tensor, labels: Tensor | None,
     ignore_index: int, from_logits: bool, temperature: float, reduction: DivergenceReduction,
-    logs: bool = True, beta: float = 0.0,
+    is_log: bool = True, beta: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Check the arguments of a divergence, and return its loss by the kernels or by `reference`."""
     checks.tensor(op, input=input, target=target)
@@ -85,11 +85,11 @@ def divergence(
         raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
     checks.shape(op, "target", target, input.shape)
     checks.choice(op, "reduction", reduction, ("batchmean", "mean", "sum", "none"))
-    temperature = checks.number(op, "temperature", temperature, 0.0, above=True)
+    temperature = checks.number(op, "temperature", temperature, 0.0, excludes_low=True)
     if temperature != 1.0 and not from_logits:
         raise ValueError(
-            f"{op}: temperature needs from_logits=True, got temperature={temperature:g} (log-probabilities are logits "
-            "too)"
+            f"{op}: temperature must be 1 without from_logits=True, got {temperature:g}; from_logits=True also accepts "
+            "log-probabilities"
         )
     checks.ignore_index(op, ignore_index)
     if labels is not None:
@@ -103,7 +103,7 @@ def divergence(
     if labels is not None and reduction in ("batchmean", "mean"):
         inverse_count = gradient_scales(labels.reshape(-1).contiguous(), None, None, 1, ignore_index, True)
     options = DivergenceOptions(
-        kind=kind, logs=logs or from_logits, from_logits=from_logits, elements=reduction == "none",
+        kind=kind, is_log=is_log or from_logits, from_logits=from_logits, elementwise=reduction == "none",
         divisor=divisor(input, labels, reduction), ignore_index=ignore_index, beta=beta, temperature=temperature,
     )  # fmt: skip
     return _Divergence.apply(input, target, labels, inverse_count, needs_grad and input.requires_grad, options)

@@ -178,18 +178,18 @@ def _element(
 def _divergence_kernel(
     x_ptr, y_ptr, label_ptr, valid_ptr,  # [M, V] twice, [M] or None, 1 / valid rows or None
     x_lse_ptr, y_lse_ptr, slope_ptr,  # [M, 2] or None: max and sum exp(x - max); [M, 2] or None; [M] or None: G
-    dloss_ptr,  # [], [M, V] with ELEMENTS, or None
-    loss_ptr, slopes_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTS; [M, parts]; [M, V]; each may be None
+    dloss_ptr,  # [], [M, V] with ELEMENTWISE, or None
+    loss_ptr, slopes_ptr, dx_ptr,  # [M, parts], or [M, V] with ELEMENTWISE; [M, parts]; [M, V]; each may be None
     stride_x, stride_y, stride_dloss_m, stride_dloss_v, stride_dx, V, parts,
     ignore_index, scale, beta, rest, inverse_temperature,
-    KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTS: tl.constexpr, NATIVE: tl.constexpr,
+    KIND: tl.constexpr, LOGS: tl.constexpr, ELEMENTWISE: tl.constexpr, NATIVE: tl.constexpr,
     BLOCK_V: tl.constexpr, SPAN: tl.constexpr,
 ):  # fmt: skip
     """Compute the loss, G and dx of one of the `parts` parts of a row per program, each if its pointer is not None."""
     row = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     FROM_LOGITS: tl.constexpr = x_lse_ptr is not None
-    REDUCED: tl.constexpr = FROM_LOGITS and not ELEMENTS
+    REDUCED: tl.constexpr = FROM_LOGITS and not ELEMENTWISE
     OTHER_X: tl.constexpr = 0.0 if KIND == "tvd" and not LOGS else float("-inf")
     OTHER_Y: tl.constexpr = float("-inf") if LOGS else 0.0
 
@@ -213,7 +213,7 @@ def _divergence_kernel(
     unit, rescale = 1.0, scale
     if dx_ptr is not None:
         unit, rescale = scale, 1.0
-        if dloss_ptr is not None and not ELEMENTS:
+        if dloss_ptr is not None and not ELEMENTWISE:
             unit = scale * tl.load(dloss_ptr)
 
     losses, slopes = tl.zeros([BLOCK_V], tl.float32), tl.zeros([BLOCK_V], tl.float32)
@@ -227,7 +227,7 @@ def _divergence_kernel(
             x = (x * inverse_temperature - x_top) - x_log
             y = (y * inverse_temperature - y_top) - y_log
         loss, g, q = _element(x, y, unit, beta, rest, KIND, LOGS, REDUCED, NATIVE)
-        if ELEMENTS:
+        if ELEMENTWISE:
             if loss_ptr is not None:
                 tl.store(loss_ptr + row * V + cols, loss, mask=inside)
             if dloss_ptr is not None:
@@ -240,7 +240,7 @@ def _divergence_kernel(
                 g = (g - q * slope) * inverse_temperature
             tl.store(dx_ptr + row * stride_dx + cols, g, mask=inside)
 
-    if loss_ptr is not None and not ELEMENTS:
+    if loss_ptr is not None and not ELEMENTWISE:
         tl.store(loss_ptr + tl.program_id(0), tl.sum(losses, axis=0) * rescale)
     if slopes_ptr is not None:
         tl.store(slopes_ptr + tl.program_id(0), tl.sum(slopes, axis=0))
@@ -255,10 +255,10 @@ class DivergenceOptions(NamedTuple):
     # "kl", "reverse_kl", "jsd" or "tvd"
     kind: str
     # whether the target (for tvd also the input) holds logarithms or logits
-    logs: bool
+    is_log: bool
     from_logits: bool
     # whether the losses are elementwise, each with its own upstream gradient
-    elements: bool
+    elementwise: bool
     divisor: int
     ignore_index: int
     beta: float
@@ -299,8 +299,8 @@ def _run(
     (m, v), device = x.shape, device_of(x)
     config = DivergenceConfig.choose(DivergenceProblem(v, options.kind), device)
     parts = cdiv(v, config.block_v * config.span)
-    elements = options.elements
-    losses = x.new_empty((m, v if elements else parts), dtype=torch.float32) if with_loss else None
+    elementwise = options.elementwise
+    losses = x.new_empty((m, v if elementwise else parts), dtype=torch.float32) if with_loss else None
     slopes = x.new_empty((m, parts), dtype=torch.float32) if with_slope else None
     dx = x.new_empty(m, v) if with_dx else None
     arguments = in_order(_divergence_kernel)(
@@ -308,16 +308,16 @@ def _run(
         x_lse_ptr=saved.x_lse, y_lse_ptr=saved.y_lse, slope_ptr=saved.slope,
         dloss_ptr=dloss, loss_ptr=losses, slopes_ptr=slopes, dx_ptr=dx,
         stride_x=x.stride(0), stride_y=y.stride(0),
-        strides_dloss=dloss.stride() if elements and dloss is not None else (0, 0), stride_dx=v, V=v, parts=parts,
+        strides_dloss=dloss.stride() if elementwise and dloss is not None else (0, 0), stride_dx=v, V=v, parts=parts,
         ignore_index=options.ignore_index, scale=1.0 / options.divisor, beta=options.beta, rest=1.0 - options.beta,
         inverse_temperature=1.0 / options.temperature,
     )  # fmt: skip
     launch(
         _divergence_kernel, m * parts, *arguments,
-        KIND=options.kind, LOGS=options.logs, ELEMENTS=elements, NATIVE=has_native_log2(x, device),
+        KIND=options.kind, LOGS=options.is_log, ELEMENTWISE=elementwise, NATIVE=has_native_log2(x, device),
         BLOCK_V=config.block_v, SPAN=config.span, num_warps=config.num_warps,
     )  # fmt: skip
-    loss = losses.sum() if losses is not None and not elements else losses
+    loss = losses.sum() if losses is not None and not elementwise else losses
     return loss, None if slopes is None else slopes.sum(1), dx
 
 
@@ -333,11 +333,11 @@ def _empty_forward(x: Tensor, needs_dx: bool, options: DivergenceOptions) -> Div
     m, v = x.shape
     fp32 = lambda *shape: x.new_empty(shape, dtype=torch.float32)
     return DivergenceResults(
-        loss=fp32(m, v) if options.elements else fp32(),
+        loss=fp32(m, v) if options.elementwise else fp32(),
         dx=x.new_empty(m, v) if needs_dx else None,
         x_lse=fp32(m, 2) if options.from_logits else None,
         y_lse=fp32(m, 2) if options.from_logits else None,
-        slope=fp32(m) if _needs_slope(options) and not options.elements else None,
+        slope=fp32(m) if _needs_slope(options) and not options.elementwise else None,
     )
 
 
@@ -363,7 +363,7 @@ def divergence_forward(
         x_lse, y_lse = (statistics(logits, targets, None, scales, softmax).lse for logits in (x, y))
         saved = SavedDivergence(x_lse, y_lse, None)
     # dx needs the complete G, so it takes a second pass.
-    two_passes = _needs_slope(options) and not options.elements
+    two_passes = _needs_slope(options) and not options.elementwise
     loss, slope, dx = _run(
         x, y, labels, inverse_count, saved, options,
         with_loss=True, with_slope=two_passes, with_dx=needs_dx and not two_passes,
@@ -383,10 +383,10 @@ def divergence_backward(
     # Compiled code passes empty tensors in place of None.
     saved = saved if options.from_logits else NO_SAVED_DIVERGENCE
     slope = saved.slope
-    if options.from_logits and options.elements:
+    if options.from_logits and options.elementwise:
         saved = saved._replace(slope=None)
         _, slope, _ = _run(x, y, labels, inverse_count, saved, options, with_slope=True, dloss=dloss)
-    saved = saved._replace(slope=slope if _needs_slope(options, weighted=options.elements) else None)
+    saved = saved._replace(slope=slope if _needs_slope(options, weighted=options.elementwise) else None)
     *_, dx = _run(x, y, labels, inverse_count, saved, options, with_dx=True, dloss=dloss)
     assert dx is not None
     return dx

@@ -97,7 +97,7 @@ def kl_div(
     )  # fmt: skip
     return divergence(
         "kl_div", "kl", reference, input, target, labels, ignore_index, from_logits, temperature, reduction,
-        logs=log_target,
+        is_log=log_target,
     )  # fmt: skip
 
 

@@ -84,7 +84,7 @@ def loss_options(
     return Options(
         ignore_index,
         checks.number(op, "label_smoothing", label_smoothing, 0.0, 1.0),
-        None if softcap is None else checks.number(op, "softcap", softcap, 0.0, above=True),
+        None if softcap is None else checks.number(op, "softcap", softcap, 0.0, excludes_low=True),
         checks.number(op, "logit_scale", logit_scale),
         checks.number(op, "z_loss", z_loss, 0.0),
         token_scaling,

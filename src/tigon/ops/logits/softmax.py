@@ -34,7 +34,7 @@ __all__ = ["Softmax", "softmax", "softmax_reference"]
 MAX_FEATURES = 2**30
 
 # the lowest number of fp32
-LOWEST = tl.constexpr(-3.4028234663852886e38)
+MIN_FP32 = tl.constexpr(-3.4028234663852886e38)
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class SoftmaxConfig(LaunchConfig):
 
 @triton.jit
 def _load(ptrs, mask, other: tl.constexpr, EVEN: tl.constexpr, POLICY: tl.constexpr):
-    """Load a block as fp32, without a mask if it is EVEN."""
+    """Load a block as fp32. If EVEN is True, all of its elements exist, so it needs no mask."""
     if EVEN:
         return tl.load(ptrs, eviction_policy=POLICY).to(tl.float32)
     return tl.load(ptrs, mask=mask, other=other, eviction_policy=POLICY).to(tl.float32)
@@ -112,10 +112,10 @@ def _fold(x_ptr, start, N, high, total, INSIDE: tl.constexpr, BLOCK_N: tl.conste
     cols = start + tl.arange(0, BLOCK_N // LANE)[:, None] * LANE + tl.arange(0, LANE)[None, :]
     # The policy keeps the block in L2 for the second pass.
     x = _load(x_ptr + cols, cols < N, float("-inf"), INSIDE, "evict_last")
-    new = tl.maximum(high, tl.max(x, axis=1))
+    new_high = tl.maximum(high, tl.max(x, axis=1))
     # The difference comes before the product with log2(e), so that the largest feature contributes exactly one.
-    total = total * tl.exp2((high - new) * LOG2E) + tl.sum(tl.exp2((x - new[:, None]) * LOG2E), axis=1)
-    return new, total
+    total = total * tl.exp2((high - new_high) * LOG2E) + tl.sum(tl.exp2((x - new_high[:, None]) * LOG2E), axis=1)
+    return new_high, total
 
 
 @triton.jit(do_not_specialize=["M"])
@@ -140,7 +140,7 @@ def _forward_kernel(
         y_ptr += pid * stride_y
         # The maximum is never -inf, so infinities are not subtracted. A row that has only -inf has the sum 0 and gives
         # NaN.
-        high = tl.full([BLOCK_N // LANE], LOWEST, tl.float32)
+        high = tl.full([BLOCK_N // LANE], MIN_FP32, tl.float32)
         total = tl.zeros([BLOCK_N // LANE], tl.float32)
         blocks = N // BLOCK_N
         # Whole blocks need no masks. With masks, the arithmetic would take longer than the loads.
@@ -281,7 +281,7 @@ def softmax(x: Tensor, dim: int = -1) -> Tensor:
     _check_dim("softmax", dim)
     rank = max(x.dim(), 1)
     if not -rank <= dim < rank:
-        raise ValueError(f"softmax: dim must be in [{-rank}, {rank - 1}], got {checks.shown(dim)}")
+        raise ValueError(f"softmax: dim must be in [{-rank}, {rank - 1}], got {checks.format_value(dim)}")
     is_last = x.dim() > 0 and dim in (-1, rank - 1)
     if not runs_kernels(x) or not is_last or not 0 < x.shape[-1] <= MAX_FEATURES:
         return softmax_reference(x, dim)

@@ -78,7 +78,7 @@ def tvd(
         temperature=temperature,
     )  # fmt: skip
     return divergence(
-        "tvd", "tvd", reference, input, target, labels, ignore_index, from_logits, temperature, reduction, logs=False
+        "tvd", "tvd", reference, input, target, labels, ignore_index, from_logits, temperature, reduction, is_log=False
     )
 
 

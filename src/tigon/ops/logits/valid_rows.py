@@ -127,20 +127,20 @@ class ValidRows:
         self._rows, count = _find(as_targets(target.detach(), ignore_index), ignore_index)
         self._copy_event: torch.cuda.Event | None = None
         if count.is_cuda:
-            self._host = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
-            self._host.copy_(count, non_blocking=True)
+            self._host_count = torch.empty(1, dtype=torch.int64, device="cpu", pin_memory=True)
+            self._host_count.copy_(count, non_blocking=True)
             self._copy_event = torch.cuda.Event()
             self._stream = torch.cuda.current_stream(count.device)
             self._copy_event.record(self._stream)
         else:
-            self._host = count
+            self._host_count = count
 
     @property
     def count(self) -> int:
         """The number of valid rows. The host waits until the device has counted them."""
         if self._copy_event is not None:
             self._copy_event.synchronize()
-        return int(self._host)
+        return int(self._host_count)
 
     @property
     def rows(self) -> Tensor:

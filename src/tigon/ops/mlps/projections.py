@@ -45,7 +45,7 @@ def input_gradient(dys: Iterable[Tensor], weights: Iterable[Tensor]) -> Tensor |
     """Return dx [T, H], the sum of the products of dys [T, O_i] and weights [O_i, H]; None if there are none."""
     dx = None
     for dy, weight in zip(dys, weights, strict=True):
-        dx = multiply(dy, weight, onto=dx)
+        dx = multiply(dy, weight, total=dx)
     return dx
 
 
@@ -83,7 +83,7 @@ class _Linears(torch.autograd.Function):
 def does_more_than_forward(module: nn.Module) -> bool:
     """Return whether a call of the module does more than its forward.
 
-    It does if the module or every module has a hook, or if the call itself was replaced.
+    It does if the module has a hook, if a hook is registered for all modules, or if the call itself was replaced.
     """
     has_hook = any(module.__dict__[table] for table in HOOK_TABLES)
     return has_hook or any_global_hook() or not has_stock_call(module)

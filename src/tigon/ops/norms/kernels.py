@@ -142,7 +142,10 @@ def _forward_kernel(
     CENTRED: tl.constexpr, ROUND_FIRST: tl.constexpr, READS_RSTD: tl.constexpr, EVEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Normalise a tile of rows. If READS_RSTD is True, rstd is an input instead of a result."""
+    """Normalise a tile of rows. If READS_RSTD is True, rstd is an input instead of a result.
+
+    If EVEN is True, the tile has exactly N columns, so the columns need no mask.
+    """
     rows = (tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
     cols = tl.arange(0, BLOCK_N)[None, :]
     inside = EVEN | (cols < N)
@@ -356,7 +359,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return dz [..., N], dw [N] and db [N] from dy, dtotal and z [..., N] and the statistics of the forward.
 
-    A gradient that is not needed is None; dw and db are needed if they have a dtype.
+    A gradient that is not needed is None. dw and db are needed if `dw_dtype` and `db_dtype` are not None.
     """
     dz, dw, db = _empty_backward(z, needs_dz, dw_dtype, db_dtype)
     n, m, device = z.shape[-1], statistics.shape[1], device_of(z)

@@ -149,7 +149,7 @@ _CHOICES = ("foreach", "fused")
 
 
 def _check_options(options: dict[str, Any]) -> None:
-    """Check the types of options, which torch would accept and fail with in the first step. Torch checks the ranges.
+    """Check the types of options. Torch checks the ranges, but accepts wrong types, and then fails in the first step.
 
     A learning rate may be a scalar of numpy, because some schedules return such scalars.
     """
@@ -157,17 +157,17 @@ def _check_options(options: dict[str, Any]) -> None:
     if "betas" in options:
         betas = options["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise TypeError(f"AdamW: betas must be two numbers, got {checks.shown(betas)}")
+            raise TypeError(f"AdamW: betas must be two numbers, got {checks.format_value(betas)}")
         numbers |= {"betas[0]": betas[0], "betas[1]": betas[1]}
     for name, value in numbers.items():
         is_number = isinstance(value, (Real, Tensor)) and not isinstance(value, bool)
         if not is_number:
-            raise TypeError(f"AdamW: {name} must be a number, got {checks.shown(value)}")
+            raise TypeError(f"AdamW: {name} must be a number, got {checks.format_value(value)}")
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_meta or value.is_complex() or value.dtype == torch.bool:
-                raise ValueError(f"AdamW: {name} must be a number or one element, got {checks.shown(value)}")
+                raise ValueError(f"AdamW: {name} must be a number or one element, got {checks.format_value(value)}")
         elif not abs(value) < math.inf or abs(value) > sys.float_info.max:
-            raise ValueError(f"AdamW: {name} must be finite, got {checks.shown(value)}")
+            raise ValueError(f"AdamW: {name} must be finite, got {checks.format_value(value)}")
     checks.flag("AdamW", **{name: options[name] for name in _FLAGS if name in options})
     checks.flag("AdamW", **{name: options[name] for name in _CHOICES if options.get(name) is not None})
 
@@ -212,8 +212,8 @@ def _local_tensors(param: Any, *others: Any) -> tuple[Tensor, ...] | None:
 
 def _increment(steps: list[Tensor]) -> None:
     """Add 1 to the numbers of steps in place, with one launch for each device."""
-    by_device: dict[int, list[Tensor]] = {}
+    steps_by_device: dict[int, list[Tensor]] = {}
     for x in steps:
-        by_device.setdefault(x.get_device(), []).append(x)
-    for group in by_device.values():
+        steps_by_device.setdefault(x.get_device(), []).append(x)
+    for group in steps_by_device.values():
         increment(group, 1)

@@ -49,8 +49,8 @@ def adamw_reference(
     maximize: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return p, m and v after step number `step`, in fp32, or in fp64 if p is in fp64. Tests compare with it."""
-    wide = torch.promote_types(param.dtype, torch.float32)
-    p, g, m, v = (x.to(wide) for x in (param, grad, exp_avg, exp_avg_sq))
+    wide_dtype = torch.promote_types(param.dtype, torch.float32)
+    p, g, m, v = (x.to(wide_dtype) for x in (param, grad, exp_avg, exp_avg_sq))
     g = -g if maximize else g
     m = betas[0] * m + (1 - betas[0]) * g
     v = betas[1] * v + (1 - betas[1]) * g * g
@@ -99,10 +99,13 @@ def _one_minus_exp(x):
 @triton.jit
 def _update(
     param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, mask,
-    step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps,
+    step, lr, beta1, beta2, complement1, complement2, log_beta1, log_beta2, weight_decay, eps,
     MAXIMIZE: tl.constexpr,
 ):  # fmt: skip
-    """Update one block, given pointers to its elements and a mask of those inside, or None if all are."""
+    """Update one block, given pointers to its elements and a mask of those inside the tensor, or None if all are.
+
+    `complement1` is 1 - beta1, and `complement2` is 1 - beta2.
+    """
     g = tl.load(grad_ptr, mask=mask).to(tl.float32)
     m = tl.load(exp_avg_ptr, mask=mask).to(tl.float32)
     v = tl.load(exp_avg_sq_ptr, mask=mask).to(tl.float32)
@@ -112,8 +115,8 @@ def _update(
     decay = lr * weight_decay
     if MAXIMIZE:
         g = -g
-    m = beta1 * m + rest1 * g
-    v = beta2 * v + rest2 * (g * g)
+    m = beta1 * m + complement1 * g
+    v = beta2 * v + complement2 * (g * g)
     # p * (1 - decay) would round twice, and a decay is often as small as the last digit of fp32.
     p = p - decay * p
     p = p - step_size * (m / (tl.sqrt(v) * scale + eps))
@@ -139,7 +142,7 @@ def _step_kernel(
     rows_ptr,  # [tensors, 8] int64
     tensor_of_span_ptr,  # [spans] int32: the index of the tensor of each span
     lr_ptr,  # [], or None if the number `lr` is used
-    step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps,
+    step, lr, beta1, beta2, complement1, complement2, log_beta1, log_beta2, weight_decay, eps,
     P: tl.constexpr, G: tl.constexpr, M: tl.constexpr, V: tl.constexpr,  # the dtypes of p, g, m and v
     ALIGNED: tl.constexpr,  # True if all addresses are multiples of 16 bytes
     STEPS: tl.constexpr,  # True if the numbers of the steps are in memory; otherwise all are `step`
@@ -163,12 +166,12 @@ def _step_kernel(
         if remaining >= BLOCK:
             _update(
                 param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, None,
-                step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
+                step, lr, beta1, beta2, complement1, complement2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
             )  # fmt: skip
         else:
             _update(
                 param_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, tl.arange(0, BLOCK) < remaining,
-                step, lr, beta1, beta2, rest1, rest2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
+                step, lr, beta1, beta2, complement1, complement2, log_beta1, log_beta2, weight_decay, eps, MAXIMIZE,
             )  # fmt: skip
 
 
@@ -232,11 +235,11 @@ def adamw_step(
 ) -> None:
     """Update p, m and v of each parameter in place, for step number `steps[i]`.
 
-    One launch updates all tensors that agree in dtypes, device, alignment and, if it is a number, in the step.
+    One launch updates all tensors that agree in dtypes, device, alignment and, if the step is a number, in the step.
 
     Args:
         params, grads, exp_avgs, exp_avg_sqs: fp32 | bf16 | fp16, contiguous. Those of one parameter are on one device.
-        steps: Numbers, or tensors of one element. Only the device reads a fp32 tensor on the parameter's device.
+        steps: Numbers, or tensors of one element. The host does not read an fp32 tensor on the parameter's device.
         lr: A number, or a tensor of one element in any dtype, which only the device reads.
         tables: A dict in which the caller passes the tables of the previous call, and which this call updates. Nothing
             is copied to the device while the tensors have the same addresses.
@@ -309,7 +312,7 @@ def _launch(
         *in_order(_step_kernel)(
             rows_ptr=rows, tensor_of_span_ptr=tensor_of_span, lr_ptr=lr_ptr,
             step=kind.step or 0.0, lr=lr_number, beta1=float(beta1), beta2=float(beta2),
-            rest1=1.0 - beta1, rest2=1.0 - beta2, log_beta1=_log(beta1), log_beta2=_log(beta2),
+            complement1=1.0 - beta1, complement2=1.0 - beta2, log_beta1=_log(beta1), log_beta2=_log(beta2),
             weight_decay=float(weight_decay), eps=float(eps),
         ),
         P=TYPES[kind.param_dtype], G=TYPES[kind.grad_dtype],

@@ -202,22 +202,22 @@ def qk_norm_rope(
     features = triton.next_power_of_2(heads) * triton.next_power_of_2(q.shape[3])
     is_supported = q.shape[unsqueeze_dim] > 0 and not (together and features > MAX_FEATURES_TOGETHER)
     if not (is_supported and runs_kernels(q, q_weight, k_weight) and can_run_kernels(q, k, cos, sin)):
-        return _by_reference(
+        return _run_reference(
             q, k, q_weight, k_weight, cos, sin, eps, offset, rounding, unsqueeze_dim, layout, sections
         )  # fmt: skip
-    return _by_kernels(
+    return _run_kernels(
         q, k, q_weight, k_weight, cos, sin, eps, offset, rounding == "before_weight", together,
         unsqueeze_dim, layout, axes_of(sections),
     )  # fmt: skip
 
 
 @recomputed_by_call
-def _by_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
+def _run_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
     return _QKNormRope.apply(*args)
 
 
 @recomputed_by_call
-def _by_reference(
+def _run_reference(
     q: Tensor, k: Tensor | None, q_weight: Tensor | None, k_weight: Tensor | None, cos: Tensor, sin: Tensor,
     eps: float, offset: float, rounding: Rounding, unsqueeze_dim: int, layout: Layout, sections: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip

@@ -10,8 +10,9 @@ Each pair (x1, x2) of the first R features is rotated by its angle. The other fe
     interleaved      (x[2 i], x[2 i + 1])       (y[2 i], y[2 i + 1])       both cos[i]
     deinterleaved    (x[2 i], x[2 i + 1])       (y[i], y[i + R/2])         both cos[i]
 
-The last column is for the table "halves". For the table "once", which is R/2 wide, both are cos[i]. For the table
-"pairs" they are cos[2 i] and cos[2 i + 1]. In every usual table cos1 equals cos2, but the code does not rely on that.
+The last column of this list holds for `table="halves"`. With `table="once"`, a row is R/2 wide, and cos1 and cos2 are
+both cos[i]. With `table="pairs"` they are cos[2 i] and cos[2 i + 1]. In every usual table cos1 equals cos2, but the
+code does not rely on that.
 
 Shapes: B batch, S sequence, Hq and Hk heads of queries and keys, D head size, R rotary features.
 """
@@ -312,7 +313,7 @@ def check_rope(
         raise ValueError(f"{op}: R must be even and at most the head size {size}, got R={r}")
     if sections is not None and (not all(type(n) is int and n >= 0 for n in sections) or sum(sections) != r // 2):
         raise ValueError(
-            f"{op}: sections must be lengths that sum up to R / 2 = {r // 2}, got {checks.shown(sections)}"
+            f"{op}: sections must be lengths that sum up to R / 2 = {r // 2}, got {checks.format_value(sections)}"
         )
 
 
@@ -373,20 +374,20 @@ def rope(
     check_rope("rope", q, k, cos, sin, unsqueeze_dim, layout, sections, table)
     checks.floating_dtype("rope", "dtype", dtype)
     if not can_run_kernels(q, k, cos, sin):
-        return _by_reference(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype)
-    return _by_kernels(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)
+        return _run_reference(q, k, cos, sin, unsqueeze_dim, layout, sections, table, dtype)
+    return _run_kernels(q, k, cos, sin, dtype, unsqueeze_dim, layout, axes_of(sections), table)
 
 
 # `lean` recomputes the results only if q and k are recomputed themselves, as the outputs of norms are.
 
 
 @recomputed_by_call(inputs=2)
-def _by_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
+def _run_kernels(*args: Any) -> tuple[Tensor, Tensor | None]:
     return _Rope.apply(*args)
 
 
 @recomputed_by_call(inputs=2)
-def _by_reference(
+def _run_reference(
     q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, layout: Layout,
     sections: Sequence[int] | None, table: Table, dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip

@@ -1,7 +1,7 @@
 """Find the Python state that a forward reads and writes, and compare it later.
 
 To find out what a module computes, recognition (`tigon.recognition`) runs a small stand-in of the module on some
-inputs, which are called probes. A recipe, which computes the same by an op, may then replace the forward, but only if
+inputs, which are called probes. A recipe, which computes the same with an op, may then replace the forward, but only if
 that forward is a function of its inputs, of its tensors, and of settings that can be compared in every call. For
 example,
 

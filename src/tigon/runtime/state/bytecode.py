@@ -111,7 +111,7 @@ class _CodeReader:
                 self.catches_exceptions = True
                 self.optional |= {step.argval for step in steps if step.opname in ("LOAD_ATTR", "LOAD_METHOD")}
             self.tensor_writes += _tensor_writes(code, steps)
-            self.type_tested_names |= _typed_names(steps)
+            self.type_tested_names |= _type_tested_names(steps)
             self.reads_of_arguments += _reads_of_arguments(code, steps, dependent, has_handler)
             self.operations |= _operations(steps)
             pending += [(c, dependent) for c in code.co_consts if isinstance(c, types.CodeType)]
@@ -246,12 +246,12 @@ def _tensor_writes(code: types.CodeType, steps: list[dis.Instruction]) -> list[t
     return writes
 
 
-def _all_names(part: list[dis.Instruction]) -> set[str]:
+def _all_names(expression: list[dis.Instruction]) -> set[str]:
     """Return the names of attributes and variables in an expression, and its strings."""
-    return {name for step in part for name in names_of(step) if isinstance(name, str)}
+    return {name for step in expression for name in names_of(step) if isinstance(name, str)}
 
 
-def _typed_names(steps: list[dis.Instruction]) -> set[str]:
+def _type_tested_names(steps: list[dis.Instruction]) -> set[str]:
     """Return the names of the attributes whose type the code reads, directly or by a variable that holds one."""
     arguments_of_tests: list[dis.Instruction] = []
     for i, step in enumerate(steps):
@@ -277,7 +277,9 @@ def _reads_of_arguments(
 ) -> list[tuple[str | None, int]]:
     """Return the attributes that the code reads of an input only if they exist."""
     reads, line = [], code.co_firstlineno
-    is_input = lambda part: len(part) == 1 and is_variable(part[0]) and bool(dependent & {*names_of(part[0])})
+    is_input = lambda expression: (
+        len(expression) == 1 and is_variable(expression[0]) and bool(dependent & {*names_of(expression[0])})
+    )
     for i, step in enumerate(steps):
         line = line_of(step) or line
         if is_load(step, "getattr", "hasattr", "vars"):
@@ -333,9 +335,9 @@ def _compares_with_constant(steps: list[dis.Instruction], index: int) -> bool:
     """Return True if one side of a comparison is a constant, or a dtype of torch."""
     right = find_operand(steps, index)
     left = find_operand(steps, index - len(right)) if right else []
-    is_constant = lambda part: len(part) == 1 and part[0].opname == "LOAD_CONST"
-    is_torch = lambda part: bool(part) and is_load(part[0], "torch")
-    return any(is_constant(part) or is_torch(part) for part in (left, right))
+    is_constant = lambda expression: len(expression) == 1 and expression[0].opname == "LOAD_CONST"
+    is_torch = lambda expression: bool(expression) and is_load(expression[0], "torch")
+    return any(is_constant(expression) or is_torch(expression) for expression in (left, right))
 
 
 # --- this version of Python ------------------------------------------------------------------------
@@ -360,8 +362,8 @@ def _understands_bytecode() -> bool:
     return (
         use.global_names == {"probe_global", "getattr"}
         and use.attributes >= {"method", "constant", "shape", "setting"}
-        and [what for what, _ in use.writes] == [".attribute"]
-        and [what for what, _ in use.item_writes] == ["__iadd__"]
+        and [description for description, _ in use.writes] == [".attribute"]
+        and [method for method, _ in use.item_writes] == ["__iadd__"]
         and [line - _probe.__code__.co_firstlineno for line in find_decisions(_probe.__code__, FunctionInputs())[0]]
         == [2]
         and not use.reads_all_attributes

@@ -43,9 +43,9 @@ class ClassSearch(Record):
             # An object of this class may hold a size of the input under such a name.
             if probed := sorted(PROBED & names_of_fields(cls) & self.names):
                 self.reach.decisions.append(f"reads .{probed[0]}, which {cls.__qualname__} defines too")
-        before, self.self_holds_inputs = self.self_holds_inputs, is_plain
+        previous, self.self_holds_inputs = self.self_holds_inputs, is_plain
         self.visit_class_attributes(cls, sorted(names), path, cls)
-        self.self_holds_inputs = before
+        self.self_holds_inputs = previous
 
     def visit_class_attributes(self, cls: type, names: list[str], path: str, owner: Any) -> None:
         """Watch those of the names that a class or one of its bases defines.
@@ -99,9 +99,9 @@ class ClassSearch(Record):
             with contextlib.suppress(AttributeError):
                 self.watch(value, "attribute", name, getattr(value, name), f"{path}.{name}")
         special = {name for name in special_methods(kind) if self.may_call(kind, name)}
-        before, self.self_holds_inputs = self.self_holds_inputs, False
+        previous, self.self_holds_inputs = self.self_holds_inputs, False
         self.visit_class_attributes(kind, sorted({*missing, *special} - slots), path, value)
-        self.self_holds_inputs = before
+        self.self_holds_inputs = previous
         if hasattr(value, "__dict__"):
             self.watch_absence(attributes, [n for n in missing if defines(kind, n) or n in self.uses.optional], path)
             self.reach.places += [
@@ -115,8 +115,8 @@ class ClassSearch(Record):
         if name in TRIGGERS:
             return TRIGGERS[name] in self.known_uses.operations
         function = getattr(kind, name, None)
-        by_dataclass = isinstance(function, types.FunctionType) and function.__code__.co_filename == "<string>"
-        return not (name in COMPARISONS and by_dataclass) or "compare" in self.known_uses.operations
+        is_generated = isinstance(function, types.FunctionType) and function.__code__.co_filename == "<string>"
+        return not (name in COMPARISONS and is_generated) or "compare" in self.known_uses.operations
 
     def visit_subclass(self, value: tuple | frozenset, path: str) -> None:
         """Visit a tuple or frozenset whose class the user wrote, as an object with attributes."""

@@ -10,14 +10,14 @@ from torch import Tensor
 from tigon.runtime.state.classes import ClassSearch
 from tigon.runtime.state.known_names import IMPURE, TRUSTED
 from tigon.runtime.state.objects import find_impure_statement, is_table_of_functions, package_of, stable_repr
-from tigon.runtime.state.places import MOST_PLACES, Place, bits_of
+from tigon.runtime.state.places import MAX_PLACES, Place, bits_of
 from tigon.runtime.torch_private.operators import NAMESPACE_TYPES, OPERATOR_TYPES, operator_namespaces
 
 __all__ = ["CONTAINERS", "ContainerSearch"]
 
 CONTAINERS = (list, dict, set, collections.deque)
 # The namespaces of torch's own operators.
-OWN_NAMESPACES = {"aten", "prims"}
+TORCH_NAMESPACES = {"aten", "prims"}
 # Objects of these types of torch hold nothing that a call changes.
 CONSTANTS_OF_TORCH: tuple[type, ...] = (
     torch.finfo,
@@ -60,7 +60,7 @@ class ContainerSearch(ClassSearch):
         self.container_paths.append((path, container))
         self.reach.places.append(Place(container, "length", None, len(container), path))
         self.entries.append((path, "length", len(container)))
-        if len(container) > MOST_PLACES:
+        if len(container) > MAX_PLACES:
             self.reach.unwatchable.append(f"reads {path}, which holds {len(container)} elements, too many to check")
         elif isinstance(container, set):
             self.reach.places.append(Place(container, "members", None, frozenset(container), path))
@@ -108,7 +108,7 @@ class ContainerSearch(ClassSearch):
         else:
             self.reach.unwatchable.append(f"uses {path}, whose namespaces this torch does not list")
             return
-        for namespace in sorted(namespaces - OWN_NAMESPACES):
+        for namespace in sorted(namespaces - TORCH_NAMESPACES):
             self.refuse_foreign_namespace(namespace, f"{path}.{namespace}")
 
     def visit_object_of_torch(self, value: Any, path: str) -> None:
@@ -126,5 +126,5 @@ class ContainerSearch(ClassSearch):
 
     def refuse_foreign_namespace(self, name: str, path: str) -> None:
         """Refuse an operator whose namespace is not torch's own, because its code is not read."""
-        if package_of(name) not in OWN_NAMESPACES:
+        if package_of(name) not in TORCH_NAMESPACES:
             self.reach.unwatchable.append(f"calls {path}, an operator of {package_of(name)}, whose code is not read")

@@ -89,34 +89,34 @@ def _reads_only_width(steps: list[dis.Instruction], index: int) -> bool:
     return is_load(following[0], "shape") and is_item
 
 
-def _without_probed_calls(part: list[dis.Instruction]) -> list[dis.Instruction]:
+def _without_probed_calls(expression: list[dis.Instruction]) -> list[dis.Instruction]:
     """Return an expression without the first argument of a call of `isinstance`, `type` or another probed function.
 
     The expression stays as it is if an argument of the call contains another call.
     """
-    for i, step in enumerate(part):
+    for i, step in enumerate(expression):
         if step.opname == "LOAD_GLOBAL" and step.argval in PROBED_FUNCTIONS:
-            arguments = call_arguments(part, i)
+            arguments = call_arguments(expression, i)
             if arguments and all(len(a) == 1 or not any(s.opname == "CALL" for s in a) for a in arguments):
                 first = arguments[0]
-                return [s for s in part if not any(s is loaded for loaded in first)]
-    return part
+                return [s for s in expression if not any(s is loaded for loaded in first)]
+    return expression
 
 
-def _is_test_for_none(part: list[dis.Instruction], arguments: set[str]) -> bool:
+def _is_test_for_none(expression: list[dis.Instruction], arguments: set[str]) -> bool:
     """Return True for `argument is None` and `argument is not None`."""
     return (
-        len(part) == 3
-        and is_variable(part[0])
-        and part[0].argval in arguments
-        and part[1].opname == "LOAD_CONST"
-        and part[1].argval is None
-        and part[2].opname == "IS_OP"
+        len(expression) == 3
+        and is_variable(expression[0])
+        and expression[0].argval in arguments
+        and expression[1].opname == "LOAD_CONST"
+        and expression[1].argval is None
+        and expression[2].opname == "IS_OP"
     )
 
 
 def _depends(
-    part: list[dis.Instruction], dependent: set[str], arguments: set[str], ignores_width: bool = False
+    expression: list[dis.Instruction], dependent: set[str], arguments: set[str], ignores_width: bool = False
 ) -> bool:
     """Return True if an expression depends on a variable in `dependent` in a way that the probes do not cover.
 
@@ -124,15 +124,15 @@ def _depends(
     variable does not count. An expression whose instructions were not found counts as dependent.
     """
     # An instruction CHECK_EXC_MATCH or CHECK_EG_MATCH tests an exception, which may depend on anything.
-    if not part or any(step.opname.startswith("CHECK_E") for step in part):
+    if not expression or any(step.opname.startswith("CHECK_E") for step in expression):
         return True
-    if _is_test_for_none(part, arguments):
+    if _is_test_for_none(expression, arguments):
         return False
-    part = _without_probed_calls(part)
-    for i, (step, following) in enumerate(itertools.zip_longest(part, part[1:])):
+    expression = _without_probed_calls(expression)
+    for i, (step, following) in enumerate(itertools.zip_longest(expression, expression[1:])):
         if is_variable(step) and dependent & {*names_of(step)}:
             is_probed = following is not None and is_load(following, *PROBED)
-            if not is_probed and not (ignores_width and _reads_only_width(part, i)):
+            if not is_probed and not (ignores_width and _reads_only_width(expression, i)):
                 return True
         # A function that is defined here may use any variable of the function around it.
         is_function = step.opname == "LOAD_CONST" and isinstance(step.argval, types.CodeType)
@@ -157,15 +157,15 @@ def dependent_variables(
     stores = [i for i, step in enumerate(steps) if step.opname.startswith(("STORE_FAST", "STORE_DEREF"))]
     operands = [(names_of(steps[i]), find_operand(steps, i)) for i in stores]
     while True:
-        new = {
+        new_names = {
             name
-            for names, part in operands
-            if not dependent.issuperset(names) and _depends(part, dependent, arguments, ignores_width)
+            for names, expression in operands
+            if not dependent.issuperset(names) and _depends(expression, dependent, arguments, ignores_width)
             for name in names
         }
-        if new <= dependent:
+        if new_names <= dependent:
             return dependent
-        dependent |= new
+        dependent |= new_names
 
 
 # --- conditions that only raise ----------------------------------------------------------------------
@@ -220,26 +220,27 @@ def find_decisions(code: types.CodeType, inputs: FunctionInputs) -> tuple[tuple[
     lines: list[int] = []
     checks: list[int] = []
     pending: list[tuple[types.CodeType, frozenset[str], FunctionInputs]] = [(code, frozenset(), inputs)]
-    for each, inherited, inputs_of_each in pending:
-        steps = list(dis.get_instructions(each))
-        dependent = dependent_variables(each, steps, inherited, inputs_of_each)
+    for current_code, inherited, current_inputs in pending:
+        steps = list(dis.get_instructions(current_code))
+        dependent = dependent_variables(current_code, steps, inherited, current_inputs)
         # Variables that depend on more than the last size of an argument.
-        beyond_width = dependent_variables(each, steps, inherited, inputs_of_each, ignores_width=True)
-        arguments, protected_ranges, line = _arguments(each, inputs_of_each), handlers(each), each.co_firstlineno
+        beyond_width = dependent_variables(current_code, steps, inherited, current_inputs, ignores_width=True)
+        arguments, protected_ranges = _arguments(current_code, current_inputs), handlers(current_code)
+        line = current_code.co_firstlineno
         for i, step in enumerate(steps):
             line = line_of(step) or line
             if not is_condition(steps, i):
                 continue
-            part = find_operand(steps, i)
+            expression = find_operand(steps, i)
             # Arguments to which no earlier instruction assigns another value.
             unchanged = arguments - {name for s in steps[:i] if s.opname.startswith("STORE_") for name in names_of(s)}
-            if "NONE" in step.opname and len(part) == 1 and part[0].argval in unchanged:
+            if "NONE" in step.opname and len(expression) == 1 and expression[0].argval in unchanged:
                 continue
-            if _depends(part, dependent, unchanged):
-                is_width = not _depends(part, beyond_width, unchanged, ignores_width=True)
+            if _depends(expression, dependent, unchanged):
+                is_width = not _depends(expression, beyond_width, unchanged, ignores_width=True)
                 (checks if is_width and _is_check(steps, i, protected_ranges) else lines).append(line)
         inner = frozenset(dependent)
-        pending += [(c, inner, FunctionInputs()) for c in each.co_consts if isinstance(c, types.CodeType)]
+        pending += [(c, inner, FunctionInputs()) for c in current_code.co_consts if isinstance(c, types.CodeType)]
     return tuple(lines), tuple(checks)
 
 

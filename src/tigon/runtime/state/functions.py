@@ -30,7 +30,7 @@ from tigon.runtime.state.record import Record
 __all__ = ["FunctionSearch"]
 
 # A forward that reaches more functions is refused, because each function takes time to read and to compare.
-MOST_FUNCTIONS = 64
+MAX_FUNCTIONS = 64
 # The code of these packages, except for the models of transformers, does not change what a module computes.
 HELPERS = frozenset(("transformers", "accelerate", "deepspeed"))
 CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
@@ -110,26 +110,26 @@ class FunctionSearch(Record):
 
     def visit_function(self, function: types.FunctionType, path: str) -> None:
         """Read the code of a function. Watch its code, its defaults, its closure and the globals that it names."""
-        if len(self.functions) >= MOST_FUNCTIONS:
-            self.reach.unwatchable.append(f"reaches more than {MOST_FUNCTIONS} functions, by {path}")
+        if len(self.functions) >= MAX_FUNCTIONS:
+            self.reach.unwatchable.append(f"reaches more than {MAX_FUNCTIONS} functions, by {path}")
             return
         self.functions.append(function)
         use = code_use(function.__code__)
         self.add_uses(use)
-        where = _make_locator(function)
+        locate = _make_locator(function)
         # `use.writes` does not contain the attributes that a constructor gives to its new object, because these are no
         # lasting writes.
-        self.reach.writes += [f"writes {what} {where(line)}" for what, line in use.writes]
+        self.reach.writes += [f"writes {target} {locate(line)}" for target, line in use.writes]
         if not _is_helper(function):
-            self.add_decisions(function, use, where)
-        self.visit_imports(function, use, where)
+            self.add_decisions(function, use, locate)
+        self.visit_imports(function, use, locate)
         # The code of transformers looks up many names in configs. No code adds these names to a module later, so they
         # are not watched.
         if package_of(function.__globals__.get("__name__")) != "transformers":
             self.uses.optional |= use.optional
-        self.add_possible_writes(function, use, where)
+        self.add_possible_writes(function, use, locate)
         self.watch_parts(function, path)
-        self.visit_globals(function, use, where)
+        self.visit_globals(function, use, locate)
 
     def add_uses(self, use: CodeUse) -> None:
         """Add what a function uses to the uses of the whole search."""
@@ -140,18 +140,19 @@ class FunctionSearch(Record):
         self.uses.all_names |= use.reads_all_attributes
         self.stored_names |= use.stored_names
 
-    def add_decisions(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
+    def add_decisions(self, function: types.FunctionType, use: CodeUse, locate: Callable[[int], str]) -> None:
         """Record conditions on the inputs of a function, and reads of attributes that the probes do not cover."""
         facts = sorted(use.attributes & FACTS_OF_TENSORS)
         self.reach.unwatchable += [f"reads .{name}, on which its result may depend" for name in facts]
         lines, checks = find_decisions(function.__code__, self.inputs_of(function))
-        self.reach.decisions += [f"decides by its input {where(line)}" for line in lines]
-        self.checks += [f"decides by its input {where(line)}" for line in checks]
+        self.reach.decisions += [f"decides by its input {locate(line)}" for line in lines]
+        self.checks += [f"decides by its input {locate(line)}" for line in checks]
         self.catches_exceptions |= use.catches_exceptions
         for name, line in use.reads_of_arguments:
             if name is None or not hasattr(Tensor, name):
-                attribute = "attributes by computed names" if name is None else f".{name}"
-                self.reach.unprobed_reads.append(f"reads {attribute} of its input, if there is one {where(line)}")
+                one_attribute = f"the attribute .{name} of its input, which may not have it"
+                attributes = one_attribute if name is not None else "attributes of its input by computed names"
+                self.reach.unprobed_reads.append(f"reads {attributes} {locate(line)}")
 
     def inputs_of(self, function: types.FunctionType) -> FunctionInputs:
         """Return the arguments with which a function is called. They are known only for the forward of the module."""
@@ -161,26 +162,26 @@ class FunctionSearch(Record):
             return FunctionInputs(self_holds_inputs=self.self_holds_inputs)
         return FunctionInputs(self.inputs, len(function.__defaults__ or ()))
 
-    def visit_imports(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
+    def visit_imports(self, function: types.FunctionType, use: CodeUse, locate: Callable[[int], str]) -> None:
         """Visit the Python modules that a function imports. An import that runs new code is a write."""
         for name in sorted(use.imports):
             if name in sys.modules:
                 self.describe(sys.modules[name], name)
             else:
-                self.reach.writes.append(f"imports {name} {where(function.__code__.co_firstlineno)}")
+                self.reach.writes.append(f"imports {name} {locate(function.__code__.co_firstlineno)}")
 
-    def add_possible_writes(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
+    def add_possible_writes(self, function: types.FunctionType, use: CodeUse, locate: Callable[[int], str]) -> None:
         """Record writes to items and to tensors, which matter only if the search reaches such an object."""
         if {"vars", "__dict__"} & (use.global_names | use.attributes) and use.item_writes:
-            self.reach.writes.append(f"may write attributes by their dict {where(use.item_writes[0][1])}")
+            self.reach.writes.append(f"may write attributes by their dict {locate(use.item_writes[0][1])}")
         names = use.attributes | use.global_names | frozenset(function.__code__.co_freevars)
-        self.item_writes += [(method, where(line), names) for method, line in use.item_writes]
+        self.item_writes += [(method, locate(line), names) for method, line in use.item_writes]
         self.tensor_writes += [
-            (method, where(line), receiver, use.attributes) for method, line, receiver in use.tensor_writes
+            (method, locate(line), receiver, use.attributes) for method, line, receiver in use.tensor_writes
         ]
         # Code that calls `__init__` by its name may pass any object to it.
         if "__init__" in use.attributes and function.__name__ not in CONSTRUCTORS:
-            self.reach.writes.append(f"may write attributes, by __init__ {where(function.__code__.co_firstlineno)}")
+            self.reach.writes.append(f"may write attributes, by __init__ {locate(function.__code__.co_firstlineno)}")
 
     def watch_parts(self, function: types.FunctionType, path: str) -> None:
         """Watch the code, the defaults and the closure of a function."""
@@ -196,7 +197,7 @@ class FunctionSearch(Record):
             with contextlib.suppress(ValueError):
                 self.watch(cell, "attribute", "cell_contents", cell.cell_contents, f"{name} of {function.__qualname__}")
 
-    def visit_globals(self, function: types.FunctionType, use: CodeUse, where: Callable[[int], str]) -> None:
+    def visit_globals(self, function: types.FunctionType, use: CodeUse, locate: Callable[[int], str]) -> None:
         """Watch the globals that a function names, and the attributes of Python modules that it reads by them."""
         # Names that are no identifiers come from tools that rewrite code, such as pytest.
         for name in sorted(filter(str.isidentifier, use.global_names)):
@@ -207,7 +208,7 @@ class FunctionSearch(Record):
                 for chain in sorted(chain for chain in use.chains if chain[0] == name):
                     self.visit_chain(function.__globals__[name], chain)
             elif hasattr(builtins, name) and name in IMPURE_BUILTINS:
-                self.reach.writes.append(f"calls {name} {where(function.__code__.co_firstlineno)}")
+                self.reach.writes.append(f"calls {name} {locate(function.__code__.co_firstlineno)}")
 
     def visit_chain(self, value: Any, chain: tuple[str, ...]) -> None:
         """Watch each attribute in a chain such as `torch.nn.functional.silu`.

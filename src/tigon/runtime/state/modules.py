@@ -56,8 +56,9 @@ class ModuleSearch(ClassSearch):
         attributes = vars(module)
         holder = None if owner is None else attributes
         # The code of torch's modules is not read, so all of their settings count.
-        by_torch = owner is not None and package_of(type(module).__module__) in TRUSTED
-        for name in sorted(attributes.keys() - skipped) if by_torch else self.attribute_names(attributes, skipped):
+        is_trusted = owner is not None and package_of(type(module).__module__) in TRUSTED
+        names = sorted(attributes.keys() - skipped) if is_trusted else self.attribute_names(attributes, skipped)
+        for name in names:
             # Engines exchange the tensors of parameters, so tensors are not watched, except those that the code itself
             # assigns.
             if not isinstance(attributes[name], Tensor):

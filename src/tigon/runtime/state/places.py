@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tigon.runtime.state.bytecode import UNDERSTANDS_BYTECODE
 
-__all__ = ["MOST_PLACES", "REGISTERED", "Place", "Reach", "bits_of", "compile_expression", "is_simple"]
+__all__ = ["MAX_PLACES", "REGISTERED", "Place", "Reach", "bits_of", "compile_expression", "is_simple"]
 
 # Types whose values are immutable.
 SIMPLE_TYPES: frozenset[type] = frozenset(
@@ -28,11 +28,12 @@ SIMPLE_TYPES: frozenset[type] = frozenset(
     )
 )
 # A forward that reads more places is refused, because every call compares all of them.
-MOST_PLACES = 128
+MAX_PLACES = 128
 # The tables of a module in which `nn.Module` looks attributes up.
 REGISTERED = "_parameters", "_buffers", "_modules"
-# A larger tensor that is no parameter of the module is not restored after a probe has written to it.
-MOST_RESTORED = 2**24
+# After a probe has written to a tensor that is no parameter of the module, only a tensor of at most this many elements
+# is restored.
+MAX_RESTORED_ELEMENTS = 2**24
 
 
 def is_simple(value: object) -> bool:
@@ -125,7 +126,7 @@ class Reach:
             return f"its forward {self.unprobed_reads[0]}"
         if self.changed_paths:
             return f"its forward changes {self.changed_paths[0]}"
-        if len(self.places) > MOST_PLACES:
+        if len(self.places) > MAX_PLACES:
             return f"its forward reads {len(self.places)} settings, too many to check in every call"
         return None
 
@@ -164,7 +165,7 @@ class Reach:
         """Undo every change that the block makes to reachable containers, objects, tensors, classes and globals."""
         contents = [(container, _items(container)) for container in self.containers]
         states = [(each, dict(vars(each))) for each in self.objects]
-        small_tensors = [(tensor, path) for tensor, path in self.tensors if tensor.numel() <= MOST_RESTORED]
+        small_tensors = [(tensor, path) for tensor, path in self.tensors if tensor.numel() <= MAX_RESTORED_ELEMENTS]
         tensors = [(tensor, path, tensor.detach().clone()) for tensor, path in small_tensors]
         try:
             yield

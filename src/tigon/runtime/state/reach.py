@@ -44,7 +44,7 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
             self.visit_module(self.module, "self", None)
         else:
             self.entries.append(self.describe(self.module, getattr(self.module, "__name__", "it")))
-        for method, where, names in self.item_writes:
+        for method, location, names in self.item_writes:
             # `x[i] = y` and `x += y` usually write to a local tensor. They count as writes only if the function names a
             # reachable container.
             container_paths = [
@@ -54,7 +54,7 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
                 and (not method.startswith("__") or path.rpartition(".")[2].partition("[")[0] in names)
             ]
             if path := next(iter(container_paths), None):
-                self.reach.writes.append(f"may write to {path}, by {method} {where}")
+                self.reach.writes.append(f"may write to {path}, by {method} {location}")
         self.reach.writes += self.writes_to_tensors()
         # A check of the width does not count if the product with a weight of the module raises an error as well for an
         # input of another width.
@@ -70,19 +70,19 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
         parameters.
         """
         tensors = names_of_tensors(self.module) if isinstance(self.module, nn.Module) else set()
-        outside = next((path for _, path in self.reach.tensors), None)
+        outside_path = next((path for _, path in self.reach.tensors), None)
         last_names = {path.rpartition(".")[2].partition("[")[0] for _, path in self.reach.tensors}
         reasons = []
-        for method, where, receiver, names in self.tensor_writes:
+        for method, location, receiver, names in self.tensor_writes:
             if not (method.startswith("an option") or hasattr(Tensor, method) or hasattr(torch, method)):
                 continue
-            of_module = receiver & tensors or (receiver | names) & WAYS_TO_PARAMETERS
-            if outside or of_module:
-                target = outside if outside else "a parameter"
-                reasons.append(f"may write to {target}, by {method} {where}")
-        for method, where, names in self.item_writes:
+            may_be_parameter = receiver & tensors or (receiver | names) & WAYS_TO_PARAMETERS
+            if outside_path or may_be_parameter:
+                target = outside_path if outside_path else "a parameter"
+                reasons.append(f"may write to {target}, by {method} {location}")
+        for method, location, names in self.item_writes:
             if last_names & names and hasattr(Tensor, method):
-                reasons.append(f"may write to {outside}, by {method} {where}")
+                reasons.append(f"may write to {outside_path}, by {method} {location}")
         return reasons
 
     def describe(self, value: Any, path: str) -> Any:
@@ -160,7 +160,7 @@ class _Search(FunctionSearch, ModuleSearch, ContainerSearch):
                 self.entries.append((path, "numpy", repr(value)))
         elif hasattr(value, "__dict__") or hasattr(kind, "__slots__"):
             self.visit_object(value, path)
-        # What remains is a callable of compiled code.
+        # The remaining callables are compiled code.
         elif callable(value):
             self.entries.append((path, "opaque", repr(value)))
         else:

@@ -8,9 +8,10 @@
 | `operators` | devices, operators, optimizers, process groups, profiles |
 | `graphs` | runs with symbolic sizes, and guards of graphs |
 
-Each name states why it is needed, the versions of torch that it was seen in, and what happens without it: another way
-that is slower or takes more memory, or one clear refusal. `tests/runtime/torch_private` tests the behaviour of each
-name, so that it names what is different in a new version of torch.
+A comment at each name states why it is needed, the versions of torch that it was seen in, and what happens without it:
+Tigon takes another way that is slower or needs more memory, or refuses with one clear error.
+`tests/runtime/torch_private` tests the behaviour of each name, so a failing test shows what a new version of torch has
+changed.
 
 Other files use only these private names directly, because torch cannot change them without breaking every saved model
 or every custom layer: the tables `_parameters`, `_buffers` and `_modules` of a module, its tables of hooks, and

@@ -146,6 +146,7 @@ except (ImportError, AttributeError):
 # --- transforms and function modes -----------------------------------------------------------------
 
 _transforms_are_active = find("_C._are_functorch_transforms_active", lambda: True)
+# This call only records the name if it is missing.
 find("autograd.forward_ad._current_level", -1)
 
 

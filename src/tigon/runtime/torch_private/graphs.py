@@ -26,7 +26,7 @@ __all__ = [
 
 # --- runs with symbolic sizes ------------------------------------------------------------------------
 
-# The base class of modes that see every operator. Seen in 2.8 to 2.13. Without it: `symbolic_tools` refuses.
+# The base class of modes that see every operator. Seen in 2.8 to 2.13. Without it: `symbolic_tools` raises an error.
 try:
     from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
 except ImportError:

@@ -20,7 +20,7 @@ missing: dict[str, str] = {}
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    """Return a function that raises the refusal of whatever needs the missing name."""
+    """Return a function that raises a RuntimeError about the missing name."""
 
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(missing[name])

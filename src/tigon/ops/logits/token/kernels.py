@@ -33,7 +33,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transformed
+from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transform
 from tigon.ops.logits.token.reference import gradient_scales_torch, gradient_torch, statistics_torch
 from tigon.ops.logits.token.row import RowConfig, RowProblem, can_read_once, row_losses
 from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, columns, constants, scan
@@ -125,7 +125,7 @@ def _loss_kernel(
 
     inside = (target >= 0) & (target < V)
     a_t = tl.load(logits_ptr + target, mask=inside, other=0.0)
-    x_t, _ = transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
+    x_t, _ = transform(a_t, logit_scale, softcap, SCALED, SOFTCAP)
     pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)
     highest, total, moment, weighted, predicted = scan(
         logits_ptr, V, pivot, weight_ptr, logit_scale, softcap,
@@ -137,8 +137,9 @@ def _loss_kernel(
     loss = (1.0 - label_smoothing) * target_weight(weight_ptr, target, V) * nll
     lse = top + tl.log(total)
     if SMOOTHING:
-        above = tl.log(total) - (pivot - top)  # lse - pivot
-        loss += label_smoothing / V * (tl.load(scales_ptr + 2) * above - weighted)
+        # This is lse - pivot.
+        pivot_difference = tl.log(total) - (pivot - top)
+        loss += label_smoothing / V * (tl.load(scales_ptr + 2) * pivot_difference - weighted)
     z = tl.load(scales_ptr + 1) * z_loss * lse * lse
     loss = tl.load(scales_ptr) * loss + z
     log_prob = tl.where(inside, -nll, float("nan"))
@@ -181,7 +182,7 @@ def _gradient_kernel(
         tl.store(dlogits_ptr + cols, zeros, mask=cols < V)
         return
     a = tl.load(logits_ptr + row * stride_logits + cols, mask=cols < V, other=0.0)
-    x, slope = transformed(a, logit_scale, softcap, SCALED, SOFTCAP)
+    x, slope = transform(a, logit_scale, softcap, SCALED, SOFTCAP)
     top, total = tl.load(lse_ptr + row * 2), tl.load(lse_ptr + row * 2 + 1)
     dloss = 1.0
     if dloss_ptr is not None:
@@ -264,7 +265,7 @@ def _empty_scales(target: Tensor) -> Tensor:
 
 @launcher(fake=_empty_scales)
 def gradient_scales(
-    target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, mean: bool
+    target: Tensor, weight: Tensor | None, num_items: Tensor | None, vocabulary: int, ignore_index: int, is_mean: bool
 ) -> Tensor:
     """Return scales [3] fp32, which are 1 / D, 1 / N and W, for target [M], weight [V] | None, num_items [] | None."""
     scales = _empty_scales(target)
@@ -272,10 +273,10 @@ def gradient_scales(
         config = ScalesConfig.choose(ScalesProblem(weight is not None), device_of(scales))
         launch(
             _scales_kernel, 1, target, weight, num_items, scales, target.numel(), vocabulary, ignore_index,
-            MEAN=mean, BLOCK=config.block, num_warps=config.num_warps,
+            MEAN=is_mean, BLOCK=config.block, num_warps=config.num_warps,
         )  # fmt: skip
         return scales
-    return gradient_scales_torch(target, weight, num_items, vocabulary, ignore_index, mean, scales)
+    return gradient_scales_torch(target, weight, num_items, vocabulary, ignore_index, is_mean, scales)
 
 
 def _numbers(options: Options) -> dict[str, float]:

@@ -5,7 +5,7 @@ import triton.language as tl
 
 from tigon.ops.logits.token import reference
 
-__all__ = ["LN2", "LOG2E", "LOWEST", "target_weight", "transformed"]
+__all__ = ["LN2", "LOG2E", "LOWEST", "target_weight", "transform"]
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -13,7 +13,7 @@ LOWEST = tl.constexpr(reference.LOWEST)
 
 
 @triton.jit
-def transformed(a, logit_scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
+def transform(a, logit_scale, softcap, SCALED: tl.constexpr, SOFTCAP: tl.constexpr):
     """Return x and dx / da for raw logits a."""
     x = a.to(tl.float32)
     slope = 1.0

@@ -31,7 +31,7 @@ def gradient_scales_torch(
     num_items: Tensor | None,
     vocabulary: int,
     ignore_index: int,
-    mean: bool,
+    is_mean: bool,
     scales: Tensor,
 ) -> Tensor:
     """Compute `gradient_scales` in torch, into `scales`."""
@@ -43,7 +43,7 @@ def gradient_scales_torch(
         weights = torch.where(inside, weight.float()[target.clamp(0, vocabulary - 1).long()], 0.0).sum()
     for i, denominator in enumerate((weights, count)):
         inverse = torch.where(denominator == 0, 0.0, 1.0 / denominator.float())
-        scales[i] = inverse if mean else 1.0
+        scales[i] = inverse if is_mean else 1.0
     scales[2] = vocabulary if weight is None else weight.float().sum()
     return scales
 
@@ -55,14 +55,14 @@ def _tanh_torch(logits: Tensor, options: Options) -> Tensor:
     return (x * scale if x is logits else x.mul_(scale)).tanh_()
 
 
-def _transformed_torch(logits: Tensor, options: Options) -> Tensor:
+def _transform_torch(logits: Tensor, options: Options) -> Tensor:
     """Return x for raw logits. The result is `logits` itself if they are fp32 and no option changes them."""
     if options.softcap is not None:
         return _tanh_torch(logits, options).mul_(options.softcap)
     return logits.float() if options.logit_scale == 1.0 else logits.float() * options.logit_scale
 
 
-def _weighted_torch(values: Tensor, weight: Tensor | None) -> Tensor:
+def _weighted_sum_torch(values: Tensor, weight: Tensor | None) -> Tensor:
     """Return sum_j w_j values_j [M], in fp32 under autocast too."""
     if weight is None:
         return values.sum(-1)
@@ -92,7 +92,7 @@ class Sums(NamedTuple):
     # [M]: sum exp(x - top) (x - top), for the entropy
     moment: Tensor | None
     # [M] int64: argmax, for predictions
-    best: Tensor | None
+    argmax: Tensor | None
 
 
 def sums_torch(
@@ -102,16 +102,16 @@ def sums_torch(
 
     With `overwrite`, the exponentials may take the memory of the logits.
     """
-    x = _transformed_torch(logits, options)
-    best = x.argmax(-1) if wants.predicted else None
+    x = _transform_torch(logits, options)
+    argmax = x.argmax(-1) if wants.predicted else None
     top = x.amax(-1)
     top = top.where(top != -torch.inf, 0.0)
     shifted = x - top[:, None] if x is logits and not overwrite else x.sub_(top[:, None])
     x_t = shifted.gather(1, columns[:, None])[:, 0]
-    weighted = _weighted_torch(shifted, weight) if options.label_smoothing else None
+    weighted = _weighted_sum_torch(shifted, weight) if options.label_smoothing else None
     e = shifted.exp() if wants.entropy else shifted.exp_()
     moment = shifted.clamp_(min=LOWEST).mul_(e).sum(-1) if wants.entropy else None
-    return Sums(top, e.sum(-1), x_t, weighted, moment, best), e
+    return Sums(top, e.sum(-1), x_t, weighted, moment, argmax), e
 
 
 def statistics_of(
@@ -139,8 +139,8 @@ def statistics_of(
         assert sums.moment is not None
         entropy = valid_only(log_total - sums.moment / sums.total)
     if wants.predicted:
-        assert sums.best is not None
-        predicted = sums.best.masked_fill(~valid, -1)
+        assert sums.argmax is not None
+        predicted = sums.argmax.masked_fill(~valid, -1)
     return Statistics(
         loss=valid_only(loss),
         lse=torch.stack((sums.top, sums.total), -1),
@@ -162,7 +162,7 @@ def statistics_torch(
     result = statistics_of(sums, target, weight, scales, options, wants, v)
     if with_gradient:
         dx = _gradient_of_x(e, None, target, weight, scales, result, WHOLE_LOSS, options, Shard(0, v))
-        logits.copy_(_times_slope(dx, logits, target, options))
+        logits.copy_(_multiply_by_slope(dx, logits, target, options))
     return result
 
 
@@ -172,7 +172,7 @@ def gradient_torch(
 ) -> Tensor:  # fmt: skip
     """Compute `gradient` in torch."""
     assert saved.lse is not None
-    x, top = _transformed_torch(logits, options), saved.lse[:, 0, None]
+    x, top = _transform_torch(logits, options), saved.lse[:, 0, None]
     shifted: Tensor | None = x - top if x is logits and out is not logits else x.sub_(top)
     assert shifted is not None
     if upstream.entropy is None:
@@ -182,7 +182,7 @@ def gradient_torch(
     dx = _gradient_of_x(e, shifted, target, weight, scales, saved, upstream, options, shard)
     # dx has the memory of one of these tensors. The other tensor is freed, so that the slope can use its memory.
     del e, shifted
-    return out.copy_(_times_slope(dx, logits, target, options))
+    return out.copy_(_multiply_by_slope(dx, logits, target, options))
 
 
 def _gradient_of_x(
@@ -226,7 +226,7 @@ def _gradient_of_x(
     return dx
 
 
-def _times_slope(dx: Tensor, logits: Tensor, target: Tensor, options: Options) -> Tensor:
+def _multiply_by_slope(dx: Tensor, logits: Tensor, target: Tensor, options: Options) -> Tensor:
     """Turn dx into da in place, with zeros for ignored tokens, and return it."""
     if options.softcap is not None:
         dx.mul_(_tanh_torch(logits, options).square_().neg_().add_(1.0))

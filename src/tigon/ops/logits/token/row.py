@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.logits.token.maths import LN2, LOG2E, target_weight, transformed
+from tigon.ops.logits.token.maths import LN2, LOG2E, target_weight, transform
 from tigon.ops.logits.token.types import Options, Statistics, Wants
 from tigon.runtime.device import Device, cdiv
 from tigon.runtime.launch import in_order, launch
@@ -92,13 +92,13 @@ if gluon is not None:
 
         `inside` masks the logits of the row. It is None if all logits of the chunk belong to the row.
         """
-        x, _ = transformed(a, logit_scale, 0.0, SCALED, False)
+        x, _ = transform(a, logit_scale, 0.0, SCALED, False)
         if inside is not None:
             x = gl.where(inside, x, float("-inf"))
-        new = gl.maximum(high, gl.max(gl.max(x, axis=2), axis=0) * LOG2E)
-        c = gl.where(new == float("-inf"), 0.0, new)
+        new_high = gl.maximum(high, gl.max(gl.max(x, axis=2), axis=0) * LOG2E)
+        c = gl.where(new_high == float("-inf"), 0.0, new_high)
         e = gl.exp2(gl.fma(x, LOG2E, -c[None, :, None]))
-        return new, total * gl.exp2(high - c) + gl.sum(gl.sum(e, axis=2), axis=0)
+        return new_high, total * gl.exp2(high - c) + gl.sum(gl.sum(e, axis=2), axis=0)
 
     @gluon.jit
     def _block(base, cols, end, POLICY: gl.constexpr):
@@ -108,7 +108,7 @@ if gluon is not None:
     @gluon.jit
     def _gradient(a, c, factor, logit_scale, SCALED: gl.constexpr):
         """Return da of a chunk, without the term of the target's column."""
-        x, slope = transformed(a, logit_scale, 0.0, SCALED, False)
+        x, slope = transform(a, logit_scale, 0.0, SCALED, False)
         return (factor * gl.exp2(gl.fma(x, LOG2E, -c)) * slope).to(a.dtype)
 
     @gluon.jit(do_not_specialize=["M"])
@@ -186,7 +186,7 @@ if gluon is not None:
             highest = gl.max(high, axis=0)
             c = gl.where((highest == float("-inf")) | (target == ignore_index), 0.0, highest)
             mass = gl.sum(total * gl.exp2(high - c), axis=0)
-            x_t, slope_t = transformed(a_t, logit_scale, 0.0, SCALED, False)
+            x_t, slope_t = transform(a_t, logit_scale, 0.0, SCALED, False)
             log_prob = -(gl.log2(mass) - gl.fma(x_t, LOG2E, -c)) * LN2
             row_scale, row_z_scale = scale, z_scale
             if TOKEN_SCALING:

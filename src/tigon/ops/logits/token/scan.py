@@ -14,7 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from tigon.ops.logits.token.maths import LOG2E, LOWEST, transformed
+from tigon.ops.logits.token.maths import LOG2E, LOWEST, transform
 from tigon.ops.logits.token.types import Options
 from tigon.runtime.device import Device
 from tigon.runtime.tuning import LaunchConfig
@@ -86,7 +86,7 @@ def _accumulate(
     """Add a block of logits to each thread's maximum m, S, R, sum of w (x - pivot), and argmax."""
     cols = columns(start, BLOCK_V, LANE)
     inside = cols < V if LAST else None
-    x, _ = transformed(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
+    x, _ = transform(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
     if SMOOTHING:
         difference = x - pivot
         if weight_ptr is not None:
@@ -102,15 +102,15 @@ def _accumulate(
         best = tl.where(block_high > high, tl.min(cols, axis=1) + index, best)
     else:
         block_high = tl.max(x, axis=1)
-    new = tl.maximum(high, block_high)
-    finite = tl.where(new == float("-inf"), 0.0, new)
+    new_high = tl.maximum(high, block_high)
+    finite = tl.where(new_high == float("-inf"), 0.0, new_high)
     # The difference comes before the product with log2(e), so that the largest logit contributes exactly one.
     fall, shifted = high - finite, x - finite[:, None]
     factor, e = tl.exp2(fall * LOG2E), tl.exp2(shifted * LOG2E)
     if ENTROPY:
         moment = (moment + tl.maximum(fall, LOWEST) * total) * factor + tl.sum(e * tl.maximum(shifted, LOWEST), axis=1)
     total = total * factor + tl.sum(e, axis=1)
-    return new, total, moment, weighted, best
+    return new_high, total, moment, weighted, best
 
 
 @triton.jit

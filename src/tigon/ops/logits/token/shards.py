@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tigon.ops.logits.token.maths import transformed
+from tigon.ops.logits.token.maths import transform
 from tigon.ops.logits.token.reference import LOWEST, Sums, statistics_of, sums_torch
 from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, constants, scan
 from tigon.ops.logits.token.types import Options, Shard, Statistics, Wants
@@ -51,11 +51,11 @@ def _partial_kernel(
     target -= first
     # x is 0 for a logit of 0, so x_t is 0 on all ranks that do not hold the target.
     a_t = tl.load(logits_ptr + target, mask=(target >= 0) & (target < V), other=0.0)
-    x_t, _ = transformed(a_t, logit_scale, softcap, SCALED, SOFTCAP)
+    x_t, _ = transform(a_t, logit_scale, softcap, SCALED, SOFTCAP)
     pivot = 0.0
     if SMOOTHING:
         a_0 = tl.load(logits_ptr, mask=V > 0, other=0.0)
-        x_0, _ = transformed(a_0, logit_scale, softcap, SCALED, SOFTCAP)
+        x_0, _ = transform(a_0, logit_scale, softcap, SCALED, SOFTCAP)
         pivot = tl.where(tl.abs(x_0) < float("inf"), x_0, 0.0)
         if weight_ptr is not None:
             weight_ptr += first
@@ -96,7 +96,7 @@ def _partial_statistics_torch(
     partials[:, 0] = sums.top.where(sums.total != 0, -torch.inf)
     partials[:, 1] = sums.total
     partials[:, 2] = (sums.x_t + sums.top).where((local >= 0) & (local < v), 0.0)
-    for column, values in ((3, sums.weighted), (4, sums.moment), (5, sums.best)):
+    for column, values in ((3, sums.weighted), (4, sums.moment), (5, sums.argmax)):
         if values is not None:
             partials[:, column] = values
     if wants.predicted:
@@ -143,7 +143,7 @@ def combined_statistics(
     sizes: tuple[int, ...],
 ) -> Statistics:  # fmt: skip
     """Return the statistics of the whole vocabulary, from partials [P, M, 6] of shards with `sizes` columns."""
-    tops, totals, x_t, weighted, moments, best = partials.unbind(-1)  # [P, M] each
+    tops, totals, x_t, weighted, moments, argmax = partials.unbind(-1)  # [P, M] each
     highest = tops.amax(0)
     top = highest.where(highest != -torch.inf, 0.0)
     fall = tops - top
@@ -155,6 +155,6 @@ def combined_statistics(
         shift = tops.where(tops != -torch.inf, 0.0) - top
         masses = sizes if weight is None else [part.sum() for part in weight.float().split(sizes)]
         weighted_sum = sum((weighted[p] + mass * shift[p] for p, mass in enumerate(masses)), torch.zeros_like(top))
-    first_best = best.where(tops == highest, float(sum(sizes))).amin(0).long()
-    sums = Sums(top, (totals * factor).sum(0), x_t.sum(0) - top, weighted_sum, moment, first_best)
+    first_argmax = argmax.where(tops == highest, float(sum(sizes))).amin(0).long()
+    sums = Sums(top, (totals * factor).sum(0), x_t.sum(0) - top, weighted_sum, moment, first_argmax)
     return statistics_of(sums, target, weight, scales, options, wants, sum(sizes))

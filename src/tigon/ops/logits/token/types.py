@@ -70,7 +70,7 @@ class Upstream(NamedTuple):
     entropy: Tensor | None = None
 
 
-# The gradient of the sum of all losses.
+# The upstream gradients of the sum of all losses: ones for the losses, zeros for the other results.
 WHOLE_LOSS = Upstream()
 
 
