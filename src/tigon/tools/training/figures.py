@@ -30,6 +30,7 @@ LEVELS = {
 PEER_COLOURS = {
     "stock": STOCK,
     "stock-reversed": "#c4c4c4",
+    "stock-fp32": "#000000",
     "liger": "#009e73",
     "compile": "#0072b2",
     "stock-checkpoint": STOCK,

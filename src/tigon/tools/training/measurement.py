@@ -7,13 +7,28 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tigon.tools.training.child import Event
+from tigon.tools.training.model_providers import STOCK_FP32
 
-__all__ = ["SLACK", "TIMES_NOISE", "LossComparison", "Measurement", "compare_with_stock", "loss_differences"]
+__all__ = [
+    "REFERENCES",
+    "SLACK",
+    "STOCK_REVERSED",
+    "TIMES_NOISE",
+    "LossComparison",
+    "Measurement",
+    "compare_with_stock",
+    "loss_differences",
+]
 
 # The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
 # every layer, whereas reversed sequences do not change the forward pass of a sequence. The slack is for losses that
 # agree to their last digits.
 TIMES_NOISE, SLACK = 3.0, 1e-4
+
+# The name of the runs of stock whose batches are reversed.
+STOCK_REVERSED = "stock-reversed"
+# Runs that serve as a reference for the losses of others, and are no competitors.
+REFERENCES = (STOCK_REVERSED, STOCK_FP32)
 
 
 @dataclass
@@ -114,7 +129,8 @@ class LossComparison:
     """The largest and the root-mean-square difference of a run's losses from stock's.
 
     `noise` and `noise_rms` are the same differences of stock with the sequences of each batch reversed; None if that
-    run is missing, and then there is no verdict.
+    run is missing, and then there is no verdict. `error` and `stock_error` are the root-mean-square differences of the
+    run and of stock from the losses of the same model in fp32; None if that run is missing.
     """
 
     steps: int
@@ -124,10 +140,19 @@ class LossComparison:
     last_loss: float
     noise: float | None = None
     noise_rms: float | None = None
+    error: float | None = None
+    stock_error: float | None = None
 
     @property
     def agrees(self) -> bool | None:
-        return None if self.noise_rms is None else self.rms <= TIMES_NOISE * self.noise_rms + SLACK
+        """Return whether the run is as near to stock as the noise allows, or as near to fp32 as stock is."""
+        if self.noise_rms is None:
+            return None
+        if self.rms <= TIMES_NOISE * self.noise_rms + SLACK:
+            return True
+        if self.error is None or self.stock_error is None or not math.isfinite(self.error):
+            return False
+        return self.error <= self.stock_error + SLACK
 
 
 def _largest_and_rms(differences: Sequence[float]) -> tuple[float, float]:
@@ -145,10 +170,16 @@ def compare_with_stock(measurements: Iterable[Measurement]) -> dict[str, LossCom
         return {}
     runs = {name: run for name, run in first.items() if (run.batch, run.seq) == (stock.batch, stock.seq)}
     differences = {name: loss_differences(run.losses, stock.losses) for name, run in runs.items()}
-    noise = _largest_and_rms(differences["stock-reversed"]) if "stock-reversed" in runs else (None, None)
+    noise = _largest_and_rms(differences[STOCK_REVERSED]) if STOCK_REVERSED in runs else (None, None)
+    exact_run = runs.get(STOCK_FP32)
+
+    def error(run: Measurement) -> float | None:
+        return None if exact_run is None else _largest_and_rms(loss_differences(run.losses, exact_run.losses))[1]
+
     return {
         name: LossComparison(
-            len(differences[name]), *_largest_and_rms(differences[name]), run.losses[0], run.losses[-1], *noise
+            len(differences[name]), *_largest_and_rms(differences[name]), run.losses[0], run.losses[-1], *noise,
+            error=error(run), stock_error=error(stock),
         )
         for name, run in runs.items()
-    }
+    }  # fmt: skip

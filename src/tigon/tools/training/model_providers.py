@@ -10,13 +10,15 @@ from torch import nn
 if TYPE_CHECKING:
     from tigon.hf.patch import MemoryLevel
 
-__all__ = ["FROZEN", "Missing", "ModelProvider", "UnsupportedModel", "levels", "select"]
+__all__ = ["FROZEN", "STOCK_FP32", "Missing", "ModelProvider", "UnsupportedModel", "levels", "select"]
 
 PEERS = ("stock", "liger", "compile")
 # This suffix of a peer's name means that all its layers are checkpointed.
 CHECKPOINT = "-checkpoint"
 # The name of the floor of training with adapters.
 FROZEN = "frozen"
+# The name of the stock model with the same weights in fp32. Its losses are the reference of other loss curves.
+STOCK_FP32 = "stock-fp32"
 
 
 class Missing(Exception):
@@ -39,12 +41,14 @@ class ModelProvider:
     """A way to train a model. `level` is the level of memory of `tigon.patch`; None means a peer of Tigon.
 
     If `trains` is False, all weights are frozen, and a step computes only the loss and the gradients of the inputs. No
-    training with adapters can be faster.
+    training with adapters can be faster. If `in_fp32` is True, the weights that were drawn in the dtype of the job are
+    converted to fp32, and all layers are checkpointed to save memory.
     """
 
     name: str
     level: str | None = None
     trains: bool = True
+    in_fp32: bool = False
 
     @property
     def base(self) -> str:
@@ -65,7 +69,7 @@ class ModelProvider:
         if self.level is not None:
             return _apply_tigon(model, self.level)
         description = _apply_liger(model, device) if self.base == "liger" else ""
-        if checkpointing or self.base != self.name:
+        if checkpointing or self.base != self.name or self.in_fp32:
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return description
 
@@ -107,7 +111,8 @@ def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[ModelProvider]:
     """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
 
-    frozen is the model without adapters, patched at the level lean, whose weights are all frozen.
+    frozen is the model without adapters, patched at the level lean, whose weights are all frozen. stock-fp32 is the
+    stock model with the same weights in fp32, whose losses are a reference.
     stock-checkpoint, liger-checkpoint and compile-checkpoint use gradient checkpointing in every layer. With
     `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
@@ -125,6 +130,7 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
         f"tigon-{level}": ModelProvider(f"tigon-{level}", level) for level in levels() if level != "default"
     }
     known_providers[FROZEN] = ModelProvider(FROZEN, "lean", trains=False)
+    known_providers[STOCK_FP32] = ModelProvider(STOCK_FP32, in_fp32=True)
     chosen_providers: list[ModelProvider] = []
     for name in names:
         if name not in known_providers:

@@ -130,6 +130,8 @@ class Trainer(Rank):
         (self.provider,) = select([job.provider], job.checkpointing)
         torch.manual_seed(job.seed)
         model: nn.Module = random_model(read_config(job.config), job.dtype, self.device)
+        if self.provider.in_fp32:
+            model = model.float()
         parameters, attention = sum(p.numel() for p in model.parameters()), attention_of(model)
         model, description = self._prepare(model)
         # An optimizer must have a parameter.

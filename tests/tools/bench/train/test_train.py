@@ -233,6 +233,26 @@ def test_losses_agree_if_their_differences_are_those_of_the_noise():
     assert "finite" not in report.sentence(near)
 
 
+def test_losses_agree_if_they_are_as_near_to_fp32_as_those_of_stock():
+    """Stock rounds, so a run that rounds less may be further from stock than the noise."""
+    losses = {
+        "stock": [3.0, 2.0, 1.0], "stock-reversed": [3.0, 2.0, 1.0], "stock-fp32": [3.0, 2.0, 0.9],
+        "tigon": [3.0, 2.0, 0.85], "tigon-lean": [3.0, 2.0, 0.7],
+    }  # fmt: skip
+    rows = {name: make_row(name, [1.0], values) for name, values in losses.items()}
+    curves = compare_with_stock(rows.values())
+    assert curves["tigon"].agrees is True
+    assert curves["tigon"].error == pytest.approx(0.05 / 3**0.5)
+    assert curves["tigon-lean"].agrees is False
+    settings = {"title": "a model", "sweep": None, "interrupted": False}
+    text = report.markdown(list(rows.values()), {"type": "cpu", "name": "a CPU"}, settings)
+    assert "rms from fp32" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("| tigon-lean") and line.endswith("no |")]
+    assert "1.2e-01 | 5.8e-02" in line
+    broken = {**rows, "tigon": make_row("tigon", [1.0], [3.0, math.nan, 1.0])}
+    assert compare_with_stock(broken.values())["tigon"].agrees is False
+
+
 def test_losses_that_are_not_finite_are_drawn(tmp_path):
     rows = [make_row("stock", [1.0], [3.0]), make_row("tigon", [1.0], [math.nan])]
     pictures = report.plot(rows, tmp_path, None, "a model", {"type": "cpu", "name": "a CPU"})

@@ -24,8 +24,8 @@ class TrainOptions:
     providers: Annotated[
         str,
         typer.Option(
-            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; with --lora also frozen, which "
-            "has no adapters; separated by commas."
+            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; stock-fp32, whose losses are a "
+            "reference; with --lora also frozen, which has no adapters; separated by commas."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[
@@ -70,7 +70,9 @@ class TrainOptions:
     curves: Annotated[
         bool,
         typer.Option(
-            "--curves", help="Compare the losses with stock's, and with the noise of stock with reversed batches."
+            "--curves",
+            help="Compare the losses with stock's, with the noise of stock with reversed batches, and with those of "
+            "stock-fp32.",
         ),
     ] = False
     text: TextOption = None

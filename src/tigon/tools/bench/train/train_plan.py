@@ -11,6 +11,7 @@ from tigon.runtime.requirements import unmet
 from tigon.tools.bench.train.train_options import TrainOptions
 from tigon.tools.training.job import Job
 from tigon.tools.training.lora import missing_packages
+from tigon.tools.training.measurement import STOCK_REVERSED
 from tigon.tools.training.model_providers import FROZEN, ModelProvider, select
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.search import Search
@@ -206,7 +207,7 @@ def make_plan(options: TrainOptions) -> TrainPlan:
         stock = next((run for run in runs if run.name == "stock"), None)
         if stock is None:
             raise ValueError("bench train: curves are compared with stock's: name it among the providers")
-        runs.insert(1 + runs.index(stock), replace(stock, name="stock-reversed", reverse=True))
+        runs.insert(1 + runs.index(stock), replace(stock, name=STOCK_REVERSED, reverse=True))
     config = model_config(options.model, options.layers)
     try:
         corpus = read_text(options.text)

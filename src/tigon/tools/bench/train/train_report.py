@@ -27,13 +27,16 @@ from tigon.tools.bench.report import versions
 from tigon.tools.output import console_table, format_number, markdown_table, write_json
 from tigon.tools.training import figures
 from tigon.tools.training.measurement import (
+    REFERENCES,
     SLACK,
+    STOCK_REVERSED,
     TIMES_NOISE,
     LossComparison,
     Measurement,
     compare_with_stock,
     loss_differences,
 )
+from tigon.tools.training.model_providers import STOCK_FP32
 
 __all__ = ["curve_table", "legend", "markdown", "plot", "sentence", "table", "write_report"]
 
@@ -106,13 +109,16 @@ def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
 
 def _curve_cells(curves: dict[str, LossComparison]) -> tuple[list[str], list[list[str]]]:
     titles = ["provider", "steps", "first loss", "last loss", "largest difference", "noise", "rms", "noise's rms"]
+    has_exact_run = any(curve.error is not None for curve in curves.values())
+    titles += ["rms from fp32", "stock's"] if has_exact_run else []
     scientific = lambda value: "-" if value is None else f"{value:.1e}"
     cells = []
     for name, curve in curves.items():
-        verdict = {None: "-", True: "yes", False: "no"}[None if name == "stock-reversed" else curve.agrees]
+        verdict = {None: "-", True: "yes", False: "no"}[None if name in REFERENCES else curve.agrees]
+        errors = (curve.error, curve.stock_error) if has_exact_run else ()
         cells.append([
             name, str(curve.steps), f"{curve.first_loss:.4f}", f"{curve.last_loss:.4f}",
-            *map(scientific, (curve.largest, curve.noise, curve.rms, curve.noise_rms)), verdict,
+            *map(scientific, (curve.largest, curve.noise, curve.rms, curve.noise_rms, *errors)), verdict,
         ])  # fmt: skip
     return [*titles, "within"], cells
 
@@ -185,6 +191,10 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
             f"of the differences is at most {TIMES_NOISE:.0f} times the noise's, plus {SLACK:.0e}.",
             "",
         ]
+        if STOCK_FP32 in curves:
+            lines[-2] += (
+                " A run whose losses are as near to those of the same model in fp32 as stock's are is within, too."
+            )
         lines += [*markdown_table(*_curve_cells(curves), LEFT), ""]
     patch_reports = settings.get("applied", {})
     if patch_reports:
@@ -209,7 +219,7 @@ def plot(
     speed, memory, loss = (folder / f"{name}.png" for name in ("throughput", "memory", "loss"))
     allocated_gib: Value = lambda row: None if row.allocated is None else row.allocated / 2**30
     memory_label = "Peak memory of a GPU, GiB" if limit else "Peak memory, GiB"
-    providers = [row for row in rows if row.provider != "stock-reversed"]
+    providers = [row for row in rows if row.provider not in REFERENCES]
 
     def panel(value: Value, limit: float | None = None) -> figures.Panel:
         if not sweep:
@@ -251,7 +261,7 @@ def _plot_losses(path: Path, rows: Sequence[Measurement], title: str) -> None:
     stock = next((row.losses for row in rows if row.provider == "stock"), [])
     comparisons = compare_with_stock(rows)
     for row in rows:
-        colour, is_noise = figures.provider_colour(row.provider), row.provider == "stock-reversed"
+        colour, is_noise = figures.provider_colour(row.provider), row.provider == STOCK_REVERSED
         if not is_noise:
             losses.append(figures.Curve(row.provider, colour, row.losses, broad=row.provider == "stock"))
         if row.provider in comparisons:
