@@ -178,8 +178,8 @@ def compare_with_stock(measurements: Iterable[Measurement]) -> dict[str, LossCom
 
     return {
         name: LossComparison(
-            len(differences[name]), *_largest_and_rms(differences[name]), run.losses[0], run.losses[-1], *noise,
-            error=error(run), stock_error=error(stock),
+            len(differences[name]), *_largest_and_rms(differences[name]), run.losses[0], run.losses[-1],
+            noise[0], noise[1], error(run), error(stock),
         )
         for name, run in runs.items()
     }  # fmt: skip
