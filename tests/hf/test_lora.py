@@ -102,6 +102,21 @@ def distance(a: Tensor, b: Tensor) -> float:
     return float((a.double() - b.double()).norm())
 
 
+def in_fp64(model: nn.Module) -> nn.Module:
+    """Return a copy of a model in fp64, in which the layers of 4 bits are dense."""
+    model = copy.deepcopy(model)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child).__name__ == "Linear4bit":
+                from bitsandbytes.functional import dequantize_4bit
+
+                layer = nn.Linear(child.in_features, child.out_features, child.bias is not None, DEVICE)
+                layer.weight = nn.Parameter(dequantize_4bit(child.weight.data, child.weight.quant_state), False)
+                layer.bias = child.bias
+                setattr(module, name, layer)
+    return model.double()
+
+
 def assert_same_step(model: nn.Module, stock: nn.Module) -> None:
     """Assert that a model is not much further from a model in fp64 than a stock model, apart from one rounding.
 
@@ -109,7 +124,7 @@ def assert_same_step(model: nn.Module, stock: nn.Module) -> None:
     """
     tokens = TOKENS.to(DEVICE)
     with torch.autocast(torch.device(DEVICE).type, enabled=False):
-        exact = step(copy.deepcopy(stock).double(), tokens)
+        exact = step(in_fp64(stock), tokens)
     actual, expected = (step(each, tokens) for each in (model, stock))
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
@@ -287,8 +302,13 @@ def to_8bit(linear: nn.Linear) -> nn.Module:
     return layer.to(DEVICE)
 
 
-@pytest.mark.parametrize("convert", [to_4bit, to_8bit])
-def test_quantised_layers_get_their_adapters_from_an_op(convert, nodes):
+@pytest.mark.parametrize(
+    ("convert", "expected_nodes"),
+    # A weight of 4 bits is dequantised for its product. A product in 8 bits also rounds its input.
+    [(to_4bit, ["_LoRALinears", "_LoRALinears", "_LoRAGLUMLP"]), (to_8bit, ["_AddAdapters"] * len(NAMES))],
+    ids=["4 bits", "8 bits"],
+)
+def test_quantised_layers_get_their_adapters_from_an_op(convert, expected_nodes, nodes):
     stock, model = (build(convert=convert) for _ in range(2))
     report = tigon.patch(model)
     assert not report.left_alone
@@ -296,9 +316,48 @@ def test_quantised_layers_get_their_adapters_from_an_op(convert, nodes):
     assert actual.keys() == expected.keys()
     for name, value in expected.items():
         assert distance(actual[name], value) <= 0.05 * float(value.norm()), name
-    assert nodes == ["_AddAdapters"] * len(NAMES)
+    assert nodes == expected_nodes
     report.restore()
     assert all("forward" not in vars(module) for module in model.modules())
+
+
+DENSE = ["_LoRALinears", "_LoRALinears", "_LoRAGLUMLP"]
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes):
+    """`prepare_model_for_kbit_training` casts all other weights to fp32, and so the inputs of the layers."""
+    stock = build(convert=to_4bit)
+    if is_prepared:
+        stock.base_model.model.embed.float()
+        stock.base_model.model.head.float()
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    with torch.autocast(torch.device(DEVICE).type, torch.bfloat16, enabled=autocast):
+        assert_same_step(model, stock)
+        # Without autocast, adapters of an fp32 input are computed in fp32.
+        assert nodes == ([] if is_prepared and not autocast else DENSE)
+        nodes.clear()
+        with torch.no_grad():
+            expected, actual = stock(TOKENS.to(DEVICE)), model(TOKENS.to(DEVICE))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
+    # Without gradients, the layers compute their products themselves.
+    assert "_LoRALinears" not in nodes
+
+
+def test_a_weight_of_4_bits_may_change_after_the_patch(nodes):
+    stock = build(convert=to_4bit)
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    assert_same_step(model, stock)
+    torch.manual_seed(7)
+    new_layer = to_4bit(nn.Linear(HIDDEN, HIDDEN, bias=False).to(DEVICE, torch.bfloat16))
+    for each in (stock, model):
+        each.base_model.model.layer.o_proj.base_layer.weight = copy.deepcopy(new_layer.weight)
+    nodes.clear()
+    assert_same_step(model, stock)
+    assert nodes == DENSE
 
 
 # --- transformers ------------------------------------------------------------------------------------

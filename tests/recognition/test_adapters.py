@@ -552,6 +552,52 @@ def test_adapters_are_added_to_the_output_of_a_quantised_layer(monkeypatch):
     assert calls
 
 
+class Dequantisable(Quantised):
+    """A quantised layer that can return its dense weight, and may multiply by another one."""
+
+    factor = 1.0
+
+    def dequantize(self) -> Tensor:
+        return self.codes.to(torch.bfloat16) * torch.tensor(0.00094, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ (self.dequantize().to(x.dtype) * self.factor).t()
+
+
+class RoundingInput(Dequantisable):
+    """A layer that rounds its input to 8 bits, as products of integers do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = x.detach().abs().amax(-1, keepdim=True) / 127
+        return super().forward(x + ((x / scale).round() * scale - x).detach())
+
+
+class Trained(Dequantisable):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    ("base", "factor", "is_product"),
+    [(Dequantisable, 1.0, True), (Dequantisable, 1.02, False), (RoundingInput, 1.0, False), (Trained, 1.0, False)],
+)
+def test_the_product_of_a_dense_weight_must_be_that_of_the_layer(monkeypatch, base, factor, is_product):
+    calls = [spy_on(monkeypatch, node) for node in (lora._LoRALinears, lora._AddAdapters)]
+    monkeypatch.setattr(Dequantisable, "factor", factor)
+    torch.manual_seed(0)
+    layer = to_dtypes(Adapted(base(INPUTS, OUTPUTS), bias=True))
+    if base is Trained:
+        layer.base.scale.requires_grad_()
+    stock = copy.deepcopy(layer)
+    tigon.patch(layer)
+    x = input_for(layer)
+    y, expected = layer(x), stock(x)
+    torch.testing.assert_close(y, expected, rtol=0, atol=2**-7 * expected.abs().max().item())
+    assert [bool(each) for each in calls] == [is_product, not is_product]
+
+
 # --- several layers in one node ------------------------------------------------------------------------
 
 

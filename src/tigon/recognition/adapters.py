@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.ops.adapters.lora import Adapter, Projection, add_adapters, lora_linears, takes_adapters
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.code_facts import assigns_attributes
@@ -41,6 +42,7 @@ from tigon.recognition.deferred import (
     has_call,
     product_dtype,
 )
+from tigon.recognition.dequantisation import WeightReader
 from tigon.recognition.replacement import Replacement, find_replacement, install, uninstall
 from tigon.recognition.standin import (
     BF16,
@@ -66,8 +68,11 @@ from tigon.runtime.torch_private.modules import any_global_hook
 __all__ = [
     "AdaptedCall",
     "AdapterRecipe",
+    "cast_for_products",
+    "compute_layers",
     "install_adapters",
     "may_have_adapters",
+    "output_dtype",
     "read_projection",
     "read_projections",
     "recipes_for",
@@ -128,8 +133,6 @@ class AdaptedCall(NamedTuple):
 def _to_layer(computed: Computed, x: Tensor | TensorLike) -> Projection | AdaptedCall | None:
     """Return the linear layer with adapters that a forward applied to x; None if it computed something else."""
     expression, output = computed
-    if output.dtype != product_dtype(x):
-        return None
     # If the layer is in bf16 and the adapter in fp32, the adapter or the sum is cast to the dtype of the layer.
     without_cast = lambda term: term.operand if isinstance(term, Cast) and term.dtype == output.dtype else term
     expression = without_cast(expression)
@@ -141,11 +144,38 @@ def _to_layer(computed: Computed, x: Tensor | TensorLike) -> Projection | Adapte
             return None
         adapters.insert(0, adapter)
         expression = expression.first
+    layer: Projection | AdaptedCall | None = None
     if isinstance(expression, Call) and isinstance(expression.operand, Input) and adapters:
-        return AdaptedCall(expression.module, tuple(adapters))
-    if isinstance(expression, Product) and isinstance(expression.operand, Input):
-        return Projection(expression.weight, expression.bias, tuple(adapters))
-    return None
+        base = expression.module
+        weight = _dense_weight(base, x)
+        layer = AdaptedCall(base, tuple(adapters))
+        layer = layer if weight is None else Projection(weight, getattr(base, "bias", None), tuple(adapters))
+    elif isinstance(expression, Product) and isinstance(expression.operand, Input):
+        layer = Projection(expression.weight, expression.bias, tuple(adapters))
+    return layer if layer is not None and output.dtype == output_dtype(layer, x) else None
+
+
+def output_dtype(layer: Projection | AdaptedCall, x: Tensor | TensorLike) -> torch.dtype:
+    """Return the dtype of the output of a layer for the input x.
+
+    Under autocast, the product of an `nn.Linear` has the dtype of autocast. A quantised layer returns the dtype of x.
+    """
+    is_linear_product = isinstance(layer, Projection) and not isinstance(layer.weight, FrozenWeight)
+    return product_dtype(x) if is_linear_product else x.dtype
+
+
+def cast_for_products(x: Tensor) -> Tensor:
+    """Return x in the dtype in which products with x are computed: under autocast, that of autocast."""
+    return x.to(product_dtype(x))
+
+
+def compute_layers(x: Tensor, layers: Sequence[Projection]) -> tuple[Tensor, ...] | None:
+    """Return the outputs of linear layers with adapters and with the same input, or None if no op computes them."""
+    operand = cast_for_products(x)
+    if not takes_adapters(operand, layers):
+        return None
+    outputs = lora_linears(operand, layers)
+    return tuple(y.to(output_dtype(layer, x)) for y, layer in zip(outputs, layers, strict=True))
 
 
 # --- the recipe --------------------------------------------------------------------------------------
@@ -162,10 +192,19 @@ class BaseRecipe:
     # The recipe returns a deferred output for a deferred input.
     takes_deferred = True
 
+    def __init__(self) -> None:
+        self.weight_reader = WeightReader()
+
     def __call__(self, base: Any, *args: Any, **kwargs: Any) -> Any:
         if len(args) == 1 and not kwargs and (output := call_deferred(base, args[0], base.out_features)) is not None:
             return output
         return type(base).forward(base, *args, **kwargs)
+
+
+def _dense_weight(base: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
+    """Return the weight of a quantised base layer if an op may multiply x by it; None if the layer has to be called."""
+    recipe = _recipe_of(base)
+    return recipe.weight_reader.read(base, x) if isinstance(recipe, BaseRecipe) else None
 
 
 def _runs_own_forwards(layer: nn.Module) -> bool:
@@ -228,8 +267,8 @@ class AdapterRecipe:
             if not takes_adapters(x, [Projection(None, None, layer.adapters)]):
                 return None
             return add_adapters(x, layer.base(x), layer.adapters)
-        if layer is not None and layer.adapters and takes_adapters(x, [layer]):
-            return lora_linears(x, [layer])[0]
+        if layer is not None and layer.adapters and (outputs := compute_layers(x, [layer])) is not None:
+            return outputs[0]
         # The forward has run once, so its code, which may count or log, does not run again. But the code may depend on
         # the dtype of a called module's output, which was a guess.
         return None if has_call(computed.expression) else evaluate(computed.expression, x)
@@ -240,8 +279,11 @@ class AdapterRecipe:
 
 def _may_defer(x: Any) -> bool:
     """Return True if an op may compute the products of x, so that the forward need not run."""
-    is_plain_tensor = type(x) in PLAIN and x.dtype in (BF16, FP16) and x.layout is torch.strided and not x.is_nested
-    return is_plain_tensor and runs_kernels(x) and not torch.compiler.is_compiling() and not any_global_hook()
+    if type(x) not in PLAIN or x.layout is not torch.strided or x.is_nested or torch.compiler.is_compiling():
+        return False
+    # Autocast converts an fp32 input to its own dtype.
+    has_dtype = x.dtype in (BF16, FP16) or (x.dtype == FP32 and product_dtype(x) in (BF16, FP16))
+    return has_dtype and runs_kernels(x) and not any_global_hook()
 
 
 def read_projection(layer: nn.Module, x: Tensor | TensorLike) -> Projection | None:

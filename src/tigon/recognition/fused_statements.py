@@ -14,10 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import is_lean
-from tigon.ops.adapters.lora import lora_linears, takes_adapters
 from tigon.ops.mlps.projections import does_more_than_forward, linears
 from tigon.ops.norms.rms_norm import add_rms_norm, rms_norm_with_residual
-from tigon.recognition.adapters import read_projections
+from tigon.recognition.adapters import compute_layers, read_projections
 from tigon.recognition.kind import kind_of
 from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
@@ -78,7 +77,7 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
     if (outputs := linears(x, layers)) is not None:
         return outputs
     projections = read_projections(x, layers)
-    return lora_linears(x, projections) if projections is not None and takes_adapters(x, projections) else None
+    return None if projections is None else compute_layers(x, projections)
 
 
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:

@@ -13,7 +13,7 @@ from tigon.ops.adapters.lora import Projection, takes_adapters
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
-from tigon.recognition.adapters import may_have_adapters, read_projection
+from tigon.recognition.adapters import cast_for_products, may_have_adapters, output_dtype, read_projection
 from tigon.recognition.deferred import TensorLike
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.torch_private.modules import any_global_hook
@@ -46,6 +46,15 @@ def is_plain_input(x: Any, needs_contiguity: bool) -> bool:
     if type(x) not in PLAIN or x.dtype not in KERNEL_DTYPES or x.layout is not torch.strided or x.is_nested:
         return False
     return not needs_contiguity or x.is_contiguous()
+
+
+class LayersWithAdapters(NamedTuple):
+    """The layers of a gated MLP, some of which have adapters, and the dtype of the output of the MLP."""
+
+    gate: Projection
+    up: Projection
+    down: Projection
+    output_dtype: torch.dtype
 
 
 @dataclass(frozen=True)
@@ -82,12 +91,12 @@ class GLURecipe:
                 assert isinstance(up_weight, Tensor)
                 assert isinstance(down_weight, Tensor)
                 return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, GATE_KINDS[self.kind].activation)
-            if None in weights and (projections := self._projections(module, x)) is not None:
-                gate, up, down = projections
-                return lora_glu_mlp(x, gate, up, down, GATE_KINDS[self.kind].activation)
+            if None in weights and (layers := self._layers_with_adapters(module, x)) is not None:
+                y = lora_glu_mlp(cast_for_products(x), *layers[:3], GATE_KINDS[self.kind].activation)
+                return y.to(layers.output_dtype)
         return getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
 
-    def _projections(self, module: nn.Module, x: Tensor) -> list[Projection] | None:
+    def _layers_with_adapters(self, module: nn.Module, x: Tensor) -> LayersWithAdapters | None:
         """Return gate, up and down if some of them have adapters, and an op computes them all."""
         assert self.up is not None
         layers = [getattr(module, name) for name in (self.gate, self.up, self.down)]
@@ -96,13 +105,17 @@ class GLURecipe:
         gate, up = (read_projection(layer, x) for layer in layers[:2])
         if gate is None or up is None:
             return None
-        inner = TensorLike(torch.Size((*x.shape[:-1], len(gate.weight))), x.dtype, x.device)
+        dtype = torch.promote_types(output_dtype(gate, x), output_dtype(up, x))
+        inner = TensorLike(torch.Size((*x.shape[:-1], len(gate.weight))), dtype, x.device)
         down = read_projection(layers[2], inner)
         projections = [] if down is None else [gate, up, down]
-        if not any(each.adapters for each in projections) or not takes_adapters(x, projections):
+        operand = cast_for_products(x)
+        if down is None or not any(each.adapters for each in projections) or not takes_adapters(operand, projections):
             return None
         # With `lean(mlp=True)`, an MLP of several autograd nodes takes the path that recomputes gate and up one by one.
-        return projections if runs_as_one_node(x, projections) or not recomputes_mlp() else None
+        if not runs_as_one_node(operand, projections) and recomputes_mlp():
+            return None
+        return LayersWithAdapters(gate, up, down, output_dtype(down, inner))
 
     def _fits(self, x: Any) -> bool:
         """Return True if recognition compared the module with the op for an input of this kind."""

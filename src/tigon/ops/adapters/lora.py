@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.adapters.frozen_weight import FrozenWeight, dense_weight
 from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, project, split_terms, token_sums
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
@@ -58,7 +59,7 @@ class Adapter(NamedTuple):
 class Projection(NamedTuple):
     """A linear layer and its adapters. The weight is None if the caller computes its product (`add_adapters`)."""
 
-    weight: Any  # Tensor [O, I] or None
+    weight: Any  # Tensor or FrozenWeight [O, I], or None
     bias: Any = None  # Tensor [O] or None
     adapters: tuple[Adapter, ...] = ()
 
@@ -76,7 +77,7 @@ def lora_linear_reference(
 
 def eager_output(x: Tensor, projection: Projection) -> Tensor:
     """Return the output of one layer with its adapters, by the operations of PEFT."""
-    y = F.linear(x, projection.weight, projection.bias)
+    y = F.linear(x, dense_weight(projection.weight), projection.bias)
     total = y
     for adapter in projection.adapters:
         hidden = F.linear(F.dropout(x.to(adapter.a.dtype), adapter.dropout), adapter.a)
@@ -178,9 +179,9 @@ def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Seque
     elif bias is not None:
         y.copy_(bias.expand_as(y))
     if entries or bias is not None:
-        multiply(rows, projection.weight.t(), total=y)
+        multiply(rows, dense_weight(projection.weight).t(), total=y)
     else:
-        torch.mm(rows, projection.weight.t(), out=y)
+        torch.mm(rows, dense_weight(projection.weight).t(), out=y)
 
 
 def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tuple[Tensor, list[Entry]]:
@@ -217,31 +218,46 @@ def compute_input_gradient(
         expand(dh[..., _span(group)], a.t(), dx, group[0].factor, dropout_mask=group[0].dropout_mask, adds=not is_first)
     for i, dy in dys.items():
         if projections[i].weight is not None:
-            dx = multiply(dy, projections[i].weight, total=dx)
+            dx = multiply(dy, dense_weight(projections[i].weight), total=dx)
     return dx
 
 
 # --- autograd ------------------------------------------------------------------------------------
 
 
-def flatten(projections: Sequence[Projection]) -> tuple[list[Any], tuple]:
-    """Return the tensors of the projections in a fixed order, and (scaling, dropout) by projection and adapter."""
+class Constants(NamedTuple):
+    """What a projection holds beside its tensors."""
+
+    # The weight, if it is no tensor.
+    frozen_weight: FrozenWeight | None
+    # (scaling, dropout) of each adapter.
+    numbers: tuple[tuple[float, float], ...]
+
+
+def flatten(projections: Sequence[Projection]) -> tuple[list[Any], tuple[Constants, ...]]:
+    """Return the tensors of the projections in a fixed order, and the other values of each projection."""
     tensors: list[Any] = []
+    constants: list[Constants] = []
     for projection in projections:
-        tensors += [projection.weight, projection.bias]
+        weight = projection.weight
+        frozen_weight = weight if isinstance(weight, FrozenWeight) else None
+        tensors += [weight if frozen_weight is None else None, projection.bias]
         for adapter in projection.adapters:
             tensors += [adapter.a, adapter.b, adapter.bias]
-    return tensors, tuple(tuple((x.scaling, x.dropout) for x in projection.adapters) for projection in projections)
+        constants.append(Constants(frozen_weight, tuple((x.scaling, x.dropout) for x in projection.adapters)))
+    return tensors, tuple(constants)
 
 
-def rebuild(tensors: Iterable[Any], numbers: tuple) -> list[Projection]:
+def rebuild(tensors: Iterable[Any], constants: tuple[Constants, ...]) -> list[Projection]:
     """Return the projections from the results of `flatten`. Other values, such as flags, may replace the tensors."""
     values = iter(tensors)
     projections = []
-    for pairs in numbers:
+    for frozen_weight, numbers in constants:
         weight, bias = next(values), next(values)
+        # If flags replace the tensors, that of this weight is False.
+        weight = frozen_weight if weight is None else weight
         adapters = []
-        for scaling, dropout in pairs:
+        for scaling, dropout in numbers:
             a, b, adapter_bias = next(values), next(values), next(values)
             adapters.append(Adapter(a, b, scaling, adapter_bias, dropout))
         projections.append(Projection(weight, bias, tuple(adapters)))
@@ -252,9 +268,9 @@ class _LoRALinears(torch.autograd.Function):
     """Compute the outputs y_i of layers with the same input x, from x and the tensors of their projections."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: tuple, *tensors: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, constants: tuple[Constants, ...], *tensors: Any) -> tuple[Tensor, ...]:
         # `needs` has the structure of `projections`. It holds True for each tensor that needs a gradient.
-        projections, needs = rebuild(tensors, numbers), rebuild(ctx.needs_input_grad[2:], numbers)
+        projections, needs = rebuild(tensors, constants), rebuild(ctx.needs_input_grad[2:], constants)
         rows = rows_of(x)
         seeds = draw_seeds(projections, x)
         entries = list_entries(projections, len(rows), seeds)
@@ -269,7 +285,7 @@ class _LoRALinears(torch.autograd.Function):
         needs_x = any(need.a for need in adapter_needs) or any(projection.weight for projection in needs)
         needs_h = any(need.b for need in adapter_needs)
         ctx.save_for_backward(x if needs_x else None, h if needs_h else None, seeds, *tensors)
-        ctx.numbers, ctx.shape = numbers, x.shape
+        ctx.constants, ctx.shape = constants, x.shape
         keep_none_gradients(ctx)
         return tuple(ys)
 
@@ -290,7 +306,7 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
     x, h, seeds, *tensors = ctx.saved_tensors
     if not dys:
         return None, [None] * len(tensors)
-    projections, needs = rebuild(tensors, ctx.numbers), rebuild(tensor_needs, ctx.numbers)
+    projections, needs = rebuild(tensors, ctx.constants), rebuild(tensor_needs, ctx.constants)
     needs_dx, rows = ctx.needs_input_grad[0], None if x is None else rows_of(x)
     entries = list_entries(projections, len(next(iter(dys.values()))), seeds)
     dh: Tensor | None = None
@@ -306,12 +322,12 @@ class _Hidden(torch.autograd.Function):
     """Compute h_j = dropout(x) A_j^T in fp32, side by side, from x and the tensors of the adapters of one layer."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, numbers: tuple, *tensors: Any) -> Tensor:
-        projections, rows = rebuild(tensors, numbers), rows_of(x)
+    def forward(ctx: Any, x: Tensor, constants: tuple[Constants, ...], *tensors: Any) -> Tensor:
+        projections, rows = rebuild(tensors, constants), rows_of(x)
         seeds = draw_seeds(projections, x)
         h = compute_hidden(rows, list_entries(projections, len(rows), seeds))
         ctx.save_for_backward(x, seeds, *tensors)
-        ctx.numbers = numbers
+        ctx.constants = constants
         return h.sum(0, dtype=torch.float32).view(*x.shape[:-1], h.shape[-1])
 
     @staticmethod
@@ -319,7 +335,7 @@ class _Hidden(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dh: Tensor) -> tuple[Any, ...]:
         x, seeds, *tensors = ctx.saved_tensors
-        projections, needs = rebuild(tensors, ctx.numbers), rebuild(ctx.needs_input_grad[2:], ctx.numbers)
+        projections, needs = rebuild(tensors, ctx.constants), rebuild(ctx.needs_input_grad[2:], ctx.constants)
         rows, terms = rows_of(x), split_terms(dh.reshape(-1, dh.shape[-1]))
         entries = list_entries(projections, len(rows), seeds)
         gradients = layer_gradients(rows, None, {}, terms, entries, entries, needs)
@@ -333,8 +349,8 @@ class _AddAdapters(torch.autograd.Function):
     """Add the outputs of adapters for the input x to y, the output of the layer without adapters."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, numbers: tuple, *tensors: Any) -> Tensor:
-        projections, needs = rebuild(tensors, numbers), rebuild(ctx.needs_input_grad[3:], numbers)
+    def forward(ctx: Any, x: Tensor, y: Tensor, constants: tuple[Constants, ...], *tensors: Any) -> Tensor:
+        projections, needs = rebuild(tensors, constants), rebuild(ctx.needs_input_grad[3:], constants)
         rows, seeds = rows_of(x), draw_seeds(projections, x)
         entries = list_entries(projections, len(rows), seeds)
         h = compute_hidden(rows, entries)
@@ -346,7 +362,7 @@ class _AddAdapters(torch.autograd.Function):
             expand(h[..., entry.columns], entry.adapter.b, out_rows, entry.adapter.scaling, first_bias, adds=True)
         needs_a, needs_b = (any(getattr(need, name) for need in needs[0].adapters) for name in ("a", "b"))
         ctx.save_for_backward(x if needs_a else None, h if needs_b else None, seeds, *tensors)
-        ctx.numbers, ctx.shape = numbers, x.shape
+        ctx.constants, ctx.shape = constants, x.shape
         return out
 
     @staticmethod
@@ -420,7 +436,9 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
     A model in fp32 runs in eager code, because it would gain nothing from tensor cores, and eager products are more
     accurate. Under autocast, x and the weights must have the dtype of autocast, which eager products would have too.
     """
-    tensors = [tensor for tensor in flatten(projections)[0] if tensor is not None]
+    tensors, constants = flatten(projections)
+    tensors = [tensor for tensor in tensors if tensor is not None]
+    frozen_weights = [each.frozen_weight for each in constants if each.frozen_weight is not None]
     if type(x) not in PLAIN or torch.compiler.is_compiling() or has_active_transform():
         return False
     assert isinstance(x, Tensor)
@@ -430,7 +448,7 @@ def takes_adapters(x: object, projections: Sequence[Projection]) -> bool:
     # The node saves x, where eager code saves a copy of x in the dtype of A. Autograd saves no inference tensor.
     if x.is_inference() and torch.is_grad_enabled():
         return False
-    if any(tensor.device != x.device for tensor in tensors) or not runs_kernels(x, *tensors):
+    if any(each.device != x.device for each in (*tensors, *frozen_weights)) or not runs_kernels(x, *tensors):
         return False
     if x.dtype == torch.float32 or any(p.weight is not None and p.weight.dtype != x.dtype for p in projections):
         return False
@@ -454,8 +472,8 @@ def lora_linears(x: Tensor, projections: Sequence[Projection]) -> tuple[Tensor, 
     """
     if not takes_adapters(x, projections):
         return tuple(eager_output(x, projection) for projection in projections)
-    tensors, numbers = flatten(projections)
-    return _LoRALinears.apply(x, numbers, *tensors)
+    tensors, constants = flatten(projections)
+    return _LoRALinears.apply(x, constants, *tensors)
 
 
 def adapter_hidden(x: Tensor, adapters: Sequence[Adapter]) -> list[Tensor]:
@@ -466,8 +484,8 @@ def adapter_hidden(x: Tensor, adapters: Sequence[Adapter]) -> list[Tensor]:
     projection = Projection(None, None, tuple(adapter._replace(bias=None) for adapter in adapters))
     if not takes_adapters(x, [projection]):
         return [F.linear(F.dropout(x.to(each.a.dtype), each.dropout), each.a) for each in adapters]
-    tensors, numbers = flatten([projection])
-    h = _Hidden.apply(x, numbers, *tensors)
+    tensors, constants = flatten([projection])
+    h = _Hidden.apply(x, constants, *tensors)
     return list(h.split([len(adapter.a) for adapter in adapters], -1))
 
 
@@ -485,8 +503,8 @@ def add_adapters(x: Tensor, y: Tensor, adapters: Sequence[Adapter]) -> Tensor | 
     is_output = y.dtype == x.dtype and y.device == x.device and y.shape == (*x.shape[:-1], len(adapters[0].b))
     if not is_output or not takes_adapters(x, [projection]):
         return None
-    tensors, numbers = flatten([projection])
-    return _AddAdapters.apply(x, y, numbers, *tensors)
+    tensors, constants = flatten([projection])
+    return _AddAdapters.apply(x, y, constants, *tensors)
 
 
 def lora_linear(

@@ -23,8 +23,10 @@ from tigon.memory.lean import (
     in_checkpoint,
     recomputes_mlp,
 )
+from tigon.ops.adapters.frozen_weight import dense_weight
 from tigon.ops.adapters.lora import (
     Adapter,
+    Constants,
     Entry,
     Projection,
     compute_hidden,
@@ -45,7 +47,7 @@ from tigon.ops.mlps.glu_mlp import (
     GATES,
     check_version,
     gradient_buffers,
-    multiply_gates,
+    multiply_gate,
     save_gated,
     unpack_gated,
 )
@@ -72,22 +74,33 @@ def _glu_adapters(entries: Sequence[Entry], h: Tensor | None, down: Projection) 
     return GLUAdapters(hidden[0], hidden[1], b[0], b[1], down_a, scaling[0], scaling[1])
 
 
+def _multiply_gates(rows: Tensor, gate: Projection, up: Projection) -> tuple[Tensor, Tensor]:
+    """Return the products of x [T, H] with the weights of gate and up, of which one is dense at a time."""
+    return multiply_gate(rows, dense_weight(gate.weight)), multiply_gate(rows, dense_weight(up.weight))
+
+
 class _LoRAGLUMLP(torch.autograd.Function):
     """Compute y from x and the tensors of gate, up and down. gate and up are saved if `saves_gates` is True."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, numbers: tuple, kind: str, saves_gates: bool, is_checkpointed: bool, *tensors: Any
+        ctx: Any,
+        x: Tensor,
+        constants: tuple[Constants, ...],
+        kind: str,
+        saves_gates: bool,
+        is_checkpointed: bool,
+        *tensors: Any,
     ) -> Tensor:
-        gate_layer, up_layer, down = rebuild(tensors, numbers)
+        gate_layer, up_layer, down = rebuild(tensors, constants)
         rows = rows_of(x)
         entries = list_entries((gate_layer, up_layer), len(rows), None)
         h = compute_hidden(rows, entries) if entries else None
-        gate, up = multiply_gates(rows, gate_layer.weight, up_layer.weight)
+        gate, up = _multiply_gates(rows, gate_layer, up_layer)
         a, down_h = lora_glu_forward(gate, up, _glu_adapters(entries, h, down), kind)
         gates = (gate, up) if saves_gates else (None, None)
         save_gated(ctx, gate, saves_gates, is_checkpointed, x, h, down_h, *gates, *tensors)
-        ctx.numbers, ctx.kind, ctx.shape = numbers, kind, x.shape
+        ctx.constants, ctx.kind, ctx.shape = constants, kind, x.shape
         # The output is not a view, because a view that a node returns cannot be modified in place.
         y = x.new_empty((*x.shape[:-1], len(down.weight)))
         write_output(y.view(len(rows), -1), a, down, list_entries((down,), len(rows), None), down_h)
@@ -98,13 +111,13 @@ class _LoRAGLUMLP(torch.autograd.Function):
     @without_autocast
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, h, down_h, gate, up, *tensors = unpack_gated(ctx)
-        *layers, down = rebuild(tensors, ctx.numbers)
-        *needs, down_needs = rebuild(ctx.needs_input_grad[5:], ctx.numbers)
+        *layers, down = rebuild(tensors, ctx.constants)
+        *needs, down_needs = rebuild(ctx.needs_input_grad[5:], ctx.constants)
         rows, dy = rows_of(x), rows_of(dy)
         check_version("lora_glu_mlp", ctx, gate)
         is_recomputed = gate is None
         if is_recomputed:
-            gate, up = multiply_gates(rows, *(layer.weight for layer in layers))
+            gate, up = _multiply_gates(rows, *layers)
         down_dh, down_gradients = None, []
         for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
             down_dh = empty_hidden(dy, len(dy), len(adapter.a))
@@ -120,7 +133,15 @@ class _LoRAGLUMLP(torch.autograd.Function):
             any(adapter.a for adapter in down_needs.adapters),
         )
         sums = lora_glu_backward(
-            multiply(dy, down.weight), gate, up, _glu_adapters(entries, h, down), down_dh, ctx.kind, dgate, dup, flags
+            multiply(dy, dense_weight(down.weight)),
+            gate,
+            up,
+            _glu_adapters(entries, h, down),
+            down_dh,
+            ctx.kind,
+            dgate,
+            dup,
+            flags,
         )
         del gate, up
         if sums.down_a is not None:
@@ -166,9 +187,9 @@ def lora_glu_mlp(x: Tensor, gate: Projection, up: Projection, down: Projection, 
         [..., O] in the dtype of x.
     """
     if runs_as_one_node(x, (gate, up, down)):
-        tensors, numbers = flatten((gate, up, down))
+        tensors, constants = flatten((gate, up, down))
         is_checkpointed = in_checkpoint() and torch.is_grad_enabled()
-        return _LoRAGLUMLP.apply(x, numbers, activation, not recomputes_mlp(), is_checkpointed, *tensors)
+        return _LoRAGLUMLP.apply(x, constants, activation, not recomputes_mlp(), is_checkpointed, *tensors)
 
     def inner(x: Tensor) -> Tensor:
         return GATES[activation](*lora_linears(x, (gate, up)))

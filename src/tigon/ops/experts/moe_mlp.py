@@ -307,7 +307,7 @@ def moe_mlp(
         x: [T, H], fp32 | bf16 | fp16.
         up_proj: [E, 2 I, H], with gate and up packed as [gate | up], or [E, I, H] for an activation without a gate.
         down_proj: [E, H, I].
-        top_k_index: [T, K] integers. An index of E or more is an expert of another rank.
+        top_k_index: [T, K] integers. An index below 0, or of E or more, is an expert of another rank.
         top_k_weights: [T, K] in any floating-point dtype.
         up_bias, down_bias: [E, 2 I] and [E, H], or None.
         transposed: Whether the weights are [E, H, 2 I] and [E, I, H].

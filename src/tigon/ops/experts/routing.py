@@ -5,8 +5,8 @@ r"""Two ops of a mixture of experts: `spread` copies tokens to rows sorted by ex
                                                             dw[t, k] = sum_h dy[t, h] * rows[slot[t, k], h]
 
 Each of these is one pass that reads a token once and its K rows in a fixed order, without atomics. Sums are in fp32 and
-rounded once. `slot` is the row to which the sort by expert moves the k-th choice of token t. An index of E or more is
-an expert of another rank. Such choices come last and add nothing: their rows and gradients count as 0.
+rounded once. `slot` is the row to which the sort by expert moves the k-th choice of token t. An index below 0, or of E
+or more, is an expert of another rank. Such choices come last and add nothing: their rows and gradients count as 0.
 
 Shapes: T tokens, K choices each, S = T K rows, E experts, H features.
 """
@@ -53,8 +53,10 @@ class Routing(NamedTuple):
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sort the choices of top_k_index [T, K] by expert. The rows of one expert stay in the order of the tokens."""
+    # Without its sign bit, a negative index is larger than the index of any expert.
+    index = top_k_index.reshape(-1).long().bitwise_and(2**63 - 1).clamp(max=num_experts)
     # A radix sort makes one pass for each byte of its keys, so the keys are small integers.
-    keys = top_k_index.reshape(-1).to(torch.int16 if num_experts < 2**15 else torch.int32)
+    keys = index.to(torch.int16 if num_experts < 2**15 else torch.int32)
     expert, order = keys.sort(stable=True)
     slot = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
     experts = torch.arange(num_experts, dtype=expert.dtype, device=order.device)

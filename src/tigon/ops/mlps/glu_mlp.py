@@ -56,7 +56,7 @@ __all__ = [
     "glu_mlp_by_kernels",
     "glu_mlp_reference",
     "gradient_buffers",
-    "multiply_gates",
+    "multiply_gate",
     "plain_weight",
     "save_gated",
     "supports_weights",
@@ -109,13 +109,15 @@ class GLUMLPConfig(LaunchConfig):
 # --- products ------------------------------------------------------------------------------------
 
 
+def multiply_gate(x: Tensor, weight: Tensor) -> Tensor:
+    """Return gate or up [T, I] for x [T, H] and its weight [I, H]."""
+    config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], weight.shape[0]), device_of(x))
+    return multiply(x, weight.t(), min_multiplications=config.min_multiplications)
+
+
 def multiply_gates(x: Tensor, gate_weight: Tensor, up_weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return gate and up [T, I] for x [T, H]."""
-    config = GLUMLPConfig.choose(GLUMLPProblem(x.shape[1], gate_weight.shape[0]), device_of(x))
-    gate, up = (
-        multiply(x, weight.t(), min_multiplications=config.min_multiplications) for weight in (gate_weight, up_weight)
-    )
-    return gate, up
+    return multiply_gate(x, gate_weight), multiply_gate(x, up_weight)
 
 
 def _backward_of_activation(
