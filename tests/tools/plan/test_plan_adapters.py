@@ -107,7 +107,7 @@ def test_adapted_layers_run_as_ops(level, is_quantised, monkeypatch):
         spy = lambda *args, node=node, apply=apply: (nodes.add(node.__name__), apply(*args))[1]
         monkeypatch.setattr(node, "apply", staticmethod(spy))
     step_of(adapted_llama(is_quantised=is_quantised), level)
-    assert nodes == ({"_AddAdapters"} if is_quantised else {"_LoRALinears", "_LoRAGLUMLP"})
+    assert nodes == {"_LoRALinears", "_LoRAGLUMLP"}
 
 
 @pytest.mark.parametrize("level", ["stock", "lean"])
@@ -118,14 +118,14 @@ def test_four_bits_take_fewer_bytes(level):
     packed = WEIGHTS / 2 + WEIGHTS / 64 + WEIGHTS / 64 / 256 * 4
     assert lora_step.fixed - qlora_step.fixed == pytest.approx(2 * WEIGHTS - packed, abs=14 * 3 * 512)
     # A dequantised weight is not saved for backward.
-    assert qlora_step.saved_bytes - lora_step.saved_bytes <= (0 if level == "stock" else WEIGHTS)
+    assert qlora_step.saved_bytes <= lora_step.saved_bytes
 
 
 def test_four_bits_are_those_of_bitsandbytes():
     bnb = pytest.importorskip("bitsandbytes")
     weight = torch.randn(256, 512)
     quantised, state = bnb.functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
-    ours = FourBitLinear(512, 256, None)
+    ours = FourBitLinear(512, 256, None, torch.bfloat16)
     assert ours.weight.shape == quantised.shape
     assert (ours.scales.nbytes, ours.scales_of_scales.nbytes) == (state.absmax.nbytes, state.state2.absmax.nbytes)
 
@@ -133,7 +133,7 @@ def test_four_bits_are_those_of_bitsandbytes():
 def test_a_product_of_four_bits_frees_the_dequantised_weight():
     from tigon.tools.plan.ledger import Ledger
 
-    layer, x = FourBitLinear(1024, 2048, None), torch.empty(4, 1024, device="meta", requires_grad=True)
+    layer, x = FourBitLinear(1024, 2048, None, torch.float32), torch.empty(4, 1024, device="meta", requires_grad=True)
     with Ledger() as ledger:
         y = layer(x)
         assert ledger.peak >= 4 * 2048 * 1024 > ledger.live

@@ -41,18 +41,19 @@ def add_adapters(model: nn.Module, rank: int, dtype: torch.dtype, is_quantised: 
             p.data = torch.empty_like(p, dtype=dtype, device="meta")
     if is_quantised:
         for layer in [module for module in model.modules() if isinstance(module, LoraLayer)]:
-            layer.base_layer = FourBitLinear(layer.in_features, layer.out_features, layer.base_layer.bias)
+            base = layer.base_layer
+            layer.base_layer = FourBitLinear(layer.in_features, layer.out_features, base.bias, base.weight.dtype)
 
 
 class FourBitLinear(nn.Module):
     """A linear layer on meta that takes the memory of `bitsandbytes.nn.Linear4bit`: nf4 with double quantisation.
 
-    The weight is frozen. FSDP shards it, but not the scales, which are buffers.
+    The weight is frozen, and `dtype` is that of its dense form. FSDP shards it, but not the scales, which are buffers.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: nn.Parameter | None, dtype: torch.dtype) -> None:
         super().__init__()
-        self.in_features, self.out_features, self.bias = in_features, out_features, bias
+        self.in_features, self.out_features, self.bias, self.dtype = in_features, out_features, bias, dtype
         weights = in_features * out_features
         scales = -(-weights // WEIGHTS_PER_SCALE)
         packed_weights = torch.empty(-(-weights // 2), 1, dtype=torch.uint8, device="meta")
@@ -60,9 +61,9 @@ class FourBitLinear(nn.Module):
         self.register_buffer("scales", torch.empty(scales, dtype=torch.uint8, device="meta"))
         self.register_buffer("scales_of_scales", torch.empty(-(-scales // SCALES_PER_SCALE), device="meta"))
 
-    def dequantise(self, dtype: torch.dtype) -> Tensor:
-        """Return a new tensor that stands for the weight [out_features, in_features] in a dtype."""
-        weight = torch.empty(self.out_features, self.in_features, dtype=dtype, device="meta")
+    def dequantize(self) -> Tensor:
+        """Return a new tensor that stands for the dense weight [out_features, in_features]."""
+        weight = torch.empty(self.out_features, self.in_features, dtype=self.dtype, device="meta")
         if (simulation := simulation_of(weight.device)) is not None:
             simulation.count_launch((self.weight, self.scales, self.scales_of_scales, weight))
         return weight
@@ -81,9 +82,9 @@ class _FourBitProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: FourBitLinear) -> Tensor:
         ctx.layer = layer
-        return F.linear(x, layer.dequantise(x.dtype), layer.bias)
+        return F.linear(x, layer.dequantize().to(x.dtype), layer.bias)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
         (dy,) = grad_outputs
-        return dy @ ctx.layer.dequantise(dy.dtype), None
+        return dy @ ctx.layer.dequantize().to(dy.dtype), None
