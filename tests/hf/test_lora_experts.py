@@ -15,13 +15,12 @@ from torch.nn.utils import parametrize
 
 import tigon
 import tigon.recognition.experts as experts_module
+from hf.tiny import tiny_model
 from op_cases import DEVICE
 from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters
 from tigon.recognition.replacement import find_replacement
-from tiny import tiny_config
 
 peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
 
 # The class of the model and the parameters with adapters. gpt-oss stores the weights transposed, has biases, and an
 # activation that no op has.
@@ -31,9 +30,7 @@ NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 def build(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
     """Return a tiny model with random adapters on the queries and on the experts."""
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config(model_type), dtype=dtype)
-    return adapt(model, **options).to(DEVICE)
+    return adapt(tiny_model(model_type, dtype), **options).to(DEVICE)
 
 
 def adapt(model: nn.Module, **options: Any) -> nn.Module:
@@ -78,7 +75,9 @@ def calls(monkeypatch) -> list[tuple[int, int]]:
     run = experts_module.adapted_moe_mlp
 
     def count(*args: Any) -> Tensor:
-        calls.append((len(args[4]), len(args[5])))
+        # The small copies of recognition have another number of experts.
+        if len(args[1].up) != experts_module.EXPERTS:
+            calls.append((len(args[4]), len(args[5])))
         return run(*args)
 
     monkeypatch.setattr(experts_module, "adapted_moe_mlp", count)
@@ -130,8 +129,10 @@ def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
         wrappers.append(twin.double() if wide else twin)
     tigon.patch(model)
     exact, stock, ours = *wrappers, wrapper_of(model)
+    # `grouped_mm` has no products in fp64.
+    experts_of(exact).config._experts_implementation = "eager"
     assert isinstance(find_replacement(ours).recipe, ExpertAdapterRecipe)
-    e, h = experts_of(model).num_experts, tiny_config(model_type).hidden_size
+    e, h = experts_of(model).num_experts, model.config.hidden_size
     generator = torch.Generator().manual_seed(0)
     x, upstream = (torch.randn(200, h, generator=generator).to(DEVICE, dtype) for _ in range(2))
     weights, index = torch.rand(200, e, generator=generator).to(DEVICE, dtype).topk(2)
@@ -149,8 +150,7 @@ def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
 
 
 def test_the_patch_may_come_first(calls):
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny_config("qwen3_moe"), dtype=torch.float32).to(DEVICE)
+    model = tiny_model("qwen3_moe").to(DEVICE)
     stock = adapt(copy.deepcopy(model))
     report = tigon.patch(model)
     model = adapt(model)
@@ -208,7 +208,7 @@ def _unmerge(model: Any) -> None:
 
 def _scale(model: Any) -> None:
     for module in model.modules():
-        if hasattr(module, "scaling"):
+        if hasattr(module, "set_scale"):
             module.set_scale("default", 3.0)
 
 
