@@ -258,7 +258,9 @@ def test_another_layout_of_the_factors_is_left_alone(monkeypatch):
     from peft.tuners.lora.layer import ParamWrapper
 
     stock = ParamWrapper.get_delta_factors
-    monkeypatch.setattr(ParamWrapper, "get_delta_factors", lambda *args: tuple(f.flip(0) for f in stock(*args)[:2]) + stock(*args)[2:])
+    monkeypatch.setattr(
+        ParamWrapper, "get_delta_factors", lambda *args: tuple(f.flip(0) for f in stock(*args)[:2]) + stock(*args)[2:]
+    )
     model = build()
     report = tigon.patch(model)
     assert not [entry for entry in report.replaced if entry.module == "ParamWrapper"]

@@ -56,18 +56,22 @@ class GroupedLowRankConfig(LaunchConfig):
     sum_rows: int
     sum_features: int
     sum_stages: int
+    # The warps of `grouped_project` and `grouped_expand`, and those of `grouped_sums`.
     num_warps: int
+    sum_warps: int
 
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedLowRankConfig":
         # An expert has 512 rows on average at 8192 tokens, 8 choices and 128 experts, so a tile of 128 rows wastes
         # about one tile in eight. These numbers follow those of `low_rank`, and have not been measured for experts.
-        fits = rank_block(problem.rank) <= 32 or device.shared_memory >= 2**17 * 1.5
+        is_small, is_large_chip = rank_block(problem.rank) <= 32, device.shared_memory >= 2**17 * 1.5
+        fits = is_small or is_large_chip
         return GroupedLowRankConfig(
             project_rows=128 if fits else 64, project_features=64, project_stages=4 if device.async_copy else 1,
-            expand_rows=64, expand_features=128,
-            sum_rows=64, sum_features=128, sum_stages=3 if device.async_copy else 1,
-            num_warps=4,
+            expand_rows=64 if fits else 32, expand_features=128,
+            sum_rows=64 if is_large_chip else 32, sum_features=128 if is_large_chip else 64, sum_stages=3 if device.async_copy else 1,
+            # On sm_80 and sm_100 larger tiles for each warp would spill registers.
+            num_warps=4 if is_small else 8, sum_warps=8,
         )  # fmt: skip
 
 
@@ -330,6 +334,6 @@ def grouped_sums(
         ),
         RANK=rank, Z_TERMS=TERMS[z.dtype], GATHERS=gathers,
         BLOCK_T=config.sum_rows, BLOCK_N=config.sum_features, BLOCK_R=block_r, STAGES=config.sum_stages,
-        num_warps=config.num_warps,
+        num_warps=config.sum_warps,
     )  # fmt: skip
     return out

@@ -36,7 +36,7 @@ from torch import Tensor
 from tigon.ops.adapters.grouped_low_rank import grouped_expand, grouped_project, grouped_sums, split_experts
 from tigon.ops.experts.activation import activation_gradients
 from tigon.ops.experts.grouped_linear import grouped_linear, grouped_product, rows_of_groups
-from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, check_experts, moe_mlp_reference
+from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, check_activated, check_experts, moe_mlp_reference
 from tigon.ops.experts.routing import Routing, combine, route, spread
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, without_autocast
@@ -292,7 +292,7 @@ def _product(
     for adapter in adapters:
         wide = torch.promote_types(x.dtype, adapter.a.dtype)
         # `grouped_mm` needs dense factors, and the experts of PEFT's B are adjacent in memory.
-        a, b = adapter.a.mT.to(wide), (adapter.b.to(wide) * adapter.scaling).mT.contiguous()
+        a, b = adapter.a.to(wide).contiguous().mT, (adapter.b.to(wide) * adapter.scaling).mT.contiguous()
         total = total + grouped_linear(grouped_linear(x.to(wide), a, routing.ends), b, routing.ends)
     return total.to(y.dtype)
 
@@ -329,17 +329,24 @@ def adapted_moe_mlp(
     down_adapters: Sequence[ExpertAdapter],
     activation: str | Callable[[Tensor], Tensor],
     transposed: bool,
+    op: str = "moe_mlp",
 ) -> Tensor:
-    """Return `moe_mlp` with any number of adapters on each product. The arguments are not checked."""
+    """Return `moe_mlp` with any number of adapters on each product.
+
+    The arguments are not checked, except for the result of an activation that is a function. The error names `op`.
+    """
     routing = route(top_k_index, len(parameters.up))
     factors = [tensor for adapter in (*up_adapters, *down_adapters) for tensor in (adapter.a, adapter.b)]
     up, down, up_bias, down_bias = parameters
     if _takes_node(x, [x, up, down, top_k_weights, *factors], parameters, activation):
         scalings = tuple(tuple(adapter.scaling for adapter in each) for each in (up_adapters, down_adapters))
         return _LoRAExperts.apply(x, top_k_weights, up, down, routing, activation, transposed, scalings, *factors)
-    act = ACTIVATIONS[activation][0] if isinstance(activation, str) else activation
     h = _product(spread(x, routing, up.dtype), up, up_bias, up_adapters, routing, transposed)
-    h = _product(act(h).to(down.dtype), down, down_bias, down_adapters, routing, transposed)
+    if isinstance(activation, str):
+        h = ACTIVATIONS[activation][0](h)
+    else:
+        h = check_activated(op, activation(h), (len(h), down.shape[1 if transposed else 2])).to(down.dtype)
+    h = _product(h, down, down_bias, down_adapters, routing, transposed)
     return combine(h, top_k_weights, routing, x.dtype)
 
 
@@ -412,4 +419,4 @@ def lora_moe_mlp(
     checks.same(op, "device", x=x, **factors)
     up = ExpertAdapter(up_a, up_b, checks.number(op, "up_scaling", up_scaling))
     down = ExpertAdapter(down_a, down_b, checks.number(op, "down_scaling", down_scaling))
-    return adapted_moe_mlp(x, parameters, top_k_index, top_k_weights, (up,), (down,), activation, transposed)
+    return adapted_moe_mlp(x, parameters, top_k_index, top_k_weights, (up,), (down,), activation, transposed, op)

@@ -43,7 +43,15 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.launch import launcher
 
-__all__ = ["ACTIVATIONS", "ExpertParameters", "ExpertSizes", "check_experts", "moe_mlp", "moe_mlp_reference"]
+__all__ = [
+    "ACTIVATIONS",
+    "ExpertParameters",
+    "ExpertSizes",
+    "check_activated",
+    "check_experts",
+    "moe_mlp",
+    "moe_mlp_reference",
+]
 
 # For the name of each activation: the op, its reference, and the number of input features for each output feature. This
 # number is 2 if gate and up are packed as [gate | up].
@@ -325,6 +333,13 @@ def check_experts(
     return ExpertSizes(experts, hidden, inner, width)
 
 
+def check_activated(op: str, h: Any, shape: tuple[int, int]) -> Tensor:
+    """Return the result of an activation that the caller has passed, or refuse it."""
+    checks.tensor(op, **{"the result of activation": h})
+    checks.shape(op, "the result of activation", h, shape)
+    return h
+
+
 def _product_with_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool
 ) -> Tensor:
@@ -392,7 +407,6 @@ def moe_mlp(
         return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, False)[0]
     h = spread(x, routing, up_proj.dtype)
     h = activation(_product_with_autograd(h, up_proj, up_bias, routing, transposed))
-    checks.tensor(op, **{"the result of activation": h})
-    checks.shape(op, "the result of activation", h, (top_k_index.numel(), sizes.inner))
+    h = check_activated(op, h, (top_k_index.numel(), sizes.inner))
     h = _product_with_autograd(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
     return combine(h, top_k_weights, routing, x.dtype)
