@@ -53,7 +53,7 @@ def _lora_moe_mlp(make: InputMaker) -> Inputs:
     width = i if make.options.get("activation") == "relu2" else 2 * i
     for name, inputs, outputs in (("up", h, width), ("down", i, h)):
         a = make.normal(experts, rank, inputs, dtype=wide).mul_(inputs**-0.5)
-        b = make.normal(outputs, rank, experts, dtype=wide).mul_(0.03 * rank**-0.5).permute(2, 0, 1)
+        b = make.normal(outputs, rank, experts, dtype=wide).mul_(0.25 * rank**-0.5).permute(2, 0, 1)
         tensors |= {f"{name}_a": a.requires_grad_(), f"{name}_b": b.requires_grad_()}
     return Inputs(tensors, base.upstream)
 
