@@ -5,6 +5,7 @@ experts' weights.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -289,8 +290,35 @@ def test_hooks_of_the_experts_run(calls):
     assert calls
 
 
-def test_a_single_expert_and_other_parameters_are_left_alone():
-    """PEFT computes a single expert in another layout, and a bias as one matrix."""
+def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
+    """The wrapper has read the adapters by then, and the recipe of the experts does not run."""
+    stock = build()
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    for each in (model, stock):
+        change = lambda module, args: setattr(module.config, "_experts_implementation", "batched_mm")
+        experts_of(each).register_forward_pre_hook(change)
+    assert_same_step(model, stock)
+    assert not calls
+
+
+def test_a_copy_of_a_patched_model_reads_its_own_adapters(calls):
+    model = build()
+    tigon.patch(model)
+    twin = pickle.loads(pickle.dumps(wrapper_of(copy.deepcopy(model))))
+    for parameter in wrapper_of(model).parameters():
+        parameter.data.zero_()
+    x, index = (
+        torch.ones(3, model.config.hidden_size, device=DEVICE),
+        torch.zeros(3, 1, dtype=torch.int64, device=DEVICE),
+    )
+    y = twin(x, index, torch.ones(3, 1, device=DEVICE))
+    assert y.abs().max() > 0
+    assert calls == [(1, 1)]
+
+
+def test_other_parameters_are_left_alone():
+    """PEFT treats the biases of all experts as one matrix."""
     model = build("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])
     report = tigon.patch(model)
     assert "moe_mlp takes adapters of gate_up_proj and down_proj only" in str(report)

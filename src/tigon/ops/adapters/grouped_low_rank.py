@@ -63,15 +63,15 @@ class GroupedLowRankConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: GroupedLowRankProblem, device: Device) -> "GroupedLowRankConfig":
         # An expert has 512 rows on average at 8192 tokens, 8 choices and 128 experts, so a tile of 128 rows wastes
-        # about one tile in eight. These numbers follow those of `low_rank`, and have not been measured for experts.
+        # about one tile in eight. The tiles follow those of `low_rank`, and have not been measured for experts. On
+        # sm_80 and sm_100 larger tiles for each warp would spill registers.
         is_small, is_large_chip = rank_block(problem.rank) <= 32, device.shared_memory >= 2**17 * 1.5
         fits = is_small or is_large_chip
         return GroupedLowRankConfig(
             project_rows=128 if fits else 64, project_features=64, project_stages=4 if device.async_copy else 1,
             expand_rows=64 if fits else 32, expand_features=128,
-            sum_rows=64 if is_large_chip else 32, sum_features=128 if is_large_chip else 64, sum_stages=3 if device.async_copy else 1,
-            # On sm_80 and sm_100 larger tiles for each warp would spill registers.
-            num_warps=4 if is_small else 8, sum_warps=8,
+            sum_rows=64 if is_large_chip else 32, sum_features=128 if is_large_chip else 64,
+            sum_stages=3 if device.async_copy else 1, num_warps=4 if is_small else 8, sum_warps=8,
         )  # fmt: skip
 
 
