@@ -164,7 +164,7 @@ def test_the_patch_may_come_first(calls):
     assert not calls
 
 
-@pytest.mark.parametrize("memory", ["lean", "lean+mlp", "checkpoint"])
+@pytest.mark.parametrize("memory", ["lean", "lean+mlp", "checkpoint", "offload"])
 def test_levels_of_memory(memory, calls):
     stock = build()
     model = copy.deepcopy(stock)
