@@ -18,6 +18,7 @@ FAMILIES = {
     ("head", "adapters"): "an adapter on the head adds to the logits of each chunk",
     ("experts", "mlps"): "an expert is an MLP and has the same activations",
     ("rotary", "norms"): "qk_norm_rope is a norm and a rotation in one kernel",
+    ("adapters", "experts"): "experts with adapters are experts, with the same routing, products and activations",
     ("adapters", "mlps"): "a projection with an adapter is a projection",
     ("adapters", "norms"): "a norm may come before a projection with an adapter",
 }

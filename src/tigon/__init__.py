@@ -18,6 +18,7 @@ require("tigon", "torch", "triton")
 
 from tigon.memory.lean import lean
 from tigon.ops.adapters.lora import lora_linear
+from tigon.ops.adapters.lora_experts import lora_moe_mlp
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
@@ -70,6 +71,7 @@ __all__ = [
     "lean",
     "linear_cross_entropy",
     "lora_linear",
+    "lora_moe_mlp",
     "moe_mlp",
     "patch",
     "patched",

@@ -115,6 +115,13 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "softmax": {"x": X},
     "glu_mlp": MLP,
     "moe_mlp": MOE | {"up_bias": _parameter(3, 8), "down_bias": _parameter(3, 8)},
+    "lora_moe_mlp": MOE
+    | {
+        "up_a": _parameter(3, 2, 8),
+        "up_b": _parameter(3, 8, 2),
+        "down_a": _parameter(3, 2, 4),
+        "down_b": _parameter(3, 8, 2),
+    },
     "rope": ROPE,
     "qk_norm_rope": ROPE | {"q_weight": _parameter(8), "k_weight": _parameter(8)},
     "cross_entropy": {"input": LOGITS, "target": TARGET, "weight": _randn(8), "inplace": True},
@@ -209,6 +216,9 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("CrossEntropyLoss", "ignore_index"): {"int", "-1", "None"},
     ("add_rms_norm", "x"): FLOAT,
     ("moe_mlp", "x"): FLOAT,
+    ("lora_moe_mlp", "x"): FLOAT,
+    ("lora_moe_mlp", "transposed"): {"False"},
+    **{("lora_moe_mlp", name): NUMBER for name in ("up_scaling", "down_scaling")},
     ("lora_linear", "bias"): OPTIONAL,
     ("lora_linear", "weight"): set(),
     ("moe_mlp", "transposed"): {"False"},

@@ -1,9 +1,9 @@
 """Install the recipe for adapters on layers that a library adds after the patch.
 
-`peft.get_peft_model(model, config)`, and trainers that call it, exchange linear layers for layers that have adapters.
-If the model was patched before, no recipe is installed on the new layers. Therefore, at each call, the body of a
-patched model compares the children of its modules with those at the previous call. This takes about 1 us for each
-module that has linear layers. If a new child is a layer with adapters, its recipe is installed before it runs.
+`peft.get_peft_model(model, config)`, and trainers that call it, exchange linear layers and experts for modules that
+have adapters. If the model was patched before, no recipe is installed on the new modules. Therefore, at each call, the
+body of a patched model compares the children of its modules with those at the previous call. This takes about 1 us for
+each module that has linear layers or experts. If a new child has adapters, its recipe is installed before it runs.
 """
 
 import contextlib
@@ -17,6 +17,8 @@ from torch import nn
 
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.adapters import AdapterRecipe, recipes_for, recognise_adapters, uninstall_adapters
+from tigon.recognition.expert_adapters import ExpertAdapterRecipe
+from tigon.recognition.experts import is_experts
 from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 from tigon.recognition.standin import is_linear
@@ -27,7 +29,7 @@ LOGGER = logging.getLogger("tigon")
 
 
 class _Parent:
-    """A module with linear layers, and the ids of its children when they were last compared."""
+    """A module with linear layers or experts, and the ids of its children when they were last compared."""
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module = name, weakref.ref(module)
@@ -41,6 +43,11 @@ class _Parent:
         old_ids, self.ids = {*self.ids}, ids
         children = {name: m for name, m in module._modules.items() if m is not None and id(m) not in old_ids}
         return {f"{self.name}.{name}" if self.name else name: child for name, child in children.items()}
+
+
+def _may_get_adapters(module: nn.Module) -> bool:
+    """Return True for modules that a library wraps to add adapters: linear layers, and experts."""
+    return is_linear(module) or is_experts(module)
 
 
 def _ids_of_children(module: nn.Module) -> tuple[int, ...]:
@@ -78,7 +85,7 @@ class AdapterWatch:
             if find_replacement(child) is not None or foreign_forward(child):
                 continue
             recipe = self.recognise(child)
-            if not isinstance(recipe, AdapterRecipe):
+            if not isinstance(recipe, (AdapterRecipe, ExpertAdapterRecipe)):
                 continue
             for module, each in recipes_for(child, recipe).items():
                 install(module, each)
@@ -122,7 +129,9 @@ def _watch_body(body: nn.Module, report: Report, root: nn.Module) -> Callable[[]
     descendants = {*body.modules()}
     # The names are those in the model that was patched, as everywhere in its report.
     named_modules = [(name, module) for name, module in root.named_modules() if module in descendants]
-    parents = [_Parent(name, module) for name, module in named_modules if any(map(is_linear, module.children()))]
+    parents = [
+        _Parent(name, module) for name, module in named_modules if any(map(_may_get_adapters, module.children()))
+    ]
     replacement = find_replacement(body)
     if replacement is None and foreign_forward(body):
         return lambda: None

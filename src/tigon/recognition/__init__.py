@@ -23,6 +23,7 @@ have no guard, because their settings change in training: their forward runs at 
 | `glu`, `glu_recipe`, `glu_probes`, `relu2` | gated MLPs, and squared ReLUs |
 | `experts` | experts of a mixture |
 | `adapters`, `deferred` | linear layers with low-rank adapters |
+| `expert_adapters` | low-rank adapters on the weights of experts |
 | `rope`, `rope_function`, `rope_forms` | rotary embeddings |
 | `fused_statements`, `rewriting`, `overwriting`, `source` | statements of a forward that one op computes together |
 """

@@ -43,6 +43,7 @@ from tigon.recognition.deferred import (
     product_dtype,
 )
 from tigon.recognition.dequantisation import WeightReader
+from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters, wrappers_of
 from tigon.recognition.replacement import Replacement, find_replacement, install, uninstall
 from tigon.recognition.standin import (
     BF16,
@@ -380,11 +381,14 @@ def _small_copy(
     return stand_in(module, parameters, children, training=training)
 
 
-def recognise_adapters(module: nn.Module) -> AdapterRecipe | str | None:
+def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe | str | None:
     """Recognise a linear layer with low-rank adapters.
 
-    Return a recipe, the reason why such a layer keeps its forward, or None for another module.
+    Return a recipe, the reason why such a layer keeps its forward, or None for another module. A wrapper of experts has
+    a recipe of its own (`recognition.expert_adapters`).
     """
+    if (expert_result := recognise_expert_adapters(module)) is not None:
+        return expert_result
     sizes = _find_sizes(module)
     if sizes is None or not accepts_inputs(module, 1):
         return None
@@ -407,8 +411,13 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | str | None:
     return result if is_low_rank or isinstance(result, AdapterRecipe) else None
 
 
-def recipes_for(layer: nn.Module, recipe: AdapterRecipe) -> dict[nn.Module, Any]:
-    """Return the recipes to install: that of the layer, and `BaseRecipe` for a base that is not an `nn.Linear`."""
+def recipes_for(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> dict[nn.Module, Any]:
+    """Return the recipes to install: that of the layer, and `BaseRecipe` for a base that is not an `nn.Linear`.
+
+    Experts have one wrapper for each weight with adapters. All wrappers get the recipe of the outermost one.
+    """
+    if isinstance(recipe, ExpertAdapterRecipe):
+        return dict.fromkeys(wrappers_of(layer)[0], recipe)
     recipes: dict[nn.Module, Any] = {layer: recipe}
     sizes = _find_sizes(layer)
     for child in _layers_of(layer):
@@ -419,7 +428,7 @@ def recipes_for(layer: nn.Module, recipe: AdapterRecipe) -> dict[nn.Module, Any]
     return recipes
 
 
-def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], None]:
+def install_adapters(layer: nn.Module, recipe: AdapterRecipe | ExpertAdapterRecipe) -> Callable[[], None]:
     """Install the recipes of a layer and of its base. Return a function that uninstalls them."""
     undo = [install(module, each) for module, each in recipes_for(layer, recipe).items()]
 
@@ -433,7 +442,7 @@ def install_adapters(layer: nn.Module, recipe: AdapterRecipe) -> Callable[[], No
 def uninstall_adapters(module: nn.Module) -> None:
     """Give a layer with adapters, or the base of one, the forward of its class back."""
     replacement = find_replacement(module)
-    if replacement is not None and isinstance(replacement.recipe, (AdapterRecipe, BaseRecipe)):
+    if replacement is not None and isinstance(replacement.recipe, (AdapterRecipe, BaseRecipe, ExpertAdapterRecipe)):
         uninstall(module, replacement)
 
 

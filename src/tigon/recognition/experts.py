@@ -6,8 +6,10 @@ implementation that computes them. If that is "grouped_mm" (the default) or "eag
 permanently or during a generation, the stock forward runs.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,14 +17,23 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp
+from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, moe_mlp
 from tigon.recognition.replacement import is_changed
 from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
 from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.state.reach import explore
 
-__all__ = ["ExpertsRecipe", "recognise_experts"]
+__all__ = [
+    "AdaptedWeights",
+    "ExpertsRecipe",
+    "is_experts",
+    "parameter_names",
+    "recognise_experts",
+    "small_experts",
+    "with_adapters",
+]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -32,10 +43,38 @@ CHOICES = ("grouped_mm", "eager")
 EXPERTS, HIDDEN, INNER = 5, 24, 40
 
 
-def _parameter_names(module: Any) -> list[str]:
+def parameter_names(module: Any) -> list[str]:
     """Return the names of the parameters in the order of `moe_mlp`: up, down, and their biases."""
     up = "gate_up_proj" if module.has_gate else "up_proj"
     return [up, "down_proj", *([f"{up}_bias", "down_proj_bias"] if module.has_bias else [])]
+
+
+class AdaptedWeights:
+    """The adapters of the experts that a call is about to run, for `with_adapters`."""
+
+    def __init__(self, experts: nn.Module, up: tuple[ExpertAdapter, ...], down: tuple[ExpertAdapter, ...]) -> None:
+        self.experts, self.up, self.down = experts, up, down
+        # True once the recipe of the experts has computed the adapters.
+        self.was_used = False
+
+
+class with_adapters(contextlib.AbstractContextManager[None]):
+    """Let the recipe of some experts compute these adapters in the block."""
+
+    _current: ClassVar[ContextVar[AdaptedWeights | None]] = ContextVar("tigon_expert_adapters", default=None)
+
+    def __init__(self, weights: AdaptedWeights) -> None:
+        self.weights = weights
+
+    @classmethod
+    def current(cls) -> AdaptedWeights | None:
+        return cls._current.get()
+
+    def __enter__(self) -> None:
+        self.token = self._current.set(self.weights)
+
+    def __exit__(self, *exception: object) -> None:
+        self._current.reset(self.token)
 
 
 @dataclass(frozen=True)
@@ -51,25 +90,41 @@ class ExpertsRecipe:
     live: ClassVar[tuple[str, ...]] = ("_experts_implementation", "_experts_implementation_internal")
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if not self.takes(module, args, kwargs):
+            return type(module).forward(module, *args, **kwargs)
+        weights = [getattr(module, name) for name in parameter_names(module)]
+        activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
+        transposed: bool = module.is_transposed
+        adapted = None if torch.compiler.is_compiling() else with_adapters.current()
+        if adapted is not None and adapted.experts is module:
+            adapted.was_used = True
+            up, down, *biases = weights
+            up_bias, down_bias = biases or (None, None)
+            parameters = ExpertParameters(up, down, up_bias, down_bias)
+            x, index, router_weights = args
+            return adapted_moe_mlp(
+                x, parameters, index, router_weights, adapted.up, adapted.down, activation, transposed
+            )
+        options = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False)) | {"transposed": transposed}
+        return moe_mlp(args[0], *weights[:2], *args[1:], activation=activation, **options)
+
+    def takes(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Return True if the op computes what the module computes of these arguments."""
         implementation = module.config._experts_implementation
-        weights = [getattr(module, name) for name in _parameter_names(module)]
+        weights = [getattr(module, name) for name in parameter_names(module)]
         is_plain = all(type(w) in PLAIN and w.dtype == weights[0].dtype in KERNEL_DTYPES for w in weights)
         # "eager" computes its products in the dtype of autocast, "grouped_mm" in the dtype of the weights.
         is_cast = implementation == "eager" and torch.is_autocast_enabled(weights[0].device.type)
         fits = len(args) == 3 and not kwargs and args[0].dim() == args[1].dim() == 2
-        if implementation not in self.choices or is_cast or not (fits and is_plain):
-            return type(module).forward(module, *args, **kwargs)
-        activation = self.activation or (module._apply_gate if module.has_gate else module.act_fn)
-        options = dict(zip(("up_bias", "down_bias"), weights[2:], strict=False)) | {"transposed": module.is_transposed}
-        return moe_mlp(args[0], *weights[:2], *args[1:], activation=activation, **options)
+        return implementation in self.choices and not is_cast and fits and is_plain
 
     def __str__(self) -> str:
         return f"moe_mlp, {self.activation or 'its own activation'}"
 
 
-def _stand_in(module: Any, seed: int, implementation: str) -> nn.Module:
+def small_experts(module: Any, seed: int, implementation: str) -> nn.Module:
     """Return a copy of the module with a few small experts, in bf16."""
-    names = _parameter_names(module)
+    names = parameter_names(module)
     sizes = ((HIDDEN, INNER * (1 + module.has_gate)), (INNER, HIDDEN))
     shapes = [s if module.is_transposed else s[::-1] for s in sizes] + [(s[1],) for s in sizes]
     weights = {n: normal(seed + len(n), EXPERTS, *s).mul(0.4).bfloat16() for n, s in zip(names, shapes, strict=False)}
@@ -92,7 +147,7 @@ def _reproduces(recipe: ExpertsRecipe, module: nn.Module, implementation: str) -
     """
     # The router's weights have this dtype.
     for seed, dtype in ((10, torch.float32), (20, torch.bfloat16)):
-        twin, x = _stand_in(module, seed, implementation), (normal(seed, 17, HIDDEN) * 3).bfloat16()
+        twin, x = small_experts(module, seed, implementation), (normal(seed, 17, HIDDEN) * 3).bfloat16()
         weights, index = normal(seed + 1, 17, EXPERTS).sigmoid().bfloat16().topk(3)
         wide = stand_in(twin, {name: p.float() for name, p in twin._parameters.items() if p is not None})
         functions: tuple[Callable[..., Tensor], ...] = (type(module).forward, recipe)
@@ -106,19 +161,24 @@ def _reproduces(recipe: ExpertsRecipe, module: nn.Module, implementation: str) -
     return True
 
 
+def is_experts(module: Any) -> bool:
+    """Return True if a module has the marks of experts in transformers."""
+    marks = "has_gate", "has_bias", "is_transposed", "num_experts", "config"
+    return all(hasattr(module, mark) for mark in marks) and hasattr(module.config, "_experts_implementation")
+
+
 def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
     """Recognise experts in the layout that transformers marks.
 
     Return a recipe, the reason why such a module keeps its forward, or None for another module.
     """
-    marks = "has_gate", "has_bias", "is_transposed", "num_experts", "config"
-    if not all(hasattr(module, mark) for mark in marks) or not hasattr(module.config, "_experts_implementation"):
+    if not is_experts(module):
         return None
     children = [child for child in module._modules.values() if child is not None]
     tensors = {name for name, tensor in own_tensors(module).items() if tensor is not None}
     has_plain_children = all(without_parameters(child) and not is_changed(child) for child in children)
-    if tensors != set(_parameter_names(module)) or not has_plain_children:
-        return f"has other state than {', '.join(_parameter_names(module))}, or hooks on its activation"
+    if tensors != set(parameter_names(module)) or not has_plain_children:
+        return f"has other state than {', '.join(parameter_names(module))}, or hooks on its activation"
     if (implementation := module.config._experts_implementation) not in CHOICES:
         return f"its config has chosen {implementation!r} for its experts"
     if (reach := explore(module, ExpertsRecipe.live, CHOICES)).reason:

@@ -34,6 +34,19 @@ def test_only_adapters_are_trained_and_the_head_has_none(model):
     assert {p.dtype for p in adapted.parameters() if p.requires_grad} == {torch.float32}
 
 
+def test_the_experts_of_a_mixture_get_adapters_too():
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=64, hidden_size=32, moe_intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    adapted = add_adapters(transformers.Qwen3MoeForCausalLM(config).to(torch.bfloat16), 4)
+    trained = {name for name, p in adapted.named_parameters() if p.requires_grad}
+    # Each of the two layers has A and B of two weights of the experts, and of four projections of the attention.
+    assert sum("mlp.experts" in name for name in trained) == 2 * 2 * 2
+    assert sum("self_attn" in name for name in trained) == 2 * 4 * 2
+    assert all("lora_" in name and "lm_head" not in name for name in trained)
+
+
 def test_a_frozen_model_still_computes_gradients_of_its_inputs(model):
     freeze(model)
     assert not any(p.requires_grad for p in model.parameters())

@@ -1,1 +1,1 @@
-"""Low-rank adapters: linear layers, several linear layers of one input, and gated MLPs."""
+"""Low-rank adapters: linear layers, several linear layers of one input, gated MLPs, and experts of a mixture."""

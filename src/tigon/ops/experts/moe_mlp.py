@@ -43,7 +43,15 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.launch import launcher
 
-__all__ = ["ACTIVATIONS", "moe_mlp", "moe_mlp_reference"]
+__all__ = [
+    "ACTIVATIONS",
+    "ExpertParameters",
+    "ExpertSizes",
+    "check_activated",
+    "check_experts",
+    "moe_mlp",
+    "moe_mlp_reference",
+]
 
 # For the name of each activation: the op, its reference, and the number of input features for each output feature. This
 # number is 2 if gate and up are packed as [gate | up].
@@ -275,6 +283,63 @@ class _MoEMLP(torch.autograd.Function):
 # --- public --------------------------------------------------------------------------------------
 
 
+class ExpertSizes(NamedTuple):
+    """The sizes of experts: their number E, H, I, and the features of the result of the first product."""
+
+    experts: int
+    hidden: int
+    inner: int
+    width: int
+
+
+def check_experts(
+    op: str, x: Tensor, parameters: ExpertParameters, top_k_index: Tensor, top_k_weights: Tensor, transposed: bool,
+    activation: str | Callable[[Tensor], Tensor],
+) -> ExpertSizes:  # fmt: skip
+    """Refuse bad arguments of `moe_mlp` or of an op that has its arguments too. Return the sizes."""
+    up_proj, down_proj, up_bias, down_bias = parameters
+    checks.tensor(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
+    checks.floating(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
+    checks.floating(op, up_bias=up_bias, down_bias=down_bias)
+    checks.integer(op, top_k_index=top_k_index)
+    checks.flag(op, transposed=transposed)
+    if isinstance(activation, str):
+        checks.choice(op, "activation", activation, tuple(ACTIVATIONS))
+    elif not callable(activation):
+        raise TypeError(f"{op}: activation must be a str or a function, got {type(activation).__name__}")
+    if x.dim() != 2 or up_proj.dim() != 3 or down_proj.dim() != 3 or top_k_index.dim() != 2:
+        shapes = ", ".join(str(tuple(y.shape)) for y in (x, up_proj, down_proj, top_k_index))
+        raise ValueError(
+            f"{op}: x, up_proj, down_proj and top_k_index must be [T, H], 3-D, 3-D and [T, K], got {shapes}"
+        )
+    experts, hidden, width = up_proj.shape if transposed else up_proj.mT.shape
+    inner = (
+        width // ACTIVATIONS[activation][2] if isinstance(activation, str) else down_proj.shape[1 if transposed else 2]
+    )
+    down = (inner, hidden) if transposed else (hidden, inner)
+    checks.shape(op, "x", x, (x.shape[0], hidden))
+    checks.shape(op, "down_proj", down_proj, (experts, *down))
+    checks.shape(op, "top_k_index", top_k_index, (x.shape[0], top_k_index.shape[1]))
+    checks.shape(op, "top_k_weights", top_k_weights, top_k_index.shape)
+    if up_bias is not None:
+        checks.shape(op, "up_bias", up_bias, (experts, width))
+    if down_bias is not None:
+        checks.shape(op, "down_bias", down_bias, (experts, hidden))
+    checks.same(op, "dtype", up_proj=up_proj, down_proj=down_proj, up_bias=up_bias, down_bias=down_bias)
+    checks.same(
+        op, "device", x=x, up_proj=up_proj, down_proj=down_proj, top_k_index=top_k_index, top_k_weights=top_k_weights,
+        up_bias=up_bias, down_bias=down_bias,
+    )  # fmt: skip
+    return ExpertSizes(experts, hidden, inner, width)
+
+
+def check_activated(op: str, h: Any, shape: tuple[int, int]) -> Tensor:
+    """Return the result of an activation that the caller has passed, or refuse it."""
+    checks.tensor(op, **{"the result of activation": h})
+    checks.shape(op, "the result of activation", h, shape)
+    return h
+
+
 def _product_with_autograd(
     x: Tensor, weight: Tensor, bias: Tensor | None, routing: Routing, transposed: bool
 ) -> Tensor:
@@ -331,49 +396,17 @@ def moe_mlp(
         torch.Size([5, 8])
     """
     op = "moe_mlp"
-    checks.tensor(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
-    checks.floating(op, x=x, up_proj=up_proj, down_proj=down_proj, top_k_weights=top_k_weights)
-    checks.floating(op, up_bias=up_bias, down_bias=down_bias)
-    checks.integer(op, top_k_index=top_k_index)
-    checks.flag(op, transposed=transposed)
-    if isinstance(activation, str):
-        checks.choice(op, "activation", activation, tuple(ACTIVATIONS))
-    elif not callable(activation):
-        raise TypeError(f"{op}: activation must be a str or a function, got {type(activation).__name__}")
-    if x.dim() != 2 or up_proj.dim() != 3 or down_proj.dim() != 3 or top_k_index.dim() != 2:
-        shapes = ", ".join(str(tuple(y.shape)) for y in (x, up_proj, down_proj, top_k_index))
-        raise ValueError(
-            f"{op}: x, up_proj, down_proj and top_k_index must be [T, H], 3-D, 3-D and [T, K], got {shapes}"
-        )
-    experts, hidden, width = up_proj.shape if transposed else up_proj.mT.shape
-    inner = (
-        width // ACTIVATIONS[activation][2] if isinstance(activation, str) else down_proj.shape[1 if transposed else 2]
-    )
-    down = (inner, hidden) if transposed else (hidden, inner)
-    checks.shape(op, "x", x, (x.shape[0], hidden))
-    checks.shape(op, "down_proj", down_proj, (experts, *down))
-    checks.shape(op, "top_k_index", top_k_index, (x.shape[0], top_k_index.shape[1]))
-    checks.shape(op, "top_k_weights", top_k_weights, top_k_index.shape)
-    if up_bias is not None:
-        checks.shape(op, "up_bias", up_bias, (experts, width))
-    if down_bias is not None:
-        checks.shape(op, "down_bias", down_bias, (experts, hidden))
-    checks.same(op, "dtype", up_proj=up_proj, down_proj=down_proj, up_bias=up_bias, down_bias=down_bias)
-    checks.same(
-        op, "device", x=x, up_proj=up_proj, down_proj=down_proj, top_k_index=top_k_index, top_k_weights=top_k_weights,
-        up_bias=up_bias, down_bias=down_bias,
-    )  # fmt: skip
+    parameters = ExpertParameters(up_proj, down_proj, up_bias, down_bias)
+    sizes = check_experts(op, x, parameters, top_k_index, top_k_weights, transposed, activation)
 
-    routing = route(top_k_index, experts)
+    routing = route(top_k_index, sizes.experts)
     if isinstance(activation, str):
         tensors = x, up_proj, down_proj, top_k_weights, up_bias, down_bias
         if torch.is_grad_enabled() and any(p is not None and p.requires_grad for p in tensors):
             return _MoEMLP.apply(*tensors, *routing, activation, transposed)
-        parameters = ExpertParameters(up_proj, down_proj, up_bias, down_bias)
         return moe_forward(x, top_k_weights, parameters, routing, activation, transposed, False)[0]
     h = spread(x, routing, up_proj.dtype)
     h = activation(_product_with_autograd(h, up_proj, up_bias, routing, transposed))
-    checks.tensor(op, **{"the result of activation": h})
-    checks.shape(op, "the result of activation", h, (top_k_index.numel(), inner))
+    h = check_activated(op, h, (top_k_index.numel(), sizes.inner))
     h = _product_with_autograd(h.to(down_proj.dtype), down_proj, down_bias, routing, transposed)
     return combine(h, top_k_weights, routing, x.dtype)

@@ -77,6 +77,22 @@ def transformers_experts(case: Case) -> Run:
     return run
 
 
+def peft_experts(case: Case) -> Run:
+    """Add the adapters to the weights as PEFT does for `target_parameters`, and run the experts of transformers."""
+    experts, scalings = transformers_experts(case), [case.options.get(f"{n}_scaling", 1.0) for n in ("up", "down")]
+
+    def run(
+        x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor, *factors: Tensor
+    ) -> tuple[Tensor, ...]:
+        sums = [
+            torch.baddbmm(weight, b.to(weight.dtype), a.to(weight.dtype), alpha=scaling)
+            for weight, a, b, scaling in zip((up_proj, down_proj), factors[::2], factors[1::2], scalings, strict=True)
+        ]
+        return experts(x, *sums, index, weights)
+
+    return run
+
+
 def torch_kl_div(case: Case) -> Run:
     return lambda input, target: (F.kl_div(input, target, reduction="batchmean", **case.options),)
 

@@ -78,7 +78,8 @@ def eager_code(op: str) -> Callable[[Case], Run]:
 
 def _compiled(op: str) -> Callable[[Case], Run]:
     # Eager code loops over the experts, and a loop over experts is not one graph.
-    load = peers.transformers_experts if op == "moe_mlp" else eager_code(op)
+    graphs = {"moe_mlp": peers.transformers_experts, "lora_moe_mlp": peers.peft_experts}
+    load = graphs.get(op) or eager_code(op)
     return lambda case: torch.compile(load(case), dynamic=False)
 
 
@@ -145,6 +146,7 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
         Provider("grouped_mm", peers.transformers_experts, note="what transformers runs by default"),
         _liger(peers.liger_moe_mlp),
     ),
+    "lora_moe_mlp": (Provider("peft", peers.peft_experts, note="W + s B A, then what transformers runs by default"),),
     "softmax": (
         _torch(peers.torch_softmax, "F.softmax"),
         _liger(peers.liger_softmax),

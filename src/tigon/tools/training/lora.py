@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from tigon.recognition.experts import is_experts, parameter_names
 from tigon.runtime.requirements import unmet
 
-__all__ = ["add_adapters", "freeze", "missing_packages", "quantise"]
+__all__ = ["add_adapters", "expert_parameters", "freeze", "missing_packages", "quantise"]
 
 
 def missing_packages(quantises: bool) -> str:
@@ -16,14 +17,27 @@ def missing_packages(quantises: bool) -> str:
 
 
 def add_adapters(model: Any, rank: int) -> Any:
-    """Return a model of transformers with adapters on all linear layers but the head.
+    """Return a model of transformers with adapters on all linear layers but the head, and on the weights of experts.
 
     They are what PEFT makes by default: fp32 beside a model in half precision, with a scaling of 2 and without dropout.
     """
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules="all-linear", target_parameters=expert_parameters(model) or None,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
     return get_peft_model(model, config).train()
+
+
+def expert_parameters(model: nn.Module) -> list[str]:
+    """Return the names of the weights [E, out, in] or [E, in, out] of all experts in a model."""
+    return [
+        f"{name}.{parameter}"
+        for name, module in model.named_modules()
+        if is_experts(module)
+        for parameter in parameter_names(module)[:2]
+    ]
 
 
 def freeze(model: Any) -> None:

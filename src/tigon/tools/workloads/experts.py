@@ -1,8 +1,12 @@
-"""Workload of the mixture of experts. Sizes: T tokens, H hidden, E experts, I intermediate, K experts of a token."""
+"""Workloads of mixtures of experts.
+
+Sizes: T tokens, H hidden, E experts, I intermediate, K experts of a token, r rank of the adapters.
+"""
 
 import torch
 from torch import Tensor
 
+from tigon.ops.adapters.lora_experts import lora_moe_mlp_reference
 from tigon.ops.experts.moe_mlp import moe_mlp_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
@@ -34,10 +38,37 @@ def _moe_mlp(make: InputMaker) -> Inputs:
     return Inputs({n: y.requires_grad_() if y.is_floating_point() else y for n, y in tensors.items()}, (upstream,))
 
 
+def _lora_moe_mlp(make: InputMaker) -> Inputs:
+    """Make the inputs of frozen experts with adapters in fp32, as PEFT keeps them: in B the experts are adjacent.
+
+    In fp64 the adapters have the dtype of x: there the tests compute exact results.
+    """
+    t, h, experts, i, k, rank = make.sizes
+    sizes = t, h, experts, i, k
+    base = _moe_mlp(InputMaker(sizes, make.dtype, make.device, make.generator, make.options, make.form))
+    tensors = dict(base.tensors)
+    for name in ("up_proj", "down_proj"):
+        tensors[name] = tensors[name].detach()
+    wide = torch.promote_types(make.dtype, torch.float32)
+    width = i if make.options.get("activation") == "relu2" else 2 * i
+    for name, inputs, outputs in (("up", h, width), ("down", i, h)):
+        a = make.normal(experts, rank, inputs, dtype=wide).mul_(inputs**-0.5)
+        b = make.normal(outputs, rank, experts, dtype=wide).mul_(0.25 * rank**-0.5).permute(2, 0, 1)
+        tensors |= {f"{name}_a": a.requires_grad_(), f"{name}_b": b.requires_grad_()}
+    return Inputs(tensors, base.upstream)
+
+
 def _flops(case: Problem) -> int:
     t, h, _, i, k = case.shape
-    # There are two products in the forward pass and four in the backward pass.
-    return 3 * 2 * t * k * h * (2 * i + i)
+    # There are two products in the forward pass, two for dx in the backward pass, and two for dW unless W is frozen.
+    passes = 2 if {"up_proj", "down_proj"} <= {*case.frozen} else 3
+    return passes * 2 * t * k * h * (2 * i + i)
+
+
+def _lora_flops(case: Problem) -> int:
+    """Count the operations of the products with the frozen weights; the low-rank products are far fewer."""
+    t, h, _, i, k, _ = case.shape
+    return 2 * 2 * t * k * h * (2 * i + i)
 
 
 def _sigmoid_gate(h: Tensor) -> Tensor:
@@ -47,6 +78,12 @@ def _sigmoid_gate(h: Tensor) -> Tensor:
 
 def _variant(name: str, h: int, i: int, k: int, dtype: torch.dtype = torch.bfloat16, **options: object) -> Variant:
     return Variant(name, (2, h, k, i, k), options, FP32_ROUTER, dtype)
+
+
+def _lora_variant(
+    name: str, h: int, e: int, i: int, k: int, rank: int, dtype: torch.dtype = torch.bfloat16, **options: object
+) -> Variant:
+    return Variant(name, (2, h, e, i, k, rank), options, FP32_ROUTER, dtype)
 
 
 WORKLOADS = (
@@ -81,8 +118,42 @@ WORKLOADS = (
         bench_shapes=(
             BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8), MORE),
             BenchShape("mixtral-8x7b", (8192, 4096, 8, 14336, 2), MORE),
+            BenchShape("qwen3-30b-a3b-frozen", (8192, 2048, 128, 768, 8), MORE, frozen=("up_proj", "down_proj")),
             small(256, 128, 8, 64, 2),
             *sweep((t, 2048, 128, 768, 8) for t in LENGTHS),
+        ),
+    ),
+    Workload(
+        name="lora_moe_mlp",
+        reference=lora_moe_mlp_reference,
+        inputs=_lora_moe_mlp,
+        legend="T x H x E x I x K x r",
+        has_cpu_code=True,
+        test_variants=(
+            Variant("", (5, 16, 16, 24, 3, 4)),
+            Variant(
+                "transposed",
+                (5, 16, 16, 24, 3, 4),
+                {"transposed": True, "activation": "gelu_tanh", "up_scaling": 0.5, "down_scaling": 2.0},
+            ),
+            Variant("without gate", (5, 16, 16, 24, 3, 4), {"activation": "relu2"}),
+        ),
+        compile_variants=(
+            _lora_variant("2048, 8 experts per token", 2048, 128, 768, 8, 16),
+            _lora_variant("4096, 2 experts per token, rank 64", 4096, 8, 64, 2, 64),
+            _lora_variant("2048, rank 150", 2048, 4, 64, 2, 150),
+            _lora_variant("2048 in fp16, 8 experts per token", 2048, 128, 64, 8, 16, torch.float16),
+            _lora_variant("1024, gelu, 2 experts per token", 1024, 4, 704, 2, 8, activation="gelu"),
+            _lora_variant(
+                "2880, a custom activation, 4 experts per token", 2880, 32, 64, 4, 16, activation=_sigmoid_gate
+            ),
+        ),
+        flops=_lora_flops,
+        bench_shapes=(
+            BenchShape("qwen3-30b-a3b", (8192, 2048, 128, 768, 8, 16), MORE),
+            BenchShape("mixtral-8x7b", (8192, 4096, 8, 14336, 2, 16), MORE),
+            small(256, 128, 8, 64, 2, 16),
+            *sweep((8192, 2048, 128, 768, 8, rank) for rank in (8, 16, 32, 64)),
         ),
     ),
 )

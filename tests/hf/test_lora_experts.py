@@ -1,0 +1,325 @@
+"""Models with adapters of PEFT on the weights of their experts (`target_parameters`).
+
+They compute what they compute without Tigon, whatever happens to the adapters later, and no tensor has the size of the
+experts' weights.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import tigon
+import tigon.recognition.experts as experts_module
+from hf.tiny import tiny_model
+from op_cases import DEVICE
+from tigon.recognition.expert_adapters import ExpertAdapterRecipe, recognise_expert_adapters
+from tigon.recognition.replacement import find_replacement
+
+peft = pytest.importorskip("peft")
+
+# The class of the model and the parameters with adapters. gpt-oss stores the weights transposed, has biases, and an
+# activation that no op has.
+TYPES = ["qwen3_moe", "mixtral", "gpt_oss"]
+NAMES = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+def build(model_type: str = "qwen3_moe", dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    """Return a tiny model with random adapters on the queries and on the experts."""
+    return adapt(tiny_model(model_type, dtype), **options).to(DEVICE)
+
+
+def adapt(model: nn.Module, **options: Any) -> nn.Module:
+    """Add adapters with random values of fixed seeds."""
+    config = {"r": 4, "lora_alpha": 6, "target_modules": ["q_proj"], "target_parameters": NAMES} | options
+    model = peft.get_peft_model(model, peft.LoraConfig(**config, task_type="CAUSAL_LM"))
+    randomise(model)
+    return model.train()
+
+
+def randomise(model: nn.Module) -> None:
+    """Set all factors to random values. PEFT's B is zero at first, so the gradient of A would be zero."""
+    for i, (_, parameter) in enumerate((n, p) for n, p in model.named_parameters() if "lora_" in n):
+        generator = torch.Generator().manual_seed(i)
+        parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter)
+
+
+def step(model: nn.Module) -> dict[str, Tensor]:
+    """Return the loss and the gradients of all parameters that train, by name."""
+    model.zero_grad(set_to_none=True)
+    ids = torch.randint(60, (2, 12), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    if loss.requires_grad:
+        loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {"loss": loss.detach()} | gradients
+
+
+def assert_same_step(model: nn.Module, stock: nn.Module) -> None:
+    """Compare a step of both models in fp32. Only the order of sums differs."""
+    ours, expected = step(model), step(stock)
+    assert ours.keys() == expected.keys()
+    for name, value in expected.items():
+        error = (ours[name] - value).abs().max()
+        assert error <= 2e-4 * value.abs().max() + 1e-9, (name, error)
+
+
+@pytest.fixture
+def calls(monkeypatch) -> list[tuple[int, int]]:
+    """Record each call of the op, as the numbers of adapters of its two products."""
+    calls: list[tuple[int, int]] = []
+    run = experts_module.adapted_moe_mlp
+
+    def count(*args: Any) -> Tensor:
+        # The small copies of recognition have another number of experts.
+        if len(args[1].up) != experts_module.EXPERTS:
+            calls.append((len(args[4]), len(args[5])))
+        return run(*args)
+
+    monkeypatch.setattr(experts_module, "adapted_moe_mlp", count)
+    return calls
+
+
+def experts_of(model: nn.Module) -> Any:
+    return next(m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "down_proj"))
+
+
+def wrapper_of(model: nn.Module) -> Any:
+    return next(m for m in model.modules() if type(m).__name__ == "ParamWrapper")
+
+
+# --- steps -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model_type", TYPES)
+def test_a_step_is_that_of_the_stock_model(model_type, calls, monkeypatch):
+    stock = build(model_type)
+    model = copy.deepcopy(stock)
+    report = tigon.patch(model)
+    rows = [entry for entry in report.replaced if entry.module == "ParamWrapper"]
+    assert [(row.part, row.detail) for row in rows] == [("adapters", "low-rank adapters of experts")]
+    expected = step(stock)
+    with monkeypatch.context() as context:
+        context.setattr(parametrize, "register_parametrization", lambda *a, **k: pytest.fail("adds B A to the weights"))
+        step(model)
+    assert set(calls) == {(1, 1)}
+    assert len(calls) == rows[0].count // 2
+    assert_same_step(model, stock)
+    assert experts_of(model).down_proj.grad is None
+    assert any("gate_up" not in name and "experts.base_layer.lora_A" in name for name in expected)
+    report.restore()
+    calls.clear()
+    assert_same_step(model, stock)
+    assert not calls
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_experts_are_as_accurate_as_with_peft(model_type, dtype, calls):
+    """The adapters are in fp32. Each error is compared with that of PEFT, both against the same experts in fp64."""
+    model = build(model_type, dtype)
+    wrappers = []
+    for wide in (True, False):
+        twin = copy.deepcopy(wrapper_of(model))
+        wrappers.append(twin.double() if wide else twin)
+    tigon.patch(model)
+    exact, stock, ours = *wrappers, wrapper_of(model)
+    # `grouped_mm` has no products in fp64.
+    experts_of(exact).config._experts_implementation = "eager"
+    assert isinstance(find_replacement(ours).recipe, ExpertAdapterRecipe)
+    e, h = experts_of(model).num_experts, model.config.hidden_size
+    generator = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(200, h, generator=generator).to(DEVICE, dtype) for _ in range(2))
+    weights, index = torch.rand(200, e, generator=generator).to(DEVICE, dtype).topk(2)
+    results = []
+    for wrapper, kind in ((exact, torch.float64), (stock, dtype), (ours, dtype)):
+        leaf = x.to(kind).requires_grad_()
+        y = wrapper(leaf, index, weights.to(kind))
+        parameters = [p for p in wrapper.parameters() if p.requires_grad]
+        results.append([y, *torch.autograd.grad(y, [leaf, *parameters], upstream.to(kind))])
+    assert calls
+    for i, (expected, theirs, mine) in enumerate(zip(*results, strict=True)):
+        assert mine.dtype == theirs.dtype
+        errors = [(value.double() - expected).norm() for value in (theirs, mine)]
+        assert errors[1] <= 1.1 * errors[0], (i, errors)
+
+
+def test_the_patch_may_come_first(calls):
+    model = tiny_model("qwen3_moe").to(DEVICE)
+    stock = adapt(copy.deepcopy(model))
+    report = tigon.patch(model)
+    model = adapt(model)
+    assert_same_step(model, stock)
+    assert set(calls) == {(1, 1)}
+    assert "low-rank adapters of experts, added after the patch" in str(report)
+    report.restore()
+    calls.clear()
+    assert_same_step(model, stock)
+    assert not calls
+
+
+@pytest.mark.parametrize("memory", ["lean", "lean+mlp", "checkpoint", "offload"])
+def test_levels_of_memory(memory, calls):
+    stock = build()
+    model = copy.deepcopy(stock)
+    tigon.patch(model, memory=memory)
+    assert_same_step(model, stock)
+    assert set(calls) == {(1, 1)}
+
+
+# --- changes after the patch -----------------------------------------------------------------------
+
+
+def _add(model: nn.Module, name: str = "second", **options: Any) -> None:
+    config = {"r": 2, "lora_alpha": 3, "target_modules": ["q_proj"], "target_parameters": NAMES} | options
+    model.add_adapter(name, peft.LoraConfig(**config, task_type="CAUSAL_LM"))
+    randomise(model)
+
+
+def _switch(model: Any) -> None:
+    _add(model)
+    model.set_adapter("second")
+
+
+def _rank_stabilised(model: Any) -> None:
+    _add(model, use_rslora=True)
+    model.set_adapter("second")
+
+
+def _activate_both(model: Any) -> None:
+    _add(model)
+    model.base_model.set_adapter(["default", "second"])
+
+
+def _delete(model: Any) -> None:
+    _switch(model)
+    model.delete_adapter("default")
+
+
+def _unmerge(model: Any) -> None:
+    model.merge_adapter()
+    model.unmerge_adapter()
+
+
+def _scale(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 3.0)
+
+
+def _disable_one(model: Any) -> None:
+    wrapper_of(model).enable_adapters(False)
+
+
+# The change, and the numbers of adapters in the calls of the op; None if it is not called.
+CHANGES: dict[str, tuple[Callable, set | None]] = {
+    "switched": (_switch, {(1, 1)}),
+    "rank stabilised": (_rank_stabilised, {(1, 1)}),
+    "two active adapters": (_activate_both, {(2, 2)}),
+    "deleted": (_delete, {(1, 1)}),
+    "disabled": (lambda model: model.base_model.disable_adapter_layers(), {(0, 0)}),
+    "one disabled": (_disable_one, {(1, 0), (1, 1)}),
+    "merged": (lambda model: model.merge_adapter(), {(0, 0)}),
+    "unmerged": (_unmerge, {(1, 1)}),
+    "scaled": (_scale, {(1, 1)}),
+    "in half precision": (lambda model: model.bfloat16().float(), {(1, 1)}),
+    "unloaded": (lambda model: model.unload(), None),
+}
+
+
+@pytest.mark.parametrize(("change", "expected"), CHANGES.values(), ids=CHANGES)
+def test_the_next_call_follows_a_change(change, expected, calls):
+    stock = build()
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    step(model)
+    calls.clear()
+    for each in (model, stock):
+        change(each)
+    assert_same_step(model, stock)
+    assert (set(calls) or None) == expected
+
+
+def test_dropout_is_refused_by_peft():
+    with pytest.raises(ValueError, match="lora_dropout"):
+        build(lora_dropout=0.1)
+
+
+# --- what is left alone ----------------------------------------------------------------------------
+
+
+def test_another_layout_of_the_factors_is_left_alone(monkeypatch):
+    """A version of PEFT that computes something else from A and B keeps its forward, and the report says why."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    stock = ParamWrapper.get_delta_factors
+    monkeypatch.setattr(
+        ParamWrapper, "get_delta_factors", lambda *args: tuple(f.flip(0) for f in stock(*args)[:2]) + stock(*args)[2:]
+    )
+    model = build()
+    report = tigon.patch(model)
+    assert not [entry for entry in report.replaced if entry.module == "ParamWrapper"]
+    assert "computes something else than experts with low-rank adapters" in str(report)
+
+
+def test_a_method_that_changes_after_the_patch_runs(monkeypatch, calls):
+    from peft.tuners.lora.layer import ParamWrapper
+
+    model = build()
+    tigon.patch(model)
+    stock, runs = ParamWrapper.get_delta_factors, []
+    monkeypatch.setattr(ParamWrapper, "get_delta_factors", lambda *args: runs.append(1) or stock(*args))
+    step(model)
+    assert runs
+    assert not calls
+
+
+def test_hooks_of_the_experts_run(calls):
+    model = build()
+    tigon.patch(model)
+    shapes = []
+    experts_of(model).register_forward_hook(lambda module, args, output: shapes.append(output.shape))
+    step(model)
+    assert len(shapes) == 1
+    assert calls
+
+
+def test_a_hook_that_lets_the_stock_experts_run_loses_no_adapter(calls):
+    """The wrapper has read the adapters by then, and the recipe of the experts does not run."""
+    stock = build()
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    for each in (model, stock):
+        change = lambda module, args: setattr(module.config, "_experts_implementation", "batched_mm")
+        experts_of(each).register_forward_pre_hook(change)
+    assert_same_step(model, stock)
+    assert not calls
+
+
+def test_a_copy_of_a_patched_model_reads_its_own_adapters(calls):
+    model = build()
+    tigon.patch(model)
+    twin = pickle.loads(pickle.dumps(wrapper_of(copy.deepcopy(model))))
+    for parameter in wrapper_of(model).parameters():
+        parameter.data.zero_()
+    x, index = (
+        torch.ones(3, model.config.hidden_size, device=DEVICE),
+        torch.zeros(3, 1, dtype=torch.int64, device=DEVICE),
+    )
+    y = twin(x, index, torch.ones(3, 1, device=DEVICE))
+    assert y.abs().max() > 0
+    assert calls == [(1, 1)]
+
+
+def test_other_parameters_are_left_alone():
+    """PEFT treats the biases of all experts as one matrix."""
+    model = build("gpt_oss", target_parameters=["mlp.experts.gate_up_proj_bias"])
+    report = tigon.patch(model)
+    assert "moe_mlp takes adapters of gate_up_proj and down_proj only" in str(report)
+    assert recognise_expert_adapters(nn.Linear(2, 2)) is None

@@ -1,0 +1,264 @@
+"""Experts with low-rank adapters: as accurate as PEFT's sums of weights and adapters, without tensors of their size."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tigon
+import tigon.ops.adapters.lora_experts as lora_module
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in, outputs_and_gradients
+from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp, lora_moe_mlp_reference
+from tigon.ops.experts.moe_mlp import ExpertParameters, moe_mlp_reference
+
+T, K, E, H, INNER = 40, 3, 6, 16, 24
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NAMES = "x", "up_proj", "down_proj", "top_k_index", "top_k_weights", "up_a", "up_b", "down_a", "down_b"
+
+
+def _normal(*shape: int, dtype: torch.dtype = FP32, seed: int = 0, scale: float = 1.0, trains: bool = True) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return (torch.randn(shape, generator=generator) * scale).to(DEVICE, dtype).requires_grad_(trains)
+
+
+def _index(tokens: int = T, choices: int = K, experts: int = E) -> Tensor:
+    generator = torch.Generator().manual_seed(tokens)
+    return torch.stack([torch.randperm(experts, generator=generator)[:choices] for _ in range(tokens)]).to(DEVICE)
+
+
+def _as_peft_stores(b: Tensor) -> Tensor:
+    """Return b [E, out, r] with the strides of a view of PEFT's B [out, r E], in which experts are adjacent."""
+    return b.detach().permute(1, 2, 0).contiguous().permute(2, 0, 1).requires_grad_(b.requires_grad)
+
+
+def _inputs(
+    dtype: torch.dtype, adapter_dtype: torch.dtype, rank: int = 4, sizes: tuple[int, ...] = (T, H, E, INNER, K),
+    transposed: bool = False, gated: bool = True, trains: bool = False,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the inputs of `lora_moe_mlp`. The experts are frozen unless `trains` is True."""
+    t, h, e, inner, k = sizes
+    width = inner * (1 + gated)
+    up, down = (
+        _normal(e, m, n, dtype=dtype, seed=i, scale=n**-0.5, trains=False)
+        for i, (m, n) in enumerate(((width, h), (h, inner)))
+    )
+    if transposed:
+        up, down = up.mT.contiguous(), down.mT.contiguous()
+    factors = [
+        _normal(*s, dtype=adapter_dtype, seed=5 + i, scale=s[-1] ** -0.5)
+        for i, s in enumerate(((e, rank, h), (e, width, rank), (e, rank, inner), (e, h, rank)))
+    ]
+    factors[1], factors[3] = _as_peft_stores(factors[1]), _as_peft_stores(factors[3])
+    values = _normal(t, h, dtype=dtype), up, down, _index(t, k, e), _normal(t, k, dtype=dtype), *factors
+    if trains:
+        up.requires_grad_(), down.requires_grad_()
+    return dict(zip(NAMES, values, strict=True))
+
+
+def _check(inputs: dict[str, Tensor], **options) -> None:
+    """Compare outputs and gradients with PEFT's computation in the dtypes of the inputs, and with exact values."""
+    call = lambda f: lambda *values: f(**dict(zip(NAMES, values, strict=True)), up_scaling=0.7, **options)
+    assert_as_accurate_as_eager(call(tigon.lora_moe_mlp), call(lora_moe_mlp_reference), list(inputs.values()))
+
+
+DTYPE_PAIRS = {
+    "bf16-fp32": (BF16, FP32),
+    "bf16": (BF16, BF16),
+    "fp16-fp32": (FP16, FP32),
+    "fp32": (FP32, FP32),
+}
+LAYOUTS = {
+    "plain": {},
+    "transposed, gelu_tanh": {"transposed": True, "activation": "gelu_tanh"},
+    "no gate": {"activation": "relu2"},
+    "a function": {"activation": lambda h: h[:, ::2] * h[:, 1::2].sigmoid()},
+}
+
+
+@one_in(2, layout=LAYOUTS, dtypes=DTYPE_PAIRS, trains=[False, True])
+def test_lora_moe_mlp_is_as_accurate_as_peft(layout, dtypes, trains):
+    gated, transposed = layout.get("activation") != "relu2", layout.get("transposed", False)
+    _check(_inputs(*dtypes, transposed=transposed, gated=gated, trains=trains), **layout)
+
+
+# Sizes of (tokens, hidden, experts, inner, choices) and ranks that fill no tile, and some that take several of them.
+SIZES = {
+    "one": ((1, 8, 2, 8, 1), 1),
+    "odd": ((37, 43, 5, 29, 2), 3),
+    "several tiles": ((300, 150, 3, 72, 2), 16),
+    "a large rank": ((40, 24, 4, 16, 2), 70),
+}
+
+
+@pytest.mark.kernels
+@one_in(2, sizes=SIZES, dtypes=[(BF16, FP32), (FP16, FP32)])
+def test_lora_moe_mlp_of_any_size(sizes, dtypes):
+    _check(_inputs(*dtypes, rank=sizes[1], sizes=sizes[0]))
+
+
+INDICES = {
+    "all to one expert": lambda: torch.full((T, K), 2, device=DEVICE),
+    "int32": lambda: _index().int(),
+    "absent": lambda: torch.where(torch.arange(T * K, device=DEVICE).view(T, K) % 4 == 1, E + 7, _index()),
+    "all absent": lambda: torch.full((T, K), E, device=DEVICE),
+}
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("index", INDICES.values(), ids=INDICES)
+def test_every_form_of_index(index, poisoned):
+    """Experts without rows get gradients of 0, and nothing reads the rows of experts of other ranks."""
+    _check(_inputs(BF16, FP32) | {"top_k_index": index()})
+
+
+@pytest.mark.kernels
+def test_no_tokens():
+    inputs = _inputs(BF16, FP32)
+    inputs |= {
+        n: inputs[n].detach()[:0].requires_grad_(n != "top_k_index") for n in ("x", "top_k_index", "top_k_weights")
+    }
+    y, gradients = outputs_and_gradients(
+        lambda *v: tigon.lora_moe_mlp(**dict(zip(NAMES, v, strict=True))), list(inputs.values())
+    )
+    assert y[0].shape == (0, H)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def _adapters(inputs: int, outputs: int, ranks: tuple[int, ...], dtype: torch.dtype = FP32) -> list[ExpertAdapter]:
+    return [
+        ExpertAdapter(
+            _normal(E, rank, inputs, seed=10 * i, dtype=dtype, scale=inputs**-0.5),
+            _as_peft_stores(_normal(E, outputs, rank, seed=10 * i + 1, dtype=dtype, scale=rank**-0.5)),
+            0.5 + i,
+        )
+        for i, rank in enumerate(ranks)
+    ]
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["", "biases"])
+@pytest.mark.parametrize("ranks", [((2, 5), (3,)), ((), (4, 1)), ((4,), ()), ((), ())], ids=str)
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
+def test_any_number_of_adapters(dtype, ranks, biases):
+    """The result is that of experts whose weights contain the adapters, here in fp64."""
+    inputs = _inputs(dtype, FP32)
+    x, up, down, index, weights = (inputs[name] for name in NAMES[:5])
+    adapters = [_adapters(H, 2 * INNER, ranks[0]), _adapters(INNER, H, ranks[1])]
+    bias = [_normal(E, n, dtype=dtype, seed=n) if biases else None for n in (2 * INNER, H)]
+    leaves = [x, weights, *(p for group in adapters for each in group for p in each[:2])]
+
+    def run() -> Tensor:
+        return adapted_moe_mlp(x, ExpertParameters(up, down, *bias), index, weights, *adapters, "silu", False)
+
+    def exact() -> Tensor:
+        sums = [
+            w.double() + sum(each.scaling * each.b.double() @ each.a.double() for each in group)
+            for w, group in zip((up, down), adapters, strict=True)
+        ]
+        wide = {f"{name}_bias": None if b is None else b.double() for name, b in zip(("up", "down"), bias, strict=True)}
+        return moe_mlp_reference(x.double(), *sums, index, weights.double(), **wide)
+
+    results = []
+    for function in (run, exact):
+        y = function()
+        upstream = _normal(T, H, seed=99, trains=False).to(y.dtype)
+        results.append([y, *torch.autograd.grad(y, leaves, upstream)])
+    for ours, expected in zip(*results, strict=True):
+        error = (ours.double() - expected.double()).abs().max() / expected.abs().max()
+        assert error < {BF16: 0.03, FP32: 1e-5}[dtype]
+
+
+# --- needed gradients and memory -------------------------------------------------------------------
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("needed", ["x", "top_k_weights", "up_a", "up_b", "down_a", "down_b", "up_a down_b"])
+def test_only_the_gradients_that_are_needed(needed):
+    inputs = _inputs(BF16, FP32)
+    run = lambda *values: tigon.lora_moe_mlp(**dict(zip(NAMES, values, strict=True)))
+    leaves = [name for name, tensor in inputs.items() if tensor.requires_grad]
+    full = dict(zip(leaves, outputs_and_gradients(run, list(inputs.values()))[1], strict=True))
+    some = {n: x.detach().requires_grad_(True) if n in needed.split() else x.detach() for n, x in inputs.items()}
+    gradients = outputs_and_gradients(run, list(some.values()))[1]
+    for name, gradient in zip([name for name in leaves if name in needed.split()], gradients, strict=True):
+        assert torch.equal(gradient, full[name]), name
+
+
+class _Allocations(TorchDispatchMode):
+    """Record the sizes of the tensors that operators return."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        results = result if isinstance(result, (tuple, list)) else (result,)
+        inputs = {x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)}
+        for x in results:
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in inputs:
+                self.sizes.append(x.untyped_storage().nbytes())
+        return result
+
+
+@pytest.mark.kernels
+def test_no_tensor_has_the_size_of_the_weights(monkeypatch):
+    """Many small experts have larger weights than any other tensor. Backward computes no gradient of them either."""
+    monkeypatch.setattr(
+        "tigon.ops.experts.grouped_linear.grouped_weight_gradient", lambda *a: pytest.fail("computes dW")
+    )
+    inputs = _inputs(BF16, FP32, rank=1, sizes=(4, 64, 48, 64, 2))
+    with _Allocations() as allocations:
+        y = tigon.lora_moe_mlp(**inputs)
+        y.backward(torch.ones_like(y))
+    smallest = min(inputs[name].numel() * 2 for name in ("up_proj", "down_proj"))
+    assert allocations.sizes
+    assert max(allocations.sizes) < smallest
+    assert inputs["up_proj"].grad is None
+
+
+@pytest.mark.kernels
+def test_saved_tensors():
+    """Backward gets x, the result of the first product, the low-rank products and the routing."""
+    inputs, rank = _inputs(BF16, FP32), 4
+    storages = {}
+    record = lambda t: storages.update({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes()}) or t
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
+        tigon.lora_moe_mlp(**inputs)
+    own = {t.untyped_storage().data_ptr() for t in inputs.values()}
+    rows, order = T * K, T * K * (8 + 8 + 2) + E * 4
+    saved = sum(size for start, size in storages.items() if start not in own)
+    assert saved == rows * 2 * INNER * 2 + 2 * rows * rank * 4 + order
+
+
+@pytest.mark.kernels
+def test_gradients_of_adapters_have_their_dtype_and_strides():
+    """A gradient of PEFT's B is then a view of one tensor [out, r E], and nothing copies it."""
+    inputs = _inputs(BF16, FP32)
+    factors = [inputs[name] for name in NAMES[5:]]
+    # `backward` would copy a gradient with other strides.
+    gradients = torch.autograd.grad(tigon.lora_moe_mlp(**inputs).sum(), factors)
+    for factor, gradient in zip(factors, gradients, strict=True):
+        assert gradient.dtype == FP32
+        assert gradient.stride() == factor.stride()
+
+
+@pytest.mark.kernels
+def test_one_node_computes_frozen_experts_and_autograd_trained_ones():
+    y = tigon.lora_moe_mlp(**_inputs(BF16, FP32))
+    assert type(y.grad_fn).__name__ == "_LoRAExpertsBackward"
+    assert type(tigon.lora_moe_mlp(**_inputs(BF16, FP32, trains=True)).grad_fn).__name__ == "_CombineBackward"
+    assert lora_module.ExpertAdapter._fields == ("a", "b", "scaling")
+
+
+@pytest.mark.kernels
+def test_the_factors_keep_more_than_bf16():
+    """Adapters that differ by less than bf16 shows give different low-rank products."""
+    inputs = _inputs(BF16, FP32)
+    x, a = inputs["x"], inputs["up_a"].detach()
+    routing = lora_module.route(inputs["top_k_index"], E)
+    h = [lora_module.grouped_project(x, lora_module.split_experts(z), routing, True) for z in (a, a.bfloat16().float())]
+    rows = x.detach().double()[routing.order // K]
+    exact = torch.einsum("sn,srn->sr", rows, a.double()[routing.expert.long()])
+    errors = [(each.double() - exact).abs().max().item() for each in h]
+    assert errors[0] < 2**-13 * exact.abs().max().item()
+    assert errors[1] > 8 * errors[0]
