@@ -61,7 +61,7 @@ HOOKS = {
 def test_a_hook_that_changes_the_logits_or_their_gradient_is_not_ignored(pair, batch, assert_same_step, hook):
     model, stock = pair()
     hook(model), hook(stock)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
         assert_same_step(model, stock, batch)
 
 
@@ -81,7 +81,7 @@ def test_a_replaced_call_of_the_head_is_not_ignored(pair, batch, assert_same_ste
     model = duplicate(model)
     for head in (model.lm_head, stock.lm_head):
         head._call_impl = scale_linear_outputs(torch.nn.Module._call_impl).__get__(head)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
         assert_same_step(model, stock, batch)
 
 
@@ -90,7 +90,7 @@ def test_a_replaced_call_of_the_head_is_not_ignored(pair, batch, assert_same_ste
 def test_a_replaced_call_of_all_layers_is_not_ignored(pair, batch, assert_same_step, monkeypatch, cls, name):
     model, stock = pair()
     monkeypatch.setattr(cls, name, scale_linear_outputs(getattr(cls, name)), raising=False)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
         assert_same_step(model, stock, batch)
 
 
@@ -99,7 +99,7 @@ def test_a_hook_on_all_modules_is_not_ignored(pair, batch, assert_same_step):
     hook = lambda module, args, output: 0.9 * output if isinstance(module, torch.nn.Linear) else None
     handle = torch.nn.modules.module.register_module_forward_hook(hook)
     try:
-        with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+        with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
             assert_same_step(model, stock, batch)
     finally:
         handle.remove()

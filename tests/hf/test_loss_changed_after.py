@@ -146,7 +146,7 @@ def test_another_loss_warns_and_the_first_loss_is_fused_again(pair, batch, monke
     model, _ = pair()
     with monkeypatch.context() as patch:
         patch.setitem(MAPPING, "ForCausalLM", doubled)
-        with pytest.warns(UserWarning, match="the loss function of LlamaForCausalLM was changed: its loss is stock"):
+        with pytest.warns(UserWarning, match="the loss function of LlamaForCausalLM was changed, so the stock code"):
             assert not is_fused(model(**batch))
     assert is_fused(model(**batch))
 

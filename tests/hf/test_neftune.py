@@ -78,7 +78,7 @@ def test_noise_on_the_head_after_the_patch_makes_the_loss_stock(stock_model):
     tigon.patch(model)
     add_noise(stock.lm_head)
     add_noise(model.lm_head)
-    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed: its loss is stock"):
+    with pytest.warns(UserWarning, match="the head of LlamaForCausalLM was changed, so the stock code"):
         check_same_step(model, stock)
 
 

@@ -77,7 +77,7 @@ def test_a_copy_has_its_own_settings(make_model, batch, dtype):
 def test_a_changed_setting_warns_and_the_old_value_fuses_the_loss_again(pair, batch):
     model, _ = pair("gemma2")
     set_config("final_logit_softcapping", 7.1)(model)
-    with pytest.warns(UserWarning, match=r"config.final_logit_softcapping of Gemma2ForCausalLM was changed: its loss"):
+    with pytest.warns(UserWarning, match=r"config.final_logit_softcapping of Gemma2ForCausalLM was changed, so"):
         model(**batch)
     set_config("final_logit_softcapping", float("7"))(model)
     assert is_fused(model(**batch))

@@ -337,7 +337,7 @@ def test_outside_of_a_block_nothing_changes():
     with tigon.lean():
         pass
     assert run(norm_and_product, False)[0] == {"y"}
-    assert tigon.memory.lean._open == 0
+    assert tigon.memory.lean._open_blocks == 0
 
 
 def test_a_result_that_is_saved_after_the_block_is_kept():
@@ -360,7 +360,7 @@ def test_an_exception_ends_the_block():
 
     with pytest.raises(KeyError):
         fail()
-    assert tigon.memory.lean._open == 0
+    assert tigon.memory.lean._open_blocks == 0
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
     step.loss.backward()
     assert run(norm_and_product, True)[0] == set()
@@ -414,7 +414,7 @@ def test_each_thread_has_its_own_blocks():
     other = threading.Thread(target=loss.backward)
     other.start(), other.join()
     assert_same_bits(step.gradients(), expected[1:])
-    assert tigon.memory.lean._open == 0
+    assert tigon.memory.lean._open_blocks == 0
 
 
 def test_lean_without_gradients_records_nothing():
@@ -430,7 +430,7 @@ def test_lean_is_refused_where_hooks_are_forbidden():
     with torch.autograd.graph.disable_saved_tensors_hooks("no hooks here"):  # noqa: SIM117
         with pytest.raises(RuntimeError, match="no hooks here"), tigon.lean():
             pass
-    assert tigon.memory.lean._open == 0
+    assert tigon.memory.lean._open_blocks == 0
 
 
 # --- other hooks ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from op_cases import DEVICE
 from tigon.recognition import fused_statements
 from tigon.recognition.fused_statements import fuse_statements
 from tigon.recognition.replacement import find_replacement
-from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS
+from tigon.recognition.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS
 from tigon.runtime.device import runs_kernels
 from tigon.testing import assert_accurate
 
@@ -344,13 +344,13 @@ def test_outputs_without_use_need_no_gradient():
     gradients = torch.autograd.grad(outputs[1].sum(), [x, *layers[1].parameters()])
     assert_close(list(gradients), list(torch.autograd.grad(layers[1](x).sum(), [x, *layers[1].parameters()])))
     norm = Norm().to(DEVICE)
-    y, residual = fused_statements.norm_pass(norm, x)
+    y, residual = fused_statements.norm_with_residual(norm, x)
     assert residual is x
     tigon.patch(norm)
-    y, residual = fused_statements.norm_pass(norm, x)
+    y, residual = fused_statements.norm_with_residual(norm, x)
     assert torch.equal(torch.autograd.grad(residual.sum(), x, retain_graph=True)[0], torch.ones_like(x))
     assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
-    y, residual = fused_statements.norm_pass(norm, x.detach())
+    y, residual = fused_statements.norm_with_residual(norm, x.detach())
     assert (y.requires_grad, residual.requires_grad) == (True, False)
     assert torch.autograd.grad(y.sum(), norm.weight)[0].shape == (WIDTH,)
 
@@ -578,4 +578,4 @@ def test_rewriting_twice_gives_the_same_code_and_changes_no_class():
     assert Layer.forward is before
     assert first.__code__.co_code == second.__code__.co_code
     assert first.__globals__ is before.__globals__
-    assert not {ADD_NORM, NORM_PASS, PRODUCTS} & before.__globals__.keys()
+    assert not {ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS} & before.__globals__.keys()

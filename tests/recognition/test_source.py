@@ -181,16 +181,18 @@ class Hidden(Decorated):
         return residual + self.a(x)
 
 
-def count_norm_passes(monkeypatch) -> list[int]:
+def count_norms_with_residual(monkeypatch) -> list[int]:
     """Return a list that grows whenever the rewritten statements of a norm and its residual run."""
-    calls, stock = [], tigon.recognition.fused_statements.norm_pass
-    monkeypatch.setattr(tigon.recognition.fused_statements, "norm_pass", lambda *args: calls.append(1) or stock(*args))
+    calls, stock = [], tigon.recognition.fused_statements.norm_with_residual
+    monkeypatch.setattr(
+        tigon.recognition.fused_statements, "norm_with_residual", lambda *args: calls.append(1) or stock(*args)
+    )
     return calls
 
 
 @pytest.mark.parametrize(("cls", "times"), [(Wrapped, 1), (Decorated, 2)])
 def test_a_wrapped_forward_is_rewritten_and_the_wrapper_runs(monkeypatch, cls, times):
-    calls, ours, x = count_norm_passes(monkeypatch), cls(), torch.randn(3, 16)
+    calls, ours, x = count_norms_with_residual(monkeypatch), cls(), torch.randn(3, 16)
     stock = copy.deepcopy(ours)
     report = tigon.patch(ours)
     assert "fused_statements" in {entry.part for entry in report.replaced}
@@ -204,7 +206,7 @@ def test_a_wrapped_forward_is_rewritten_and_the_wrapper_runs(monkeypatch, cls, t
 
 def test_a_wrapper_that_is_added_later_runs(monkeypatch):
     """FSDP2 gives a layer a subclass of its class."""
-    calls, ours, x = count_norm_passes(monkeypatch), Wrapped(), torch.randn(3, 16)
+    calls, ours, x = count_norms_with_residual(monkeypatch), Wrapped(), torch.randn(3, 16)
     expected = ours(x)
     tigon.patch(ours)
     ours.__class__ = type("Sharded", (Wrapped,), {})
@@ -215,7 +217,7 @@ def test_a_wrapper_that_is_added_later_runs(monkeypatch):
 
 
 def test_another_forward_that_is_set_later_runs(monkeypatch):
-    calls, ours, x = count_norm_passes(monkeypatch), Wrapped(), torch.randn(3, 16)
+    calls, ours, x = count_norms_with_residual(monkeypatch), Wrapped(), torch.randn(3, 16)
     tigon.patch(ours)
     ours.__class__ = type("Other", (Wrapped,), {"forward": lambda self, x: 2 * x})
     assert torch.equal(ours(x), 2 * x)

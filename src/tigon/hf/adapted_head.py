@@ -1,8 +1,9 @@
-"""The loss in a head with low-rank adapters, as PEFT's LoRA on `lm_head` makes it.
+"""The loss in a head that has low-rank adapters, such as the LoRA adapters of PEFT on `lm_head`.
 
-The layer with the adapters calls the head, and adds the adapters to its logits. In a fused call it computes the loss in
-place of both: the head's weight stays frozen or not, as it is, and the adapters are the low-rank addition to the logits
-of `linear_cross_entropy`. Which adapters are active is read at every call (`tigon.recognition.adapters`).
+The layer with the adapters calls the head, and adds the products of the adapters to its logits. In a fused call, the
+layer computes the loss instead, by `linear_cross_entropy`: the adapters become the low-rank addition to the logits, and
+the weight of the head may be trained or frozen. Every call reads which adapters are active
+(`tigon.recognition.adapters`).
 """
 
 from collections.abc import Sequence
@@ -19,8 +20,8 @@ from tigon.recognition.replacement import exchange, find_replacement, foreign_fo
 __all__ = ["AdaptedHeadForward", "find_adapted_head"]
 
 
-class FusedHead(Protocol):
-    """The part of the fused loss's shared state that a layer around the head uses."""
+class LossState(Protocol):
+    """The part of `FusedLoss`, the state that the replacements share, that a layer around the head uses."""
 
     @property
     def call(self) -> Any: ...
@@ -55,7 +56,7 @@ class AdaptedHeadForward(AdapterRecipe):
 def low_rank_factors(x: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor, Tensor]:
     """Return the factors h [..., R] and B [V, R] of sum_j s_j (dropout(x) A_j^T B_j^T + bias_j), for x [..., H].
 
-    A bias is one more column of B, and the value of h is one there.
+    A bias is one more column of B. The value of h in this column is the scaling s_j.
     """
     dtype = torch.float32 if x.dtype != torch.float64 else x.dtype
     h, columns = [], []
@@ -68,7 +69,7 @@ def low_rank_factors(x: Tensor, adapters: Sequence[Adapter]) -> tuple[Tensor, Te
     return torch.cat(h, -1), torch.cat(columns, -1)
 
 
-def find_adapted_head(layer: nn.Module, fused: FusedHead) -> nn.Module | None:
+def find_adapted_head(layer: nn.Module, fused: LossState) -> nn.Module | None:
     """Return the head inside a layer with adapters, and let the layer compute the loss; None for any other module."""
     head = next((module for module in layer.modules() if fused.is_head(module)), None)
     if head is None or torch.compiler.is_compiling():

@@ -14,7 +14,7 @@ Three places of the instance change, and no model's forward is copied:
 
 Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
 that were measured. It also compares the loss function that the model would choose with the one that was recognised. If
-one of them differs, the call is stock.
+one of them differs, the stock code runs.
 
 A call is fused only in training mode with labels, or with `skip_logits=True`. All other calls, and calls with arguments
 that the fused loss does not support, run the stock code.
@@ -99,9 +99,11 @@ def called_head(module: nn.Module, is_head: Callable[[nn.Module], bool]) -> nn.M
 
     argument, replacement = object(), find_replacement(module)
     # A layer with adapters runs its own forward if none of them is active.
-    is_own = replacement is not None and isinstance(replacement.recipe, AdapterRecipe)
+    runs_own_forward = replacement is not None and isinstance(replacement.recipe, AdapterRecipe)
     try:
-        result = None if not is_own and foreign_forward(module) else type(module).forward(twin(module), argument)
+        result = (
+            None if not runs_own_forward and foreign_forward(module) else type(module).forward(twin(module), argument)
+        )
     except Exception:
         # The wrapper computes something, so it does more than call the head.
         LOGGER.debug("the wrapper %s of a head does more than call it", type(module).__name__, exc_info=True)
@@ -220,13 +222,16 @@ class FusedLoss(threading.local):
         if not is_fused or not isinstance(labels, Tensor) or not keeps_all:
             return None
         loss_function: Any = model.loss_function
-        # The loss function may have been replaced since the patch. The call is then stock. It is also stock under
+        # The loss function may have been replaced since the patch. The stock code then runs. It also runs under
         # torch.func and forward-mode derivatives, which work only on torch's own operators.
         if not self.is_shared_by(loss_function) or has_active_transform():
             return None
-        if (change := loss_function.change(model) or self.changed_setting(model)) is not None:
+        if (change := loss_function.find_change(model) or self.changed_setting(model)) is not None:
             if not torch.compiler.is_compiling():
-                warnings.warn(f"tigon: {change} of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
+                name = type(model).__name__
+                warnings.warn(
+                    f"tigon: {change} of {name} was changed, so the stock code computes the loss", stacklevel=3
+                )
             return None
         child = getattr(model, spec.head)
         may_change_logits = find_changing_hook(child) or any_global_hook() or not calls_are_stock(child)
@@ -237,7 +242,10 @@ class FusedLoss(threading.local):
             layer, head = child, find_adapted_head(child, self)
         if head is None or may_change_logits:
             if not torch.compiler.is_compiling():
-                warnings.warn(f"tigon: the head of {type(model).__name__} was changed: its loss is stock", stacklevel=3)
+                name = type(model).__name__
+                warnings.warn(
+                    f"tigon: the head of {name} was changed, so the stock code computes the loss", stacklevel=3
+                )
             return None
         options = {name: arguments[name] for name in spec.forwarded_options if name in arguments}
         num_items = options.get("num_items_in_batch")
@@ -406,7 +414,7 @@ class LossFunction:
             return static.__get__(_WithoutSlot(model, self.slot))
         return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
 
-    def stock(self) -> Callable:
+    def stock_function(self) -> Callable:
         """Return the loss function that the model would use without this one.
 
         If the model was deleted, return the one that it used last.
@@ -415,11 +423,12 @@ class LossFunction:
         if model is not None and not torch.compiler.is_compiling():
             return self.choose(model)
         if model is not None:
-            # A compiler cannot trace the choice. `change` lets the guard make it, and the guard stores the function.
-            self.change(model)
+            # A compiler cannot trace `choose`. `find_change` calls it while the graph is compiled, and the guard stores
+            # the function that it returns.
+            self.find_change(model)
         return self.guard.function
 
-    def change(self, model: nn.Module) -> str | None:
+    def find_change(self, model: nn.Module) -> str | None:
         """Return what has changed, for a warning, if the model's own loss is not the recognised one; None if it is."""
         if torch.compiler.is_compiling():
             # The comparison lets the compiler compile another graph when the loss type changes.
@@ -444,7 +453,7 @@ class LossFunction:
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         call = self.fused.call
         if call is None or call.loss is None:
-            return self.stock()(*args, **kwargs)
+            return self.stock_function()(*args, **kwargs)
         arguments = loss_arguments(args, kwargs)
         logits, labels = arguments["logits"], arguments["labels"]
         tolerance = FP32_TOLERANCE if is_exact(logits) else CAST_TOLERANCE

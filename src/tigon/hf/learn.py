@@ -36,6 +36,7 @@ from tigon.recognition.standin import (
     FP32,
     describe,
     gradients,
+    has_no_tensors,
     is_linear,
     normal,
     own_tensors,
@@ -43,7 +44,6 @@ from tigon.recognition.standin import (
     same_bits,
     same_gradients,
     stand_in,
-    without_parameters,
 )
 from tigon.runtime.device import PLAIN
 from tigon.runtime.state.bytecode import code_use
@@ -101,7 +101,7 @@ def _twin(model: nn.Module, head: str, new_head: Callable, seed: int, hidden: Te
     Tensors of the model itself, not of a child, are random.
     """
     outputs = _BodyOutputs((normal(seed, BATCH, LENGTH, FEATURES) if hidden is None else hidden,))
-    stub = lambda child: child if child is None or without_parameters(child) else _Stub(child, outputs)
+    stub = lambda child: child if child is None or has_no_tensors(child) else _Stub(child, outputs)
     children = {name: stub(child) for name, child in model._modules.items()}
     tensors = own_tensors(model).items()
     random = {name: normal(seed, *t.shape) for name, t in tensors if t is not None and t.is_floating_point()}

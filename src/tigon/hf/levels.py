@@ -156,7 +156,8 @@ def _explain_no_checkpoint(model: nn.Module) -> str | None:
     owners = list(_transformers_models(model))
     if not owners:
         return (
-            "it is not a transformers model, so its layers have no switch; call them by torch.utils.checkpoint yourself"
+            "it is not a transformers model, so its layers have no switch for gradient checkpointing; "
+            "call them through torch.utils.checkpoint yourself"
         )
     return next((reason for owner in owners if (reason := checkpoint_refusal(owner)) is not None), None)
 

@@ -12,7 +12,7 @@ from typing import Any, Literal, Never, ParamSpec, get_args
 from torch import nn
 
 from tigon.hf.by_type import patch_type
-from tigon.hf.entered import watch_forward
+from tigon.hf.forward_watch import watch_forward
 from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVELS, apply_level, explain_refusal
@@ -44,14 +44,16 @@ class Part:
     recognise: Callable[[nn.Module], Any]
     # The function that installs the recipe and returns the function that undoes this.
     install: Callable[[nn.Module, Any], Callable[[], None]]
-    # The text with which `report.why` explains that the op is compared only with certain modules.
-    candidates: str
+    # The condition for a comparison with the op. `report.why` shows this text for a module that does not meet it.
+    condition: str
 
 
-NORMS = 'a norm has no children, one or two inputs, and an epsilon beside its weight or "norm" in the name of its class'
+NORM_CONDITION = (
+    'a norm has no children, one or two inputs, and an epsilon beside its weight or "norm" in the name of its class'
+)
 PARTS = {
-    "rms_norm": Part(recognise_norm, install_guarded, NORMS),
-    "layer_norm": Part(recognise_norm, install_guarded, NORMS),
+    "rms_norm": Part(recognise_norm, install_guarded, NORM_CONDITION),
+    "layer_norm": Part(recognise_norm, install_guarded, NORM_CONDITION),
     "glu": Part(
         recognise_glu, install_guarded, "a gated MLP has two or three linear children whose sizes fit gate, up and down"
     ),
@@ -174,7 +176,7 @@ def _decide(
         earlier_recipe = recipes[module]
         if result is None and first_part == finding.part:
             note = finding.trials.note
-            finding.note = f"not replaced: {note}" if note else f"not tried: {part.candidates}"
+            finding.note = f"not replaced: {note}" if note else f"not tried: {part.condition}"
             continue
         if result is None or reported_part != finding.part:
             finding.note = f"see {first_part if result is None else reported_part}"
@@ -282,20 +284,21 @@ def patch(
         experts: Replace the experts of a mixture whose weights are one tensor.
         adapters: Replace linear layers with low-rank adapters (LoRA). Which of them are active, their scaling and their
             dropout are read at every call. Merged, disabled and other kinds of adapters run as before.
-        rope: Replace the rotary embeddings of attentions.
+        rope: Replace the rotary embeddings of attention layers.
         fused_statements: Replace statements of a layer's forward that one op computes together: a residual sum and the
             norm of this sum, a norm whose input is also the residual, and linear layers that have the same input. The
             source of the forward is rewritten for this. The stock statements run if the norm or the linear layers do
             more than the op.
         loss: Replace the head and the loss of a causal language model. In training mode with labels, the loss is
             computed in the head without holding the logits, and `logits` of the output raises `LogitsSkippedError` when
-            it is used. `skip_logits=True` in a call of the model asks for this in any mode (then also with
-            `shift_labels` alone); `skip_logits=False` gives logits in any mode. Evaluation, generation, and calls
-            without labels or with `logits_to_keep` stay stock. A LoRA adapter on the head is part of the fused loss.
-            While the head has another adapter, or a hook that changes its output, the loss is stock, with a warning.
-            The same happens if a setting that scales or caps the logits has changed (another soft cap in the config).
-            If anything else changes how the model scales or caps them (a global), the call raises a `RuntimeError`, or
-            an assertion fails on the GPU. If the model computes anything else from them, it raises an error at once.
+            it is used. `skip_logits=True` in a call of the model requests this in any mode, also for a call that has
+            `shift_labels` but no `labels`; `skip_logits=False` returns logits in any mode. Evaluation, generation, and
+            calls without labels or with `logits_to_keep` stay stock. A LoRA adapter on the head is part of the fused
+            loss. While the head has another adapter, or a hook that changes its output, the stock code computes the
+            loss, with a warning. The same happens if a setting that scales or caps the logits has changed (another soft
+            cap in the config). If anything else changes how the model scales or caps them (a global), the call raises a
+            `RuntimeError`, or an assertion fails on the GPU. If the model computes anything else from them, it raises
+            an error at once.
         memory: The level that decides what is saved for backward. Results have the same bits at every level. "default":
             each op saves what its backward reads. "lean": the outputs of norms and gates are not saved either, because
             backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.

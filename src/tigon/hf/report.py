@@ -137,8 +137,8 @@ class Report:
         return bool(self.replaced)
 
     def _rows(self) -> list[tuple[str, ...]]:
-        now = lambda entry: entry.detail if entry.replaced else f"left alone: {entry.detail}"
-        return [(e.part, e.module, f"{e.count:,}", now(e)) for e in [*self.replaced, *self.left_alone]]
+        describe = lambda entry: entry.detail if entry.replaced else f"left alone: {entry.detail}"
+        return [(e.part, e.module, f"{e.count:,}", describe(e)) for e in [*self.replaced, *self.left_alone]]
 
     def _title(self) -> str:
         return f"{self.model}: {f'{len(self):,} modules patched' if self else self.empty}"

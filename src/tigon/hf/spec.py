@@ -57,7 +57,7 @@ class Spec:
     loss_type: str | None
     # The numbers that the model's forward reads.
     settings: Settings
-    # Arguments of the model's loss that the standard loss does not have. A call with one of them is stock.
+    # Arguments of the model's loss that the standard loss does not have. A call with one of them runs the stock code.
     unknown_arguments: frozenset[str]
 
     @property
@@ -85,10 +85,10 @@ def changed_setting(model: nn.Module, settings: Settings) -> str | None:
     """Return the first setting of a model whose value has changed, as the forward spells it; None if none has."""
     for path, value in settings:
         try:
-            now = read_setting(model, path)
+            current = read_setting(model, path)
         except AttributeError:
             return ".".join(path)
-        if now is not value and not (type(now) in NUMBERS and now == value):
+        if current is not value and not (type(current) in NUMBERS and current == value):
             return ".".join(path)
     return None
 

@@ -105,8 +105,8 @@ def loss_type(model: nn.Module) -> str | None:
 
 # --- checkpointing ---------------------------------------------------------------------------------
 
-# A model or layer that can be checkpointed has the first attribute, which is True while it is. The second one is the
-# function that calls the layer.
+# A model or layer that can be checkpointed has the first attribute, which is True while checkpointing is switched on.
+# The second attribute is the function that calls the layer.
 _SWITCH = "gradient_checkpointing", "_gradient_checkpointing_func"
 # `gradient_checkpointing_enable` registers hooks on the input embeddings, and stores their handles in these attributes.
 _INPUT_HOOKS = "_require_grads_hooks", "_require_grads_hook"
@@ -159,11 +159,11 @@ def switch_state(module: nn.Module) -> dict[str, Any]:
     return {name: vars(module)[name] for name in _SWITCH if name in vars(module)}
 
 
-def restore_switch(module: nn.Module, before: dict[str, Any]) -> None:
+def restore_switch(module: nn.Module, state: dict[str, Any]) -> None:
     """Restore the switch of a module to what `switch_state` returned."""
     for name in _SWITCH:
         vars(module).pop(name, None)
-    vars(module).update(before)
+    vars(module).update(state)
 
 
 def pop_input_hooks(model: nn.Module) -> dict[str, Any]:
@@ -219,10 +219,10 @@ def model_mappings() -> list[Mapping[type, Any]]:
     try:
         from transformers.models.auto import modeling_auto
 
-        kind = type(modeling_auto.MODEL_MAPPING)
+        mapping_class = type(modeling_auto.MODEL_MAPPING)
     except (ImportError, AttributeError) as error:
         raise _missing("models.auto.modeling_auto.MODEL_MAPPING") from error
-    return [value for value in vars(modeling_auto).values() if isinstance(value, kind)]
+    return [value for value in vars(modeling_auto).values() if isinstance(value, mapping_class)]
 
 
 def auto_class_has(auto_class: str, config: type) -> bool:

@@ -25,10 +25,10 @@ from tigon.runtime.torch_private.modules import any_global_hook
 __all__ = ["LayerJudgement"]
 
 
-def _reference(forward: Any) -> Any:
-    """Return a weak reference to an object, or the object itself if it supports none.
+def _weak_reference(forward: Any) -> Any:
+    """Return a weak reference to a forward, or the forward itself if it supports none.
 
-    All weak references to the same object are equal.
+    All weak references to the same object are equal, so two lists of them can be compared.
     """
     try:
         return weakref.ref(forward)
@@ -43,9 +43,9 @@ def _read_code(layer: nn.Module) -> tuple[list, list]:
     for module in modules:
         if module is None:
             continue
-        attributes, kind = module.__dict__, type(module)
+        attributes, cls = module.__dict__, type(module)
         forward = attributes.get("forward")
-        code += weakref.ref(module), kind, kind.forward, None if forward is None else _reference(forward)
+        code += weakref.ref(module), cls, cls.forward, None if forward is None else _weak_reference(forward)
         # The keys are numbers, and torch never gives the same number to two hooks.
         if attributes["_forward_hooks"] or attributes["_forward_pre_hooks"]:
             hooks += (*attributes["_forward_hooks"], *attributes["_forward_pre_hooks"])
@@ -106,7 +106,7 @@ class LayerJudgement:
         """Return a function for a checkpoint. In backward it raises an error if the code of the layer has changed."""
 
         def call(*args: Any) -> Any:
-            if is_checkpoint_recomputation() and (change := self._change(layer)) is not None:
+            if is_checkpoint_recomputation() and (change := self._find_change(layer)) is not None:
                 raise RuntimeError(
                     f"tigon: a checkpointed layer ({type(layer).__name__}) has to run again in backward, but {change} "
                     "since the forward pass. Run backward before this change, or use memory='lean', which runs no "
@@ -116,7 +116,7 @@ class LayerJudgement:
 
         return call
 
-    def _change(self, layer: nn.Module) -> str | None:
+    def _find_change(self, layer: nn.Module) -> str | None:
         code, hooks = _read_code(layer)
         if code != self.code:
             return "a module in it, or the class or the forward of one, was replaced"

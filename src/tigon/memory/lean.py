@@ -46,9 +46,9 @@ __all__ = [
 ]
 
 # The number of open blocks of `lean` in all threads.
-_open = 0
+_open_blocks = 0
 # The number of those with `mlp=True`.
-_open_mlp = 0
+_open_mlp_blocks = 0
 # True while torch.compile traces a region that backward recomputes as a whole.
 _is_in_region = False
 _lock = threading.Lock()
@@ -71,15 +71,15 @@ def _block() -> Block | None:
 def is_lean() -> bool:
     """Return whether this call is in a block of `lean`. An op may then recompute what it would save."""
     if torch.compiler.is_compiling():
-        return _open > 0
-    return bool(_open) and _block() is not None
+        return _open_blocks > 0
+    return bool(_open_blocks) and _block() is not None
 
 
 def recomputes_mlp() -> bool:
     """Return whether this call is in a block of `lean(mlp=True)`, which also recomputes the gate and up projections."""
     if torch.compiler.is_compiling():
-        return _open_mlp > 0
-    return bool(_open_mlp) and (block := _block()) is not None and block.mlp
+        return _open_mlp_blocks > 0
+    return bool(_open_mlp_blocks) and (block := _block()) is not None and block.mlp
 
 
 def in_checkpoint() -> bool:
@@ -113,12 +113,12 @@ def is_saved_only_by_this_op() -> bool:
 
 def registers_recomputations() -> bool:
     """Return whether `register_recomputation` has an effect here."""
-    return bool(_open) and not torch.compiler.is_compiling() and _block() is not None
+    return bool(_open_blocks) and not torch.compiler.is_compiling() and _block() is not None
 
 
 def register_recomputation(results: Tensor | tuple[Tensor | None, ...], function: Callable, *args: Any) -> None:
     """Record that `function(*args)` recomputes `results` with the same bits."""
-    if _open and not torch.compiler.is_compiling() and (block := _block()) is not None:
+    if _open_blocks and not torch.compiler.is_compiling() and (block := _block()) is not None:
         block.register(results, function, args)
 
 
@@ -143,7 +143,7 @@ def recomputed_by_call(function: Callable | None = None, *, inputs: int = 0) -> 
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
-        if not _open:
+        if not _open_blocks:
             return function(*args)
         if torch.compiler.is_compiling():
             # The checkpoint tells the partitioner of the graph to recompute the results.
@@ -175,7 +175,7 @@ def call_mlp_region(function: Callable, *args: Any) -> Any:
     every tensor that one region reads from another.
     """
     global _is_in_region
-    if not (torch.compiler.is_compiling() and _open_mlp and torch.is_grad_enabled()):
+    if not (torch.compiler.is_compiling() and _open_mlp_blocks and torch.is_grad_enabled()):
         return function(*args)
     _is_in_region = True
     try:
@@ -191,11 +191,11 @@ def call_mlp_region(function: Callable, *args: Any) -> Any:
 def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     """Recompute cheap results of Tigon's ops in backward, for forward passes of this thread in the block.
 
-    These results are the outputs of norms and gates, and heads that are normalised and then rotated. A layer that would
-    save one of them saves the call that recomputes it. All gradients have the same bits. Backward may run inside or
-    outside the block. Saved-tensor hooks around the block receive all tensors that are still saved. Saved-tensor hooks
-    inside the block receive the tensors that layers save under them. Under `torch.compile` the graph recomputes the
-    results. `lean` is also a decorator. A block inside another block adds its options.
+    These results are the outputs of norms and of gates, and queries and keys after a norm of each head and a rotary
+    embedding. A layer that would save one of them saves the call that recomputes it. All gradients have the same bits.
+    Backward may run inside or outside the block. Saved-tensor hooks around the block receive all tensors that are still
+    saved. Saved-tensor hooks inside the block receive the tensors that layers save under them. Under `torch.compile`
+    the graph recomputes the results. `lean` is also a decorator. A block inside another block adds its options.
 
     Args:
         mlp: Also recompute the gate and up projections of gated MLPs, in Tigon's modules and in patched models. Two of
@@ -220,18 +220,18 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
         ...     y = linear(norm(x))  # Autograd saves x, but not the output of the norm.
         >>> y.sum().backward()
     """
-    global _open, _open_mlp
+    global _open_blocks, _open_mlp_blocks
     for name, value in (("mlp", mlp), ("offload", offload)):
         if not isinstance(value, bool):
             raise TypeError(f"lean: {name} must be True or False, got {value!r}")
     if torch.compiler.is_compiling():
         if offload:
             raise RuntimeError(_NOT_COMPILED)
-        _open, _open_mlp = _open + 1, _open_mlp + mlp
+        _open_blocks, _open_mlp_blocks = _open_blocks + 1, _open_mlp_blocks + mlp
         try:
             yield
         finally:
-            _open, _open_mlp = _open - 1, _open_mlp - mlp
+            _open_blocks, _open_mlp_blocks = _open_blocks - 1, _open_mlp_blocks - mlp
         return
     require_names("lean", *NAMES_FOR_LEAN)
     if offload:
@@ -247,7 +247,7 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
     block.mlp = mlp or block.mlp
     block.offloader = Offloader() if offload and block.offloader is None else block.offloader
     with _lock:
-        _open, _open_mlp = _open + 1, _open_mlp + mlp
+        _open_blocks, _open_mlp_blocks = _open_blocks + 1, _open_mlp_blocks + mlp
     try:
         with contextlib.nullcontext() if enclosing else saved_tensors_hooks(block.pack, unpack):
             yield
@@ -259,4 +259,4 @@ def lean(*, mlp: bool = False, offload: bool = False) -> Iterator[None]:
             block.by_storage.clear()
             block.by_node.clear()
         with _lock:
-            _open, _open_mlp = _open - 1, _open_mlp - mlp
+            _open_blocks, _open_mlp_blocks = _open_blocks - 1, _open_mlp_blocks - mlp

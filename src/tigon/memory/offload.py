@@ -6,9 +6,10 @@
     backward    A node that unpacks a tensor starts to prefetch the tensors that were saved before it, up to a window of
                 prefetched bytes that no node has unpacked yet.
 
-The device therefore holds at most two windows of saved tensors, and the last half window never leaves it. The host
-waits for nothing, because events order the streams. Memory is freed in the order of the compute stream, which can reuse
-it at once.
+A window is a number of bytes: at least 512 MiB, and more if the saved tensors are large (`OffloadConfig`). The device
+therefore holds at most two windows of saved tensors, and the last half window never leaves it. The host waits for
+nothing, because events order the streams. Memory is freed in the order of the compute stream, which can reuse it at
+once.
 
 Nodes that save the same tensor, or views of it, share one copy. Each backward copies it back once, and frees it when
 the last of these nodes has unpacked it. Torch's caching allocator provides the pinned memory, and reuses it in the next
@@ -47,10 +48,10 @@ class OffloadConfig(LaunchConfig):
 
     # Tensors of fewer bytes stay on the device.
     smallest: int
-    # The window in bytes.
+    # The smallest size of a window in bytes.
     window: int
-    # The window holds at least this many tensors of the second largest size, because an attention unpacks them
-    # together.
+    # A window holds at least this many tensors of the second largest size, because the backward of an attention layer
+    # unpacks that many together.
     window_tensors: int
 
     @staticmethod

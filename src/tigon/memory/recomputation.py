@@ -82,8 +82,8 @@ class Recomputation:
         return [None if y is None or strides is None else _with_strides(y, strides) for y, strides in pairs]
 
     def _call_as_in_forward(self, args: list) -> Any:
-        kind, enabled = self.device.type, self.autocast is not None
-        with torch.no_grad(), torch.autocast(kind, self.autocast, enabled, cache_enabled=False):
+        device_type, enabled = self.device.type, self.autocast is not None
+        with torch.no_grad(), torch.autocast(device_type, self.autocast, enabled, cache_enabled=False):
             return self.function(*args)
 
     def result(self, i: int, saved: "SavedResult") -> Tensor:

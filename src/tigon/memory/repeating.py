@@ -188,7 +188,7 @@ class _TensorState:
         self.base = None if base is None else weakref.ref(base)
         self.layout = None if base is None else _layout(x)
 
-    def change(self, x: Any) -> str | None:
+    def describe_change(self, x: Any) -> str | None:
         """Return a clause on how the tensor, which is now `x`, has changed; None if its values are the same."""
         if isinstance(x, Tensor) and self.ref() is x:
             return None if _version(x) == self.version else "was written in place"
@@ -224,12 +224,12 @@ _State = dict[tuple[str, str], Any]
 def _add_reads(state: _State, module: nn.Module, path: str) -> None:
     """Add the state that a call reads from a module, without its children: its forward, its settings, its tensors."""
     attributes = vars(module)
-    kind: Any = type(module)
-    names, defaults = _setting_names(kind)
-    state[path, "class"] = kind
-    state[path, "forward"] = kind.forward, attributes.get("forward")
+    cls: Any = type(module)
+    names, defaults = _setting_names(cls)
+    state[path, "class"] = cls
+    state[path, "forward"] = cls.forward, attributes.get("forward")
     for name in defaults:
-        state[path, name] = getattr(kind, name)
+        state[path, name] = getattr(cls, name)
     for name, value in attributes.items():
         if name in names:
             state[path, name] = value if is_simple(value) else _snapshot(value)
@@ -256,19 +256,19 @@ def _read_state(module: nn.Module) -> _State:
 
 
 def _changes(before: _State, module: nn.Module) -> Iterator[str]:
-    """Yield a clause for each part of a module's state that has changed."""
-    now = _read_state(module)
-    for key in before if before.keys() == now.keys() else {**before, **now}:
-        a, b = before.get(key), now.get(key)
+    """Yield a clause for each part of a module's state that differs from `before`."""
+    state = _read_state(module)
+    for key in before if before.keys() == state.keys() else {**before, **state}:
+        a, b = before.get(key), state.get(key)
         if a is b:
             continue
         name = ".".join(filter(None, key))
         if isinstance(a, _TensorState) or isinstance(b, _TensorState):
             if isinstance(a, _TensorState):
-                change = a.change(b.ref() if isinstance(b, _TensorState) else None)
+                change = a.describe_change(b.ref() if isinstance(b, _TensorState) else None)
             else:
                 assert isinstance(b, _TensorState)
-                change = b.change(None)
+                change = b.describe_change(None)
             if change is not None:
                 yield f"its {name} {change}"
         elif not _is_same(a, b):
@@ -289,17 +289,17 @@ class RepeatedCall:
         self.state, self.is_stock = _read_state(module), linears_are_stock()
 
     def __call__(self, x: Tensor) -> Tensor:
-        if (change := self._change()) is not None:
-            kind = type(self.module)
+        if (change := self._find_change()) is not None:
+            cls = type(self.module)
             size = f"{getattr(self.module, 'in_features', '?')} -> {getattr(self.module, 'out_features', '?')}"
             raise RuntimeError(
-                f"tigon: a layer ({kind.__module__}.{kind.__qualname__}, {size}) has to be called again in backward, "
+                f"tigon: a layer ({cls.__module__}.{cls.__qualname__}, {size}) has to be called again in backward, "
                 f"but {change} since the forward pass. Run backward before this change, or do not recompute "
                 "projections: memory='lean' in place of 'lean+mlp' or 'offload', lean() in place of lean(mlp=True)"
             )
         return self.module(x)
 
-    def _change(self) -> str | None:
+    def _find_change(self) -> str | None:
         """Return a clause that says which state has changed since the forward pass; None if none has."""
         if (change := next(_changes(self.state, self.module), None)) is not None:
             return change

@@ -113,7 +113,7 @@ def _read_adapter(expression: Expression, dtype: torch.dtype) -> Adapter | None:
     scaling = 1.0
     if isinstance(expression, Scaled):
         scaling, expression = expression.factor, expression.operand
-    # The outer product is that with B, and its operand is the product of dropout(x) with A.
+    # The last product is the one with B. Its operand is the product of dropout(x) with A.
     inner = expression.operand if isinstance(expression, Product) else None
     if not isinstance(expression, Product) or not isinstance(inner, Product) or inner.bias is not None:
         return None
@@ -243,7 +243,7 @@ class AdapterRecipe:
     part = "adapters"
 
     def record(self, layer: nn.Module, x: Tensor | TensorLike) -> Computed | None:
-        """Return what the forward of a layer computes of x, or None if this cannot be recorded."""
+        """Return what the forward of a layer computes from x, or None if this cannot be recorded."""
         if not _runs_own_forwards(layer) or not linears_are_stock():
             return None
         computed = defer(functools.partial(type(layer).forward, layer), x)
@@ -262,7 +262,7 @@ class AdapterRecipe:
         return type(layer).forward(layer, *args, **kwargs) if output is None else output
 
     def _compute(self, x: Tensor, computed: Computed) -> Tensor | None:
-        """Return what a forward computes of x, or None if only the forward itself can compute it."""
+        """Return what a forward computes from x, or None if only the forward itself can compute it."""
         layer = _to_layer(computed, x)
         if isinstance(layer, AdaptedCall):
             if not takes_adapters(x, [Projection(None, None, layer.adapters)]):
@@ -406,7 +406,7 @@ def recognise_adapters(module: nn.Module) -> AdapterRecipe | ExpertAdapterRecipe
         except Exception as error:
             LOGGER.debug("%s cannot be run as a layer with adapters", type(module).__name__, exc_info=True)
             result = f"cannot be run by itself ({describe(error)})"
-    # The projections of an attention may have such sizes too. They need no reason in the report.
+    # The projections of an attention layer may have such sizes too. They need no reason in the report.
     is_low_rank = sizes.rank < min(sizes.inputs, sizes.outputs)
     return result if is_low_rank or isinstance(result, AdapterRecipe) else None
 

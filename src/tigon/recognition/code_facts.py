@@ -17,7 +17,7 @@ from tigon.runtime.state.places import Reach
 __all__ = ["assigns_attributes", "has_conditions", "largest_number", "may_see_sizes"]
 
 # Instructions that may reveal the size of a tensor contain one of these words.
-SIZE_STEPS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
+SIZE_INSTRUCTIONS = ("SUBSCR", "SLICE", "UNPACK", "ITER", "COMPARE", "CONTAINS", "CALL_FUNCTION_EX", "MATCH", "IMPORT")
 # Instructions that compute a condition.
 CONDITIONS = ("COMPARE_OP", "IS_OP", "CONTAINS_OP", "UNARY_NOT")
 # Names of modes that the probes change.
@@ -60,22 +60,23 @@ def _is_of_torch(name: str) -> bool:
 @functools.cache
 def _names(code: types.CodeType) -> frozenset[str]:
     """Return the names that a code object loads, and its instructions that may reveal the size of a tensor."""
-    steps = {s.opname for s in dis.get_instructions(code) if any(part in s.opname for part in SIZE_STEPS)}
+    operations = {instruction.opname for instruction in dis.get_instructions(code)}
+    size_operations = {name for name in operations if any(part in name for part in SIZE_INSTRUCTIONS)}
     nested = {"<nested>"} if any(isinstance(constant, types.CodeType) for constant in code.co_consts) else set()
-    return frozenset(code.co_names) | steps | nested
+    return frozenset(code.co_names) | size_operations | nested
 
 
 @functools.cache
 def _has_condition(code: types.CodeType) -> bool:
     """Return True if a code object computes a condition or jumps on one."""
-    steps = list(dis.get_instructions(code))
-    return any(step.opname in CONDITIONS or is_condition(steps, i) for i, step in enumerate(steps))
+    instructions = list(dis.get_instructions(code))
+    return any(each.opname in CONDITIONS or is_condition(instructions, i) for i, each in enumerate(instructions))
 
 
 def assigns_attributes(function: Callable) -> bool:
     """Return True if the code of a function, without its wrappers, assigns attributes or globals, as a counter does."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    names = () if code is None else (step.opname for step in dis.get_instructions(code))
+    names = () if code is None else (instruction.opname for instruction in dis.get_instructions(code))
     return any(name in ("STORE_ATTR", "STORE_GLOBAL") for name in names)
 
 

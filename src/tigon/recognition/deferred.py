@@ -177,9 +177,11 @@ class _Recording:
         return _CannotDefer(reason)
 
 
-def _modes(kind: str) -> tuple:
+def _modes(device_type: str) -> tuple:
     """Return the modes of torch that change gradients and dtypes of operations on a type of device."""
-    autocast = kind != "meta" and torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    autocast = (
+        device_type != "meta" and torch.is_autocast_enabled(device_type) and torch.get_autocast_dtype(device_type)
+    )
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
@@ -199,7 +201,8 @@ class Deferred:
 
     def _result_of(self, expression: Expression, **changes: Any) -> "Deferred":
         """Return a `Deferred` for the result of an operation. `changes` are the properties in which it differs."""
-        # The expression is computed in the modes of the call: gradients would flow where the forward stops them.
+        # `evaluate` computes the whole expression in the modes in which the forward was called. If the forward enters
+        # another mode, such as `torch.no_grad`, gradients would flow where the forward stops them.
         if _modes(self.device.type) != self._recording.modes:
             raise self._recording.refuse("changes the mode of gradients or of autocast")
         return Deferred(self._recording, expression, self._properties._replace(**changes))
@@ -297,9 +300,9 @@ class Deferred:
 
 def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
     """Return the dtype of the product of x and a weight of the same dtype: the dtype of autocast if this is active."""
-    kind = x.device.type
-    is_cast = kind != "meta" and torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    return torch.get_autocast_dtype(kind) if is_cast else x.dtype
+    device_type = x.device.type
+    is_cast = device_type != "meta" and torch.is_autocast_enabled(device_type) and x.dtype != torch.float64
+    return torch.get_autocast_dtype(device_type) if is_cast else x.dtype
 
 
 def call_deferred(module: nn.Module, x: Any, features: int) -> Any:
@@ -312,7 +315,7 @@ def call_deferred(module: nn.Module, x: Any, features: int) -> Any:
     return x._result_of(Call(x._expression, module), shape=torch.Size((*x.shape[:-1], features)))
 
 
-def _refusing(name: str) -> Callable:
+def _make_refusing_method(name: str) -> Callable:
     """Return a special method of `Deferred` that refuses the operation."""
 
     def method(self: Deferred, *args: Any, **kwargs: Any) -> Any:
@@ -322,13 +325,13 @@ def _refusing(name: str) -> Callable:
 
 
 # Python looks up special methods on the class, without `__getattr__`, so each one needs a method that refuses. Methods
-# that every object has, such as `__init__` and `__repr__`, stay, but those that compare refuse too.
+# that every object has, such as `__new__` and `__sizeof__`, stay.
 _OPERATORS = {name for name in dir(Tensor) if name.startswith("__") and callable(getattr(Tensor, name))}
-# These methods of `object` are refused too, because they compare, show or change a tensor.
-_OF_OBJECT = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__str__", "__format__"}
-_OF_OBJECT |= {"__setattr__", "__delattr__", "__reduce__", "__reduce_ex__"}
-for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | _OF_OBJECT:
-    setattr(Deferred, _name, _refusing(_name))
+# These methods of `object` refuse too, because they compare, show or change a tensor.
+_OBJECT_METHODS = {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__", "__repr__", "__str__", "__format__"}
+_OBJECT_METHODS |= {"__setattr__", "__delattr__", "__reduce__", "__reduce_ex__"}
+for _name in (_OPERATORS - {*vars(Deferred)} - {*dir(object)}) | _OBJECT_METHODS:
+    setattr(Deferred, _name, _make_refusing_method(_name))
 Deferred.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 
@@ -350,12 +353,12 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
     if recording.refusal is not None:
         return recording.refusal
     if type(result) is not Deferred:
-        return Refusal("returns something else than one tensor that is computed of its input")
+        return Refusal("returns something else than one tensor that is computed from its input")
     computed = Computed(result._expression, result._properties)
     # The result is the only `Deferred` that may be alive now. Any other one was stored by the forward.
     del result
     if any(reference() is not None for reference in recording.created):
         return Refusal("keeps a tensor after the call")
-    masks = [id(node) for node in _nodes(computed.expression) if isinstance(node, Dropout)]
-    # `evaluate` and the ops draw a mask for each of them.
-    return computed if len({*masks}) == len(masks) else Refusal("uses the mask of a dropout twice")
+    dropouts = [id(node) for node in _nodes(computed.expression) if isinstance(node, Dropout)]
+    # `evaluate` and the ops draw a new mask for each occurrence of a dropout in the expression.
+    return computed if len({*dropouts}) == len(dropouts) else Refusal("uses the mask of a dropout twice")

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, moe_mlp
 from tigon.recognition.replacement import is_changed
-from tigon.recognition.standin import describe, normal, own_tensors, probing, stand_in, without_parameters
+from tigon.recognition.standin import describe, has_no_tensors, normal, own_tensors, probing, stand_in
 from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.state.reach import explore
@@ -176,7 +176,7 @@ def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
         return None
     children = [child for child in module._modules.values() if child is not None]
     tensors = {name for name, tensor in own_tensors(module).items() if tensor is not None}
-    has_plain_children = all(without_parameters(child) and not is_changed(child) for child in children)
+    has_plain_children = all(has_no_tensors(child) and not is_changed(child) for child in children)
     if tensors != set(parameter_names(module)) or not has_plain_children:
         return f"has other state than {', '.join(parameter_names(module))}, or hooks on its activation"
     if (implementation := module.config._experts_implementation) not in CHOICES:
@@ -194,5 +194,5 @@ def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
     if reach.reason:
         return reach.reason
     if implementation not in equal_choices:
-        return f"computes something else than moe_mlp, where its config has chosen {implementation!r}"
+        return f"computes something else than moe_mlp with {implementation!r}, the implementation in its config"
     return replace(recipe, choices=equal_choices)

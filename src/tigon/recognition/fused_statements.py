@@ -22,7 +22,7 @@ from tigon.recognition.norm_recipes import RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
 from tigon.recognition.overwriting import overwritten_inputs
 from tigon.recognition.replacement import Replacement
-from tigon.recognition.rewriting import ADD_NORM, NORM_PASS, PRODUCTS, rewrite
+from tigon.recognition.rewriting import ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS, rewrite
 from tigon.recognition.source import CodeState, code_state, innermost, is_unchanged
 from tigon.recognition.standin import is_linear
 from tigon.recognition.trials import explain_none, not_recording
@@ -62,7 +62,7 @@ def _is_fusible_sum(a: Any, b: Any) -> bool:
     return is_plain and a.device == b.device and not torch.compiler.is_compiling()
 
 
-def norm_pass(norm: nn.Module, x: Any) -> tuple[Any, Any]:
+def norm_with_residual(norm: nn.Module, x: Any) -> tuple[Any, Any]:
     """Return norm(x) and x."""
     if isinstance(x, Tensor) and not torch.compiler.is_compiling() and (arguments := _arguments(norm, x)) is not None:
         weight, eps, options = arguments
@@ -82,7 +82,7 @@ def products(x: Any, *layers: nn.Module) -> tuple[Tensor, ...] | None:
 
 def fuse_statements(function: FunctionType) -> FunctionType | str | None:
     """Return a forward whose patterns are replaced, None if it has none, or the reason why it cannot be rewritten."""
-    return rewrite(function, add_norm, norm_pass, products)
+    return rewrite(function, add_norm, norm_with_residual, products)
 
 
 class FusedStatementsRecipe:
@@ -122,7 +122,7 @@ class FusedStatementsRecipe:
         return FusedStatementsRecipe, (self.cls,)
 
     def __str__(self) -> str:
-        words = {ADD_NORM: "add + norm", NORM_PASS: "norm + residual", PRODUCTS: "products of one input"}
+        words = {ADD_NORM: "add + norm", NORM_WITH_RESIDUAL: "norm + residual", PRODUCTS: "products of one input"}
         forward = self.forward_for(self.stock)
         names = innermost(forward).__code__.co_freevars if forward is not None else ()
         return ", ".join(word for name, word in words.items() if name in names)

@@ -28,10 +28,10 @@ from tigon.recognition.standin import (
     WritesTensor,
     accepts_inputs,
     describe,
+    has_no_tensors,
     is_linear,
     own_tensors,
     probing,
-    without_parameters,
 )
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
@@ -53,14 +53,14 @@ def recognise_glu(module: nn.Module) -> GLURecipe | str | None:
     if not (possible_wirings := list(wirings(projections))):
         return None
     others = {n: child for n, child in module._modules.items() if n not in projections and child is not None}
-    extra = [name for name, child in others.items() if not without_parameters(child)]
+    extra = [name for name, child in others.items() if not has_no_tensors(child)]
     extra += [name for name, tensor in own_tensors(module).items() if tensor is not None]
     if extra:
         return f"has more state than a gated MLP ({', '.join(extra)})"
     if changed_children := [name for name, child in others.items() if is_changed(child)]:
         return f"has hooks on {', '.join(changed_children)}, or their call or forward was replaced"
     sizes = {size for layer in projections.values() for size in (layer.in_features, layer.out_features)}
-    # Children of one size may be the projections of an attention, which need no reason in the report.
+    # Children of one size may be the projections of an attention layer, which need no reason in the report.
     may_be_attention = len(sizes) == 1
     reach = explore(module, inputs=1)
     if reason := reach.reason or reach.decision:
@@ -94,5 +94,5 @@ def _try_wirings(
             return reach.reason
         if results and (isinstance(results[0], GLURecipe) or results[0] != DIFFERENT):
             return results[0]
-    # An attention's forward cannot be run with one input.
+    # The forward of an attention layer cannot be run with one input.
     return failure if has_run or not may_be_attention else None

@@ -19,8 +19,8 @@ from tigon.recognition.glu_recipe import GLURecipe
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
+    agrees_in_all_combinations,
     agrees_in_circumstances,
-    agrees_in_product,
     explain_limits,
     runs_without_contiguity,
 )
@@ -205,8 +205,8 @@ def select_by_dims(subject: GLUSubject, candidates: list[GLURecipe]) -> tuple[li
             run_forward(twin, x)
             dims.add(x.dim())
         except Exception:
-            kind = type(subject.module).__name__
-            LOGGER.debug("%s refuses an input with %d dimensions", kind, x.dim(), exc_info=True)
+            name = type(subject.module).__name__
+            LOGGER.debug("%s refuses an input with %d dimensions", name, x.dim(), exc_info=True)
         if x.dim() in dims:
             candidates = select_equal(candidates, twin, [x], run_forward(twin, x))
     return candidates, frozenset(dims)
@@ -228,12 +228,12 @@ def confirm(recipe: GLURecipe, subject: GLUSubject, reach: Reach) -> GLURecipe |
         and _agrees_on_weights(recipe, subject)
         and _agrees_on_mixed_dtypes(recipe, subject)
         and _agrees_beyond(recipe, subject, largest_number(reach))
-        and (not has_conditions(reach) or agrees_in_product(recipe, subject, subject.inputs, pairs))
+        and (not has_conditions(reach) or agrees_in_all_combinations(recipe, subject, subject.inputs, pairs))
     ):
         return DIFFERENT
     if reason := explain_limits(recipe, subject, subject.inputs, subject.module, reach, pairs, recipe.dims):
         return reason
-    return replace(recipe, contiguous=not accepts_strides)
+    return replace(recipe, needs_contiguity=not accepts_strides)
 
 
 def _agrees_on_weights(recipe: GLURecipe, subject: GLUSubject) -> bool:
@@ -248,8 +248,8 @@ def _agrees_on_weights(recipe: GLURecipe, subject: GLUSubject) -> bool:
         largest = 4 if dtype == FP16 else 30
         x = subject.inputs(dtype, 32)[0].abs() * torch.logspace(-1, largest, 32, dtype=torch.float32)[:, None].to(dtype)
         changes = align, lambda name, weight: weight.zero_(), lambda name, weight: weight.fill_(1.0)
-        makes = (functools.partial(subject.with_weights, dtype, change) for change in changes)
-        if any(agrees(recipe, make, [x]) is False for make in makes):
+        factories = (functools.partial(subject.with_weights, dtype, change) for change in changes)
+        if any(agrees(recipe, make, [x]) is False for make in factories):
             return False
     return True
 

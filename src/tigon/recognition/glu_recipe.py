@@ -72,8 +72,8 @@ class GLURecipe:
     dims: frozenset[int] = field(default=frozenset((1, 2, 3, 4)), compare=False)
     # True if the module calls `up` before `gate`. The order affects hooks and the random numbers of the children.
     up_first: bool = field(default=False, compare=False)
-    # True if the stock forward computes inputs that are not contiguous.
-    contiguous: bool = field(default=False, compare=False)
+    # True if the recipe takes contiguous inputs only. The stock forward runs for all others.
+    needs_contiguity: bool = field(default=False, compare=False)
     live: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
 
@@ -119,7 +119,7 @@ class GLURecipe:
 
     def _fits(self, x: Any) -> bool:
         """Return True if recognition compared the module with the op for an input of this kind."""
-        return is_plain_input(x, self.contiguous) and x.dim() in self.dims
+        return is_plain_input(x, self.needs_contiguity) and x.dim() in self.dims
 
     def _product(self, module: nn.Module, x: Tensor, reference: bool) -> Tensor:
         """Return act(gate) * up, computed through the module's children."""

@@ -20,8 +20,8 @@ from tigon.recognition.norm_recipes import LAYER_NORM_FORMULAS, LayerNormRecipe,
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
+    agrees_in_all_combinations,
     agrees_in_circumstances,
-    agrees_in_product,
     explain_limits,
     runs_without_contiguity,
 )
@@ -131,8 +131,8 @@ def select_by_values(subject: NormSubject, candidates: list[NormRecipe]) -> list
         except WritesTensor:
             raise
         except Exception:
-            kind = type(subject.module).__name__
-            LOGGER.debug("%s refuses %s with weights in %s", kind, dtype, weight_dtype, exc_info=True)
+            name = type(subject.module).__name__
+            LOGGER.debug("%s refuses %s with weights in %s", name, dtype, weight_dtype, exc_info=True)
             if dtype == weight_dtype:
                 raise
             # The module refuses mixed dtypes, so there is nothing to reproduce.
@@ -193,7 +193,7 @@ def confirm(recipe: NormRecipe, subject: NormSubject, dims: frozenset[int], reac
     pairs, module = _agreeing_pairs(recipe, subject), subject.module
     if not (agrees_in_circumstances(recipe, subject, subject.inputs) and _agrees_on_weights(recipe, subject)):
         return None
-    if has_conditions(reach) and not agrees_in_product(recipe, subject, subject.inputs, pairs):
+    if has_conditions(reach) and not agrees_in_all_combinations(recipe, subject, subject.inputs, pairs):
         return None
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
     if reason := explain_limits(recipe, subject, subject.inputs, module, reach, pairs, dims):
@@ -226,8 +226,8 @@ def _agrees_on_weights(recipe: NormRecipe, subject: NormSubject) -> bool:
             lambda i: (normal(80 + i, width).sign() * largest * 0.9).to(dtype),  # noqa: B023
             lambda i: torch.full((width,), largest).to(dtype),  # noqa: B023
         ]
-        makes = (functools.partial(subject.with_weights, make_weight) for make_weight in weights)
-        if any(agrees(recipe, make, x) is False for make in makes):
+        factories = (functools.partial(subject.with_weights, make_weight) for make_weight in weights)
+        if any(agrees(recipe, make, x) is False for make in factories):
             return False
     return True
 

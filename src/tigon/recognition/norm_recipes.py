@@ -16,26 +16,26 @@ from tigon.runtime.device import PLAIN, runs_kernels
 
 __all__ = ["LAYER_NORM_FORMULAS", "LayerNormRecipe", "NormRecipe", "RMSNormRecipe", "Scope"]
 
-# This text follows the name of a recipe if the stock forward computes calls with a second argument.
+# This text follows the name of a recipe if the stock forward runs for calls with a second argument.
 ONE_ARGUMENT = ", in calls with one argument"
 
 
 @dataclass(frozen=True)
 class Scope:
-    """The inputs for which recognition compared a module with the op. The stock forward computes all other inputs."""
+    """The inputs for which recognition compared a module with the op. The stock forward runs for all other inputs."""
 
     dims: frozenset[int] = frozenset((1, 2, 3, 4))
     # Dtypes of the weight for each dtype of the input. None stands for a norm without weight.
     weight_dtypes: dict[torch.dtype, tuple[torch.dtype | None, ...]] = field(
         default_factory=lambda: dict.fromkeys(DTYPES, (None, *DTYPES))
     )
-    # True if the stock forward computes inputs that are not contiguous.
-    contiguous: bool = False
+    # True if the recipe takes contiguous inputs only. The stock forward runs for all others.
+    needs_contiguity: bool = False
     # An attribute that must stay equal to the shape of the weight, such as `normalized_shape`.
     shape: str | None = None
     # True if the recipe reads epsilon in every call. Otherwise the guard fails once epsilon changes.
     live_eps: bool = True
-    # True if the module accepts a second argument too. The stock forward computes calls with two arguments.
+    # True if the module accepts a second argument too. The stock forward runs for calls with two arguments.
     takes_more: bool = False
 
     def fits(self, module: nn.Module, args: tuple, weight: Tensor | None) -> bool:
@@ -54,7 +54,7 @@ class Scope:
             return False
         if self.shape is not None and getattr(module, self.shape, None) != x.shape[-1:]:
             return False
-        return not (self.contiguous and not x.is_contiguous()) and (len(args) == 1 or _matches_input(args[1], x))
+        return not (self.needs_contiguity and not x.is_contiguous()) and (len(args) == 1 or _matches_input(args[1], x))
 
 
 def _matches_input(gate: Any, x: Tensor) -> bool:

@@ -81,7 +81,7 @@ def _likely_widths(module: nn.Module, reach: Reach) -> list[int]:
 
 def _find_recipe(subjects: list[NormSubject], candidates: list[NormRecipe], reach: Reach) -> NormRecipe | str:
     """Return the recipe of a norm, or the reason why there is none. The subjects have the widths to try."""
-    kind = type(subjects[0].module).__name__
+    class_name = type(subjects[0].module).__name__
     # The last subject that ran, with the numbers of dimensions that it accepts.
     last: tuple[NormSubject, frozenset[int]] | None = None
     failure = ""
@@ -94,7 +94,7 @@ def _find_recipe(subjects: list[NormSubject], candidates: list[NormRecipe], reac
         except WritesTensor as error:
             return str(error)
         except Exception as error:
-            LOGGER.debug("%s cannot be run as a norm of width %d", kind, subject.width, exc_info=True)
+            LOGGER.debug("%s cannot be run as a norm of width %d", class_name, subject.width, exc_info=True)
             failure = f"cannot be run by itself ({describe(error)})"
     if last is None:
         return failure
@@ -103,7 +103,7 @@ def _find_recipe(subjects: list[NormSubject], candidates: list[NormRecipe], reac
             results = (confirm(candidate, *last, reach) for candidate in candidates)
             result = next((result for result in results if result is not None), None)
     except Exception as error:
-        LOGGER.debug("%s cannot be compared with a norm", kind, exc_info=True)
+        LOGGER.debug("%s cannot be compared with a norm", class_name, exc_info=True)
         return f"cannot be run by itself ({describe(error)})"
     if result is None or reach.reason:
         return reach.reason or "computes something else than rms_norm or layer_norm"

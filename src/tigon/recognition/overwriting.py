@@ -16,10 +16,10 @@ from tigon.recognition.source import NotReadable, cached_by_code, definition_of
 __all__ = ["overwritten_inputs"]
 
 
-class _Values:
+class _AliasTracker:
     """Tracks which variables hold the same tensor, and which tensors are written in place after a child read them.
 
-    A number stands for a tensor. After a branch, a variable may hold one of several tensors.
+    Each tensor has a number. After a branch, a variable may hold one of several tensors.
     """
 
     def __init__(self) -> None:
@@ -30,20 +30,20 @@ class _Values:
         self.first_writes: dict[str, int] = {}
         self.count = 0
 
-    def of(self, name: str) -> frozenset[int]:
+    def find_tensors(self, name: str) -> frozenset[int]:
         """Return the numbers of the tensors that a variable may hold."""
         if name not in self.numbers:
-            self.numbers[name] = self.new()
+            self.numbers[name] = self.add_tensor()
         return self.numbers[name]
 
-    def new(self) -> frozenset[int]:
-        """Return the number of a new tensor."""
+    def add_tensor(self) -> frozenset[int]:
+        """Return the number of a new tensor, as a set."""
         self.count += 1
         return frozenset((self.count,))
 
     def write(self, name: str, line: int) -> None:
         """Record a write in place to the tensors that a variable may hold."""
-        for number in self.of(name):
+        for number in self.find_tensors(name):
             for child in self.readers.get(number, ()):
                 self.first_writes.setdefault(child, line)
 
@@ -86,7 +86,7 @@ class _Values:
             if not isinstance(node, ast.Call):
                 continue
             if (call := child_call(node)) is not None:
-                for number in self.of(call.argument):
+                for number in self.find_tensors(call.argument):
                     self.readers.setdefault(number, set()).add(call.child)
             function = node.func
             if not (isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name)):
@@ -105,7 +105,8 @@ class _Values:
         for target in statement.targets:
             for node in ast.walk(target):
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                    self.numbers[node.id] = self.of(value.id) if isinstance(value, ast.Name) else self.new()
+                    numbers = self.find_tensors(value.id) if isinstance(value, ast.Name) else self.add_tensor()
+                    self.numbers[node.id] = numbers
 
 
 @cached_by_code
@@ -115,6 +116,6 @@ def overwritten_inputs(function: FunctionType) -> dict[str, int]:
         definition = definition_of(function)
     except NotReadable:
         return {}
-    values = _Values()
-    values.visit_block(definition.body)
-    return values.first_writes
+    tracker = _AliasTracker()
+    tracker.visit_block(definition.body)
+    return tracker.first_writes

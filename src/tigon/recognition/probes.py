@@ -23,8 +23,8 @@ from tigon.runtime.state.places import Reach
 __all__ = [
     "DTYPES",
     "agrees",
+    "agrees_in_all_combinations",
     "agrees_in_circumstances",
-    "agrees_in_product",
     "explain_limits",
     "runs_without_contiguity",
 ]
@@ -61,7 +61,7 @@ def agrees(
     comparisons counts an exception of the forward as a mismatch.
     """
     words = ["special"] * has_special_upstream + ["gradients"] * needs_grad
-    mode = " ".join(words + ["kind of the output"] * (not compares_values))
+    mode = " ".join(words + ["properties of the output"] * (not compares_values))
     stock, copy = make(), make()
     try:
         stock_run = functools.partial(type(stock).forward, stock)
@@ -114,7 +114,7 @@ def _upstream(y: Tensor, is_special: bool) -> Tensor:
 
 
 def _same_output(a: Any, b: Any, compares_values: bool) -> bool:
-    """Return True if two outputs are tensors of one type with the same values, layout, names and need of gradients."""
+    """Return True if two outputs are tensors of one type with the same values and properties."""
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         return False
     properties = lambda t: (type(t), t.dtype, t.device, t.shape, t.layout, t.requires_grad, getattr(t, "names", None))
@@ -180,7 +180,7 @@ def _to_meta(twin: nn.Module) -> nn.Module:
     return twin
 
 
-def agrees_in_product(
+def agrees_in_all_combinations(
     candidate: Callable, subject: Subject, inputs: ProbeInputs, pairs: Sequence[tuple[torch.dtype, torch.dtype | None]]
 ) -> bool:
     """Compare in every combination of mode, dtypes, number of dimensions and gradients.

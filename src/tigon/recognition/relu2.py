@@ -13,8 +13,8 @@ from tigon.recognition.code_facts import largest_number
 from tigon.recognition.glu_recipe import is_plain_input
 from tigon.recognition.probes import (
     DTYPES,
+    agrees_in_all_combinations,
     agrees_in_circumstances,
-    agrees_in_product,
     explain_limits,
     runs_without_contiguity,
 )
@@ -25,6 +25,7 @@ from tigon.recognition.standin import (
     WritesTensor,
     accepts_inputs,
     describe,
+    has_no_tensors,
     normal,
     probing,
     run_forward,
@@ -32,7 +33,6 @@ from tigon.recognition.standin import (
     select_equal_gradients,
     stand_in,
     unusual_values,
-    without_parameters,
 )
 from tigon.recognition.trials import current_trials, explain_none, recording
 from tigon.runtime.state.places import Reach
@@ -49,13 +49,13 @@ DIFFERENT = "computes something else than a squared ReLU"
 class ReLU2Recipe:
     """Recipe: `relu2`, for an activation that is a module."""
 
-    # True if the stock forward computes inputs that are not contiguous.
-    contiguous: bool = field(default=False, compare=False)
+    # True if the recipe takes contiguous inputs only. The stock forward runs for all others.
+    needs_contiguity: bool = field(default=False, compare=False)
     live: ClassVar[tuple[str, ...]] = ()
     choices: ClassVar[tuple[str, ...]] = ()
 
     def __call__(self, module: nn.Module, *args: Any, reference: bool = False, **kwargs: Any) -> Tensor:
-        if kwargs or len(args) != 1 or not (reference or is_plain_input(args[0], self.contiguous)):
+        if kwargs or len(args) != 1 or not (reference or is_plain_input(args[0], self.needs_contiguity)):
             return type(module).forward(module, *args, **kwargs)
         return (relu2_reference if reference else relu2)(*args)
 
@@ -69,7 +69,7 @@ def recognise_relu2(module: nn.Module) -> ReLU2Recipe | str | None:
     A reason is returned only for a module that computes a squared ReLU for some inputs, or whose class is named like
     one. Other activations are not of this kind.
     """
-    if module._modules or not without_parameters(module) or not accepts_inputs(module, 1):
+    if module._modules or not has_no_tensors(module) or not accepts_inputs(module, 1):
         return None
     reach, recipe = explore(module, inputs=1), ReLU2Recipe()
     result: ReLU2Recipe | str
@@ -115,8 +115,10 @@ def _confirm(module: nn.Module, reach: Reach) -> ReLU2Recipe | str:
     inputs = lambda dtype, *shape: [normal(60, *shape, width, dtype=dtype)]
     pairs = [(dtype, dtype) for dtype in DTYPES]
     accepts_strides = runs_without_contiguity(recipe, subject, inputs)
-    if not agrees_in_circumstances(recipe, subject, inputs) or not agrees_in_product(recipe, subject, inputs, pairs):
+    if not agrees_in_circumstances(recipe, subject, inputs) or not agrees_in_all_combinations(
+        recipe, subject, inputs, pairs
+    ):
         return DIFFERENT
     if reason := explain_limits(recipe, subject, inputs, module, reach):
         return reason
-    return replace(recipe, contiguous=not accepts_strides)
+    return replace(recipe, needs_contiguity=not accepts_strides)

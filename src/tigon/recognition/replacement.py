@@ -163,7 +163,7 @@ def _assigned_forward(module: nn.Module) -> Callable | None:
 
 
 def is_changed(module: nn.Module) -> bool:
-    """Return True if a call of the module does anything but the forward of its class.
+    """Return True if a call of the module runs any code besides the forward of its class.
 
     Hooks of DeepSpeed do not count. They are on every module, and move its parameters.
     """

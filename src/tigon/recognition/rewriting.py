@@ -4,7 +4,7 @@
     residual = hidden                      |   hidden, residual = add_norm(self.norm, residual, hidden)
     hidden = self.norm(hidden)             |
 
-    residual = hidden                      |   hidden, residual = norm_pass(self.norm, hidden)
+    residual = hidden                      |   hidden, residual = norm_with_residual(self.norm, hidden)
     hidden = self.norm(hidden)             |
 
     q = self.q(hidden).view(shape)         |   p = products(hidden, self.q, self.k)
@@ -25,10 +25,10 @@ from typing import NamedTuple
 
 from tigon.recognition.source import NotReadable, cached_by_code, compile_definition, definition_of, innermost
 
-__all__ = ["ADD_NORM", "NORM_PASS", "PRODUCTS", "child_call", "rewrite"]
+__all__ = ["ADD_NORM", "NORM_WITH_RESIDUAL", "PRODUCTS", "child_call", "rewrite"]
 
 # The names by which the rewritten source calls the three functions. No forward uses such names.
-ADD_NORM, NORM_PASS, PRODUCTS = NAMES = ("_tigon_add_norm_", "_tigon_norm_pass_", "_tigon_products_")
+ADD_NORM, NORM_WITH_RESIDUAL, PRODUCTS = NAMES = ("_tigon_add_norm_", "_tigon_norm_with_residual_", "_tigon_products_")
 
 
 # --- statements ------------------------------------------------------------------------------------
@@ -140,7 +140,7 @@ def _match_norm(statements: list[ast.stmt], variables: frozenset[str]) -> _Match
     # The norm and the residual must be assigned to two different variables.
     if last is None or call is None or call.argument != h or residual == last.target or h == "self":
         return None
-    function, inputs = (ADD_NORM, summands) if summands else (NORM_PASS, (h,))
+    function, inputs = (ADD_NORM, summands) if summands else (NORM_WITH_RESIDUAL, (h,))
     fused_call = ast.Call(_name(function), [_attribute(call.child), *map(_name, inputs)], [])
     replacement: list[ast.stmt] = [_assign([last.target, residual], fused_call)]
     if h not in (last.target, residual):
@@ -332,12 +332,12 @@ FRAME_READERS = frozenset(("locals", "vars", "eval", "exec", "dir", "_getframe",
 
 @cached_by_code
 def rewrite(
-    function: FunctionType, add_norm: Callable, norm_pass: Callable, products: Callable
+    function: FunctionType, add_norm: Callable, norm_with_residual: Callable, products: Callable
 ) -> FunctionType | str | None:
     """Return the function with its statements rewritten, with the same globals; None if there is nothing to rewrite.
 
     A string is the reason why the function cannot be rewritten, or why statements that resemble a pattern stay as they
-    are. `add_norm`, `norm_pass` and `products` are the functions that the rewritten source calls.
+    are. `add_norm`, `norm_with_residual` and `products` are the functions that the rewritten source calls.
     """
     try:
         definition = definition_of(function)
@@ -348,7 +348,7 @@ def rewrite(
         definition.body = rewriter.rewrite_block(definition.body)
         if not rewriter.count:
             return rewriter.refusal
-        helpers = dict(zip(NAMES, (add_norm, norm_pass, products), strict=True))
+        helpers = dict(zip(NAMES, (add_norm, norm_with_residual, products), strict=True))
         return compile_definition(definition, function, helpers)
     except NotReadable as error:
         return f"its forward {error}"

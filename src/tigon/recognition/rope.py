@@ -1,4 +1,4 @@
-"""Recognise rotary embeddings: a function of the module's file, which the forward of an attention calls by its name.
+"""Recognise rotary embeddings: a function of the module's file, which the forward of an attention layer calls.
 
     def forward(self, hidden, position_embeddings):
         ...
@@ -6,8 +6,8 @@
 
 The function is not replaced in the globals of that file, because this would change every other model of the process: on
 a GPU those models would compute other bits, because the kernel rounds once where eager code rounds three times.
-Instead, the recipe of each attention runs the code object of its class with a copy of the globals, in which that one
-name is the op. Nothing outside of the recipe changes.
+Instead, the recipe of each attention layer runs the code object of its class with a copy of the globals, in which that
+one name is the op. Nothing outside of the recipe changes.
 """
 
 import inspect
@@ -41,7 +41,7 @@ class _FusedRope:
         arguments = {**dict(zip(call.names, args, strict=False)), **kwargs}
         values = [arguments.get(name) for name in (*call.tensors, "cos", "sin")]
         tensors = [x for x in values if isinstance(x, Tensor)]
-        heads = arguments.get("unsqueeze_dim", call.heads or 2)
+        unsqueeze_dim = arguments.get("unsqueeze_dim", call.unsqueeze_dim or 2)
         if len(tensors) < len(values) or arguments.get("position_ids") is not None:
             return self.stock(*args, **kwargs)
         # A helper that the function calls may have been replaced in the file.
@@ -49,11 +49,11 @@ class _FusedRope:
             return self.stock(*args, **kwargs)
         *inputs, cos, sin = tensors
         has_batch = cos.dim() == 3
-        if not has_batch and cos.dim() == 2 and call.heads is None and all(x.dim() == 3 for x in inputs):
+        if not has_batch and cos.dim() == 2 and call.unsqueeze_dim is None and all(x.dim() == 3 for x in inputs):
             *inputs, cos, sin = (x[None] for x in tensors)
-        if heads not in (1, 2) or not self._fits(inputs, cos, sin, heads):
+        if unsqueeze_dim not in (1, 2) or not self._fits(inputs, cos, sin, unsqueeze_dim):
             return self.stock(*args, **kwargs)
-        results = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, heads)
+        results = self.form(inputs[0], inputs[1] if len(inputs) == 2 else None, cos, sin, unsqueeze_dim)
         q, k = (x if x is None or has_batch else x[0] for x in results)
         return q if len(inputs) == 1 else (q, k)
 
@@ -62,13 +62,13 @@ class _FusedRope:
         """Compare the function once for each graph."""
         return self.guard.holds(self.stock)
 
-    def _fits(self, inputs: list[Tensor], cos: Tensor, sin: Tensor, heads: int) -> bool:
+    def _fits(self, inputs: list[Tensor], cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> bool:
         """Return True if the op accepts these shapes. The stock function accepts all shapes that broadcast."""
         if cos.dim() != 3 or any(x.dim() != 4 for x in inputs) or (cos.shape, cos.dtype) != (sin.shape, sin.dtype):
             return False
         q, width = inputs[0], rotary_size(cos, self.form.table)
-        batch, length, size = q.shape[0], q.shape[3 - heads], q.shape[3]
-        sizes = ((x.shape[0], x.shape[3 - heads], x.shape[3], x.dtype) for x in inputs)
+        batch, length, size = q.shape[0], q.shape[3 - unsqueeze_dim], q.shape[3]
+        sizes = ((x.shape[0], x.shape[3 - unsqueeze_dim], x.shape[3], x.dtype) for x in inputs)
         has_equal_sizes = all(each == (batch, length, size, q.dtype) for each in sizes)
         fits_head = width == size or (self.form.partial and width < size)
         fits_table = width % 2 == 0 and cos.shape[0] in (1, batch) and cos.shape[1] == length
@@ -173,15 +173,15 @@ def _written_globals(function: types.FunctionType) -> list[str]:
     return [target for target, _ in code_use(function.__code__).writes if target.startswith("the global")]
 
 
-def _form_of(value: object, file: str) -> Form | str | None:
+def _form_of(value: object, module_name: str) -> Form | str | None:
     """Return the form of a global that a forward names, a reason, or None if it is no rope function.
 
-    `file` is the name of the Python module that contains the forward.
+    `module_name` is the name of the Python module that contains the forward.
     """
     if not isinstance(value, types.FunctionType) or not {"cos", "sin"} <= inspect.signature(value).parameters.keys():
         return None
     origin = inspect.unwrap(value).__module__ or ""
-    if origin.split(".")[0] not in (file.split(".")[0], "transformers"):
+    if origin.split(".")[0] not in (module_name.split(".")[0], "transformers"):
         return f"was already replaced (by {origin})"
     return recognise_function(value) or "has other arguments than queries, keys, cos and sin"
 

@@ -31,14 +31,14 @@ class Form:
     partial: bool = False
 
     def __call__(
-        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, heads: int, reference: bool = False
+        self, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, unsqueeze_dim: int, reference: bool = False
     ) -> tuple[Tensor, Tensor | None]:
         op, dtype = rope_reference if reference else rope, None if self.result == "promoted" else q.dtype
         # Kernels compute in fp32 in any case.
         if self.result == "fp32" and (reference or not runs_kernels(q)):
             q, k = q.float(), None if k is None else k.float()
         sin = -sin if self.flipped else sin
-        return op(q, k, cos, sin, unsqueeze_dim=heads, layout=self.layout, table=self.table, dtype=dtype)
+        return op(q, k, cos, sin, unsqueeze_dim=unsqueeze_dim, layout=self.layout, table=self.table, dtype=dtype)
 
     def __str__(self) -> str:
         words = ["rope", self.layout.replace("_", " ")]
@@ -67,8 +67,9 @@ class RopeCall:
     names: tuple[str, ...]
     # The names of the tensors to rotate.
     tensors: tuple[str, ...]
-    # The default of `unsqueeze_dim`. Without that argument it is None, and the heads are the last dimension but one.
-    heads: int | None
+    # The default of the argument `unsqueeze_dim`, which is the dimension of the heads. It is None if the function has
+    # no such argument. The heads are then the last dimension but one.
+    unsqueeze_dim: int | None
 
     @staticmethod
     def of(function: Callable[..., Any]) -> "RopeCall | None":
@@ -77,5 +78,5 @@ class RopeCall:
         tensors = tuple(name for name in parameters if name not in ("cos", "sin", "unsqueeze_dim", "position_ids"))
         if not {"cos", "sin"} <= parameters.keys() or len(tensors) not in (1, 2):
             return None
-        heads = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
-        return RopeCall(tuple(parameters), tensors, heads) if heads in (None, 1, 2) else None
+        unsqueeze_dim = parameters["unsqueeze_dim"].default if "unsqueeze_dim" in parameters else None
+        return RopeCall(tuple(parameters), tensors, unsqueeze_dim) if unsqueeze_dim in (None, 1, 2) else None

@@ -25,15 +25,15 @@ __all__ = ["recognise_function"]
 
 LOGGER = logging.getLogger("tigon")
 
-# The features of a head, and the heads of queries and of keys.
+# The number of features of a head, and the numbers of heads of queries and of keys.
 FEATURES, HEADS = 16, (4, 2)
 
 
 def recognise_function(function: types.FunctionType) -> Form | str | None:
     """Return the form that computes what a function computes, or the reason why there is none.
 
-    The result is None if the function has not the arguments of a rotary embedding. The comparisons use heads of 16
-    features. They also try tables for a part of the head.
+    The result is None if the function does not have the arguments of a rotary embedding. The comparisons use heads of
+    16 features. They also try tables for a part of the head.
     """
     # A function is compared once for all layers, and again if anything that it reads has been replaced.
     reach = explore(function)
@@ -81,7 +81,7 @@ def _find_form(function: types.FunctionType) -> Form | str | None:
 class _Comparison:
     """Runs a function and forms on the same inputs.
 
-    A case is a position of the heads, a batch size of the tables, and the dtypes of the tensors and of the tables.
+    A case is a dimension of the heads, a batch size of the tables, and the dtypes of the tensors and of the tables.
     """
 
     def __init__(self, function: types.FunctionType, call: RopeCall) -> None:
@@ -91,7 +91,7 @@ class _Comparison:
             (torch.bfloat16, torch.bfloat16),
             (torch.bfloat16, torch.float32),
         ]
-        self.cases = list(itertools.product((1, 2) if call.heads else (2,), (1, 2), dtypes))
+        self.cases = list(itertools.product((1, 2) if call.unsqueeze_dim else (2,), (1, 2), dtypes))
         # The results of the function, by the number of the case and the width of the tables.
         self.results: dict[tuple[int, int], tuple[Tensor, Tensor | None]] = {}
 
@@ -113,8 +113,10 @@ class _Comparison:
 
     def prepare(self, number: int, width: int) -> tuple[list[Tensor], list[Tensor]]:
         """Return the tensors to rotate, and `cos` and `sin`, of a case."""
-        heads, batch, (dtype, table_dtype) = self.cases[number]
-        shapes = [(2, n, 5, FEATURES) if heads == 1 else (2, 5, n, FEATURES) for n in HEADS][: len(self.call.tensors)]
+        unsqueeze_dim, batch, (dtype, table_dtype) = self.cases[number]
+        shapes = [(2, n, 5, FEATURES) if unsqueeze_dim == 1 else (2, 5, n, FEATURES) for n in HEADS][
+            : len(self.call.tensors)
+        ]
         inputs = [normal(100 * number + n, *shape, dtype=dtype) for n, shape in enumerate(shapes)]
         return inputs, [normal(100 * number + n, batch, 5, width, dtype=table_dtype) for n in (7, 8)]
 
@@ -128,7 +130,7 @@ class _Comparison:
     def run_function(self, number: int, inputs: list[Tensor], tables: list[Tensor]) -> tuple[Tensor, Tensor | None]:
         """Run the function. A function of one tensor has None as its second result."""
         arguments = dict(zip((*self.call.tensors, "cos", "sin"), (*inputs, *tables), strict=True))
-        options = {"unsqueeze_dim": self.cases[number][0]} if self.call.heads else {}
+        options = {"unsqueeze_dim": self.cases[number][0]} if self.call.unsqueeze_dim else {}
         result = self.function(**arguments, **options)
         return result if isinstance(result, tuple) else (result, None)
 

@@ -31,6 +31,7 @@ __all__ = [
     "copy_in_mode",
     "describe",
     "gradients",
+    "has_no_tensors",
     "is_linear",
     "normal",
     "own_tensors",
@@ -43,7 +44,6 @@ __all__ = [
     "select_equal_gradients",
     "stand_in",
     "unusual_values",
-    "without_parameters",
 ]
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -144,8 +144,8 @@ def own_tensors(module: nn.Module) -> dict[str, Tensor | None]:
     return dict([*module._parameters.items(), *module._buffers.items(), *plain_tensors])
 
 
-def without_parameters(module: nn.Module) -> bool:
-    """Return True if a module and its descendants hold no tensor, as is the case for an activation or a dropout."""
+def has_no_tensors(module: nn.Module) -> bool:
+    """Return True if a module and its descendants hold no tensor, as for an activation or a dropout."""
     return all(tensor is None for each in module.modules() for tensor in own_tensors(each).values())
 
 

@@ -24,7 +24,7 @@ SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 # Unusual sizes, with which no code compares. A guard on one of these numbers therefore comes from torch, which has
 # specialised the run to this size.
 SIZES = (37, 41, 43)
-# The results of these operators depend on positions, although their schemas take sizes.
+# These operators take sizes as integers, but the values of their results depend on these integers.
 BY_POSITION = frozenset(
     ("arange", "linspace", "logspace", "range", "eye", "tril", "triu", "tril_indices", "triu_indices", "randperm")
 )
@@ -125,9 +125,9 @@ def _with_symbolic_sizes(tools: SymbolicTools, mode: Any, inputs: tuple[Tensor, 
 
 def _explain(error: Exception) -> str:
     """Return a reason for an exception that the symbolic run raised."""
-    kind, first = type(error).__name__, (str(error).splitlines() or [""])[0][:100]
-    if "DataDependent" in kind or "DynamicOutputShape" in kind:
-        return f"its forward decides by the values of a tensor ({kind})"
+    class_name, first = type(error).__name__, (str(error).splitlines() or [""])[0][:100]
+    if "DataDependent" in class_name or "DynamicOutputShape" in class_name:
+        return f"its forward decides by the values of a tensor ({class_name})"
     if "Sym" in first:
-        return f"its forward computes with the size of its input ({kind}: {first})"
-    return f"its forward cannot be run with symbolic sizes ({kind}: {first})"
+        return f"its forward computes with the size of its input ({class_name}: {first})"
+    return f"its forward cannot be run with symbolic sizes ({class_name}: {first})"

@@ -188,7 +188,7 @@ def _difference(results: Any, expected: Any) -> tuple[str, float]:
     if others:
         return "; ".join(dict.fromkeys(others)), torch.inf
     if largest == 0:
-        return "values are equal, but not the layout, the device, the type or the need of gradients", torch.inf
+        return "values are equal, but the layout, the device, the type or requires_grad differs", torch.inf
     return _describe_difference(largest, scale), largest
 
 

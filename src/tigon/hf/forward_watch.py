@@ -1,9 +1,9 @@
 """Warn once if a model no longer runs the forward that `tigon.patch` gave it.
 
 A trainer may replace the forward of a causal language model after the patch. TRL's trainer assigns a function that
-calls the model's body and computes the loss itself. Norms, MLPs and attentions then stay patched, but the loss in the
-head and the block of `tigon.lean` around the model are not used. The results do not show this. Therefore the body of a
-patched model checks at each call that the model still has the forward that `tigon.patch` installed.
+calls the model's body and computes the loss itself. Norms, MLPs and attention layers then stay patched, but the loss in
+the head and the block of `tigon.lean` around the model are not used. The results do not show this. Therefore the body
+of a patched model checks at each call that the model still has the forward that `tigon.patch` installed.
 """
 
 import functools
@@ -62,7 +62,7 @@ class WatchedBody:
         origin = f"by {written_in(forward)}" if forward is not None else "by the forward of its class"
         warnings.warn(
             f"tigon: the forward of {name} was replaced ({origin}) after tigon.patch, so {self.lost_features} not "
-            "used; norms, MLPs and attentions stay patched",
+            "used; norms, MLPs and attention layers stay patched",
             stacklevel=4,
         )
 
