@@ -13,6 +13,7 @@ from tigon.ops.adapters.lora import (
     draw_seeds,
     eager_output,
     flatten,
+    lora_linear_reference,
     lora_linears,
     rebuild,
     takes_adapters,
@@ -231,3 +232,24 @@ def test_a_bias_may_have_any_stride(name):
     for bias in (random(32)[::2], random(1).expand(16)):
         dense = tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias.clone(memory_format=torch.contiguous_format)})
         assert torch.equal(tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias}), dense)
+
+
+def test_outputs_of_adapters_below_the_rounding_of_the_layer_are_not_lost():
+    """Eager code rounds the output of the layer first, so a sum with less than half a unit of its last place is lost.
+
+    The op adds before it rounds. Outputs that lie near the middle of two numbers then change, and the mean is right.
+    """
+    generator = torch.Generator().manual_seed(0)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, torch.bfloat16)
+    x, weight, added = normal(64, 64), normal(64, 64), 2.0**-7
+    x[:, 0] = 1.0
+    a, b = torch.zeros(4, 64, device=DEVICE), torch.zeros(64, 4, device=DEVICE)
+    a[0, 0] = 1.0
+    without = tigon.lora_linear(x, weight, a, b).double()
+    b[:, 0] = added
+    change, eager_change = (
+        float((function(x, weight, a, b).double() - without).mean() / added)
+        for function in (tigon.lora_linear, lora_linear_reference)
+    )
+    assert eager_change < 0.5
+    assert abs(change - 1) < 0.25
