@@ -110,6 +110,21 @@ def test_adapted_layers_run_as_ops(level, is_quantised, monkeypatch):
     assert nodes == {"_LoRALinears", "_LoRAGLUMLP"}
 
 
+def test_adapters_of_experts_run_as_ops_without_the_sum_of_weights():
+    """PEFT adds the products of the adapters to the weights of all experts, in a copy that backward needs."""
+    config = transformers.Qwen3MoeConfig(
+        **SIZES, head_dim=16, moe_intermediate_size=96, num_experts=8, num_experts_per_tok=2
+    )
+    steps = {}
+    for level in ("stock", "lean"):
+        model, _ = build(config, attention=None)
+        add_adapters(model.to(torch.bfloat16), RANK, torch.float32, False)
+        steps[level] = step_of(model.train(), level)
+    weights = 2 * 8 * 3 * 64 * 96
+    assert steps["stock"].fixed == steps["lean"].fixed
+    assert steps["stock"].peak - steps["lean"].peak > 2 * weights
+
+
 @pytest.mark.parametrize("level", ["stock", "lean"])
 def test_four_bits_take_fewer_bytes(level):
     lora_step, qlora_step = (step_of(adapted_llama(is_quantised=q), level) for q in (False, True))

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -116,6 +117,7 @@ class Ledger(DispatchMode):
     def __enter__(self) -> "Ledger":
         self._blocks.enter_context(simulated(self))
         self._blocks.enter_context(_Attention(self))
+        self._blocks.enter_context(patch.object(torch, "autocast", _autocast_or_nothing))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -201,6 +203,14 @@ class Ledger(DispatchMode):
 
 
 # --- attention -----------------------------------------------------------------------------------
+
+
+_autocast = torch.autocast
+
+
+def _autocast_or_nothing(device_type: str, *args: Any, **kwargs: Any) -> Any:
+    """Return `torch.autocast`, or a block without effect for meta tensors, for which torch has no autocast."""
+    return contextlib.nullcontext() if device_type == "meta" else _autocast(device_type, *args, **kwargs)
 
 
 class _Attention(TorchFunctionMode):
