@@ -1,5 +1,6 @@
 """A model with low-rank adapters (LoRA) of PEFT: its base is frozen, in the model's dtype or in 4 bits (QLoRA)."""
 
+import math
 from typing import Any
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 
 from tigon.runtime.requirements import unmet
 
-__all__ = ["add_adapters", "freeze", "missing_packages", "quantise"]
+__all__ = ["add_adapters", "draw_adapters", "freeze", "missing_packages", "quantise"]
 
 
 def missing_packages(quantises: bool) -> str:
@@ -24,6 +25,20 @@ def add_adapters(model: Any, rank: int) -> Any:
 
     config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
     return get_peft_model(model, config).train()
+
+
+def draw_adapters(model: Any, seed: int) -> None:
+    """Draw the matrix A of every adapter from `seed`, with the distribution of PEFT; B is zero.
+
+    The libraries that make adapters draw them in different orders, and some of them on the GPU.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])
+            values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(values)
 
 
 def freeze(model: Any) -> None:

@@ -24,8 +24,8 @@ class TrainOptions:
     providers: Annotated[
         str,
         typer.Option(
-            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; with --lora also frozen, which "
-            "has no adapters; separated by commas."
+            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; with --lora also unsloth, "
+            "unsloth-checkpoint, and frozen, which has no adapters; separated by commas."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[
