@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from tigon.tools.training.job import Job, Point
-from tigon.tools.training.lora import add_adapters, freeze, quantise
+from tigon.tools.training.lora import add_adapters, draw_adapters, freeze, quantise
 from tigon.tools.training.models import config_fields
 from tigon.tools.training.worker import Trainer, prime
 
@@ -45,6 +45,20 @@ def test_the_experts_of_a_mixture_get_adapters_too():
     assert sum("mlp.experts" in name for name in trained) == 2 * 2 * 2
     assert sum("self_attn" in name for name in trained) == 2 * 4 * 2
     assert all("lora_" in name and "lm_head" not in name for name in trained)
+
+
+def test_adapters_are_drawn_from_the_seed_with_the_distribution_of_peft(model):
+    adapted = add_adapters(model, 4)
+    stock = {name: value.clone() for name, value in adapted.state_dict().items()}
+    draw_adapters(adapted, 3)
+    drawn = {name: value.clone() for name, value in adapted.state_dict().items()}
+    draw_adapters(adapted, 3)
+    for name, value in adapted.state_dict().items():
+        assert torch.equal(value, drawn[name])
+        assert torch.equal(value, stock[name]) == ("lora_A" not in name)
+        if "lora_A" in name:
+            assert value.abs().max().item() == pytest.approx(value.shape[1] ** -0.5, rel=0.2)
+            assert stock[name].abs().max().item() == pytest.approx(value.shape[1] ** -0.5, rel=0.2)
 
 
 def test_a_frozen_model_still_computes_gradients_of_its_inputs(model):

@@ -13,6 +13,8 @@ answers          how a process takes points, answers, fails and ends            
 worker           the training of one model                                             (child)
 resident         peak memory of a process on a CPU                                     (child)
 model_providers  the change that each provider makes to a model                        (parent and child)
+lora             adapters, frozen weights, weights in 4 bits                           (parent and child)
+unsloth_model    the model with adapters that Unsloth loads                            (child)
 models           a model of random weights, its config as JSON, its shards             (parent and child)
 text             text, tokenizer, cache, batches                                       (parent and child)
 

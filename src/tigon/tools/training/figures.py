@@ -35,6 +35,8 @@ PEER_COLOURS = {
     "compile": "#0072b2",
     "stock-checkpoint": STOCK,
     "liger-checkpoint": "#5b8fc7",
+    "unsloth": "#cc79a7",
+    "unsloth-checkpoint": "#e3b3ce",
 }
 MARKERS = "osD^vP*X"
 DASHES = (0, (4, 3))

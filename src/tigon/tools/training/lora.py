@@ -1,5 +1,6 @@
 """A model with low-rank adapters (LoRA) of PEFT: its base is frozen, in the model's dtype or in 4 bits (QLoRA)."""
 
+import math
 from typing import Any
 
 import torch
@@ -8,7 +9,7 @@ from torch import nn
 from tigon.recognition.experts import is_experts, parameter_names
 from tigon.runtime.requirements import unmet
 
-__all__ = ["add_adapters", "expert_parameters", "freeze", "missing_packages", "quantise"]
+__all__ = ["add_adapters", "draw_adapters", "expert_parameters", "freeze", "missing_packages", "quantise"]
 
 
 def missing_packages(quantises: bool) -> str:
@@ -38,6 +39,20 @@ def expert_parameters(model: nn.Module) -> list[str]:
         if is_experts(module)
         for parameter in parameter_names(module)[:2]
     ]
+
+
+def draw_adapters(model: Any, seed: int) -> None:
+    """Draw the matrix A of every adapter from `seed`, with the distribution of PEFT; B is zero.
+
+    The libraries that make adapters draw them in different orders, and some of them on the GPU.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if ".lora_A." in name:
+            bound = 1 / math.sqrt(parameter.shape[1])
+            values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+            with torch.no_grad():
+                parameter.copy_(values)
 
 
 def freeze(model: Any) -> None:

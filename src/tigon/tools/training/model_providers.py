@@ -10,9 +10,11 @@ from torch import nn
 if TYPE_CHECKING:
     from tigon.hf.patch import MemoryLevel
 
-__all__ = ["FROZEN", "STOCK_FP32", "Missing", "ModelProvider", "UnsupportedModel", "levels", "select"]
+__all__ = ["FROZEN", "STOCK_FP32", "UNSLOTH", "Missing", "ModelProvider", "UnsupportedModel", "levels", "select"]
 
-PEERS = ("stock", "liger", "compile")
+# This peer loads the model itself, and trains only adapters.
+UNSLOTH = "unsloth"
+PEERS = ("stock", "liger", "compile", UNSLOTH)
 # This suffix of a peer's name means that all its layers are checkpointed.
 CHECKPOINT = "-checkpoint"
 # The name of the floor of training with adapters.
@@ -59,8 +61,24 @@ class ModelProvider:
     def compiles(self) -> bool:
         return self.base == "compile"
 
+    @property
+    def needs_adapters(self) -> bool:
+        """Return whether the provider can only train a model with adapters, or is the floor of such training."""
+        return self.base == UNSLOTH or not self.trains
+
+    @property
+    def loads(self) -> bool:
+        """Return whether the provider loads the model itself, by `tigon.tools.training.unsloth_model`."""
+        return self.base == UNSLOTH
+
+    def checkpoints(self, checkpointing: bool) -> bool:
+        """Return whether a peer checkpoints its layers; `checkpointing` requests it from every provider."""
+        return checkpointing or self.base != self.name or self.in_fp32
+
     def apply(self, model: Any, checkpointing: bool, device: str) -> str:
         """Change a model of transformers in place, before it is sharded; return a description for the report.
+
+        A provider that `loads` the model does not come here.
 
         Raises:
             Missing: the provider is not installed.
@@ -69,7 +87,7 @@ class ModelProvider:
         if self.level is not None:
             return _apply_tigon(model, self.level)
         description = _apply_liger(model, device) if self.base == "liger" else ""
-        if checkpointing or self.base != self.name or self.in_fp32:
+        if self.checkpoints(checkpointing):
             model.gradient_checkpointing_enable({"use_reentrant": False})
         return description
 
@@ -111,9 +129,9 @@ def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[ModelProvider]:
     """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
 
-    frozen is the model without adapters, patched at the level lean, whose weights are all frozen. stock-fp32 is the
-    stock model with the same weights in fp32, whose losses are a reference.
-    stock-checkpoint, liger-checkpoint and compile-checkpoint use gradient checkpointing in every layer. With
+    unsloth trains only adapters. frozen is the model without adapters, patched at the level lean, whose weights are all
+    frozen. stock-fp32 is the stock model with the same weights in fp32, whose losses are a reference. stock-checkpoint,
+    liger-checkpoint, compile-checkpoint and unsloth-checkpoint use gradient checkpointing in every layer. With
     `checkpointing` all providers do; "tigon" then means its level "checkpoint".
 
     Raises:

@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tigon.hf.transformers_private import attention_of
+from tigon.tools.training import unsloth_model
 from tigon.tools.training.answers import Rank, WriteEvent, answer, answer_points
 from tigon.tools.training.job import Job, Point
-from tigon.tools.training.lora import add_adapters, freeze, quantise
+from tigon.tools.training.lora import add_adapters, draw_adapters, freeze, quantise
 from tigon.tools.training.model_providers import Missing, UnsupportedModel, select
 from tigon.tools.training.models import random_model, read_config
 from tigon.tools.training.resident import ResidentMemory
@@ -124,16 +125,21 @@ class Trainer(Rank):
 
     def __init__(self, job: Job, rank: int, write_event: WriteEvent) -> None:
         start_time = time.perf_counter()
+        (self.provider,) = select([job.provider], job.checkpointing)
+        if self.provider.loads:
+            # Before other libraries and before CUDA starts: Unsloth changes both.
+            unsloth_model.import_unsloth(job.device)
         super().__init__(job.device, rank, job.ranks)
         self.job, self._write_event = job, write_event
         self.ends_without_memory = self.keeps_gradients = job.turns
-        (self.provider,) = select([job.provider], job.checkpointing)
-        torch.manual_seed(job.seed)
-        model: nn.Module = random_model(read_config(job.config), job.dtype, self.device)
-        if self.provider.in_fp32:
-            model = model.float()
-        parameters, attention = sum(p.numel() for p in model.parameters()), attention_of(model)
-        model, description = self._prepare(model)
+        self._facts: dict[str, Any] = {}
+        model: nn.Module
+        if self.provider.loads:
+            model, description = self._load()
+        else:
+            model, description = self._prepare(self._random_model())
+        if job.lora is not None:
+            draw_adapters(model, job.seed)
         # An optimizer must have a parameter.
         trained = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
         self.optimizer = torch.optim.AdamW(trained, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -152,16 +158,34 @@ class Trainer(Rank):
         self._meter = StepMeter(self.device, state_bytes)
         self._meter.start()
         write_event(
-            "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=state_bytes,
-            attention=attention, threads=torch.get_num_threads(), applied=description,
-            seconds=time.perf_counter() - start_time,
+            "ready", **self._facts, parameters_of_a_rank=local, state_bytes=state_bytes,
+            threads=torch.get_num_threads(), applied=description, seconds=time.perf_counter() - start_time,
+        )  # fmt: skip
+
+    def _random_model(self) -> Any:
+        """Return the model of random weights, in 4 bits with `qlora`, and note its facts for the report."""
+        job = self.job
+        torch.manual_seed(job.seed)
+        model: Any = random_model(read_config(job.config), job.dtype, self.device)
+        if self.provider.in_fp32:
+            model = model.float()
+        self._facts = {"parameters": sum(p.numel() for p in model.parameters()), "attention": attention_of(model)}
+        if job.qlora:
+            quantise(model)
+        return model
+
+    def _load(self) -> tuple[Any, str]:
+        """Return the model that Unsloth loads and changes, and a description for the report."""
+        job = self.job
+        assert job.lora is not None
+        return unsloth_model.load_with_adapters(
+            self._random_model, read_config(job.config), job.dtype, job.lora, job.qlora,
+            self.provider.checkpoints(job.checkpointing),
         )  # fmt: skip
 
     def _prepare(self, model: Any) -> tuple[Any, str]:
         """Return the model that is trained, changed by the provider, and a description for the report."""
         job = self.job
-        if job.qlora:
-            quantise(model)
         if not self.provider.trains:
             freeze(model)
         elif job.lora is not None and self.provider.level is not None:
@@ -205,6 +229,8 @@ class Trainer(Rank):
         In a job with turns, a point continues with the data and the peaks of the point before it.
         """
         point = Point.from_json(line)
+        if self.provider.loads:
+            unsloth_model.allow_length(self.model, point.seq)
         if not self.job.turns:
             self.free()
         if not self.job.turns or not self.steps:

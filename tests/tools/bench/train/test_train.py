@@ -25,8 +25,10 @@ from tigon.tools.training.search import Search
 
 def test_every_level_is_a_provider():
     levels = providers.levels()
-    names = ["stock", "liger", "compile", "tigon", *(f"tigon-{level}" for level in levels if level != "default")]
-    assert [p.level for p in providers.select(names)] == [None, None, None, *levels]
+    peers = ["stock", "liger", "compile", "unsloth"]
+    names = [*peers, "tigon", *(f"tigon-{level}" for level in levels if level != "default")]
+    assert [p.level for p in providers.select(names)] == [None, None, None, None, *levels]
+    assert [p.name for p in providers.select(names) if p.loads] == ["unsloth"]
     with_checkpoints = providers.select("stock,tigon", checkpointing=True)
     assert [p.level for p in with_checkpoints] == [None, "checkpoint"]
     assert [p.base for p in providers.select("stock-checkpoint,liger-checkpoint,tigon-lean")][:2] == ["stock", "liger"]
@@ -37,6 +39,8 @@ def test_every_level_is_a_provider():
     [
         ("stock,tigon-leen", False, "must be among stock, liger, .*, got 'tigon-leen' .did you mean tigon-lean"),
         ("stock,stock", False, "must be named once, got 'stock' again"),
+        ("unsloth,unsloth-checkpoint", True, "must be named once, got 'unsloth-checkpoint' again"),
+        ("unslot", False, "got 'unslot' .did you mean unsloth"),
         ("stock,stock-checkpoint", True, "must be named once, got 'stock-checkpoint' again"),
         ("tigon,tigon-checkpoint", True, "must be named once, got 'tigon-checkpoint' again"),
         ("stock,tigon-lean", True, "tigon-lean does not: name tigon or tigon-checkpoint"),
@@ -151,6 +155,7 @@ def test_a_sweep_ends_where_the_text_ends(options):
         ({"qlora": True}, "qlora needs the rank of its adapters: name it with --lora, got none"),
         ({"lora": 4, "gpus": 2, "device": "cpu"}, "gpus must be 1 with lora, whose model is not sharded, got 2"),
         ({"providers": "stock,frozen"}, "the provider frozen is the floor of adapters: it needs --lora, got none"),
+        ({"providers": "unsloth-checkpoint"}, "the provider unsloth-checkpoint trains only adapters: it needs --lora"),
         ({"model": "./nowhere"}, "bench train: model: must be a file or folder that exists, got './nowhere'"),
     ],
     ids=lambda value: ",".join(map(str, value)) if isinstance(value, dict) else "",

@@ -25,7 +25,8 @@ class TrainOptions:
         str,
         typer.Option(
             help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; stock-fp32, whose losses are a "
-            "reference; with --lora also frozen, which has no adapters; separated by commas."
+            "reference; with --lora also unsloth, unsloth-checkpoint, and frozen, which has no adapters; separated by "
+            "commas."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[

@@ -200,8 +200,10 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     sizes = _parse_sizes(options)
     _check(options, sizes)
     providers = select(options.providers, options.checkpointing)
-    if options.lora is None and any(not provider.trains for provider in providers):
-        raise ValueError(f"bench train: the provider {FROZEN} is the floor of adapters: it needs --lora, got none")
+    for provider in providers:
+        if options.lora is None and provider.needs_adapters:
+            reason = "is the floor of adapters" if provider.name == FROZEN else "trains only adapters"
+            raise ValueError(f"bench train: the provider {provider.name} {reason}: it needs --lora, got none")
     runs = [ProviderRun(provider.name, provider) for provider in providers]
     if options.curves:
         stock = next((run for run in runs if run.name == "stock"), None)
