@@ -211,6 +211,7 @@ def grpo_loss(
         off_policy_mask_threshold = checks.number(op, "off_policy_mask_threshold", off_policy_mask_threshold)
     divisor = _check_divisor(op, loss_type, sequences, num_items_in_batch, max_completion_length)
 
+    advantages = advantages.detach().to(log_probs.dtype)
     log_probs = sequences.masked(log_probs)
     old_log_probs = log_probs.detach() if old_log_probs is None else sequences.masked(old_log_probs.detach())
     log_ratio = log_probs - old_log_probs
@@ -364,6 +365,7 @@ def rloo_loss(
     clip = check_clip(op, epsilon, epsilon_high, delta)
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
 
+    advantages = advantages.detach().to(log_probs.dtype)
     sums = sequences.sum(log_probs)
     old_sums = sums.detach() if old_log_probs is None else sequences.sum(old_log_probs.detach())
     ratio = bounded_exp(sums - old_sums)
@@ -425,6 +427,7 @@ def ppo_loss(
     clip = check_clip(op, epsilon, epsilon_high, delta)
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
 
+    advantages = advantages.detach().to(log_probs.dtype)
     advantages = sequences.expand(advantages) if per_sequence else advantages
     log_ratio = sequences.masked(log_probs - (log_probs if old_log_probs is None else old_log_probs).detach())
     ratio = bounded_exp(log_ratio)

@@ -20,6 +20,7 @@ __all__ = [
     "GammaWeight",
     "check_clip",
     "check_entropy",
+    "choose",
     "clip_metrics",
     "mean_of_means",
     "mean_of_sums",
@@ -29,6 +30,12 @@ __all__ = [
 
 
 # --- objectives ----------------------------------------------------------------------------------
+
+
+def choose(condition: Tensor, x: float, y: float, dtype: torch.dtype) -> Tensor:
+    """Return x where the condition holds and y elsewhere. `torch.where` of two numbers would round them to fp32."""
+    numbers = condition.new_full((), x, dtype=dtype), condition.new_full((), y, dtype=dtype)
+    return torch.where(condition, *numbers)
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,13 @@ class GammaWeight:
 
     def weight(self, log_weight: Tensor, advantages: Tensor) -> Tensor:
         """Return the weights of log w."""
-        k = torch.where(advantages >= 0, self.k_pos, self.k_neg)
-        decay = torch.where(advantages >= 0, self.lambda_pos, self.lambda_neg).clamp(min=1e-4)
+        k = choose(advantages >= 0, self.k_pos, self.k_neg, log_weight.dtype)
+        decay = choose(advantages >= 0, self.lambda_pos, self.lambda_neg, log_weight.dtype).clamp(min=1e-4)
         return (decay + k * log_weight - decay * log_weight.exp()).exp()
 
 
 def sapo(ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
-    temperature = torch.where(advantages > 0, temperature_pos, temperature_neg)
+    temperature = choose(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
     return -4 / temperature * (temperature * (ratio - 1)).sigmoid() * advantages
 
 
