@@ -211,7 +211,9 @@ def grpo_loss(
         off_policy_mask_threshold = checks.number(op, "off_policy_mask_threshold", off_policy_mask_threshold)
     divisor = _check_divisor(op, loss_type, sequences, num_items_in_batch, max_completion_length)
 
+    # Values of tokens that do not count are zero from here on: in backward, even zero times NaN would be NaN.
     advantages = advantages.detach().to(log_probs.dtype)
+    advantages = advantages if advantages_per_sequence else sequences.masked(advantages)
     log_probs = sequences.masked(log_probs)
     old_log_probs = log_probs.detach() if old_log_probs is None else sequences.masked(old_log_probs.detach())
     log_ratio = log_probs - old_log_probs
@@ -280,7 +282,7 @@ def _check_sampling_ratio(op: str, ratio: Tensor, sequences: Sequences, loss_typ
         checks.shape(op, "importance_sampling_ratio", ratio, sequences.mask.shape)
     if check_per_sequence(op, "importance_sampling_ratio", ratio, sequences, or_tokens=True) and loss_type != "vespo":
         return sequences.expand(ratio.detach())
-    return ratio.detach()
+    return torch.where(sequences.mask, ratio.detach(), 1.0)
 
 
 def _check_divisor(
@@ -428,7 +430,7 @@ def ppo_loss(
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
 
     advantages = advantages.detach().to(log_probs.dtype)
-    advantages = sequences.expand(advantages) if per_sequence else advantages
+    advantages = sequences.expand(advantages) if per_sequence else sequences.masked(advantages)
     log_ratio = sequences.masked(log_probs - (log_probs if old_log_probs is None else old_log_probs).detach())
     ratio = bounded_exp(log_ratio)
     loss = sequences.token_mean(clip.loss(ratio, advantages))
@@ -479,11 +481,11 @@ def ppo_value_loss(
     op = "ppo_value_loss"
     sequences = check_sequences(op, values, mask, cu_seqlens, name="values", returns=returns, old_values=old_values)
     epsilon = checks.number(op, "epsilon", epsilon, 0.0)
-    returns = returns.detach()
+    values, returns = sequences.masked(values), sequences.masked(returns.detach())
     errors = (values - returns).square()
     metrics: Metrics = {}
     if old_values is not None:
-        old_values = old_values.detach()
+        old_values = sequences.masked(old_values.detach())
         clipped = torch.clamp(values, old_values - epsilon, old_values + epsilon)
         clipped_errors = (clipped - returns).square()
         is_clipped = (clipped_errors > errors).detach().to(values.dtype)

@@ -147,15 +147,15 @@ DPO_LOSSES: dict[str, Callable[[_Pairs], Tensor]] = {
 }
 
 
-def _score(ratio: Tensor, divergence: str, alpha: float) -> Tensor:
-    """Return h(x) of the log-ratios x."""
+def _score(ratio: Tensor, divergence: str, alpha: float, is_squared: bool) -> Tensor:
+    """Return h(x) of the log-ratios x, limited so that h(x), or its square, is finite."""
     if divergence == "forward_kl":
-        return 1 - bounded_exp(-ratio)
+        return 1 - bounded_exp(-ratio, is_squared=is_squared)
     if divergence == "js_divergence":
         return math.log(2) + F.logsigmoid(ratio)
     # The limit of the alpha-divergence at 1 is the reverse KL divergence.
     if divergence == "alpha_divergence" and abs(alpha - 1) >= 1e-6:
-        return (bounded_exp((alpha - 1) * ratio) - 1) / (alpha - 1)
+        return (bounded_exp((alpha - 1) * ratio, is_squared=is_squared) - 1) / (alpha - 1)
     return ratio
 
 
@@ -326,7 +326,7 @@ def dpo_loss(
     if ref_log_probs is not None:
         ref_sums = _limited(sequences, ref_log_probs, ld_alpha)
     ratios = sums - ref_sums
-    scores = _score(ratios, f_divergence_type, alpha)
+    scores = _score(ratios, f_divergence_type, alpha, "ipo" in types)
     chosen_score, rejected_score = half(scores)
     chosen_average, rejected_average = half(scores / sequences.lengths.clamp(min=1))
     chosen_count = half(sequences.lengths)[0].sum().clamp(min=1)

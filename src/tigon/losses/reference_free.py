@@ -238,7 +238,7 @@ def _cpo_loss(
     alpha = checks.number(op, "alpha", alpha)
 
     scores = sequences.sum(log_probs) if loss_type in ("sigmoid", "hinge") else sequences.mean(log_probs)
-    rewards = scores if alpha == 0 else (1 - bounded_exp(-alpha * scores)) / alpha
+    rewards = scores if alpha == 0 else (1 - bounded_exp(-alpha * scores, is_squared=loss_type == "ipo")) / alpha
     chosen, rejected = half(rewards)
     logits = beta * (chosen - rejected)
     if loss_type == "hinge":

@@ -32,9 +32,12 @@ Metrics = dict[str, Tensor]
 LARGEST_EXPONENT = 80.0
 
 
-def bounded_exp(exponent: Tensor) -> Tensor:
-    """Return exp(exponent). Exponents above 80 count as 80 and get no gradient, so that the result stays finite."""
-    return exponent.clamp(max=LARGEST_EXPONENT).exp()
+def bounded_exp(exponent: Tensor, *, is_squared: bool = False) -> Tensor:
+    """Return exp(exponent), with exponents limited so that the result stays finite.
+
+    Exponents above 80 count as 80 and get no gradient. If the caller squares the result, the limit is 40.
+    """
+    return exponent.clamp(max=LARGEST_EXPONENT / 2 if is_squared else LARGEST_EXPONENT).exp()
 
 
 def mean(values: Tensor) -> Tensor:
