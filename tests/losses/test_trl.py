@@ -280,18 +280,6 @@ def test_cpo(case):
     assert set(compared) <= set(own[1])
 
 
-def test_simpo_is_a_type_of_cpo():
-    x = tokens(6, 5)
-    log_probs = x.log_probs()
-    simpo = losses.simpo_loss(log_probs, x.mask, beta=1.5, gamma=0.7, label_smoothing=0.1)
-    for loss_type in ("simpo", "alphapo"):
-        alpha = {"simpo": 0.0, "alphapo": 1.0}[loss_type]
-        cpo = losses.cpo_loss(
-            log_probs, x.mask, beta=1.5, loss_type=loss_type, cpo_alpha=alpha, simpo_gamma=0.7, label_smoothing=0.1
-        )
-        assert torch.equal(simpo[0], cpo[0])
-
-
 @pytest.mark.parametrize("beta", [0.1, 0.9])
 def test_orpo(beta):
     from trl.experimental.orpo.orpo_trainer import ORPOTrainer
