@@ -140,5 +140,11 @@ POLICY_CALLS = [
         lambda x: _grpo(loss_type="grpo")(x) | {"importance_sampling_ratio": x.per_sequence("ratios").abs()},
         **_ZERO,
     ),
+    _call(
+        losses.grpo_loss,
+        "sampling ratio of tokens",
+        lambda x: _grpo(loss_type="gspo")(x) | {"importance_sampling_ratio": x.normal("ratios").abs()},
+        **_ZERO,
+    ),
 ]
 CALLS = [*DPO_CALLS, *OTHER_PREFERENCE_CALLS, *POLICY_CALLS]

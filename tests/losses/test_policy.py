@@ -284,6 +284,13 @@ def test_an_unknown_sampling_probability_counts_as_no_drift():
         assert loss.item() == pytest.approx(1.0 if keeps else 0.0)
 
 
+def test_an_advantage_of_zero_keeps_a_sequence():
+    log_probs = torch.full((3, 1), -3.0)
+    advantages = torch.tensor([0.0, -1e-6, 1.0])
+    result = losses.off_policy_mask(log_probs, log_probs + 2, advantages, log_probs < 0, 0.3)
+    assert result.tolist() == [True, False, True]
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "cispo", "gspo", "sapo"])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_the_importance_ratio_of_the_sampler_scales_the_losses(loss_type, per_token):
@@ -316,7 +323,16 @@ def test_vespo_limits_the_logarithms_of_ratios():
     loss, metrics = losses.grpo_loss(log_probs, torch.ones(2), log_probs < 0, old, loss_type="vespo")
     assert loss.item() == pytest.approx(0.0, abs=1e-9)
     smallest = math.exp(3.0) * 1e-8**2
-    assert metrics["vespo/phi_seq_mean"].item() == pytest.approx(smallest / 2, rel=1e-4)
+    assert metrics["vespo/phi_seq_mean"].item() == pytest.approx(smallest / 2, rel=1e-4, abs=0)
+
+
+def test_the_decay_of_vespo_is_at_least_1e_4():
+    log_probs = torch.tensor([[-1.0]], dtype=torch.float64)
+    advantages, old = torch.tensor([-1.0], dtype=torch.float64), log_probs - 10
+    options = {"loss_type": "vespo", "vespo_lambda_neg": 0.0, "vespo_k_neg": 0.5}
+    _, metrics = losses.grpo_loss(log_probs, advantages, log_probs < 0, old, **options)
+    expected = math.exp(1e-4 + 5 - 1e-4 * math.exp(10))
+    assert metrics["vespo/phi_seq_mean"].item() == pytest.approx(expected, rel=1e-9)
 
 
 # --- the ratios of the sampling engine -----------------------------------------------------------
@@ -422,6 +438,16 @@ def test_clip_ratios(level):
     names["region_mean"] = names["low_mean"] + names["high_mean"]
     for name, value in names.items():
         assert metrics[f"clip_ratio/{name}"].item() == pytest.approx(value), name
+
+
+def test_a_ratio_that_counts_as_delta_is_not_clipped_above_delta():
+    log_probs = torch.tensor([[-1.0, -1.0, -1.0]])
+    old = log_probs - torch.tensor([[1.05, 1.15, 2.0]]).log()
+    for delta, share in ((None, 2 / 3), (1.1, 0.0), (1.12, 2 / 3), (3.0, 2 / 3)):
+        _, metrics = losses.grpo_loss(
+            log_probs, torch.ones(1), log_probs < 0, old, epsilon=0.5, epsilon_high=0.11, delta=delta
+        )
+        assert metrics["clip_ratio/high_mean"].item() == pytest.approx(share)
 
 
 def test_extrema_of_no_tokens_are_nan():

@@ -337,6 +337,10 @@ def test_the_kl_term_of_kto_has_no_gradient():
     sums = [sum(p) - sum(r) for p, r in zip(_rows(x), _rows(x, "reference"), strict=True)]
     assert kl.item() == pytest.approx(_average(sums), rel=1e-10)
     assert not kl.requires_grad
+    other = torch.tensor(0.5, dtype=torch.float64, requires_grad=True)
+    loss, _ = losses.kto_loss(log_probs, x.mask, x.per_sequence("labels") > 0, kl=other)
+    loss.backward()
+    assert other.grad is None
 
 
 def test_metrics_of_absent_completions_are_nan():
