@@ -164,6 +164,22 @@ def test_arguments_stay_unchanged_and_metrics_have_no_graph(call):
         assert not metric.requires_grad
 
 
+CONSTANTS = ("ref_log_probs", "old_log_probs", "old_values", "returns", "advantages", "log_sum_sq_probs", "kl")
+
+
+@each_call
+def test_only_the_policy_gets_a_gradient(call):
+    arguments = call.arguments(tokens(6, 9))
+    name, *others = arguments
+    constants = [other for other in others if other in CONSTANTS]
+    leaves = {key: arguments[key].clone().requires_grad_() for key in (name, *constants)}
+    loss, metrics = call(arguments | leaves)
+    loss.backward()
+    assert leaves.pop(name).grad is not None
+    assert all(leaf.grad is None for leaf in leaves.values())
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
 @pytest.mark.parametrize("call", POLICY_CALLS, ids=lambda call: call.name)
 @pytest.mark.parametrize("columns", [1, 2, 7, 257])
 def test_policies_take_completions_of_any_length(call, columns):

@@ -133,7 +133,7 @@ def kto_loss(
     ref_sums = torch.zeros_like(log_sums) if ref_sequence_log_probs is None else ref_sequence_log_probs
     if ref_log_probs is not None:
         ref_sums = sequences.sum(ref_log_probs)
-    ratios = log_sums - ref_sums
+    ratios = log_sums - ref_sums.detach()
     divergence = log_sums.new_zeros(()) if kl is None else kl.detach().clamp(min=0).to(log_sums.dtype)
     advantages = beta * (ratios - divergence)
     # 1 - sigmoid(z) = sigmoid(-z) is precise for large z.

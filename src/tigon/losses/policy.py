@@ -239,7 +239,7 @@ def grpo_loss(
         log_weight = gamma_weight.log_ratios(
             sequences, log_ratio.detach(), None if importance_sampling_ratio is None else sampling_ratio
         )
-        weight = gamma_weight.weight(log_weight if by_sequence else sequences.expand(log_weight), advantage)
+        weight = gamma_weight.weights(log_weight if by_sequence else sequences.expand(log_weight), advantage)
         losses = to_tokens(-weight * advantage) * log_probs
         metrics["vespo/phi_seq_mean"] = mean(weight) if by_sequence else sequences.token_mean(weight)
     elif loss_type == "sapo":
@@ -251,10 +251,10 @@ def grpo_loss(
 
     if off_policy_mask_threshold is not None:
         sampled = old_log_probs if sampling_log_probs is None else sampling_log_probs
-        keeps = on_policy(
+        is_kept = on_policy(
             sequences, log_probs, sampled, advantages, advantages_per_sequence, off_policy_mask_threshold
         )  # fmt: skip
-        losses = torch.where(sequences.expand(keeps) if advantages_per_sequence else keeps, losses, 0.0)
+        losses = torch.where(sequences.expand(is_kept) if advantages_per_sequence else is_kept, losses, 0.0)
     selected = None
     if entropy is not None and (quantile < 1 or top_entropy_threshold is not None):
         if top_entropy_threshold is None:

@@ -79,7 +79,7 @@ class GammaWeight:
             log_weight = log_weight + sequences.sum(sampling_ratio.log().clamp(self.smallest, self.largest))
         return log_weight.clamp(self.smallest, self.largest)
 
-    def weight(self, log_weight: Tensor, advantages: Tensor) -> Tensor:
+    def weights(self, log_weight: Tensor, advantages: Tensor) -> Tensor:
         """Return the weights of log w."""
         k = choose(advantages >= 0, self.k_pos, self.k_neg, log_weight.dtype)
         decay = choose(advantages >= 0, self.lambda_pos, self.lambda_neg, log_weight.dtype).clamp(min=1e-4)
@@ -87,15 +87,18 @@ class GammaWeight:
 
 
 def sapo(ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_neg: float) -> Tensor:
+    """Return -(4 / t) sigmoid(t (r - 1)) A."""
     temperature = choose(advantages > 0, temperature_pos, temperature_neg, ratio.dtype)
     return -4 / temperature * (temperature * (ratio - 1)).sigmoid() * advantages
 
 
 def mean_of_means(sequences: Sequences, values: Tensor) -> Tensor:
+    """Return the mean over the sequences of the mean over their tokens."""
     return mean(sequences.mean(values))
 
 
 def mean_of_sums(sequences: Sequences, values: Tensor) -> Tensor:
+    """Return the mean over the sequences of the sum over their tokens."""
     return mean(sequences.sum(values))
 
 
@@ -103,6 +106,7 @@ def mean_of_sums(sequences: Sequences, values: Tensor) -> Tensor:
 
 
 def check_clip(op: str, epsilon: object, epsilon_high: object, delta: object) -> Clip:
+    """Return the bounds of the ratio."""
     low = checks.number(op, "epsilon", epsilon, 0.0)
     high = low if epsilon_high is None else checks.number(op, "epsilon_high", epsilon_high, 0.0)
     return Clip(low, high, None if delta is None else checks.number(op, "delta", delta, 0.0, excludes_low=True))
@@ -143,6 +147,7 @@ def with_entropy(
     """Subtract the entropy bonus: the mean entropy of the tokens, or of the selected ones."""
     metrics = {"policy_loss": loss.detach()}
     if entropy is not None:
+        entropy = entropy.to(loss.dtype)
         metrics["entropy"] = sequences.token_mean(entropy.detach())
     if entropy is not None and coefficient:
         mask = sequences.mask if selected is None else sequences.mask & selected

@@ -5,7 +5,7 @@ With x the sums of log p - log p_ref over the tokens of a completion, x_w of the
     sigmoid        -log s(b d)                         d = h(x_w) - h(x_l)           arXiv:2305.18290
     hinge          max(0, 1 - b d)                                                   arXiv:2305.10425
     ipo            (d' - 1 / (2 b))^2                  d' = h(x_w) / n_w - h(x_l) / n_l   arXiv:2310.12036
-    sigmoid_norm   -log s(b d')
+    sigmoid_norm   -log s(b d')                                                      arXiv:2411.15124
     exo_pair       KL((s(b d), s(-b d)) || (1 - e, e))                               arXiv:2402.00856
     robust         (-(1 - e) log s(b d) + e log s(-b d)) / (1 - 2 e)                 arXiv:2403.00409
     discopop       (1 - m) -log s(b d) + m exp(-b d),  m = s(b d / tau)              arXiv:2406.08414
@@ -43,6 +43,7 @@ from tigon.losses.sequences import (
     check_pairs,
     check_per_sequence,
     check_sequences,
+    chosen_nll,
     half,
     mean,
 )
@@ -325,15 +326,13 @@ def dpo_loss(
     ref_sums = torch.zeros_like(sums) if ref_sequence_log_probs is None else ref_sequence_log_probs
     if ref_log_probs is not None:
         ref_sums = _limited(sequences, ref_log_probs, ld_alpha)
-    ratios = sums - ref_sums
+    ratios = sums - ref_sums.detach()
     scores = _score(ratios, f_divergence_type, alpha, "ipo" in types)
     chosen_score, rejected_score = half(scores)
     chosen_average, rejected_average = half(scores / sequences.lengths.clamp(min=1))
-    chosen_count = half(sequences.lengths)[0].sum().clamp(min=1)
-    chosen_nll = -half(sequences.sum(log_probs))[0].sum() / chosen_count
     pairs = _Pairs(
-        *half(sums), *half(ref_sums), *half(ratios), beta * (chosen_score - rejected_score),
-        chosen_average - rejected_average, chosen_nll, beta, smoothing, tau,
+        *half(sums), *half(ref_sums.detach()), *half(ratios), beta * (chosen_score - rejected_score),
+        chosen_average - rejected_average, chosen_nll(sequences, log_probs), beta, smoothing, tau,
     )  # fmt: skip
     losses = torch.zeros_like(pairs.logits)
     for name, weight in zip(types, weights, strict=True):

@@ -20,18 +20,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.losses.preference import pair_metrics, smoothed
-from tigon.losses.sequences import Metrics, Sequences, bounded_exp, check_pairs, check_sequences, half, mean
+from tigon.losses.sequences import Metrics, Sequences, bounded_exp, check_pairs, check_sequences, chosen_nll, half, mean
 from tigon.runtime import checks
 
 __all__ = ["cpo_loss", "orpo_loss", "simpo_loss"]
 
 CPO_TYPES = ("sigmoid", "hinge", "ipo", "simpo", "alphapo")
-
-
-def _chosen_nll(sequences: Sequences, log_probs: Tensor) -> Tensor:
-    """Return the negative mean of the log-probabilities of the tokens of all chosen completions."""
-    count = half(sequences.lengths)[0].sum().clamp(min=1)
-    return -half(sequences.sum(log_probs))[0].sum() / count
 
 
 def _log_odds(average: Tensor) -> Tensor:
@@ -104,7 +98,7 @@ def orpo_loss(
     has_tokens = torch.logical_and(*half(sequences.lengths > 0))
     chosen_odds, rejected_odds = half(_log_odds(averages))
     log_odds_ratio = torch.where(has_tokens, chosen_odds - rejected_odds, 0.0)
-    nll = _chosen_nll(nll_sequences, log_probs)
+    nll = chosen_nll(nll_sequences, log_probs)
     preference = mean(F.logsigmoid(log_odds_ratio))
     metrics = pair_metrics(beta * averages, averages) | {
         "nll_loss": nll.detach(),
@@ -247,7 +241,7 @@ def _cpo_loss(
         losses = (chosen - rejected - 0.5 / beta).square()
     else:
         losses = smoothed(logits if loss_type == "sigmoid" else logits - gamma, label_smoothing)
-    nll = _chosen_nll(sequences, log_probs)
+    nll = chosen_nll(sequences, log_probs)
     loss = mean(losses)
     if cpo_alpha and loss_type != "alphapo":
         loss = loss + cpo_alpha * nll

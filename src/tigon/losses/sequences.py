@@ -20,6 +20,7 @@ __all__ = [
     "check_pairs",
     "check_per_sequence",
     "check_sequences",
+    "chosen_nll",
     "half",
     "mean",
     "sequence_log_probs",
@@ -159,6 +160,12 @@ def check_pairs(op: str, sequences: Sequences) -> None:
             f"{op}: log_probs must have an even number of sequences, the chosen ones and then the rejected ones, "
             f"got {sequences.count}"
         )
+
+
+def chosen_nll(sequences: Sequences, log_probs: Tensor) -> Tensor:
+    """Return the negative mean of the log-probabilities of the tokens of all chosen completions."""
+    count = half(sequences.lengths)[0].sum().clamp(min=1)
+    return -half(sequences.sum(log_probs))[0].sum() / count
 
 
 def check_labels(op: str, name: str, labels: object, sequences: Sequences) -> None:
