@@ -35,6 +35,24 @@ def test_the_gradient_is_the_derivative(call, shape):
     assert torch.autograd.gradcheck(lambda x: call(arguments | {name: x})[0], leaf)
 
 
+WITHOUT_PAIRS = [call for call in CALLS if call in POLICY_CALLS or call.loss is losses.kto_loss]
+
+
+@pytest.mark.parametrize("call", WITHOUT_PAIRS, ids=lambda call: call.name)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_odd_number_of_sequences(call, rows):
+    x = tokens(rows, 7, dtype=torch.float64)
+    loss, metrics, grad = _loss_and_gradient(call, call.arguments(x))
+    assert loss.isfinite()
+    assert metrics
+    assert (grad[~x.mask] == 0).all()
+    if not call.stops_gradient:
+        arguments = call.arguments(x)
+        name = next(iter(arguments))
+        leaf = arguments[name].clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: call(arguments | {name: x})[0], leaf)
+
+
 @each_call
 def test_fp32_agrees_with_fp64(call):
     results = {}
