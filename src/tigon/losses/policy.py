@@ -1,0 +1,495 @@
+"""Losses of policies that learn from rewards: PPO, RLOO, and GRPO with its variants.
+
+With r the ratio p / p_old of a token or of a sequence, A the advantage, and clip(r) the ratio limited to
+[1 - e_low, 1 + e_high], the loss of a token is
+
+    grpo, bnpo, dr_grpo, dapo, luspo, gspo, ppo   -min(min(r, delta) A, clip(r) A)
+    cispo   -stop_gradient(min(r, e_high)) A log p                                               arXiv:2506.13585
+    sapo    -(4 / t) sigmoid(t (r - 1)) A,  t = t_pos where A > 0, else t_neg                    arXiv:2511.20347
+    vespo   -stop_gradient(exp(l) w^k exp(-l w)) A log p,  w = the product of the sequence's r   arXiv:2602.10693
+
+and the loss of a batch is
+
+    grpo (arXiv:2402.03300), sapo, gspo (arXiv:2507.18071)   the mean over the sequences of the mean over their tokens
+    bnpo, ppo (arXiv:1707.06347)                             the mean over all tokens of this batch
+    dapo (arXiv:2503.14476), cispo, vespo                    the sum over all tokens / `num_items_in_batch`
+    dr_grpo (arXiv:2503.20783)                               the sum over all tokens / (N `max_completion_length`)
+    luspo (arXiv:2602.05261)                                 the mean over the sequences of the sum over their tokens
+
+Shapes: N sequences, L tokens of a padded row, T packed tokens. "Tokens" in a shape means [N, L] or [T].
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from tigon.losses.policy_objectives import (
+    GammaWeight,
+    check_clip,
+    check_entropy,
+    clip_metrics,
+    mean_of_means,
+    mean_of_sums,
+    sapo,
+    with_entropy,
+)
+from tigon.losses.policy_terms import KL_ESTIMATORS, entropy_threshold, kl_estimate, on_policy
+from tigon.losses.sequences import Metrics, Sequences, bounded_exp, check_per_sequence, check_sequences, mean
+from tigon.runtime import checks
+
+__all__ = ["GRPO_LOSSES", "grpo_loss", "ppo_loss", "ppo_value_loss", "rloo_loss"]
+
+
+# How the losses of the tokens make the loss of the batch. None stands for the sum, divided by `_check_divisor`.
+GRPO_LOSSES: dict[str, Callable[[Sequences, Tensor], Tensor] | None] = {
+    "grpo": mean_of_means,
+    "bnpo": Sequences.token_mean,
+    "dr_grpo": None,
+    "dapo": None,
+    "cispo": None,
+    "sapo": mean_of_means,
+    "luspo": mean_of_sums,
+    "vespo": None,
+    "gspo": mean_of_means,
+}
+# The other types have ratios of tokens by default.
+_LEVELS = {"luspo": "sequence", "gspo": "sequence"}
+_TYPES_WITHOUT_CLIPPING = ("cispo", "sapo", "vespo")
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def grpo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    ref_log_probs: Tensor | None = None,
+    *,
+    loss_type: str = "dapo",
+    importance_sampling_level: str | None = None,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    beta: float = 0.0,
+    kl_estimator: str = "k3",
+    use_bias_correction_kl: bool = True,
+    sapo_temperature_pos: float = 1.0,
+    sapo_temperature_neg: float = 1.05,
+    vespo_k_pos: float = 2.0,
+    vespo_lambda_pos: float = 3.0,
+    vespo_k_neg: float = 3.0,
+    vespo_lambda_neg: float = 2.0,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    top_entropy_quantile: float = 1.0,
+    top_entropy_threshold: Tensor | None = None,
+    importance_sampling_ratio: Tensor | None = None,
+    sampling_log_probs: Tensor | None = None,
+    off_policy_mask_threshold: float | None = None,
+    num_items_in_batch: Tensor | float | None = None,
+    max_completion_length: int | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Return the loss of GRPO (group relative policy optimisation) or of one of its variants, and its metrics.
+
+    For each token it is the loss of the table in this module's docstring, times the importance ratio of the sampling
+    engine, plus beta KL. The table also has the mean over the batch. Options have the names and the meaning of TRL's
+    `GRPOConfig`. Exponents are limited to 80, so that ratios are finite. A completion without tokens contributes zero.
+
+    Args:
+        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the policy's log-probability of each token. It gets a
+            gradient.
+        advantages: [N] or the shape of `log_probs`, floating point.
+        mask: The shape of `log_probs`, bool: the tokens of the completions that the policy wrote.
+        old_log_probs: The shape and the dtype of `log_probs`: the same of the policy that sampled the tokens. By
+            default they are those of the policy itself, detached.
+        ref_log_probs: The same of the reference model. `beta` needs it.
+        loss_type: One of the table: grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gspo.
+        importance_sampling_level: `token`, or `sequence` for the ratio exp(mean over the tokens of log p - log p_old).
+            The default is `sequence` for luspo and gspo, and `token` for other types.
+        epsilon: e_low, not negative.
+        epsilon_high: e_high, not negative; by default e_low. For cispo it is the largest ratio and has no default;
+            arXiv:2510.13786 has 5.
+        delta: The largest ratio with a negative advantage that has a gradient (arXiv:2505.07291), positive. Types
+            without clipping need None.
+        beta: The weight of the KL divergence from the reference model.
+        kl_estimator: `k1`, `k2` or `k3`; see `kl_estimate`.
+        use_bias_correction_kl: Multiply the KL estimate by the ratio, which makes the gradient unbiased
+            (arXiv:2512.02556).
+        sapo_temperature_pos: t_pos, positive.
+        sapo_temperature_neg: t_neg, positive.
+        vespo_k_pos: k for advantages that are not negative; not negative.
+        vespo_lambda_pos: l for advantages that are not negative; not negative.
+        vespo_k_neg: k for negative advantages; not negative.
+        vespo_lambda_neg: l for negative advantages; not negative.
+        entropy: The shape of `log_probs`: the entropy of the policy at each token. It gets a gradient from
+            `entropy_coef`.
+        entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens that are in the policy loss.
+        top_entropy_quantile: The share of the tokens in [0, 1], those with the largest entropies, that are in the
+            policy loss (arXiv:2506.01939). The KL divergence keeps all tokens.
+        top_entropy_threshold: Without dimensions: the smallest of these entropies, if it was computed over several
+            batches or ranks; by default `entropy_threshold` computes it from this batch.
+        importance_sampling_ratio: [N] or the shape of `log_probs`: the result of the function of that name. vespo takes
+            the ratios of tokens only.
+        sampling_log_probs: The shape and the dtype of `log_probs`: those of the sampling engine, for
+            `off_policy_mask_threshold`; by default `old_log_probs`. NaN means unknown.
+        off_policy_mask_threshold: Remove sequences with a negative advantage whose mean of log p_sampling - log p
+            exceeds this (arXiv:2512.02556).
+        num_items_in_batch: A number, or a tensor without dimensions: the divisor of dapo, cispo and vespo, which counts
+            as at least 1. With R ranks it is the number of tokens of the optimizer step on all ranks, divided by R. By
+            default it is the number of tokens of this batch. Other types need None.
+        max_completion_length: The constant of dr_grpo, positive. Other types need None.
+        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+
+    Returns:
+        The loss, without dimensions, and the metrics: `policy_loss` (without the entropy bonus); `entropy` if it is
+        given; `kl` if `beta` is not 0; `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min` and `/high_max`
+        of types with clipping; `cispo_clip_ratio`; `vespo/phi_seq_mean`. Ratios of sequences give means over the
+        sequences, ratios of tokens means over the tokens. The extrema over no sequences are NaN.
+
+        With gradient accumulation divide the loss by the number of steps, but for dapo, cispo and vespo with a
+        `num_items_in_batch` that counts the tokens of all steps divide only `entropy_coef`.
+
+    Raises:
+        TypeError: A dtype or a type is wrong.
+        ValueError: A shape or a device is wrong, `loss_type` or another choice is unknown, an option is out of its
+            range or does not go with `loss_type`, or an option needs a tensor that is None.
+
+    Source: Shao et al., "DeepSeekMath", arXiv:2402.03300; the tables in this module's docstring.
+
+    Example:
+        >>> from tigon.losses import grpo_loss
+        >>> log_probs = torch.tensor([[-1.0, -2.0], [-2.0, 0.0]], requires_grad=True)
+        >>> advantages, mask = torch.tensor([1.0, -1.0]), torch.tensor([[True, True], [True, False]])
+        >>> loss, metrics = grpo_loss(log_probs, advantages, mask, loss_type="grpo")
+        >>> loss.backward()
+        >>> log_probs.grad
+        tensor([[-0.2500, -0.2500],
+                [ 0.5000,  0.0000]])
+    """
+    op = "grpo_loss"
+    sequences = check_sequences(
+        op, log_probs, mask, cu_seqlens, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs,
+        sampling_log_probs=sampling_log_probs,
+    )  # fmt: skip
+    checks.choice(op, "loss_type", loss_type, tuple(GRPO_LOSSES))
+    advantages_per_sequence = check_per_sequence(op, "advantages", advantages, sequences, or_tokens=True)
+    checks.choice(op, "importance_sampling_level", importance_sampling_level, ("token", "sequence", None))
+    level = importance_sampling_level or _LEVELS.get(loss_type, "token")
+    clip = check_clip(op, epsilon, epsilon_high, delta)
+    if clip.delta is not None and loss_type in _TYPES_WITHOUT_CLIPPING:
+        raise ValueError(f"{op}: delta must be None for loss_type {loss_type!r}, got {clip.delta:g}")
+    if epsilon_high is None and loss_type == "cispo":
+        raise ValueError(f"{op}: epsilon_high must be a number for loss_type 'cispo', got None")
+    beta = checks.number(op, "beta", beta)
+    if beta and ref_log_probs is None:
+        raise ValueError(f"{op}: ref_log_probs must be a tensor if beta is {beta:g}, got None")
+    checks.choice(op, "kl_estimator", kl_estimator, KL_ESTIMATORS)
+    checks.flag(op, use_bias_correction_kl=use_bias_correction_kl)
+    temperature_pos = checks.number(op, "sapo_temperature_pos", sapo_temperature_pos, 0.0, excludes_low=True)
+    temperature_neg = checks.number(op, "sapo_temperature_neg", sapo_temperature_neg, 0.0, excludes_low=True)
+    gamma_weight = GammaWeight(
+        k_pos=checks.number(op, "vespo_k_pos", vespo_k_pos, 0.0),
+        lambda_pos=checks.number(op, "vespo_lambda_pos", vespo_lambda_pos, 0.0),
+        k_neg=checks.number(op, "vespo_k_neg", vespo_k_neg, 0.0),
+        lambda_neg=checks.number(op, "vespo_lambda_neg", vespo_lambda_neg, 0.0),
+    )
+    coefficient = check_entropy(op, entropy, entropy_coef, sequences)
+    quantile = checks.number(op, "top_entropy_quantile", top_entropy_quantile, 0.0, 1.0)
+    if entropy is None and (quantile < 1 or top_entropy_threshold is not None):
+        raise ValueError(f"{op}: entropy must be a tensor if tokens are selected by their entropy, got None")
+    if top_entropy_threshold is not None:
+        checks.tensor(op, top_entropy_threshold=top_entropy_threshold)
+        checks.shape(op, "top_entropy_threshold", top_entropy_threshold, ())
+        checks.same(op, "device", mask=mask, top_entropy_threshold=top_entropy_threshold)
+    if importance_sampling_ratio is not None:
+        sampling_ratio = _check_sampling_ratio(op, importance_sampling_ratio, sequences, loss_type)
+    if off_policy_mask_threshold is not None:
+        off_policy_mask_threshold = checks.number(op, "off_policy_mask_threshold", off_policy_mask_threshold)
+    divisor = _check_divisor(op, loss_type, sequences, num_items_in_batch, max_completion_length)
+
+    # Values of tokens that do not count are zero from here on: in backward, even zero times NaN would be NaN.
+    advantages = advantages.detach().to(log_probs.dtype)
+    advantages = advantages if advantages_per_sequence else sequences.masked(advantages)
+    log_probs = sequences.masked(log_probs)
+    old_log_probs = log_probs.detach() if old_log_probs is None else sequences.masked(old_log_probs.detach())
+    log_ratio = log_probs - old_log_probs
+    # The ratios and the advantages are both values of sequences, or both values of tokens.
+    by_sequence = advantages_per_sequence and (level == "sequence" or loss_type == "vespo")
+    advantage = sequences.expand(advantages) if advantages_per_sequence and not by_sequence else advantages
+
+    def to_tokens(values: Tensor) -> Tensor:
+        return sequences.expand(values) if by_sequence else values
+
+    if level == "sequence":
+        sequence_ratio = bounded_exp(sequences.mean(log_ratio))
+        token_ratio = sequences.expand(sequence_ratio)
+        ratio = sequence_ratio if by_sequence else token_ratio
+    else:
+        ratio = token_ratio = bounded_exp(log_ratio)
+    metrics: Metrics = {}
+    if loss_type == "cispo":
+        losses = to_tokens(-ratio.detach().clamp(max=clip.high) * advantage) * log_probs
+        is_clipped = ((ratio.detach() > clip.high) & (advantage > 0)).to(log_probs.dtype)
+        metrics["cispo_clip_ratio"] = mean(is_clipped) if by_sequence else sequences.token_mean(is_clipped)
+    elif loss_type == "vespo":
+        log_weight = gamma_weight.log_ratios(
+            sequences, log_ratio.detach(), None if importance_sampling_ratio is None else sampling_ratio
+        )
+        weight = gamma_weight.weights(log_weight if by_sequence else sequences.expand(log_weight), advantage)
+        losses = to_tokens(-weight * advantage) * log_probs
+        metrics["vespo/phi_seq_mean"] = mean(weight) if by_sequence else sequences.token_mean(weight)
+    elif loss_type == "sapo":
+        losses = to_tokens(sapo(ratio, advantage, temperature_pos, temperature_neg))
+    else:
+        losses = to_tokens(clip.loss(ratio, advantage))
+        low, high = clip.is_clipped(ratio, advantage)
+        metrics |= clip_metrics(sequences, low, high, log_probs.dtype, by_sequence)
+
+    if off_policy_mask_threshold is not None:
+        sampled = old_log_probs if sampling_log_probs is None else sampling_log_probs
+        is_kept = on_policy(
+            sequences, log_probs, sampled, advantages, advantages_per_sequence, off_policy_mask_threshold
+        )  # fmt: skip
+        losses = torch.where(sequences.expand(is_kept) if advantages_per_sequence else is_kept, losses, 0.0)
+    selected = None
+    if entropy is not None and (quantile < 1 or top_entropy_threshold is not None):
+        if top_entropy_threshold is None:
+            top_entropy_threshold = entropy_threshold(entropy, sequences.mask, quantile)
+        selected = entropy.detach() >= top_entropy_threshold
+        losses = torch.where(selected, losses, 0.0)
+    if importance_sampling_ratio is not None and loss_type != "vespo":
+        losses = losses * sampling_ratio
+    if beta and ref_log_probs is not None:
+        divergence = kl_estimate(log_probs, sequences.masked(ref_log_probs.detach()), kl_estimator)
+        if use_bias_correction_kl:
+            divergence = divergence * token_ratio
+        losses = losses + beta * divergence
+        metrics["kl"] = sequences.token_mean(divergence.detach())
+    reduce = GRPO_LOSSES[loss_type]
+    loss = sequences.masked(losses).sum() / divisor if reduce is None else reduce(sequences, losses)
+    loss, shared_metrics = with_entropy(loss, sequences, entropy, coefficient, selected)
+    return loss, metrics | shared_metrics
+
+
+def _check_sampling_ratio(op: str, ratio: Tensor, sequences: Sequences, loss_type: str) -> Tensor:
+    """Return the importance ratios of the sampling engine without a gradient, as values of tokens."""
+    if loss_type == "vespo":
+        checks.tensor(op, importance_sampling_ratio=ratio)
+        checks.shape(op, "importance_sampling_ratio", ratio, sequences.mask.shape)
+    if check_per_sequence(op, "importance_sampling_ratio", ratio, sequences, or_tokens=True) and loss_type != "vespo":
+        return sequences.expand(ratio.detach())
+    return torch.where(sequences.mask, ratio.detach(), 1.0)
+
+
+def _check_divisor(
+    op: str, loss_type: str, sequences: Sequences, num_items_in_batch: object, max_completion_length: object
+) -> Tensor | float:
+    """Return the divisor of a type whose loss is the sum over all tokens."""
+    is_constant, is_count = loss_type == "dr_grpo", loss_type in ("dapo", "cispo", "vespo")
+    if is_constant == (max_completion_length is None):
+        rule = "be an int" if is_constant else "be None"
+        raise ValueError(
+            f"{op}: max_completion_length must {rule} for loss_type {loss_type!r}, "
+            f"got {checks.format_value(max_completion_length)}"
+        )
+    if num_items_in_batch is not None and not is_count:
+        raise ValueError(
+            f"{op}: num_items_in_batch must be None for loss_type {loss_type!r}, "
+            f"got {checks.format_value(num_items_in_batch)}"
+        )
+    if is_constant:
+        return float(max(sequences.count, 1) * checks.size(op, "max_completion_length", max_completion_length))
+    if num_items_in_batch is None:
+        return sequences.mask.sum().clamp(min=1)
+    if not isinstance(num_items_in_batch, Tensor):
+        return max(checks.number(op, "num_items_in_batch", num_items_in_batch, 0.0), 1.0)
+    checks.shape(op, "num_items_in_batch", num_items_in_batch, ())
+    checks.same(op, "device", mask=sequences.mask, num_items_in_batch=num_items_in_batch)
+    return num_items_in_batch.detach().clamp(min=1)
+
+
+def rloo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Return the loss of RLOO (REINFORCE leave-one-out), and its metrics.
+
+    It is the mean over the sequences of -min(min(r, delta) A, clip(r) A), where r = exp(log p - log p_old) is the ratio
+    of the probabilities of the whole completion. The advantage of a completion is its reward minus the mean reward of
+    the other completions of the prompt.
+
+    Args:
+        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the policy's log-probability of each token. It gets a
+            gradient.
+        advantages: [N], floating point.
+        mask: The shape of `log_probs`, bool: the tokens of the completions.
+        old_log_probs: The shape and the dtype of `log_probs`: the same of the policy that sampled the tokens. By
+            default they are those of the policy itself, detached.
+        epsilon: The lower bound of the ratio is 1 - epsilon.
+        epsilon_high: The upper bound of the ratio is 1 + epsilon_high; by default epsilon.
+        delta: The largest ratio with a negative advantage that has a gradient, positive.
+        entropy: The shape of `log_probs`: the entropy of the policy at each token.
+        entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens.
+        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+
+    Returns:
+        The loss, without dimensions, and the metrics `policy_loss`, `entropy` if it is given, and
+        `clip_ratio/low_mean`, `/high_mean`, `/region_mean`, `/low_min` and `/high_max`.
+
+    Raises:
+        TypeError: A dtype or a type is wrong.
+        ValueError: A shape or a device is wrong, an option is out of its range, or `entropy_coef` needs `entropy`.
+
+    Source: Ahmadian et al., "Back to Basics: Revisiting REINFORCE Style Optimization", arXiv:2402.14740.
+
+    Example:
+        >>> from tigon.losses import rloo_loss
+        >>> log_probs = torch.tensor([[-1.0, -2.0], [-2.0, 0.0]])
+        >>> rloo_loss(log_probs, torch.tensor([1.0, -3.0]), log_probs < 0, log_probs + 0.05)[1]["policy_loss"]
+        tensor(0.9744)
+    """
+    op = "rloo_loss"
+    sequences = check_sequences(op, log_probs, mask, cu_seqlens, old_log_probs=old_log_probs)
+    check_per_sequence(op, "advantages", advantages, sequences)
+    clip = check_clip(op, epsilon, epsilon_high, delta)
+    coefficient = check_entropy(op, entropy, entropy_coef, sequences)
+
+    advantages = advantages.detach().to(log_probs.dtype)
+    sums = sequences.sum(log_probs)
+    old_sums = sums.detach() if old_log_probs is None else sequences.sum(old_log_probs.detach())
+    ratio = bounded_exp(sums - old_sums)
+    loss, metrics = with_entropy(mean(clip.loss(ratio, advantages)), sequences, entropy, coefficient)
+    return loss, metrics | clip_metrics(sequences, *clip.is_clipped(ratio, advantages), sums.dtype, True)
+
+
+def ppo_loss(
+    log_probs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    old_log_probs: Tensor | None = None,
+    *,
+    epsilon: float = 0.2,
+    epsilon_high: float | None = None,
+    delta: float | None = None,
+    entropy: Tensor | None = None,
+    entropy_coef: float = 0.0,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Return the clipped objective of PPO (proximal policy optimisation) as a loss, and its metrics.
+
+    It is the mean over the tokens of -min(min(r, delta) A, clip(r) A), where r = p / p_old is the ratio of a token.
+
+    Args:
+        log_probs: [N, L], or [T] with `cu_seqlens`, fp32: the policy's log-probability of each token. It gets a
+            gradient.
+        advantages: The shape of `log_probs`, or [N], floating point.
+        mask: The shape of `log_probs`, bool: the tokens of the completions.
+        old_log_probs: The shape and the dtype of `log_probs`: the same of the policy that sampled the tokens. By
+            default they are those of the policy itself, detached.
+        epsilon: The lower bound of the ratio is 1 - epsilon.
+        epsilon_high: The upper bound of the ratio is 1 + epsilon_high; by default epsilon.
+        delta: The largest ratio with a negative advantage that has a gradient, positive; the dual clipping of
+            arXiv:1912.09729.
+        entropy: The shape of `log_probs`: the entropy of the policy at each token.
+        entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens.
+        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+
+    Returns:
+        The loss, without dimensions, and the metrics of `rloo_loss`, of tokens, with `kl`: the mean of
+        (log p - log p_old)^2 / 2, which estimates KL(p_old || p).
+
+    Raises:
+        TypeError: A dtype or a type is wrong.
+        ValueError: A shape or a device is wrong, an option is out of its range, or `entropy_coef` needs `entropy`.
+
+    Source: Schulman et al., "Proximal Policy Optimization Algorithms", arXiv:1707.06347, equation 7.
+
+    Example:
+        >>> from tigon.losses import ppo_loss
+        >>> log_probs = torch.tensor([[-1.0, -2.0]])
+        >>> ppo_loss(log_probs, torch.tensor([[1.0, -2.0]]), log_probs < 0, log_probs - 0.5)[0]
+        tensor(1.0487)
+    """
+    op = "ppo_loss"
+    sequences = check_sequences(op, log_probs, mask, cu_seqlens, old_log_probs=old_log_probs)
+    per_sequence = check_per_sequence(op, "advantages", advantages, sequences, or_tokens=True)
+    clip = check_clip(op, epsilon, epsilon_high, delta)
+    coefficient = check_entropy(op, entropy, entropy_coef, sequences)
+
+    advantages = advantages.detach().to(log_probs.dtype)
+    advantages = sequences.expand(advantages) if per_sequence else sequences.masked(advantages)
+    log_ratio = sequences.masked(log_probs - (log_probs if old_log_probs is None else old_log_probs).detach())
+    ratio = bounded_exp(log_ratio)
+    loss = sequences.token_mean(clip.loss(ratio, advantages))
+    loss, metrics = with_entropy(loss, sequences, entropy, coefficient)
+    metrics["kl"] = sequences.token_mean(0.5 * log_ratio.detach().square())
+    return loss, metrics | clip_metrics(sequences, *clip.is_clipped(ratio, advantages), ratio.dtype, False)
+
+
+def ppo_value_loss(
+    values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    old_values: Tensor | None = None,
+    *,
+    epsilon: float = 0.2,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Metrics]:
+    """Return the clipped loss of PPO's value function, and its metrics.
+
+    It is the mean over the tokens of max((v - R)^2, (v_clip - R)^2) / 2, where v_clip is v, limited to
+    [v_old - epsilon, v_old + epsilon].
+
+    Args:
+        values: [N, L], or [T] with `cu_seqlens`, fp32: the value of each token. It gets a gradient.
+        returns: The shape and the dtype of `values`: the return R of each token.
+        mask: The shape of `values`, bool: the tokens of the completions.
+        old_values: The shape and the dtype of `values`: the values when the tokens were sampled. None means no
+            clipping.
+        epsilon: The half width of the interval, not negative.
+        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+
+    Returns:
+        The loss, without dimensions, and the metrics `value_loss` and, with `old_values`, `value_clip_ratio`: the share
+        of the tokens where the clipped value has the larger error.
+
+    Raises:
+        TypeError: A dtype or a type is wrong.
+        ValueError: A shape or a device is wrong, or `epsilon` is negative.
+
+    Source: Schulman et al., arXiv:1707.06347; the clipping is that of its reference implementation.
+
+    Example:
+        >>> from tigon.losses import ppo_value_loss
+        >>> values = torch.tensor([[1.0, 2.0]])
+        >>> ppo_value_loss(values, torch.tensor([[0.0, 2.0]]), values > 0)[0]
+        tensor(0.2500)
+    """
+    op = "ppo_value_loss"
+    sequences = check_sequences(op, values, mask, cu_seqlens, name="values", returns=returns, old_values=old_values)
+    epsilon = checks.number(op, "epsilon", epsilon, 0.0)
+    values, returns = sequences.masked(values), sequences.masked(returns.detach())
+    errors = (values - returns).square()
+    metrics: Metrics = {}
+    if old_values is not None:
+        old_values = sequences.masked(old_values.detach())
+        clipped = torch.clamp(values, old_values - epsilon, old_values + epsilon)
+        clipped_errors = (clipped - returns).square()
+        is_clipped = (clipped_errors > errors).detach().to(values.dtype)
+        metrics["value_clip_ratio"] = sequences.token_mean(is_clipped)
+        errors = torch.maximum(errors, clipped_errors)
+    loss = 0.5 * sequences.token_mean(errors)
+    return loss, metrics | {"value_loss": loss.detach()}

@@ -1,0 +1,245 @@
+"""What all losses of log-probabilities promise: any layout, any length, no waiting, finite values, exact gradients."""
+
+import doctest
+
+import pytest
+import torch
+from torch import Tensor
+
+from losses.cases import pack, tokens
+from losses.loss_calls import CALLS, POLICY_CALLS, Call
+from tigon import losses
+
+pytestmark = pytest.mark.no_interpreter("It launches no kernel.")
+each_call = pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+
+
+def _loss_and_gradient(call: Call, arguments: dict) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+    name = next(iter(arguments))
+    leaf = arguments[name].clone().requires_grad_()
+    loss, metrics = call(arguments | {name: leaf})
+    (grad,) = torch.autograd.grad(loss, leaf, materialize_grads=True)
+    return loss.detach(), metrics, grad
+
+
+# Other tests compare the gradients of losses with a part that is a constant for autograd.
+DIFFERENTIABLE = [call for call in CALLS if not call.stops_gradient]
+
+
+@pytest.mark.parametrize("call", DIFFERENTIABLE, ids=lambda call: call.name)
+@pytest.mark.parametrize("shape", [(2, 1), (6, 9), (8, 33)], ids=str)
+def test_the_gradient_is_the_derivative(call, shape):
+    arguments = call.arguments(tokens(*shape, dtype=torch.float64))
+    name = next(iter(arguments))
+    leaf = arguments[name].clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: call(arguments | {name: x})[0], leaf)
+
+
+WITHOUT_PAIRS = [call for call in CALLS if call in POLICY_CALLS or call.loss is losses.kto_loss]
+
+
+@pytest.mark.parametrize("call", WITHOUT_PAIRS, ids=lambda call: call.name)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_an_odd_number_of_sequences(call, rows):
+    x = tokens(rows, 7, dtype=torch.float64)
+    loss, metrics, grad = _loss_and_gradient(call, call.arguments(x))
+    assert loss.isfinite()
+    assert metrics
+    assert (grad[~x.mask] == 0).all()
+    if not call.stops_gradient:
+        arguments = call.arguments(x)
+        name = next(iter(arguments))
+        leaf = arguments[name].clone().requires_grad_()
+        assert torch.autograd.gradcheck(lambda x: call(arguments | {name: x})[0], leaf)
+
+
+@each_call
+def test_fp32_agrees_with_fp64(call):
+    results = {}
+    for dtype in (torch.float32, torch.float64):
+        loss, metrics, grad = _loss_and_gradient(call, call.arguments(tokens(6, 40, dtype=dtype)))
+        assert loss.dtype == dtype
+        assert loss.shape == ()
+        results[dtype] = loss.double(), grad.double(), {name: x.double() for name, x in metrics.items()}
+    torch.testing.assert_close(results[torch.float32], results[torch.float64], rtol=2e-5, atol=2e-6)
+
+
+@each_call
+@pytest.mark.parametrize("shape", [(2, 1), (6, 9), (8, 33)], ids=str)
+def test_packed_tokens_give_the_result_of_padded_tokens(call, shape):
+    empty = (1,) if shape[0] > 2 else ()
+    arguments = call.arguments(tokens(*shape, dtype=torch.float64, empty=empty))
+    loss, metrics, grad = _loss_and_gradient(call, arguments)
+    mask = arguments.pop("mask")
+    cu_seqlens, packed_mask, grad, *values = pack(mask, grad, *arguments.values())
+    # Tokens after the last sequence do not count.
+    packed = dict(zip(arguments, values, strict=True))
+    for name, x in arguments.items():
+        if isinstance(x, Tensor) and x.shape == mask.shape:
+            packed[name] = torch.cat((packed[name], packed[name][:1]))
+    packed |= {"mask": torch.cat((packed_mask, packed_mask.new_ones(1))), "cu_seqlens": cu_seqlens}
+    packed_loss, packed_metrics, packed_grad = _loss_and_gradient(call, packed)
+    torch.testing.assert_close(packed_loss, loss)
+    torch.testing.assert_close(packed_grad[:-1], grad)
+    assert packed_grad[-1] == 0
+    assert packed_metrics.keys() == metrics.keys()
+    torch.testing.assert_close(packed_metrics, metrics, equal_nan=True)
+
+
+@each_call
+def test_values_outside_the_mask_change_nothing(call):
+    x = tokens(6, 9)
+    arguments = call.arguments(x)
+    expected = _loss_and_gradient(call, arguments)
+    for value in (float("nan"), float("-inf"), 7.0):
+        # The entropies of tokens that do not count, too, may be anything.
+        filled = {
+            name: torch.where(x.mask, y, value)
+            if isinstance(y, Tensor) and y.shape == x.mask.shape and y.dtype != torch.bool
+            else y
+            for name, y in arguments.items()
+        }
+        result = _loss_and_gradient(call, filled)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+@each_call
+@pytest.mark.parametrize("empty", [(0,), (3,), (0, 3), (0, 1, 2, 3, 4, 5)], ids=str)
+def test_completions_without_tokens_are_finite(call, empty):
+    x = tokens(6, 9, empty=empty)
+    loss, _, grad = _loss_and_gradient(call, call.arguments(x))
+    assert loss.isfinite()
+    assert grad.isfinite().all()
+    assert (grad[list(empty)] == 0).all()
+    if call.zero_without_tokens and len(empty) == 6:
+        assert loss == 0
+
+
+@each_call
+def test_no_sequences_give_zero(call):
+    loss, metrics, grad = _loss_and_gradient(call, call.arguments(tokens(6, 9)) | _without_rows(call))
+    assert loss == 0
+    assert grad.shape == (0, 9)
+    assert metrics
+
+
+def _without_rows(call: Call) -> dict:
+    return {
+        name: x[:0] for name, x in call.arguments(tokens(6, 9)).items() if isinstance(x, Tensor) and x.dim()
+    }  # fmt: skip
+
+
+@each_call
+def test_extreme_log_probabilities_are_finite(call):
+    """Log-ratios of 500 a token would overflow every exponential."""
+    arguments = call.arguments(tokens(6, 9))
+    name = next(iter(arguments))
+    for factor in (1e-3, 500.0):
+        loss, _, grad = _loss_and_gradient(call, arguments | {name: arguments[name] * factor})
+        assert loss.isfinite()
+        assert grad.isfinite().all()
+
+
+@each_call
+def test_nothing_depends_on_values_on_the_host(call):
+    """A tensor on the meta device has no values: reading one, or a shape that depends on one, raises."""
+    arguments = call.arguments(tokens(6, 9))
+    for packed in (False, True):
+        if packed:
+            cu_seqlens, mask, *values = pack(arguments["mask"], *arguments.values())
+            arguments = dict(zip(arguments, values, strict=True)) | {"mask": mask, "cu_seqlens": cu_seqlens}
+        on_meta = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        loss, metrics, grad = _loss_and_gradient(call, on_meta)
+        assert loss.is_meta
+        assert grad.is_meta
+        assert all(x.is_meta for x in metrics.values())
+
+
+# `make test` compiles one call of each loss.
+FIRST_CALLS = {call.loss: call for call in reversed(CALLS)}.values()
+COMPILED = [
+    pytest.param(call, id=call.name, marks=[] if call in FIRST_CALLS else pytest.mark.thorough) for call in CALLS
+]
+
+
+@pytest.mark.parametrize("call", COMPILED)
+def test_compiled_without_a_graph_break(call):
+    arguments = call.arguments(tokens(6, 9))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda arguments: call(arguments), backend="aot_eager", fullgraph=True)
+    name = next(iter(arguments))
+    leaf = arguments[name].clone().requires_grad_()
+    loss, metrics = compiled(arguments | {name: leaf})
+    (grad,) = torch.autograd.grad(loss, leaf)
+    torch.testing.assert_close((loss.detach(), metrics, grad), _loss_and_gradient(call, arguments))
+
+
+@each_call
+def test_arguments_stay_unchanged_and_metrics_have_no_graph(call):
+    arguments = call.arguments(tokens(6, 9))
+    before = {name: x.clone() for name, x in arguments.items() if isinstance(x, Tensor)}
+    leaf = arguments[next(iter(arguments))].requires_grad_()
+    loss, metrics = call(arguments)
+    first = torch.autograd.grad(loss, leaf, retain_graph=True)
+    assert torch.equal(*first, *torch.autograd.grad(loss, leaf))
+    assert all(torch.equal(arguments[name].detach(), x) for name, x in before.items())
+    assert metrics
+    for metric in metrics.values():
+        assert metric.shape == ()
+        assert not metric.requires_grad
+
+
+CONSTANTS = ("ref_log_probs", "old_log_probs", "old_values", "returns", "advantages", "log_sum_sq_probs", "kl")
+
+
+@each_call
+def test_only_the_policy_gets_a_gradient(call):
+    arguments = call.arguments(tokens(6, 9))
+    name, *others = arguments
+    constants = [other for other in others if other in CONSTANTS]
+    leaves = {key: arguments[key].clone().requires_grad_() for key in (name, *constants)}
+    loss, metrics = call(arguments | leaves)
+    loss.backward()
+    assert leaves.pop(name).grad is not None
+    assert all(leaf.grad is None for leaf in leaves.values())
+    assert not any(metric.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize("call", POLICY_CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize("columns", [1, 2, 7, 257])
+def test_policies_take_completions_of_any_length(call, columns):
+    """More padding changes nothing."""
+    x = tokens(4, columns)
+    arguments = call.arguments(x)
+    expected = _loss_and_gradient(call, arguments)
+    padded = {
+        name: torch.nn.functional.pad(y, (0, 5)) if isinstance(y, Tensor) and y.shape == x.mask.shape else y
+        for name, y in arguments.items()
+    }
+    loss, metrics, grad = _loss_and_gradient(call, padded)
+    torch.testing.assert_close((loss, metrics), expected[:2], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(grad[:, :columns], expected[2], rtol=1e-5, atol=1e-6)
+    assert (grad[:, columns:] == 0).all()
+
+
+@pytest.mark.parametrize("name", losses.__all__)
+def test_example_prints_its_result(name):
+    finder = doctest.DocTestFinder(recurse=False)
+    (test,) = finder.find(getattr(losses, name), name, globs={"torch": torch})
+    assert test.examples
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_names_are_imported_when_they_are_used():
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, tigon.losses as losses; names = set(losses.__all__) & set(dir(losses))\n"
+        "assert names == set(losses.__all__) == set(losses._MODULES)\n"
+        "assert not [name for name in sys.modules if name.startswith('tigon.losses.')]\n"
+        "assert all(callable(getattr(losses, name)) for name in names)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    with pytest.raises(AttributeError, match="has no attribute 'spo_loss'"):
+        _ = losses.spo_loss
