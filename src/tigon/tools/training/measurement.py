@@ -10,10 +10,10 @@ from tigon.tools.training.child import Event
 from tigon.tools.training.model_providers import STOCK_FP32
 
 __all__ = [
+    "NOISE_FACTOR",
     "REFERENCES",
     "SLACK",
     "STOCK_REVERSED",
-    "TIMES_NOISE",
     "LossComparison",
     "Measurement",
     "compare_with_stock",
@@ -23,7 +23,7 @@ __all__ = [
 # The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
 # every layer, whereas reversed sequences do not change the forward pass of a sequence. The slack is for losses that
 # agree to their last digits.
-TIMES_NOISE, SLACK = 3.0, 1e-4
+NOISE_FACTOR, SLACK = 3.0, 1e-4
 
 # The name of the runs of stock whose batches are reversed.
 STOCK_REVERSED = "stock-reversed"
@@ -68,8 +68,8 @@ class Measurement:
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
-    def host(self) -> float | None:
-        """Return the median of the seconds until the calls of a step return."""
+    def median_host_seconds(self) -> float | None:
+        """Return the median time in seconds until the calls of a step return."""
         return statistics.median(self.host_seconds) if self.host_seconds else None
 
     @property
@@ -104,7 +104,7 @@ class Measurement:
         samples = {name: fields.pop(name) for name in ("seconds", "host_seconds")}
         medians = {
             "tokens_per_step": self.tokens, "step_seconds": self.step_seconds, "quartiles": self.spread,
-            "median_host_seconds": self.host, "tokens_per_second": self.tokens_per_second,
+            "median_host_seconds": self.median_host_seconds, "tokens_per_second": self.tokens_per_second,
         }  # fmt: skip
         return {**fields, **medians, "samples": samples}
 
@@ -148,7 +148,7 @@ class LossComparison:
         """Return whether the run is as near to stock as the noise allows, or as near to fp32 as stock is."""
         if self.noise_rms is None:
             return None
-        if self.rms <= TIMES_NOISE * self.noise_rms + SLACK:
+        if self.rms <= NOISE_FACTOR * self.noise_rms + SLACK:
             return True
         if self.error is None or self.stock_error is None or not math.isfinite(self.error):
             return False

@@ -24,9 +24,9 @@ class TrainOptions:
     providers: Annotated[
         str,
         typer.Option(
-            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; stock-fp32, whose losses are a "
-            "reference; with --lora also unsloth, unsloth-checkpoint, and frozen, which has no adapters; separated by "
-            "commas."
+            help="Providers, separated by commas: stock, liger, compile (also with the suffix -checkpoint), tigon, "
+            "tigon-LEVEL; stock-fp32, whose losses are a reference; with --lora also unsloth, unsloth-checkpoint, and "
+            "frozen, the frozen model without adapters."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[
@@ -50,7 +50,7 @@ class TrainOptions:
         int | None, typer.Option(help="Train only low-rank adapters of this rank, on all linear layers but the head.")
     ] = None
     qlora: Annotated[
-        bool, typer.Option("--qlora", help="Hold the layers under the adapters in 4 bits (nf4, double quantisation).")
+        bool, typer.Option("--qlora", help="Hold the layers that have adapters in 4 bits (nf4, double quantisation).")
     ] = False
     gpus: Annotated[
         int, typer.Option(help="Number of GPUs, or of ranks on a CPU. Several shard the model by FSDP2.")
@@ -62,7 +62,8 @@ class TrainOptions:
     resolution: Annotated[
         int | None,
         typer.Option(
-            help="Then search between the last size that fitted and the first that did not, to this accuracy."
+            help="After the sweep, search between the largest size that fitted and the smallest that did not, until "
+            "they are this close."
         ),
     ] = None
     layers: Annotated[
@@ -72,19 +73,22 @@ class TrainOptions:
         bool,
         typer.Option(
             "--curves",
-            help="Compare the losses with stock's, with the noise of stock with reversed batches, and with those of "
-            "stock-fp32.",
+            help="Compare the losses with those of stock, and of stock-fp32 if it is a provider. Their noise is the "
+            "difference that reversed batches make.",
         ),
     ] = False
     text: TextOption = None
     device: DeviceOption = "auto"
     dtype: Annotated[
         str | None,
-        typer.Option(help="bfloat16 or float32, of everything.", show_default="bfloat16; float32 on a CPU"),
+        typer.Option(
+            help="bfloat16 or float32, for parameters, gradients and states.", show_default="bfloat16; float32 on a CPU"
+        ),
     ] = None
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4
     seed: SeedOption = 0
     budget: Annotated[
-        float | None, typer.Option(help="Seconds. After them no size begins; before, fewer steps may be timed.")
+        float | None,
+        typer.Option(help="Limit in seconds. After it no size begins; close to it, fewer steps may be timed."),
     ] = None
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None

@@ -154,7 +154,9 @@ def _check(options: TrainOptions, sizes: list[int]) -> None:
         raise ValueError(f"bench train: sweep must be one of {', '.join(SWEEPS)}, got {options.sweep!r}")
     for name in ("sizes", "resolution"):
         if getattr(options, name) is not None and options.sweep is None:
-            raise ValueError(f"bench train: {name} belongs to a sweep: name one of {', '.join(SWEEPS)}, got none")
+            raise ValueError(
+                f"bench train: {name} needs a sweep: name one of {', '.join(SWEEPS)} with --sweep, got none"
+            )
     if options.sweep == "seq" and sizes and sizes[0] < 2:
         raise ValueError(f"bench train: sizes of a sweep over seq must be at least 2, got {sizes[0]}")
     if options.dtype is not None and options.dtype not in DTYPES:
@@ -202,7 +204,7 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     providers = select(options.providers, options.checkpointing)
     for provider in providers:
         if options.lora is None and provider.needs_adapters:
-            reason = "is the floor of adapters" if provider.name == FROZEN else "trains only adapters"
+            reason = "is compared with adapters" if provider.name == FROZEN else "trains only adapters"
             raise ValueError(f"bench train: the provider {provider.name} {reason}: it needs --lora, got none")
     runs = [ProviderRun(provider.name, provider) for provider in providers]
     if options.curves:
