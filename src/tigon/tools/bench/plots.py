@@ -206,7 +206,7 @@ def _bars(axes: Axes, rows: list[BenchRow], values: list[float | None], unit: st
     axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-# --- divided by the bare products ---------------------------------------------------------------
+# --- divided by the bare products ----------------------------------------------------------------
 
 TICKS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 # The space between two cases, in bars. The title of a case is written there.
