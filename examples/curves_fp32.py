@@ -1,9 +1,9 @@
-"""Measure how far the loss curve of a patched model lies from the stock curve in fp32, and which part moves it.
+"""Measure how far the loss curve of a patched model lies from the stock curve in fp32, and which part changes it.
 
 For each model type the script trains the same small model many times on one fixed batch of random tokens: stock, stock
 with its initial parameters moved by one unit in the last place, stock with sums in another order, and patched with all
 parts, each part alone, and all parts but one. It also compares the gradients of the first step with fp64, counts the
-elements whose first AdamW update points the wrong way, and counts the tokens that a router sends elsewhere.
+elements whose first AdamW update points the wrong way, and counts the tokens that a router sends to other experts.
 
     python examples/curves_fp32.py --out curves.json                                            # on a GPU
     python examples/curves_fp32.py --types llama --size tiny --device cpu --steps 4 --quick     # a trial on a CPU
@@ -103,10 +103,10 @@ def step_in_fp64(base: nn.Module, batch: Tensor) -> tuple[float, dict[str, Tenso
             model.set_experts_implementation("eager")
     mode = Fp64()
 
-    def in_fp32(module: nn.Module) -> None:
+    def run_in_fp32(module: nn.Module) -> None:
         forward = module.forward
 
-        def tables(*args, **kwargs):
+        def compute_tables(*args, **kwargs):
             mode.inside_tables = True
             for buffer in module.buffers():
                 buffer.data = buffer.data.float()
@@ -116,11 +116,11 @@ def step_in_fp64(base: nn.Module, batch: Tensor) -> tuple[float, dict[str, Tenso
             finally:
                 mode.inside_tables = False
 
-        module.forward = tables
+        module.forward = compute_tables
 
     for module in model.modules():
         if "RotaryEmbedding" in type(module).__name__:
-            in_fp32(module)
+            run_in_fp32(module)
     with mode:
         loss = model(input_ids=batch, labels=batch, use_cache=False).loss
     assert loss.dtype == torch.float64, loss.dtype
@@ -149,7 +149,7 @@ class Routers:
         self.logits.append(logits.detach().float().reshape(-1, EXPERTS))
 
 
-def move(model: nn.Module, seed: int) -> None:
+def perturb(model: nn.Module, seed: int) -> None:
     """Move every parameter to one of its two neighbours in fp32, at random."""
     generator = torch.Generator(next(model.parameters()).device).manual_seed(seed)
     with torch.no_grad():
@@ -162,19 +162,19 @@ def move(model: nn.Module, seed: int) -> None:
 
 def train(
     base: nn.Module, batch: Tensor, steps: int, lr: float, choices: int | None, *, parts: dict[str, bool] | None = None,
-    seed: int | None = None, always: bool = False, halves: bool = False,
+    seed: int | None = None, at_every_step: bool = False, halves: bool = False,
 ) -> dict:  # fmt: skip
     """Train a copy of `base` and return its losses, router logits, gradients of the first step and parameters.
 
     Args:
         parts: Options of `tigon.patch`; None trains the stock model.
         seed: Moves the initial parameters by one unit in the last place.
-        always: Moves the parameters after every step too.
+        at_every_step: Moves the parameters after every step too.
         halves: Accumulates the gradient over the two halves of the batch: the same function in another order.
     """
     model = copy.deepcopy(base)
     if seed is not None:
-        move(model, seed)
+        perturb(model, seed)
     routers = Routers(model, choices)
     if parts is not None:
         with warnings.catch_warnings():
@@ -194,8 +194,8 @@ def train(
             result["gradients"] = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
         optimizer.step()
         optimizer.zero_grad()
-        if always:
-            move(model, 10_000 * (seed + 1) + step)
+        if at_every_step:
+            perturb(model, 10_000 * (seed + 1) + step)
         if step == 0:
             result["first"] = {n: p.detach().clone() for n, p in model.named_parameters()}
     result["last"] = {n: p.detach() for n, p in model.named_parameters()}
@@ -275,14 +275,14 @@ def gradient_errors(run: dict, exact: dict[str, Tensor]) -> dict[str, dict[str, 
     errors = {}
     for name, g in run["gradients"].items():
         x = exact[name]
-        size = x.norm()
-        wrong = first_update(g) - first_update(x)
+        norm = x.norm()
+        update_error = first_update(g) - first_update(x)
         errors[name] = {
-            "error": float((g.double() - x).norm() / size) if size > 0 else float(g.double().norm()),
+            "error": float((g.double() - x).norm() / norm) if norm > 0 else float(g.double().norm()),
             "largest": float((g.double() - x).abs().max()),
-            "rms": float(size / x.numel() ** 0.5),
-            "update": float(wrong.square().sum()),
-            "opposite": int((wrong.abs() > 1.0).sum()),
+            "rms": float(norm / x.numel() ** 0.5),
+            "update": float(update_error.square().sum()),
+            "opposite": int((update_error.abs() > 1.0).sum()),
             "zero_in_fp64_only": int(((x == 0) & (g != 0)).sum()),
             "zero_here_only": int(((x != 0) & (g == 0)).sum()),
             "elements": x.numel(),
@@ -361,7 +361,7 @@ def measure(model_type: str, options: argparse.Namespace) -> dict:
         run(f"tigon from moved {seed}", moved_stock, parts=all_parts, seed=seed)
         run(f"stock in halves from moved {seed}", moved_stock, halves=True, seed=seed)
         del moved_stock
-    run("stock moved at every step", stock, seed=100, always=True)
+    run("stock moved at every step", stock, seed=100, at_every_step=True)
     if not options.quick:
         lines = result["report"].splitlines()
         replaced_parts = [part for part in PARTS if any(line.startswith(f"{part} ") for line in lines)]
@@ -459,7 +459,12 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=4, help="moves by one unit in the last place")
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=4,
+        help="number of runs from parameters that are moved by one unit in the last place",
+    )
     parser.add_argument("--attention", default="eager")
     parser.add_argument("--quick", action="store_true", help="skip the runs of single parts")
     parser.add_argument("--out", type=Path, default=Path("curves_fp32.json"))

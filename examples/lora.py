@@ -71,7 +71,9 @@ class Options:
     rank: Annotated[int, typer.Option(min=1, help="Rank of the adapters. Their alpha is twice the rank.")] = 16
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 100
     batch: Annotated[int, typer.Option(min=1, help="Examples a step.")] = 8
-    seq: Annotated[int, typer.Option(min=1, help="Most tokens of an example. Longer examples are left out.")] = 256
+    seq: Annotated[
+        int, typer.Option(min=1, help="Largest number of tokens of an example. Longer ones are omitted.")
+    ] = 256
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-3
     qlora: Annotated[bool, typer.Option("--qlora", help="Quantise the frozen layers to nf4, by bitsandbytes.")] = False
     compare: Annotated[bool, typer.Option("--compare", help="Also train the stock model, from the same seed.")] = False

@@ -24,19 +24,17 @@ TINY = {
 
 def make_parser(description: str) -> argparse.ArgumentParser:
     """Return a parser with the options of all scripts."""
-    options = argparse.ArgumentParser(description=description)
-    options.add_argument(
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument(
         "--model", help="name on the hub, folder, or preset of Tigon (random weights); default: a tiny Llama"
     )
-    options.add_argument(
-        "--text", type=Path, help="file or folder; default: the sources of the Python standard library"
-    )
-    options.add_argument("--memory", default="lean", help="a level of tigon.patch")
-    options.add_argument("--steps", type=int, default=20)
-    options.add_argument("--batch", type=int, default=2, help="sequences of a rank")
-    options.add_argument("--seq", type=int, default=512, help="tokens of a sequence")
-    options.add_argument("--lr", type=float, default=3e-4)
-    return options
+    parser.add_argument("--text", type=Path, help="file or folder; default: the sources of the Python standard library")
+    parser.add_argument("--memory", default="lean", help="a level of tigon.patch")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=2, help="sequences of a rank")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of a sequence")
+    parser.add_argument("--lr", type=float, default=3e-4)
+    return parser
 
 
 def build_model(name: str | None, device: torch.device | None = None) -> transformers.PreTrainedModel:

@@ -1,8 +1,9 @@
 """Profile how long the host waits for the number of valid tokens: `python examples/profile_ignored_tokens.py`.
 
-The script trains four layers of Llama-3-8B with 75 % of the labels ignored, on one GPU with 60 GiB. It looks for the
-valid rows when the labels are known (as `tigon.patch` does), in the loss, and not at all. It prints the time of a step,
-the time without work on the device, and the time that the host spends in cudaEventSynchronize.
+The script trains four layers of Llama-3-8B with 75 % of the labels ignored, on one GPU with 60 GiB. It compares three
+cases: the valid rows are counted as soon as the labels are known (as `tigon.patch` does), they are counted in the loss,
+or they are not counted and all tokens are computed. It prints the time of a step, the time without work on the device,
+and the time that the host spends in cudaEventSynchronize.
 """
 
 from collections.abc import Callable

@@ -49,9 +49,9 @@ def measure(name: str, step: Callable[[], object], parameters: int) -> None:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--model", choices=MODELS, default="Llama-3-8B")
-    model = options.parse_args().model
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", choices=MODELS, default="Llama-3-8B")
+    model = parser.parse_args().model
     params = [
         torch.nn.Parameter(torch.randn(s, device="cuda", dtype=torch.bfloat16) * 0.02) for s in parameter_shapes(model)
     ]

@@ -25,9 +25,9 @@ class PrintSteps(TrainerCallback):
 
 
 def main() -> None:
-    options = make_parser("Train with the Trainer of transformers.")
-    options.add_argument("--deepspeed", help="a configuration of DeepSpeed, such as examples/zero3.json")
-    arguments = options.parse_args()
+    parser = make_parser("Train with the Trainer of transformers.")
+    parser.add_argument("--deepspeed", help="a configuration of DeepSpeed, such as examples/zero3.json")
+    arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     # Create the arguments before the model, so that ZeRO-3 can build it in shards.
     training = TrainingArguments(

@@ -17,10 +17,10 @@ import tigon
 
 
 def main() -> None:
-    options = make_parser("Train with DeepSpeed's ZeRO-3.")
-    options.add_argument("--config", type=Path, default=Path(__file__).with_name("zero3.json"))
-    options.add_argument("--local_rank", type=int, help="the launcher of DeepSpeed sets this; it is not used")
-    arguments = options.parse_args()
+    parser = make_parser("Train with DeepSpeed's ZeRO-3.")
+    parser.add_argument("--config", type=Path, default=Path(__file__).with_name("zero3.json"))
+    parser.add_argument("--local_rank", type=int, help="the launcher of DeepSpeed sets this; it is not used")
+    arguments = parser.parse_args()
     on_gpu = torch.cuda.is_available()
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if on_gpu else torch.device("cpu")

@@ -30,11 +30,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 ON_GPU = torch.cuda.is_available() and not INTERPRETED
 
-# These cases of parametrised tests with many processes or graphs are left to `make test-thorough`.
+# These cases of parametrised tests with many processes or graphs run only in `make test-thorough`.
 THOROUGH = {
     "test_two_ranks": ("more ways", "sharded and lean", "Trainer", "FSDP2 by accelerate"),
     "test_no_type_breaks_the_graph": ("qwen2", "qwen3", "gemma2", "phi3"),
-    "test_a_compiled_function_tells_stock_and_patched_models_apart": ("stock",),
+    "test_a_compiled_function_distinguishes_stock_and_patched_models": ("stock",),
     "test_compiled": ("checkpoint-0.8",),
     "test_compiled_code_agrees": ("jsd",),
     "test_the_kernels_train_as_stock_in_the_interpreter": ("qwen3", "phi3"),
@@ -54,9 +54,9 @@ THOROUGH = {
 def _repair_the_interpreter() -> None:
     """Let Triton's interpreter compute what compiled kernels compute, in three places where it does not in 3.7.
 
-    The smaller of a number and NaN is the number; the interpreter returns NaN, which compiled code does only if it is
-    told to propagate NaN. The interpreter truncates fp32 to bf16, where compiled code rounds. And it keeps bf16 as 16
-    bits, and multiplies these bits as integers in a dot.
+    For the minimum or maximum of a number and NaN, the interpreter returns NaN. Compiled code returns the number, if
+    the kernel does not request that NaN propagates. The interpreter truncates fp32 to bf16, where compiled code rounds.
+    It stores bf16 values as 16-bit integers, and `dot` multiplies these integers.
     """
     import numpy
     import triton.language as tl

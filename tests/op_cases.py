@@ -90,13 +90,13 @@ def outputs_and_gradients(
 
 
 def assert_as_accurate_as_eager(
-    run: Callable, reference: Callable, tensors: list[Tensor], loss: bool = False, terms: float = 0.0
+    run: Callable, reference: Callable, tensors: list[Tensor], loss: bool = False, term_size: float = 0.0
 ) -> None:
     """Check every output and gradient by the oracle.
 
     The reference computes the eager result in the dtype of the inputs, and the exact result in fp64. If the gradient is
-    a difference of terms of the size `terms`, its tolerance is in units of this size, and the tolerance of the loss is
-    in units of 4.
+    a difference of terms of the size `term_size`, its tolerance is in units of this size, and the tolerance of the loss
+    is in units of 4.
     """
     wide_tensors = [
         x.detach().double().requires_grad_(x.requires_grad) if x.is_floating_point() else x for x in tensors
@@ -107,8 +107,8 @@ def assert_as_accurate_as_eager(
     for kind, (actual, eager, exact) in zip(("output", "gradient"), zip(*results, strict=True), strict=True):
         for i, triple in enumerate(zip(actual, eager, exact, strict=True)):
             smallest = 1.0 if loss and kind == "output" else 0.0
-            if terms:
-                smallest = 4.0 if kind == "output" else terms
+            if term_size:
+                smallest = 4.0 if kind == "output" else term_size
             assert_accurate(*triple, smallest=smallest, msg=f"{kind} {i}")
 
 

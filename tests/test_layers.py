@@ -22,7 +22,7 @@ FAMILIES = {
     ("adapters", "norms"): "a norm may come before a projection with an adapter",
 }
 
-# These files are beside the folders: the public names and the accuracy check.
+# These files are in the package itself and in none of its folders: the public names and the accuracy check.
 ROOT_FILES = {"__init__", "testing"}
 
 

@@ -5,9 +5,9 @@ Four, sharded by FSDP2:          python examples/medusa/compare.py --gpus 4
 Two CPU cores, in a minute:      python examples/medusa/compare.py --device cpu --layers 2 --hidden 64 \\
                                      --vocabulary 512 --first 64 --longest 512
 
-The first variant doubles its length until memory runs out, then halves the gap. The others are measured at its lengths,
-then at multiples of its longest one. Each variant of a stage and a number of heads has a process (one for each GPU),
-which trains one length after the other.
+The first variant doubles its length until memory runs out, then tries lengths between the last one that fitted and the
+first one that did not. The others are measured at its lengths, then at multiples of its longest one. Each variant of a
+stage and a number of heads has a process (one for each GPU), which trains one length after the other.
 """
 
 import argparse
@@ -69,8 +69,8 @@ class VariantRun(TrainingRun):
 def make_search(reference: list[dict[str, Any]], arguments: argparse.Namespace) -> Search:
     """Return the lengths of a variant; `reference` are the results of the first variant, if there are any.
 
-    The first variant doubles its length and then halves the gap. The others take the lengths that fitted there, then
-    multiples of the longest.
+    The first variant doubles its length, then halves the gap between the last length that fitted and the first that did
+    not. The others take the lengths that fitted there, then multiples of the longest.
     """
     if not reference:
         return Search([arguments.first], doubling=True, limit=arguments.longest, bisections=arguments.bisections)
@@ -81,38 +81,38 @@ def make_search(reference: list[dict[str, Any]], arguments: argparse.Namespace) 
 
 def parse(words: list[str] | None = None) -> argparse.Namespace:
     """Return the options of the command line; a bad option ends the process with code 2."""
-    options = argparse.ArgumentParser(description="Compare Medusa, stock and with Tigon.")
-    options.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[1, 2])
-    options.add_argument("--heads", type=int, nargs="+", default=[3, 5])
-    options.add_argument("--variants", nargs="+", default=["stock", "tigon:lean+mlp"],
-                         help="stock, stock:checkpoint (gradient checkpointing), tigon:LEVEL (its memory)")  # fmt: skip
-    options.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
-    options.add_argument("--first", type=int, default=2048, help="the first length")
-    options.add_argument("--longest", type=int, default=2**20, help="the limit of all lengths")
-    options.add_argument("--multiples", type=int, nargs="+", default=[2, 4, 8, 16, 32],
-                         help="of the first variant's longest length, for the others")  # fmt: skip
-    options.add_argument(
+    parser = argparse.ArgumentParser(description="Compare Medusa, stock and with Tigon.")
+    parser.add_argument("--stages", type=int, nargs="+", choices=(1, 2), default=[1, 2])
+    parser.add_argument("--heads", type=int, nargs="+", default=[3, 5])
+    parser.add_argument("--variants", nargs="+", default=["stock", "tigon:lean+mlp"],
+                         help="stock, stock:checkpoint (gradient checkpointing), tigon:LEVEL (of memory)")  # fmt: skip
+    parser.add_argument("--optimizer", choices=("adamw", "sgd"), default="adamw")
+    parser.add_argument("--first", type=int, default=2048, help="the first length")
+    parser.add_argument("--longest", type=int, default=2**20, help="the longest length that any variant tries")
+    parser.add_argument("--multiples", type=int, nargs="+", default=[2, 4, 8, 16, 32],
+                         help="the other variants try these multiples of the first one's longest length")  # fmt: skip
+    parser.add_argument(
         "--bisections",
         type=int,
         default=2,
         help="lengths to try between the last that fitted and the first that did not",
     )
-    options.add_argument("--batch", type=int, default=1)
-    options.add_argument("--warmup", type=int, default=2)
-    options.add_argument("--steps", type=int, default=3)
-    options.add_argument("--seconds", type=float, default=6.0,
-                         help="for the steps of a length after its first one; at least one step is timed")  # fmt: skip
-    options.add_argument("--layers", type=int, default=32)
-    options.add_argument("--hidden", type=int, default=4096)
-    options.add_argument("--intermediate", type=int, help="default: 3.5 times hidden")
-    options.add_argument("--vocabulary", type=int, default=128256)
-    options.add_argument("--gpus", type=int, default=1, help="processes, sharded by FSDP2 if there are several")
-    options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
-    options.add_argument("--out", type=Path, default=Path("runs") / time.strftime("medusa-%Y%m%d-%H%M%S"))
-    arguments = options.parse_args(words)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=6.0,
+                         help="time limit of a length after its first step; at least one step is timed")  # fmt: skip
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--hidden", type=int, default=4096)
+    parser.add_argument("--intermediate", type=int, help="default: 3.5 times hidden")
+    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser.add_argument("--gpus", type=int, default=1, help="processes, sharded by FSDP2 if there are several")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cuda", "cpu"))
+    parser.add_argument("--out", type=Path, default=Path("runs") / time.strftime("medusa-%Y%m%d-%H%M%S"))
+    arguments = parser.parse_args(words)
     for variant in arguments.variants:
         if variant not in VARIANTS:
-            options.error(f"--variants must be among {', '.join(VARIANTS)}, got {variant!r}")
+            parser.error(f"--variants must be among {', '.join(VARIANTS)}, got {variant!r}")
     minima = {
         "first": 1, "longest": arguments.first, "steps": 1, "batch": 1, "gpus": 1, "layers": 1, "warmup": 0,
         "bisections": 0, "hidden": 16, "intermediate": 1, "vocabulary": 2, "multiples": 2,
@@ -120,14 +120,14 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     for name, minimum in minima.items():
         value = getattr(arguments, name)
         if value is not None and min(value if isinstance(value, list) else [value]) < minimum:
-            options.error(f"--{name} must be at least {minimum}, got {value}")
+            parser.error(f"--{name} must be at least {minimum}, got {value}")
     if not arguments.seconds > 0:
-        options.error(f"--seconds must be positive, got {arguments.seconds}")
+        parser.error(f"--seconds must be positive, got {arguments.seconds}")
     gpus = torch.cuda.device_count()
     if arguments.device == "cuda" and arguments.gpus > gpus:
-        options.error(f"--gpus must be at most those that torch sees, {gpus}, got {arguments.gpus}")
+        parser.error(f"--gpus must be at most those that torch sees, {gpus}, got {arguments.gpus}")
     if min(arguments.heads) < 1 or arguments.first <= max(arguments.heads) + 1:
-        options.error(f"--heads must be at least 1 and below --first - 1, got {arguments.heads}")
+        parser.error(f"--heads must be at least 1 and below --first - 1, got {arguments.heads}")
     return arguments
 
 

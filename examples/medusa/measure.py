@@ -56,14 +56,14 @@ class MedusaJob(RankJob):
 def build(job: MedusaJob, device: torch.device) -> Medusa:
     """Return the model with the memory savings of the variant. All variants have the same random weights."""
     name, _, level = job.variant.partition(":")
-    # The heads have a size of 128, and there are four times as many for queries as for keys. With a hidden size of 4096
-    # this is the shape of Llama-3-8B.
+    # The heads of the attention have a size of 128, and there are four times as many for queries as for keys. With a
+    # hidden size of 4096 this is the shape of Llama-3-8B.
     size = 128 if job.hidden >= 1024 else 16
-    queries = job.hidden // size
-    keys = next(n for n in range(max(1, queries // 4), 0, -1) if queries % n == 0)
+    query_heads = job.hidden // size
+    key_heads = next(n for n in range(max(1, query_heads // 4), 0, -1) if query_heads % n == 0)
     config = transformers.LlamaConfig(
         hidden_size=job.hidden, intermediate_size=job.intermediate, num_hidden_layers=job.layers,
-        num_attention_heads=queries, num_key_value_heads=keys, head_dim=size,
+        num_attention_heads=query_heads, num_key_value_heads=key_heads, head_dim=size,
         vocab_size=job.vocabulary, rms_norm_eps=1e-5, rope_parameters={"rope_type": "default", "rope_theta": 500000.0},
     )  # fmt: skip
     torch.manual_seed(0)

@@ -25,7 +25,7 @@ def test_the_script_writes_its_table_and_its_json(tmp_path, monkeypatch, one_thr
     options = ["--types", "gpt_oss", "--size", "tiny", "--device", "cpu", "--quick", "--out", str(out)]
     options += ["--steps", "2", "--batch", "2", "--length", "16", "--seeds", "1"]
     monkeypatch.setattr("sys.argv", [str(SCRIPT), *options])
-    # The script imports only installed packages, so it runs in this process and saves their import.
+    # The script imports only installed packages, so it runs in this process, which has imported them already.
     runpy.run_path(str(SCRIPT), run_name="__main__")
     runs = json.loads(out.read_text())["results"]["gpt_oss"]["runs"]
     assert {"stock", "stock moved 0", "stock in halves", "tigon", "tigon from moved 0"} <= runs.keys()

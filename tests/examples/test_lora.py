@@ -28,12 +28,12 @@ def _fresh_accelerator():
 
 @pytest.fixture(scope="module")
 def script() -> dict[str, Any]:
-    """Return the names of the script, without a run of it."""
+    """Return the global names that the script defines. Its main function does not run."""
     return runpy.run_path(str(SCRIPT))
 
 
 def run(monkeypatch, folder: Path, *words: str) -> int:
-    """Run the script in this process, which saves its imports, and return the exit code."""
+    """Run the script in this process, which has imported its packages already, and return the exit code."""
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--out", str(folder), "--batch", "4", *words])
     with pytest.raises(SystemExit) as end:
         runpy.run_path(str(SCRIPT), run_name="__main__")
@@ -79,7 +79,7 @@ def test_the_script_trains_on_a_file_with_a_model_from_a_folder(script, tmp_path
 
 
 @pytest.mark.parametrize("line", ["no JSON", '{"prompt": "no answer"}', '["a list"]'])
-def test_a_line_that_is_no_example_is_named(line, tmp_path, monkeypatch, capsys):
+def test_the_error_names_a_line_that_is_no_example(line, tmp_path, monkeypatch, capsys):
     (tmp_path / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}\n' + line + "\n")
     assert run(monkeypatch, tmp_path / "out", "--data", str(tmp_path / "data.jsonl")) == 2
     assert "line 2" in capsys.readouterr().err

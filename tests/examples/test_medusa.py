@@ -129,7 +129,7 @@ def test_the_first_step_is_not_timed(monkeypatch):
 
 
 class LimitedWorker:
-    """Stands in for a worker whose memory holds `tokens` tokens. It records the lengths that it is asked to train."""
+    """Stands in for a worker whose memory holds `tokens` tokens. It records the lengths that it gets."""
 
     device: str | None = "CPU"
 

@@ -319,14 +319,14 @@ def test_a_product_on_another_stream_recomputes_its_own_input():
         with block(lean):
             h = x * w
             y = tigon.rms_norm(h, w)
-            here = F.linear(y, v)
+            product = F.linear(y, v)
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
-                there = F.linear(y, v).float()
+                side_product = F.linear(y, v).float()
             y.record_stream(side)
             torch.cuda.current_stream().wait_stream(side)
-            there.record_stream(torch.cuda.current_stream())
-            loss = here.float().square().mean() + there.sin().mean()
+            side_product.record_stream(torch.cuda.current_stream())
+            loss = product.float().square().mean() + side_product.sin().mean()
             del y, h
         results = torch.autograd.grad(loss, (w, v))
         # These tensors reuse the freed memory.

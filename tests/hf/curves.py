@@ -139,7 +139,7 @@ class Comparison:
         return sentences
 
 
-def move(model: nn.Module, seed: int) -> None:
+def perturb(model: nn.Module, seed: int) -> None:
     """Move every parameter to one of its two neighbours in fp32, at random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -229,7 +229,7 @@ def compare(
 
     names = [name for name, _ in model.named_parameters()]
     stock, run = train_variant(lambda variant: None), train_variant(change)
-    moved = [train_variant(lambda variant, seed=seed: move(variant, seed)) for seed in range(seeds)]
+    moved = [train_variant(lambda variant, seed=seed: perturb(variant, seed)) for seed in range(seeds)]
     flip, flips = first_flip(run, stock), [first_flip(m, stock) for m in moved]
     ends = [steps if f is None else f.step for f in flips]
     # After the last flip of the moved runs, nothing shows the effect of one unit in the last place.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import tigon
 
 transformers = pytest.importorskip("transformers")
-from hf.curves import Choices, compare, first_flip, move, train  # noqa: E402
+from hf.curves import Choices, compare, first_flip, perturb, train  # noqa: E402
 from hf.same_step import make_batch  # noqa: E402
 from hf.tiny import VOCABULARY, tiny_model  # noqa: E402
 
@@ -28,7 +28,7 @@ def test_a_patched_model_passes(model_type):
 
 
 def test_another_run_that_is_moved_by_one_unit_passes():
-    comparison = compare(tiny_model("mixtral"), lambda model: move(model, 77), make_batch(VOCABULARY), STEPS)
+    comparison = compare(tiny_model("mixtral"), lambda model: perturb(model, 77), make_batch(VOCABULARY), STEPS)
     assert comparison.failures() == []
     assert max(comparison.loss_moved) > 0
 
@@ -107,7 +107,7 @@ class Mixture(nn.Module):
 
 def test_a_flip_at_a_near_tie_ends_the_comparison_and_passes():
     batch = {"x": torch.randn(64, 8, generator=torch.Generator().manual_seed(1))}
-    comparison = compare(Mixture(2e-7), lambda model: move(model, 77), batch)
+    comparison = compare(Mixture(2e-7), lambda model: perturb(model, 77), batch)
     assert comparison.steps < 32
     assert comparison.flip is not None
     assert comparison.flip.gap < 1e-6

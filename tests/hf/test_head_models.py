@@ -38,7 +38,7 @@ def test_bodies_of_any_structure_are_supported(batch, model_type):
 
 
 def test_a_model_on_meta_that_embeds_its_tokens_itself_is_supported():
-    """Its forward calls a method of its body. The method runs on the stand-in, and reads no weight."""
+    """Its forward calls a method of its body. Recognition runs it on a stand-in of the body, and reads no weight."""
     config = tiny_config(transformers.AutoConfig.for_model("qwen2_5_omni_thinker"), {})
     config.vision_start_token_id, config.audio_start_token_id = 5, 6
     config.text_config.rope_parameters = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}

@@ -139,7 +139,7 @@ def test_gradient_checkpointing_gives_the_results_of_stock(
 
 
 @pytest.mark.parametrize("first", ["stock", "patched"])
-def test_a_compiled_function_tells_stock_and_patched_models_apart(patched, make_model, batch, monkeypatch, first):
+def test_a_compiled_function_distinguishes_stock_and_patched_models(patched, make_model, batch, monkeypatch, first):
     torch._dynamo.reset()
     models = {"stock": make_model(), "patched": patched(loss=False)}
     marked_rope = lambda q, k, cos, sin, **options: tuple(torch.erfinv(x) for x in (q, k))

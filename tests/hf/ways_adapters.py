@@ -17,7 +17,7 @@ def fsdp2(model: nn.Module) -> nn.Module:
     return fully_shard(model)
 
 
-def same(distribute: Callable, trained_modules: list[str]) -> Callable[[int], None]:
+def make_setup(distribute: Callable, trained_modules: list[str]) -> Callable[[int], None]:
     """Return a setup with adapters on every layer. The modules in `trained_modules` are trained as a whole."""
 
     def setup(rank: int) -> None:
@@ -41,8 +41,8 @@ def same(distribute: Callable, trained_modules: list[str]) -> Callable[[int], No
 
 
 SETUPS = {
-    "DDP": same(ddp, []),
-    "DDP, a head that is trained": same(ddp, ["lm_head"]),
-    "FSDP2": same(fsdp2, []),
-    "FSDP2, a head that is trained": same(fsdp2, ["lm_head"]),
+    "DDP": make_setup(ddp, []),
+    "DDP, a head that is trained": make_setup(ddp, ["lm_head"]),
+    "FSDP2": make_setup(fsdp2, []),
+    "FSDP2, a head that is trained": make_setup(fsdp2, ["lm_head"]),
 }

@@ -13,7 +13,7 @@ from hf.ways_parallel import by_plan
 from hf.ways_sharded import checkpointed, ddp, fsdp1, fsdp2
 
 
-def norms_apart(model: nn.Module) -> nn.Module:
+def shard_norms_separately(model: nn.Module) -> nn.Module:
     """Make each norm a unit of FSDP2. Its weight is not gathered during the backward of the layers around it."""
     for layer in model.model.layers:
         for name, child in layer.named_children():
@@ -23,19 +23,19 @@ def norms_apart(model: nn.Module) -> nn.Module:
     return fsdp2(model)
 
 
-def some_checkpointed(model: nn.Module) -> nn.Module:
+def checkpoint_one_layer(model: nn.Module) -> nn.Module:
     model = checkpointed(model)
     model.model.layers[0].gradient_checkpointing = False
     return model
 
 
-def linears_apart(model: nn.Module) -> nn.Module:
+def shard_linears_separately(model: nn.Module) -> nn.Module:
     """Make each projection a unit of FSDP2. Backward calls it again during the backward of another projection."""
     for layer in model.model.layers:
         for child in layer.mlp.children():
             if isinstance(child, nn.Linear):
                 fully_shard(child)
-    return norms_apart(model)
+    return shard_norms_separately(model)
 
 
 def count_calls(model: nn.Module) -> list:
@@ -59,7 +59,7 @@ def count_calls(model: nn.Module) -> list:
 RUNS = {"lean": 1, "checkpoint": 1.5}
 
 
-def same(
+def make_setup(
     distribute: Callable, patch_after: bool = False, one_batch: bool = False, level: str = "lean", **config
 ) -> Callable[[int], None]:
     def setup(rank: int) -> None:
@@ -80,13 +80,13 @@ def same(
         actual, default = results
         assert actual.keys() == default.keys()
         assert all(torch.equal(actual[name], value) for name, value in default.items())
-        assert counts[0] == RUNS.get(level, 2) * counts[1] or distribute is some_checkpointed, counts
+        assert counts[0] == RUNS.get(level, 2) * counts[1] or distribute is checkpoint_one_layer, counts
 
     return setup
 
 
-lean_mlp = functools.partial(same, level="lean+mlp")
-checkpoint = functools.partial(same, level="checkpoint")
+lean_mlp = functools.partial(make_setup, level="lean+mlp")
+checkpoint = functools.partial(make_setup, level="checkpoint")
 
 
 def accumulated(rank: int) -> None:
@@ -104,13 +104,13 @@ def accumulated(rank: int) -> None:
 
 
 SETUPS = {
-    "DDP": same(ddp),
-    "FSDP2, plain root": same(fsdp2),
-    "FSDP2, each norm a unit": same(norms_apart),
-    "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
-    "tensor parallel": same(by_plan, patch_after=True, one_batch=True, model_type="llama"),
+    "DDP": make_setup(ddp),
+    "FSDP2, plain root": make_setup(fsdp2),
+    "FSDP2, each norm a unit": make_setup(shard_norms_separately),
+    "FSDP1, flat parameters": make_setup(functools.partial(fsdp1, use_orig_params=False)),
+    "tensor parallel": make_setup(by_plan, patch_after=True, one_batch=True, model_type="llama"),
     "lean+mlp, FSDP2": lean_mlp(fsdp2, model_type="llama", patch_after=True),
-    "lean+mlp, FSDP2, each linear layer a unit": lean_mlp(linears_apart),
+    "lean+mlp, FSDP2, each linear layer a unit": lean_mlp(shard_linears_separately),
     "checkpoint, FSDP2": checkpoint(fsdp2, model_type="qwen3", patch_after=True),
-    "offload, FSDP2": same(fsdp2, level="offload"),
+    "offload, FSDP2": make_setup(fsdp2, level="offload"),
 }

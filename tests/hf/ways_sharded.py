@@ -20,7 +20,7 @@ def ddp(model: nn.Module) -> nn.Module:
 
 
 def fsdp2(model: nn.Module, groups: tuple[str, ...] = (), **options) -> nn.Module:
-    """Shard a model by FSDP2. The modules named in `groups` (norm, head, embed) form one unit beside the root."""
+    """Shard a model by FSDP2. Modules named in `groups` (norm, head, embed) form one unit; the root has the rest."""
     for layer in model.model.layers:
         fully_shard(layer, **options)
     units = {"head": model.lm_head, "norm": model.model.norm, "embed": model.model.embed_tokens}
@@ -61,7 +61,9 @@ def checkpointed(model: nn.Module) -> nn.Module:
     return fsdp2(model)
 
 
-def same(distribute: Callable, patch_after: bool = False, **config) -> Callable[[int], None]:
+def make_setup(distribute: Callable, patch_after: bool = False, **config) -> Callable[[int], None]:
+    """Return a setup that compares the second step of a patched and of a stock distributed model."""
+
     def setup(rank: int) -> None:
         steps = []
         for patched in (True, False):
@@ -102,22 +104,26 @@ def accumulated(rank: int) -> None:
 
 
 SETUPS = {
-    "DDP": same(ddp),
+    "DDP": make_setup(ddp),
     "DDP with accumulation": accumulated,
-    "FSDP2, plain root": same(fsdp2),
-    "FSDP2, the head as a unit": same(functools.partial(fsdp2, groups=("head",))),
-    "FSDP2, norm and head one unit": same(functools.partial(fsdp2, groups=("norm", "head"))),
-    "FSDP2, tied embeddings": same(fsdp2, tie_word_embeddings=True),
-    "FSDP2, tied embeddings, norm and head one unit": same(
+    "FSDP2, plain root": make_setup(fsdp2),
+    "FSDP2, the head as a unit": make_setup(functools.partial(fsdp2, groups=("head",))),
+    "FSDP2, norm and head one unit": make_setup(functools.partial(fsdp2, groups=("norm", "head"))),
+    "FSDP2, tied embeddings": make_setup(fsdp2, tie_word_embeddings=True),
+    "FSDP2, tied embeddings, norm and head one unit": make_setup(
         functools.partial(fsdp2, groups=("norm", "embed", "head")), tie_word_embeddings=True
     ),
-    "FSDP2, patched after": same(functools.partial(fsdp2, groups=("norm", "head")), patch_after=True),
-    "FSDP2, checkpointing": same(checkpointed),
+    "FSDP2, patched after": make_setup(functools.partial(fsdp2, groups=("norm", "head")), patch_after=True),
+    "FSDP2, checkpointing": make_setup(checkpointed),
     "FSDP2, bf16 parameters": mixed_precision,
-    "FSDP2 by accelerate": same(by_accelerate),
-    "FSDP2 by accelerate, tied embeddings": same(by_accelerate, tie_word_embeddings=True),
-    "FSDP1, original parameters": same(functools.partial(fsdp1, use_orig_params=True)),
-    "FSDP1, original parameters, patched after": same(functools.partial(fsdp1, use_orig_params=True), patch_after=True),
-    "FSDP1, flat parameters": same(functools.partial(fsdp1, use_orig_params=False)),
-    "FSDP1, flat parameters, patched after": same(functools.partial(fsdp1, use_orig_params=False), patch_after=True),
+    "FSDP2 by accelerate": make_setup(by_accelerate),
+    "FSDP2 by accelerate, tied embeddings": make_setup(by_accelerate, tie_word_embeddings=True),
+    "FSDP1, original parameters": make_setup(functools.partial(fsdp1, use_orig_params=True)),
+    "FSDP1, original parameters, patched after": make_setup(
+        functools.partial(fsdp1, use_orig_params=True), patch_after=True
+    ),
+    "FSDP1, flat parameters": make_setup(functools.partial(fsdp1, use_orig_params=False)),
+    "FSDP1, flat parameters, patched after": make_setup(
+        functools.partial(fsdp1, use_orig_params=False), patch_after=True
+    ),
 }

@@ -103,7 +103,7 @@ def change_all(model, change):
 
 
 def assert_stock_steps(model, stock, steps=2):
-    """Compare the gradients of several steps. A run too many of a layer changes the gradients of the next step."""
+    """Compare the gradients of several steps. If a layer runs once too often, the next step differs."""
     for i in range(steps):
         for each in (model, stock):
             each.zero_grad()

@@ -21,7 +21,7 @@ dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @every_case
 def test_an_op_is_as_accurate_as_eager_code(case: Case, dtype: torch.dtype):
     assert_as_accurate_as_eager(
-        case.run, case.reference, case.inputs(dtype), loss=case.workload.is_loss, terms=case.variant.terms
+        case.run, case.reference, case.inputs(dtype), loss=case.workload.is_loss, term_size=case.variant.term_size
     )
 
 

@@ -40,7 +40,7 @@ class Adapted(nn.Module):
 
 
 class OwnWeight(nn.Module):
-    """An adapter beside a weight of the module itself. The factor comes first."""
+    """A module that has the base weight itself, and an adapter. The scaling is the left factor of a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def input_for(layer: nn.Module, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def results(layer: nn.Module, x: Tensor) -> list[Tensor]:
-    """Return the output and the gradients of the input and of all parameters that train."""
+    """Return the output and the gradients of the input and of all parameters that are trained."""
     leaves = [x.detach().clone().requires_grad_(), *(p for p in layer.parameters() if p.requires_grad)]
     torch.manual_seed(1)
     y = layer(leaves[0])

@@ -318,7 +318,7 @@ def test_gradients_of_hidden_states_are_the_stock_ones():
 
 
 @pytest.mark.parametrize("frozen", ["norms", "layers", "all but one", "input"])
-def test_gradients_beside_frozen_parameters_are_the_stock_ones(frozen):
+def test_gradients_are_the_stock_ones_if_other_parameters_are_frozen(frozen):
     stock, model, x = make(), make(), inputs()
     tigon.patch(model)
     for m in (stock, model):

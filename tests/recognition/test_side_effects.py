@@ -12,28 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from recognition.modules import MLP
 from tigon.hf.report import Report
 
 CALLS, TOTALS, WEIGHTS = torch.zeros(2), {"rows": [torch.zeros(3)]}, torch.ones(4)
 HISTORY: list[float] = []
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up, self.down = nn.Linear(16, 40), nn.Linear(16, 40), nn.Linear(40, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.finish(self.down(self.act(self.gate(x)) * self.up(x)))
-
-    def act(self, x: Tensor) -> Tensor:
-        return F.silu(x)
-
-    def finish(self, y: Tensor) -> Tensor:
-        return y
-
-
-def variant(**members) -> MLP:
+def make_variant(**members) -> MLP:
+    """Return an MLP of a class of this file, because a forward of another file counts as replaced by a library."""
     return type("Variant", (MLP,), members)()
 
 
@@ -86,7 +73,7 @@ WRITES = [subtracts, fills_an_element_of_a_list, writes_a_slice, writes_by_an_op
 @pytest.mark.parametrize("act", WRITES, ids=lambda f: f.__name__)
 def test_a_write_to_a_tensor_leaves_the_module_stock_and_the_tensor_unchanged(act):
     before = [CALLS.clone(), TOTALS["rows"][0].clone()]
-    assert "its forward " in reason(variant(act=act))
+    assert "its forward " in reason(make_variant(act=act))
     assert all(torch.equal(a, b) for a, b in zip(before, [CALLS, TOTALS["rows"][0]], strict=True))
 
 
@@ -120,7 +107,7 @@ class CountsInChild(Counter):
 
 @pytest.mark.parametrize("cls", [CountsBuffer, CountsAttribute, CountsInChild])
 def test_a_module_in_a_tuple_keeps_its_tensors(cls):
-    mlp = variant(finish=lambda self, y: self.observers[0](y))
+    mlp = make_variant(finish=lambda self, y: self.observers[0](y))
     mlp.observers = (cls(),)
     assert "its forward " in reason(mlp)
     assert not any(each.seen or each.calls for each in mlp.observers[0].modules())
@@ -144,7 +131,7 @@ def by_another_storage(t):
 
 @pytest.mark.parametrize("change", [through_data, through_numpy, through_a_view, by_another_storage])
 def test_a_tensor_whose_values_change_after_the_patch_is_used(change):
-    mlp, x = variant(act=lambda self, x: F.silu(x) * self.settings["scale"].sum()), torch.randn(2, 3, 16)
+    mlp, x = make_variant(act=lambda self, x: F.silu(x) * self.settings["scale"].sum()), torch.randn(2, 3, 16)
     mlp.settings = {"scale": torch.tensor([1.0, 0.0])}
     assert patch(mlp)
     change(mlp.settings["scale"])
@@ -200,13 +187,13 @@ CONSTRUCTIONS = {
 
 @pytest.mark.parametrize("act", CONSTRUCTIONS.values(), ids=CONSTRUCTIONS)
 def test_a_constructor_that_writes_to_another_object_leaves_the_module_stock(act):
-    mlp = variant(act=act)
+    mlp = make_variant(act=act)
     assert "its forward " in reason(mlp)
     assert not hasattr(mlp, "marked")
 
 
 def test_a_constructor_that_writes_to_its_own_object_is_no_write():
-    assert patch(variant(act=lambda self, x: F.silu(x) * (Size(1).rows)))
+    assert patch(make_variant(act=lambda self, x: F.silu(x) * (Size(1).rows)))
 
 
 # --- parameters and buffers that are None ----------------------------------------------------------
@@ -219,7 +206,7 @@ def test_a_tensor_that_is_set_later_is_used(kind, copied):
         shift = getattr(self, "shift", None)
         return y if shift is None else y + shift
 
-    mlp, x = variant(finish=finish), torch.randn(2, 3, 16)
+    mlp, x = make_variant(finish=finish), torch.randn(2, 3, 16)
     if kind != "missing":
         getattr(mlp, f"register_{kind}")("shift", None)
     assert patch(mlp)
@@ -263,7 +250,7 @@ CHILD_READS = {
 
 @pytest.mark.parametrize(("name", "finish"), CHILD_READS.values(), ids=CHILD_READS)
 def test_an_attribute_of_a_child_with_weights_is_read(name, finish):
-    mlp, x = variant(finish=finish), torch.randn(2, 3, 16)
+    mlp, x = make_variant(finish=finish), torch.randn(2, 3, 16)
     for child in (mlp.gate, mlp.up):
         setattr(child, name, 2.0)
     assert "an attribute of a child with weights" in reason(mlp)
@@ -297,7 +284,7 @@ TYPES = {
 
 @pytest.mark.parametrize("finish", TYPES.values(), ids=TYPES)
 def test_a_forward_that_reads_the_type_of_a_child_with_weights_stays_stock(finish):
-    assert "reads the type of self." in reason(variant(finish=finish))
+    assert "reads the type of self." in reason(make_variant(finish=finish))
 
 
 # --- effects that the source of the forward does not show ----------------------------------------
@@ -372,7 +359,7 @@ HIDDEN = {
 
 @pytest.mark.parametrize("finish", HIDDEN.values(), ids=HIDDEN)
 def test_a_hidden_effect_leaves_the_module_stock(finish):
-    mlp = variant(finish=finish)
+    mlp = make_variant(finish=finish)
     mlp.labelled, mlp.pair, mlp.event = Labelled((1,)), Pair(1, 2), torch.Event("cpu")
     assert "its forward " in reason(mlp)
     assert not HISTORY
@@ -398,7 +385,7 @@ READS = {
 
 @pytest.mark.parametrize("act", READS.values(), ids=READS)
 def test_an_attribute_of_an_input_that_tensors_do_not_have_leaves_the_module_stock(act):
-    assert "its forward " in reason(variant(act=act))
+    assert "its forward " in reason(make_variant(act=act))
 
 
 @dataclasses.dataclass
@@ -450,7 +437,7 @@ DECISIONS = {
 
 @pytest.mark.parametrize("finish", DECISIONS.values(), ids=DECISIONS)
 def test_a_decision_that_is_hard_to_see_leaves_the_module_stock(finish):
-    assert "its forward " in reason(variant(finish=finish))
+    assert "its forward " in reason(make_variant(finish=finish))
 
 
 # --- reads that do not prevent a replacement ------------------------------------------------
@@ -475,7 +462,7 @@ class SettingConfig:
 
 @pytest.mark.parametrize("cls", [Config, FrozenConfig, SettingConfig])
 def test_methods_of_a_config_that_no_call_runs_are_not_read(cls):
-    mlp = variant(act=lambda self, x: F.gelu(x, approximate=self.config.approximate))
+    mlp = make_variant(act=lambda self, x: F.gelu(x, approximate=self.config.approximate))
     mlp.config = cls()
     assert patch(mlp)
 
@@ -526,7 +513,7 @@ ORDINARY = [raises_by_a_variable, globals()["asserts"], with_default, with_flag,
 
 @pytest.mark.parametrize("forward", ORDINARY, ids=lambda f: f.__name__)
 def test_ordinary_checks_options_and_settings_are_no_decisions(forward):
-    mlp = variant(forward=forward)
+    mlp = make_variant(forward=forward)
     mlp.width, mlp.kind = 16, "silu"
     assert patch(mlp)
 
@@ -543,7 +530,7 @@ def test_an_exception_that_the_forward_catches_is_a_decision():
             return x
         return MLP.forward(self, x)
 
-    mlp = variant(forward=forward, check=check)
+    mlp = make_variant(forward=forward, check=check)
     mlp.width = 16
     assert "decides by its input" in reason(mlp)
 
@@ -568,7 +555,7 @@ def nested(depth: int = 5000) -> dict:
 
 @pytest.mark.parametrize("kind", ["repr", "deep", "scripted", "traced", "lazy"])
 def test_a_module_that_cannot_be_read_does_not_end_the_patch(kind):
-    broken, sound = variant(act=lambda self, x: F.silu(x) * len(self.table)), MLP()
+    broken, sound = make_variant(act=lambda self, x: F.silu(x) * len(self.table)), MLP()
     broken.table = {"repr": {RaisingRepr()}, "deep": nested()}.get(kind, [1])
     if kind == "lazy":
         broken = nn.LazyLinear(4)
@@ -588,6 +575,6 @@ def test_no_property_of_the_module_runs():
         runs.append(type(self))
         return 1.0
 
-    mlp = variant(scale=property(scale), finish=lambda self, y: y * getattr(self, "scale", 1.0))
+    mlp = make_variant(scale=property(scale), finish=lambda self, y: y * getattr(self, "scale", 1.0))
     assert "its forward " in reason(mlp)
     assert not runs

@@ -49,7 +49,7 @@ class _Command:
         name: One or two words, of which the last one is the name of the function. The first of two words is a command
             too, and the second one is its first argument.
         help: The text that `tigon --help` shows.
-        needs: The packages that the command needs beside torch.
+        needs: The packages that the command needs besides torch.
         module: The module of the function, by default `tigon.tools.<name>.command`.
         extra: The extra that installs the packages. By default it has the name of the command.
     """
@@ -195,7 +195,7 @@ def pick_device(name: str) -> str:
     count = torch.cuda.device_count()
     if name != "cpu" and int(name.partition(":")[2] or 0) >= count:
         raise typer.BadParameter(
-            f"must be a device that torch sees ({count} of CUDA), got {name!r}", param_hint="--device"
+            f"must be a device that torch sees (CUDA devices: {count}), got {name!r}", param_hint="--device"
         )
     return name
 

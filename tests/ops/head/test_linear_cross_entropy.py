@@ -460,7 +460,7 @@ def test_bad_input_is_refused():
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("ignores", [False, True], ids=["all tokens", "some tokens"])
 def test_a_low_rank_addition_is_as_accurate_as_eager_code(dtype, reduction, ignores):
-    """The factors are in fp32, as those of an adapter are beside a model in bf16."""
+    """The factors are in fp32, like those of an adapter of a model in bf16."""
     x, w, b, target = _inputs()
     target = target if ignores else target.where(target >= 0, 0)
     generator = torch.Generator().manual_seed(9)

@@ -62,7 +62,7 @@ def test_cross_entropy_is_as_accurate_as_eager_code(shape, options, weighted, in
         lambda x: cross_entropy_reference(x, target, weight, **options),
         [_logits(*shape)],
         loss=True,
-        terms=0.1 if "token_scaling" in options else 0.0,
+        term_size=0.1 if "token_scaling" in options else 0.0,
     )
 
 

@@ -60,7 +60,7 @@ def test_outputs_are_as_accurate_as_eager_code(shape, options, weighted):
         lambda x: _reference(x, target, weight, **options),
         [_logits(*shape)],
         loss=True,
-        terms=1.0,
+        term_size=1.0,
     )
 
 
@@ -73,7 +73,7 @@ def test_backward_works_if_one_output_is_used(output, dtype):
         lambda x: _reference(x, target, z_loss=0.1)[output],
         [logits],
         loss=True,
-        terms=1.0 if output == 2 else 0.0,
+        term_size=1.0 if output == 2 else 0.0,
     )
     assert _run(logits, target)[output].dtype == torch.float32
 
@@ -129,7 +129,7 @@ def test_shift_of_all_logits_changes_nothing():
     logits, target = _logits(7, 5000).detach(), _target(7, v=5000)
     shifted = (logits + 1000.0).requires_grad_()
     assert_as_accurate_as_eager(
-        lambda x: _run(x, target), lambda x: _reference(x, target), [shifted], loss=True, terms=1.0
+        lambda x: _run(x, target), lambda x: _reference(x, target), [shifted], loss=True, term_size=1.0
     )
 
 

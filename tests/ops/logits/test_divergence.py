@@ -86,7 +86,7 @@ def test_divergences_are_as_accurate_as_eager_code(form, shape, reduced):
     reduction, labelled = reduced
     student, teacher = _pair(form, *shape)
     options = options | {"reduction": reduction, "labels": _labels(*shape[:-1]) if labelled else None}
-    terms = 0.0
+    term_size = 0.0
     if run is tigon.jsd and "from_logits" in options:
         # From logits the gradient is g - q sum(g), where g is that of the log-probabilities. It errs by units of g, and
         # of q times the terms of the sum.
@@ -96,13 +96,13 @@ def test_divergences_are_as_accurate_as_eager_code(form, shape, reduced):
         }
         g = _value_and_gradient(reference, *log_probs, **reference_options)[1].abs()
         # With one class the largest term is 0.
-        terms = (g + log_probs[0].exp() * g.sum(-1, keepdim=True)).max().item() or 1.0
+        term_size = (g + log_probs[0].exp() * g.sum(-1, keepdim=True)).max().item() or 1.0
     assert_as_accurate_as_eager(
         lambda x, y: run(x, y, **options),
         lambda x, y: reference(x, y, **options),
         [student.requires_grad_(), teacher],
         loss=True,
-        terms=terms,
+        term_size=term_size,
     )
 
 

@@ -101,7 +101,7 @@ def test_sharded_loss_is_as_accurate_as_eager_code(options, sizes):
         loss = cross_entropy_reference(x, target, weight, reduction="none", **options)
         return loss, *log_probs_and_entropy_reference(x, target, **transform)
 
-    assert_as_accurate_as_eager(run, reference, [logits.requires_grad_()], loss=True, terms=1.0)
+    assert_as_accurate_as_eager(run, reference, [logits.requires_grad_()], loss=True, term_size=1.0)
 
 
 @one_in(

@@ -5,20 +5,11 @@ import weakref
 
 import pytest
 import torch
-from torch import nn
 
+from runtime.torch_private.layers import Layer
 from tigon.runtime.torch_private import graphs
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
-
-
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 2.0
-
-    def forward(self, x):
-        return x * self.scale
 
 
 def test_a_mode_sees_operators_on_symbolic_sizes():
@@ -68,7 +59,7 @@ def _inspect_caller():
 def test_dynamo_shows_the_locals_of_the_caller_and_changed_objects(changes):
     torch._dynamo.reset()
     _records.clear()
-    layer, guarded = _Layer(), _Guarded()
+    layer, guarded = Layer(), _Guarded()
 
     @torch.compile(backend="eager")
     def run(x):
@@ -91,7 +82,7 @@ def _install(context):
 
 def test_a_guard_of_a_graph_is_called_before_each_run_and_recompiles_the_graph():
     torch._dynamo.reset()
-    owner, calls, traced_graphs, versions = _Layer(), [], [], [0]
+    owner, calls, traced_graphs, versions = Layer(), [], [], [0]
 
     def install():
         expected = versions[0]

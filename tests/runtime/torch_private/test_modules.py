@@ -4,23 +4,15 @@ import pytest
 import torch
 from torch import nn
 
+from runtime.torch_private.layers import Layer
 from tigon.runtime.torch_private import modules
 
 pytestmark = pytest.mark.no_interpreter("The test launches no kernel.")
 
 
-class _Layer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = 2.0
-
-    def forward(self, x):
-        return x * self.scale
-
-
 def test_a_call_runs_call_impl_or_an_attribute_of_the_instance():
     assert nn.Module._call_impl is modules.call_impl
-    layer, x = _Layer(), torch.ones(2)
+    layer, x = Layer(), torch.ones(2)
     for name in modules.INSTANCE_CALLS:
         setattr(layer, name, lambda x: "replaced")
         assert layer(x) == "replaced"

@@ -72,7 +72,7 @@ def test_only_the_loss_among_several_outputs_is_differentiated():
 
 def test_a_round_on_a_cpu_samples_wall_time():
     samples, meter = Samples(), Meter(CPU)
-    meter.round(make_provider(), 4, samples)
+    meter.measure_round(make_provider(), 4, samples)
     assert len(samples.wall) == 4
     assert samples.kernel == samples.host == []
     assert meter.calls(0.001) == 20
@@ -131,8 +131,8 @@ class FakeGpu:
 def test_kernel_time_excludes_the_reset_of_inputs_and_the_flush(monkeypatch):
     gpu = FakeGpu(monkeypatch)
     samples, meter = Samples(), gpu.meter()
-    meter.round(gpu.bound(), 4, samples)
-    meter.round(gpu.bound(), 4, samples)
+    meter.measure_round(gpu.bound(), 4, samples)
+    meter.measure_round(gpu.bound(), 4, samples)
     assert samples.kernel == [pytest.approx(3e-3)] * 8
     assert samples.kernel_source == "profiler"
     assert len(samples.wall) == len(samples.host) == 8
@@ -141,12 +141,12 @@ def test_kernel_time_excludes_the_reset_of_inputs_and_the_flush(monkeypatch):
 
 
 @pytest.mark.parametrize(("calls", "unmeasured_calls"), [(1, 2), (4, 8), (20, 0)])
-def test_as_many_long_calls_run_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured_calls):
+def test_long_calls_run_unmeasured_before_each_part_of_a_round(monkeypatch, calls, unmeasured_calls):
     gpu, samples, call_log = FakeGpu(monkeypatch), Samples(), []
     meter, bound = gpu.meter(), gpu.bound()
     run = bound._run
     monkeypatch.setattr(bound, "_run", lambda *tensors: call_log.append(1) or run(*tensors))
-    meter.round(bound, calls, samples)
+    meter.measure_round(bound, calls, samples)
     assert len(call_log) == 2 * calls + unmeasured_calls
     assert len(samples.wall) == len(samples.host) == len(samples.kernel) == calls
 
@@ -157,7 +157,7 @@ def test_without_a_marker_events_time_the_call(monkeypatch):
     meter = gpu.meter()
     meter._marker = None
     samples = Samples()
-    meter.round(gpu.bound(), 2, samples)
+    meter.measure_round(gpu.bound(), 2, samples)
     assert (samples.kernel, samples.kernel_source) == ([7.0, 7.0], "events")
 
 

@@ -20,7 +20,7 @@ def make_run(
     name: str, losses: list[float], seconds: float = 1.0, peak: int = 100 * 2**20, dtype: str = "float32"
 ) -> DemoRun:
     preset = replace(DEMO_PRESETS["cpu"], steps=10, batch=2, seq=50, dtype=dtype)
-    job = Job("stock", {}, "tokens.npy", dtype, "cpu", turns=True)
+    job = Job("stock", {}, "tokens.npy", dtype, "cpu", continues=True)
     run = DemoRun(name, name, "llama", preset, job)
     run.facts = {"parameters": 5, "state_bytes": 1000}
     if losses:

@@ -9,7 +9,7 @@ import torch
 from tigon.tools.demo.demo_plan import make_job
 from tigon.tools.demo.demo_presets import DEMO_PRESETS, build_model
 from tigon.tools.training.job import Point
-from tigon.tools.training.worker import prime, serve
+from tigon.tools.training.worker import create_states, serve
 
 PRESET = replace(
     DEMO_PRESETS["cpu"], vocab_size=512, hidden_size=32, intermediate_size=64, head_dim=8, batch=2, seq=16, steps=3
@@ -18,11 +18,11 @@ PRESET = replace(
 POINT = Point(batch=2, seq=16).to_json()
 
 
-def test_priming_creates_all_state_and_trains_nothing():
+def test_all_states_are_created_without_training():
     model = build_model("llama", PRESET, "cpu")
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0, weight_decay=0.1, fused=True)
-    state_bytes = prime(model, optimizer, torch.arange(8)[None])
+    state_bytes = create_states(model, optimizer, torch.arange(8)[None])
     for parameter, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
         assert parameter.grad.count_nonzero() == 0

@@ -224,7 +224,7 @@ def test_a_config_that_builds_no_model_is_refused(run, tmp_path):
 
 
 def test_a_type_that_is_only_a_part_of_others_is_refused(run):
-    assert "transformers has no model for a CsmDepthDecoderConfig by itself" in message_of(
+    assert "transformers has no model that is built from a CsmDepthDecoderConfig alone" in message_of(
         run("csm_depth_decoder_model")
     )
 
@@ -268,7 +268,7 @@ def test_the_page_lists_replaced_modules_reasons_and_types_that_were_not_built(m
     page = models_page()
     assert "Of 3 types, 2 can be built" in page
     assert "| llama | LlamaForCausalLM | rms_norm | swiglu | rope | add + norm, products of one input |" in page
-    assert re.search(r"\| seed_oss \| .* \*left\*: SeedOssMLP \(1\) \|", page)
+    assert re.search(r"\| seed_oss \| .* \*unchanged\*: SeedOssMLP \(1\) \|", page)
     assert "\n1. its forward draws random numbers" in page
     assert "- reformer: " in page
 
@@ -309,7 +309,7 @@ def test_the_totals_of_the_page_agree_with_its_rows():
     failures = {name.replace("\\", "") for name in re.findall(r"^- (\S+): ", PAGE.read_text("utf-8"), flags=re.M)}
     assert f"Of {len(causal_lm_types())} types, {len(rows)} can be built" in text
     assert {row[0].strip("| ") for row in rows} | failures == set(causal_lm_types())
-    is_replaced = [[not cell.startswith(("–", "*left*")) for cell in row[2:]] for row in rows]
+    is_replaced = [[not cell.startswith(("–", "*unchanged*")) for cell in row[2:]] for row in rows]
     for group, column in zip(GROUPS, zip(*is_replaced, strict=True), strict=True):
         assert f"| {group} | {sum(column)} |" in text
     assert f"replaced in {sum(map(all, is_replaced))} types, at least one in {sum(map(any, is_replaced))}." in text

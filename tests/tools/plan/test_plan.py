@@ -27,30 +27,12 @@ from tigon.tools.plan.planner import LevelPlan, NotPlanned, PlanSettings, TooLon
 from tigon.tools.plan.positions import find_position_table  # noqa: E402
 from tigon.tools.plan.step import Step, count_step  # noqa: E402
 from tigon.tools.presets import PRESETS, preset_config  # noqa: E402
+from tools.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama  # noqa: E402
 
-# The proportions of Llama-3-8B.
-SIZES = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 896,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-}
 # The sequences of a step, and the tokens of each.
 BATCH, SEQ = 4, 256
-NO_OPTIMIZER = optimizer_costs("none", [], torch.bfloat16)
 # The bytes of the hidden states of a step in bf16.
 UNIT = 256 * 2 * BATCH * SEQ
-
-
-def tiny_llama(dtype=torch.bfloat16, **sizes):
-    model, _ = build(transformers.LlamaConfig(**{**SIZES, **sizes}), attention=None)
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
-    return model.train()
 
 
 def step_of(model, batch=BATCH, seq=SEQ, engine=None, optimizer=NO_OPTIMIZER, **options):
@@ -62,7 +44,7 @@ def step_of(model, batch=BATCH, seq=SEQ, engine=None, optimizer=NO_OPTIMIZER, **
 
 def bytes_of_layer(**options):
     """Return the bytes that one layer saves: the difference between models of three and of two layers."""
-    three, two = (step_of(tiny_llama(num_hidden_layers=n), **options) for n in (3, 2))
+    three, two = (step_of(build_llama(num_hidden_layers=n), **options) for n in (3, 2))
     return three.saved_bytes - two.saved_bytes
 
 
@@ -82,7 +64,7 @@ def test_saved_bytes_are_what_a_step_saves(memory):
     """A real step on the CPU saves the bytes that the plan counts."""
     options = {} if memory == "stock" else {"memory": memory}
     sizes = {"num_hidden_layers": 1, "hidden_size": 64, "intermediate_size": 224, "vocab_size": 128}
-    planned_step = step_of(tiny_llama(torch.float32, **sizes), 1, 64, **options)
+    planned_step = step_of(build_llama(torch.float32, **sizes), 1, 64, **options)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).train()
     parameters, saved_tensors = {p.untyped_storage()._cdata for p in model.parameters()}, {}
 
@@ -103,7 +85,7 @@ def test_saved_bytes_are_what_a_step_saves(memory):
 
 def test_each_level_saves_fewer_bytes_than_the_one_before():
     # The last layer of a checkpointed model is not checkpointed, so the model has several.
-    model = tiny_llama(num_hidden_layers=6)
+    model = build_llama(num_hidden_layers=6)
     # The model saves more than the window that offload keeps on the GPU.
     steps = {level: step_of(model, 256, 4096, memory=level) for level in MEMORY}
     saved_sizes = [steps[level].saved_bytes for level in ("default", "lean", "lean+mlp", "checkpoint")]
@@ -116,19 +98,19 @@ def test_each_level_saves_fewer_bytes_than_the_one_before():
 
 
 def test_stock_holds_the_logits():
-    model = tiny_llama(vocab_size=32768)
+    model = build_llama(vocab_size=32768)
     assert step_of(model).peak - step_of(model, memory="default").peak > 4 * 32768 * BATCH * SEQ
 
 
 def test_memory_grows_with_batch_and_length():
-    model = tiny_llama()
+    model = build_llama()
     peaks = [step_of(model, *shape, memory="lean").peak for shape in ((2, 256), (4, 256), (4, 512), (8, 512))]
     assert peaks == sorted(peaks)
     assert len(set(peaks)) == 4
 
 
 def test_a_step_does_not_change_the_model():
-    model = tiny_llama()
+    model = build_llama()
     before = [name for name, _ in model.named_modules()]
     first, second = step_of(model, memory="lean"), step_of(model, memory="lean")
     assert first == second
@@ -138,7 +120,7 @@ def test_a_step_does_not_change_the_model():
 
 
 def test_frozen_weights_have_no_gradients():
-    model, frozen = tiny_llama(), tiny_llama()
+    model, frozen = build_llama(), build_llama()
     for p in frozen.model.parameters():
         p.requires_grad_(False)
     gradient_bytes = sum(p.nbytes for p in model.model.parameters())
@@ -158,7 +140,7 @@ def test_optimizers_have_the_expected_state():
 
 
 def test_fsdp_shards_parameters_and_gathers_layers():
-    model = tiny_llama(num_hidden_layers=6, vocab_size=4096)
+    model = build_llama(num_hidden_layers=6, vocab_size=4096)
     nbytes = sum(p.nbytes for p in model.parameters())
     steps = {n: step_of(model, engine=Sharded(model, n, torch.bfloat16), memory="lean") for n in (2, 4)}
     buffers = step_of(model, memory="lean").fixed - nbytes
@@ -167,7 +149,7 @@ def test_fsdp_shards_parameters_and_gathers_layers():
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
     assert steps[4].peaks[0] - steps[4].fixed - steps[4].saved_bytes > layer
     assert steps[4].peak < steps[2].peak < step_of(model, memory="lean").peak
-    # After backward, a shard of the gradients is allocated beside the shard of the parameters.
+    # After backward, a shard of the gradients is allocated in addition to the shard of the parameters.
     assert steps[4].peaks[2] - steps[4].fixed == pytest.approx(nbytes / 4, rel=0.05)
 
 
@@ -194,7 +176,7 @@ def test_attention_is_counted_and_saves_no_scores():
 
 
 def test_the_products_of_a_step_are_counted():
-    model = tiny_llama()
+    model = build_llama()
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1) - model.model.embed_tokens.weight.numel()
     products = sum(work.products for work in step_of(model, memory="default").work)
     # The angles of the rotary embedding are products too.
@@ -227,10 +209,10 @@ def test_the_search_finds_the_largest_batch(size, first, kind):
         assert largest.batch == 2**16 or settings.load(count(largest.batch + 1)) > 1.0
 
 
-def test_a_larger_batch_of_a_model_than_the_largest_does_not_fit():
+def test_the_largest_batch_of_a_model_fits_and_the_next_one_does_not():
     config, settings = transformers.LlamaConfig(**SIZES), PlanSettings(256, batch=2, gpu_memory=0.3, reserve=0.0)
     level_plan = next(plan(config, settings, levels=("lean",)))
-    model = tiny_llama()
+    model = build_llama()
     optimizer = optimizer_costs("adamw", [p.numel() for p in model.parameters()], torch.bfloat16)
     peaks = [
         step_of(model, level_plan.largest.batch + more, 256, optimizer=optimizer, memory="lean").peak for more in (0, 1)
@@ -239,7 +221,7 @@ def test_a_larger_batch_of_a_model_than_the_largest_does_not_fit():
 
 
 def test_recommended_is_the_fastest_that_fits():
-    step = step_of(tiny_llama())
+    step = step_of(build_llama())
     settings = PlanSettings(256, gpu_memory=step.peak / 2**30, reserve=0.0)
     big = dataclasses.replace(step, peaks=(2 * step.peak, 0, 0))
     plans = [
@@ -347,7 +329,7 @@ def test_computed_positions_have_no_limit(config):
 
 def test_a_table_that_no_token_reads_is_no_limit():
     """The model has an embedding of another kind, with as many rows as there are positions."""
-    model = tiny_llama(max_position_embeddings=64)
+    model = build_llama(max_position_embeddings=64)
     model.model.other_words = torch.nn.Embedding(64, 8, device="meta")
     assert find_position_table(model, 128) is None
 

@@ -14,34 +14,23 @@ typer_testing = pytest.importorskip("typer.testing")
 import tigon  # noqa: E402
 from tigon.ops.adapters import lora, lora_mlp  # noqa: E402
 from tigon.tools import cli  # noqa: E402
-from tigon.tools.inspect.build import build  # noqa: E402
 from tigon.tools.plan.adapters import FourBitLinear, add_adapters  # noqa: E402
-from tigon.tools.plan.engines import Replicated, Sharded, optimizer_costs  # noqa: E402
+from tigon.tools.plan.engines import Replicated, Sharded  # noqa: E402
 from tigon.tools.plan.planner import NotPlanned, PlanSettings, plan  # noqa: E402
 from tigon.tools.plan.step import count_step  # noqa: E402
+from tools.plan.small_llama import NO_OPTIMIZER, SIZES, build_llama  # noqa: E402
 
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 224,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 1,
-    "tie_word_embeddings": False,
-    "use_cache": False,
-}
-CONFIG = transformers.LlamaConfig(**SIZES)
+# A quarter of the width that the other tests have, because these tests also run a step on the CPU.
+WIDTHS = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 224}
+CONFIG = transformers.LlamaConfig(**SIZES | WIDTHS)
 RANK, BATCH, SEQ = 8, 2, 64
-NO_OPTIMIZER = optimizer_costs("none", [], torch.float32)
 # The sum of inputs and outputs, and the number of weights, of the seven linear layers of each decoder layer.
 FEATURES = 2 * (2 * (64 + 64) + 2 * (64 + 16) + 3 * (64 + 224))
 WEIGHTS = 2 * (2 * 64 * 64 + 2 * 64 * 16 + 3 * 64 * 224)
 
 
 def adapted_llama(dtype=torch.bfloat16, is_quantised=False):
-    model, _ = build(CONFIG, attention=None)
-    for p in model.parameters():
-        p.data = p.data.to(dtype)
+    model = build_llama(dtype, **WIDTHS)
     add_adapters(model, RANK, torch.float32, is_quantised)
     return model.train()
 

@@ -10,7 +10,7 @@ import transformers
 from tigon.tools.training.job import Job, Point
 from tigon.tools.training.lora import add_adapters, freeze, quantise
 from tigon.tools.training.models import config_fields
-from tigon.tools.training.worker import Trainer, prime
+from tigon.tools.training.worker import Trainer, create_states
 
 pytest.importorskip("peft")
 
@@ -47,7 +47,7 @@ def test_only_trained_parameters_get_gradients_and_states(model):
     optimizer = torch.optim.AdamW(trained)
     # The step counters of AdamW have four bytes each.
     expected = sum(p.nbytes for p in adapted.parameters()) + 3 * sum(p.nbytes for p in trained) + 4 * len(trained)
-    assert prime(adapted, optimizer, torch.arange(8)[None]) == expected
+    assert create_states(adapted, optimizer, torch.arange(8)[None]) == expected
     assert all((p.grad is not None) == p.requires_grad for p in adapted.parameters())
 
 

@@ -107,11 +107,11 @@ def exact_results(case: Case, inputs: Inputs) -> Results:
     if case.op in SUMMED:
         return _exact_loss(case, inputs)
     has_fp32_gradient = any(inputs.tensors[name].dtype == torch.float32 for name in inputs.grad_names)
-    dtype = torch.float64 if has_fp32_gradient else _wide(case)
+    dtype = torch.float64 if has_fp32_gradient else _exact_dtype(case)
     return _run_eager_code(case, inputs.map(lambda _, x: x.to(dtype) if x.is_floating_point() else x))
 
 
-def _wide(case: Case) -> torch.dtype:
+def _exact_dtype(case: Case) -> torch.dtype:
     return torch.float64 if case.dtype == torch.float32 else torch.float32
 
 
@@ -128,7 +128,7 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
 def _exact_loss(case: Case, inputs: Inputs) -> Results:
     input, target = inputs.tensors["input"].detach(), inputs.tensors["target"]
     is_distribution = target.is_floating_point()
-    gradient = torch.empty_like(input, dtype=_wide(case))
+    gradient = torch.empty_like(input, dtype=_exact_dtype(case))
     loss = torch.zeros((), dtype=torch.float64, device=input.device)
     count = len(target) if is_distribution else (target >= 0).sum()
     for rows in _chunks(*input.shape):
@@ -141,15 +141,15 @@ def _exact_loss(case: Case, inputs: Inputs) -> Results:
 
 def _exact_linear_cross_entropy(case: Case, inputs: Inputs) -> Results:
     x, weight, target = inputs.tensors["input"], inputs.tensors["linear_weight"], inputs.tensors["target"]
-    wide_weight = weight.detach().to(_wide(case)).requires_grad_(weight.requires_grad)
+    wide_weight = weight.detach().to(_exact_dtype(case)).requires_grad_(weight.requires_grad)
     gradients = {
-        name: torch.zeros_like(inputs.tensors[name], dtype=_wide(case), requires_grad=False)
+        name: torch.zeros_like(inputs.tensors[name], dtype=_exact_dtype(case), requires_grad=False)
         for name in inputs.grad_names
     }
     loss, count = torch.zeros((), dtype=torch.float64, device=x.device), (target >= 0).sum()
     token_parts = []
     for rows in _chunks(x.shape[0], weight.shape[0]):
-        chunk = x[rows].detach().to(_wide(case)).requires_grad_(x.requires_grad)
+        chunk = x[rows].detach().to(_exact_dtype(case)).requires_grad_(x.requires_grad)
         logits = head_logits(chunk, wide_weight, case.options.get("softcap")).double()
         part = F.cross_entropy(logits, target[rows], reduction="sum") / count
         token_parts.append(token_results(case.options, logits, target[rows]))
@@ -175,13 +175,15 @@ def typical_loss_error(case: Case, inputs: Inputs) -> float:
     if case.op != "linear_cross_entropy":
         return 0.0
     x, weight, target = (inputs.tensors[name].detach() for name in ("input", "linear_weight", "target"))
-    wide_weight, softcap = weight.to(_wide(case)), case.options.get("softcap")
-    total = torch.zeros((), dtype=_wide(case), device=x.device)
+    wide_weight, softcap = weight.to(_exact_dtype(case)), case.options.get("softcap")
+    total = torch.zeros((), dtype=_exact_dtype(case), device=x.device)
     for rows in _chunks(x.shape[0], weight.shape[0]):
         rounded_logits = head_logits(x[rows], weight, softcap)
-        exact = head_logits(x[rows].to(_wide(case)), wide_weight, softcap)
-        errors = [F.cross_entropy(z.to(_wide(case)), target[rows], reduction="none") for z in (rounded_logits, exact)]
-        total = total + (errors[0] - errors[1]).square().sum()
+        exact = head_logits(x[rows].to(_exact_dtype(case)), wide_weight, softcap)
+        losses = [
+            F.cross_entropy(z.to(_exact_dtype(case)), target[rows], reduction="none") for z in (rounded_logits, exact)
+        ]
+        total = total + (losses[0] - losses[1]).square().sum()
     return ((total**0.5) / (target >= 0).sum()).item()
 
 

@@ -20,7 +20,7 @@ def bench(
     ] = None,
     providers: Annotated[
         str | None,
-        typer.Option(help="Only these, separated by commas; -NAME excludes one: --providers=-compile."),
+        typer.Option(help="Providers to measure, separated by commas; -NAME excludes one: --providers=-compile."),
     ] = None,
     against: Annotated[
         str | None,

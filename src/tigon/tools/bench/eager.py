@@ -18,7 +18,7 @@ __all__ = ["EAGER", "SUMMED", "head_logits", "softcapped", "token_results"]
 Run = Callable[..., tuple[Tensor, ...]]
 
 
-def _wide(x: Tensor) -> Tensor:
+def _widen(x: Tensor) -> Tensor:
     # Only exact results are computed in fp64.
     return x if x.dtype == torch.float64 else x.float()
 
@@ -28,7 +28,7 @@ def _wide(x: Tensor) -> Tensor:
 
 def _normalise(case: Case, x: Tensor, weight: Tensor) -> Tensor:
     offset = case.options.get("offset", 0.0)
-    x_hat = _wide(x)
+    x_hat = _widen(x)
     x_hat = x_hat * torch.rsqrt(x_hat.pow(2).mean(-1, keepdim=True) + 1e-6)
     if case.options.get("rounding") == "after_weight":
         return (x_hat * (offset + weight.to(x_hat.dtype))).to(x.dtype)
@@ -52,7 +52,7 @@ def _layer_norm(case: Case) -> Run:
 
 
 def _softmax(case: Case) -> Run:
-    return lambda x: (torch.softmax(_wide(x), -1).to(x.dtype),)
+    return lambda x: (torch.softmax(_widen(x), -1).to(x.dtype),)
 
 
 # --- rope ----------------------------------------------------------------------------------------
@@ -111,7 +111,10 @@ def _qk_norm_rope(case: Case) -> Run:
 
 
 def _moe_mlp(case: Case) -> Run:
-    """Compute one expert after the other, which waits for the device, and sum over experts as grouped products do."""
+    """Compute one expert after the other, and sum over experts at the end, as grouped products do.
+
+    `torch.where` waits for the device once for each expert.
+    """
 
     def run(x: Tensor, up_proj: Tensor, down_proj: Tensor, index: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
         rows = x.new_zeros(*index.shape, x.shape[1])
@@ -128,7 +131,7 @@ def _moe_mlp(case: Case) -> Run:
 
 
 def _cross_entropy(case: Case) -> Run:
-    return lambda input, target: (F.cross_entropy(_wide(input), target),)
+    return lambda input, target: (F.cross_entropy(_widen(input), target),)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -159,7 +162,7 @@ def _linear_cross_entropy(case: Case) -> Run:
     softcap = case.options.get("softcap")
 
     def run(input: Tensor, linear_weight: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        logits = _wide(head_logits(input, linear_weight, softcap))
+        logits = _widen(head_logits(input, linear_weight, softcap))
         return F.cross_entropy(logits, target), *token_results(case.options, logits, target)
 
     return run
@@ -199,7 +202,7 @@ SUMMED: dict[str, Callable[[Case, Tensor, Tensor], Tensor]] = {
 
 
 def _batch_mean(op: str) -> Callable[[Case], Run]:
-    return lambda case: lambda input, target: (SUMMED[op](case, _wide(input), _wide(target)) / input.shape[0],)
+    return lambda case: lambda input, target: (SUMMED[op](case, _widen(input), _widen(target)) / input.shape[0],)
 
 
 EAGER: dict[str, Callable[[Case], Run]] = {

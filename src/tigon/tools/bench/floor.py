@@ -45,9 +45,10 @@ def products(case: Case) -> Run:
 
         a = x W^T,    dx = da W,    dW += da^T x        (only for the gradients that are needed)
 
-    The operands are those of the loss: x and W of the case, and da = d(logits). A GPU at its power limit multiplies
-    numbers with few different bits faster, so other operands, such as the logits in place of da, would give another
-    floor. `with_dlogits` computes da before a round, outside the measured part, and it lives as long as the round.
+    The operands are those of the loss: x and W of the case, and da = d(logits). At its power limit, a GPU multiplies
+    faster if fewer bits of the operands differ. So other operands, such as the logits in place of da, would give
+    another floor. `with_dlogits` computes da before a round, outside the measured part, and da lives as long as the
+    round.
 
     The products take 8192 tokens at a time, which is large enough for cuBLAS. The first chunk writes dW, and the others
     add to it.

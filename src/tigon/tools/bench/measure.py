@@ -4,9 +4,10 @@
 - Host time lasts until the call returns, with an idle GPU. Wall time lasts until the GPU is done too.
 - Peak memory is the most that is allocated above the inputs: activations, temporaries and gradients.
 
-On a GPU the L2 cache is emptied before each call, and overwritten inputs are reset. Neither is measured. Before long
-calls are measured, as many calls run unmeasured. At its power limit a GPU lowers its clock within milliseconds, and how
-far depends on the work that it has just done. Each provider is measured at the clock of its own work.
+On a GPU the L2 cache is emptied before each call, and overwritten inputs are reset. Neither is measured. Each round of
+long calls begins with the same number of calls that are not measured: at its power limit a GPU lowers its clock within
+milliseconds, and how far depends on the work that it has just done. So each provider is measured at the clock of its
+own work.
 """
 
 import contextlib
@@ -90,7 +91,7 @@ class Meter:
         """Return the number of calls of that length in one round."""
         return int(min(MOST_CALLS, max(1, self.busy_ms / max(milliseconds, 1e-3))))
 
-    def round(self, bound: BoundProvider, calls: int, into: Samples) -> None:
+    def measure_round(self, bound: BoundProvider, calls: int, into: Samples) -> None:
         """Measure one round: each call adds a sample of wall time to `into`."""
         for _ in range(calls):
             wall, _ = self._wall(bound)
@@ -161,7 +162,7 @@ class CudaMeter(Meter):
         self._flush.max()
         self.synchronize()
 
-    def round(self, bound: BoundProvider, calls: int, into: Samples) -> None:
+    def measure_round(self, bound: BoundProvider, calls: int, into: Samples) -> None:
         self._run_unmeasured(bound, calls)
         for _ in range(calls):
             wall, host = self._wall(bound)

@@ -104,11 +104,11 @@ def draw(rows: Iterable[BenchRow], folder: Path, machine: str) -> list[Path]:
         group = list(family_rows)
         files.append(folder / f"{family}.png")
         _draw_family(family, group, files[-1], machine)
-        with_ratio = [row for row in group if row.products_ratio and row.provider != "products"]
-        linear = [row for row in with_ratio if has_tag(row.case, "linear")]
-        if linear:
+        rows_with_ratio = [row for row in group if row.products_ratio and row.provider != "products"]
+        linear_rows = [row for row in rows_with_ratio if has_tag(row.case, "linear")]
+        if linear_rows:
             files.append(folder / f"{family}_products.png")
-            _draw_products(linear, files[-1], machine)
+            _draw_products(linear_rows, files[-1], machine)
     return files
 
 
@@ -193,20 +193,20 @@ def _draw_case(left: Axes, right: Axes, case: str, rows: list[BenchRow]) -> None
     left.set_title(case, fontsize=9, loc="left")
 
 
-def _bars(axis: Axes, rows: list[BenchRow], values: list[float | None], unit: str) -> None:
+def _bars(axes: Axes, rows: list[BenchRow], values: list[float | None], unit: str) -> None:
     names = [row.provider + INACCURATE * (row.accurate is False) for row in rows]
     lengths = [value or 0.0 for value in values]
-    bars = axis.barh(names, lengths, color=[_colour(row.provider) for row in rows], height=0.72)
-    axis.bar_label(bars, ["" if value is None else f" {format_number(value)} {unit}" for value in values], fontsize=8)
+    bars = axes.barh(names, lengths, color=[_colour(row.provider) for row in rows], height=0.72)
+    axes.bar_label(bars, ["" if value is None else f" {format_number(value)} {unit}" for value in values], fontsize=8)
     # The first provider is at the top.
-    axis.invert_yaxis()
-    axis.set_xlim(0, max([*lengths, 1e-9]) * 1.25)
-    axis.tick_params(axis="y", labelsize=8, length=0)
-    axis.tick_params(axis="x", labelsize=7, colors="#777777")
-    axis.spines[["top", "right", "left"]].set_visible(False)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max([*lengths, 1e-9]) * 1.25)
+    axes.tick_params(axis="y", labelsize=8, length=0)
+    axes.tick_params(axis="x", labelsize=7, colors="#777777")
+    axes.spines[["top", "right", "left"]].set_visible(False)
 
 
-# --- over the bare products ----------------------------------------------------------------------
+# --- divided by the bare products ----------------------------------------------------------------
 
 TICKS = (0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 # The space between two cases, in bars. The title of a case is written there.
@@ -214,7 +214,7 @@ GAP = 1.5
 
 
 def _draw_products(rows: list[BenchRow], file: Path, machine: str) -> None:
-    """Draw bars of each provider on each case: time over that of the products, and memory above the gradients."""
+    """Draw bars of each provider on each case: time divided by that of the products, memory above the gradients."""
     positions: list[float] = []
     titles: list[tuple[float, str]] = []
     end = 0.0
@@ -227,7 +227,7 @@ def _draw_products(rows: list[BenchRow], file: Path, machine: str) -> None:
     )
     figure.suptitle(
         f"{rows[0].op}, forward + backward on {machine}\n"
-        "left: time over that of the bare matrix products (1: as fast as the products alone), "
+        "left: time divided by that of the bare matrix products (1: as fast as the products alone), "
         "right: peak memory above the gradients; both logarithmic",
         fontsize=10,
     )
@@ -256,7 +256,7 @@ def _products_bars(axes: Axes, positions: list[float], rows: list[BenchRow]) -> 
     colours = [_colour(row.provider) for row in rows]
     axes.barh(positions, [ratio - 1 for ratio in ratios], left=1.0, color=colours, height=0.8)
     for height, ratio in zip(positions, ratios, strict=True):
-        # A bar to the left of the line has its number to the right of it.
+        # The number of a ratio below 1 is at the right of the line, and its bar at the left.
         position = (max(ratio, 1.0), height)
         axes.annotate(f"{ratio:.2f}", position, (3, 0), textcoords="offset points", fontsize=7, va="center")
     axes.axvline(1.0, color="black", linewidth=1)

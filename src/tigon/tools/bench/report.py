@@ -68,9 +68,9 @@ _LEGEND = (
     "the worst output or gradient, in brackets that of eager code."
 )
 _PRODUCTS_LEGEND = (
-    " x products: time over that of the bare products of the valid rows in the same run; peak MiB above gradients: the "
-    "peak less the gradients themselves; error x eager: the error over that of eager code, for the loss, dX and dW; "
-    "no_grad: forward alone."
+    " x products: time divided by that of the bare products of the valid rows in the same run; peak MiB above "
+    "gradients: the peak less the gradients themselves; error x eager: the error divided by that of eager code, for "
+    "the loss, dX and dW; no_grad: forward alone."
 )
 
 
@@ -136,7 +136,7 @@ def _error(row: BenchRow) -> str:
     return "-" if row.error is None or row.eager_error is None else f"{row.error:.1e} ({row.eager_error:.1e})"
 
 
-def _times_products(row: BenchRow) -> str:
+def _products_ratio(row: BenchRow) -> str:
     return "" if row.products_ratio is None else f"{row.products_ratio:.3f}"
 
 
@@ -169,7 +169,7 @@ _ROOFLINE: Column = ("% roofline", _percent)
 _ERROR: Column = ("error (eager's)", _error)
 _NOTE: Column = ("note", _note)
 # These columns appear where matrix products are the bound.
-_TIMES_PRODUCTS: Column = ("x products", _times_products)
+_PRODUCTS_RATIO: Column = ("x products", _products_ratio)
 _ABOVE_GRADIENTS: Column = ("peak MiB above gradients", _above_gradients)
 _ERROR_RATIOS: Column = ("error x eager: loss, dX, dW", _error_ratios)
 
@@ -179,7 +179,7 @@ def _columns(rows: list[BenchRow]) -> tuple[Column, ...]:
     times = _TIMES if any(row.kernel_ms is not None for row in rows) else _TIMES[1:2]
     if not rows[0].flops:
         return (*times, _MEMORY, _ROOFLINE, _ERROR, _NOTE)
-    return (*times, _TIMES_PRODUCTS, _MEMORY, _ABOVE_GRADIENTS, _ROOFLINE, _ERROR, _ERROR_RATIOS, _NOTE)
+    return (*times, _PRODUCTS_RATIO, _MEMORY, _ABOVE_GRADIENTS, _ROOFLINE, _ERROR, _ERROR_RATIOS, _NOTE)
 
 
 def _title(row: BenchRow) -> str:
@@ -217,7 +217,7 @@ def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
     revision = next((row.provider for row in rows if row.provider.startswith("tigon@")), "")
     titles = ["case", "tigon ms", "% roofline", "best peer", "its ms", "speed-up", "liger ms", "speed-up over liger"]
     titles += ["host ms (liger's)", f"{revision} ms", f"speed-up over {revision}"]
-    titles += [title for title, _ in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)]
+    titles += [title for title, _ in (_PRODUCTS_RATIO, _ABOVE_GRADIENTS, _ERROR_RATIOS)]
     lines = []
     for case, group in _by_case(rows):
         tigon = next((row for row in group if row.provider == "tigon"), None)
@@ -231,7 +231,7 @@ def _summary(rows: list[BenchRow]) -> tuple[list[str], list[list[str]]]:
             _time(best), _speed_up(best, tigon), _time(liger), _speed_up(liger, tigon),
             "-" if tigon.host_ms is None else f"{format_number(tigon.host_ms)} ({liger_host})",
             _time(other), _speed_up(other, tigon),
-            *(cell(tigon) or "-" for _, cell in (_TIMES_PRODUCTS, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
+            *(cell(tigon) or "-" for _, cell in (_PRODUCTS_RATIO, _ABOVE_GRADIENTS, _ERROR_RATIOS)),
         ])  # fmt: skip
     columns = [i for i in range(len(titles)) if any(line[i] != "-" for line in lines)]
     return [titles[i] for i in columns], [[line[i] for i in columns] for line in lines]

@@ -284,7 +284,7 @@ def _warm_up(entry: _Entry, inputs: Inputs, meter: Meter) -> None:
 
 def _round(entry: _Entry, inputs: Inputs, meter: Meter) -> None:
     # Copies and prepared operands live for this round only, so memory holds those of one provider at a time.
-    meter.round(entry.bind(inputs), entry.calls, entry.samples)
+    meter.measure_round(entry.bind(inputs), entry.calls, entry.samples)
 
 
 def _finish(entry: _Entry, roofline: Roofline) -> None:

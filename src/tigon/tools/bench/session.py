@@ -83,7 +83,7 @@ def _add_revision(
 
 
 def _select_device(name: str) -> torch.device:
-    """Return the device of that name, and make a GPU current, because profiler, markers and peers use that one."""
+    """Return the device of that name. A GPU becomes the current one, which profiler, markers and peers use."""
     if name == "cpu":
         return torch.device(name)
     device = torch.device("cuda", torch.device(name).index or 0)

@@ -3,9 +3,10 @@
 The op runs on small CPU tensors, and its launches are recorded instead of executed. So the compiler gets exactly the
 signature, constants and launch parameters of the op.
 
-    with recorded(SM_90) as launches:
+    h100 = CHIPS[1]
+    with recorded(h100) as launches:
         tigon.rms_norm(torch.empty(2, 4096, dtype=torch.bfloat16), torch.empty(4096, dtype=torch.bfloat16))
-    resources(launches[0], SM_90)      # {'kernel': '_forward_kernel', 'registers': 48, 'spilled': 0, ...}
+    resources(launches[0], h100)      # {'kernel': '_forward_kernel', 'registers': 48, 'spilled': 0, ...}
 """
 
 import re

@@ -70,10 +70,10 @@ def _introduce(console: "Console", plan: "DemoPlan") -> None:
         f"[bold]{plan.model_class}[/], {plan.parameters / 1e6:,.1f}M parameters, random weights, {preset.dtype}, "
         f"on {escape(device_name(job.device))}"
     )
-    cut = f", its first {corpus.characters / 1e6:.0f} MB" if corpus.is_truncated else ""
+    excerpt = f", its first {corpus.characters / 1e6:.0f} MB" if corpus.is_truncated else ""
     cache_note = ", cached" if tokens.is_cached else ""
     console.print(
-        f"Text: {escape(corpus.name)}{cut}, {len(corpus.documents):,} files, {tokens.count:,} tokens "
+        f"Text: {escape(corpus.name)}{excerpt}, {len(corpus.documents):,} files, {tokens.count:,} tokens "
         f"(BPE of {tokens.entries:,} entries trained on the text{cache_note})"
     )
     if tokens.entries < preset.vocab_size:
@@ -100,8 +100,8 @@ def _conclude(
         if comparison.agree:
             console.print(
                 f"[bold green]The curves agree[/]: at most {comparison.loss_difference:.1e} of the loss apart (step "
-                f"{comparison.largest + 1}); allowed are {comparison.tolerances[0]:.0e} at the first step to "
-                f"{comparison.tolerances[-1]:.0e} at the last."
+                f"{comparison.largest + 1}). The tolerance grows from {comparison.tolerances[0]:.0e} at the first step "
+                f"to {comparison.tolerances[-1]:.0e} at the last."
             )
         else:
             worst = comparison.worst

@@ -32,6 +32,6 @@ class DemoOptions:
         bool,
         typer.Option(
             "--noise",
-            help="Compare stock with itself, with sums in another order: the least that a tolerance must allow.",
+            help="Compare stock with stock that sums in another order. A tolerance must allow this difference.",
         ),
     ] = False

@@ -88,7 +88,7 @@ def _check_memory(parameters: int, preset: DemoPreset, device: str) -> None:
 def make_job(model_type: str, preset: DemoPreset, device: str, seed: int, tokens: Path) -> Job:
     """Return the job of the stock run."""
     config = config_fields(demo_config(model_type, preset))
-    return Job("stock", config, str(tokens), preset.dtype, device, seed=seed, lr=preset.lr, turns=True)
+    return Job("stock", config, str(tokens), preset.dtype, device, seed=seed, lr=preset.lr, continues=True)
 
 
 def make_plan(options: "DemoOptions") -> DemoPlan:

@@ -83,8 +83,8 @@ def demo_config(model_type: str, preset: DemoPreset) -> "PretrainedConfig":
 
     if model_type not in causal_lm_types() or model_type not in CONFIG_MAPPING:
         raise ValueError(
-            "must be a model type that transformers has a causal language model of, as llama, qwen3, gemma2, mistral, "
-            f"phi3, qwen2 or gemma, got {model_type!r}"
+            "must be a model type that transformers has a causal language model for, such as llama, qwen3, gemma2, "
+            f"mistral, phi3, qwen2 or gemma, got {model_type!r}"
         )
     config_class = CONFIG_MAPPING[model_type]
     values: dict[str, Any] = {field.name: getattr(preset, field.name) for field in fields(Shape)}

@@ -137,15 +137,15 @@ def print_table(console: Console, first: DemoRun, second: DemoRun, comparison: D
     table.add_column("", justify="left")
     for heading in (first.title, second.title, "ratio"):
         table.add_column(heading, justify="right")
-    cell = lambda value, form: "-" if value is None or math.isnan(value) else form.format(value)
+    cell = lambda value, template: "-" if value is None or math.isnan(value) else template.format(value)
     runs = (first, second)
-    for name, values, form in (
+    for name, values, template in (
         ("step time (median)", [s and 1e3 * s for s in (run.measurement.step_seconds for run in runs)], "{:,.0f} ms"),
         ("tokens/s", [run.measurement.tokens_per_second for run in runs], "{:,.0f}"),
         ("peak memory above model", [run.peak_bytes / 2**20 or None for run in runs], "{:,.0f} MiB"),
         ("last loss", [run.losses[-1] if run.losses else None for run in runs], "{:.4f}"),
     ):
-        table.add_row(name, *(cell(value, form) for value in values), cell(_ratio(*values), "{:.2f}x"))
+        table.add_row(name, *(cell(value, template) for value in values), cell(_ratio(*values), "{:.2f}x"))
     if comparison is not None:
         table.add_section()
         table.add_row("largest loss difference", "", "", f"{comparison.loss_difference:.1e}")
@@ -205,19 +205,19 @@ def plot_loss(path: Path, first: DemoRun, second: DemoRun, comparison: DemoCompa
 def plot_speed_memory(path: Path, first: DemoRun, second: DemoRun, subtitle: str) -> None:
     """Draw bars of tokens/s and of peak memory above the model, with the second run's ratio to the first."""
 
-    def panel(title: str, values: Sequence[float | None], form: str) -> Panel:
+    def panel(title: str, values: Sequence[float | None], template: str) -> Panel:
         ratio = _ratio(*values)
-        texts = ["not measured" if value is None else form.format(value) for value in values]
+        texts = ["not measured" if value is None else template.format(value) for value in values]
         ratios = ("", "" if ratio is None else f"{ratio:.2f}x")
         return Panel(title, [Bar(*bar) for bar in zip(titles, COLOURS, values, texts, ratios, strict=True)])
 
     titles = (first.title, second.title)
     speeds = (first.measurement.tokens_per_second, second.measurement.tokens_per_second)
     in_gib = max(first.peak_bytes, second.peak_bytes) >= 10_000 * 2**20
-    unit, size, form = ("GiB", 2**30, "{:,.1f} GiB") if in_gib else ("MiB", 2**20, "{:,.0f} MiB")
+    unit, size, template = ("GiB", 2**30, "{:,.1f} GiB") if in_gib else ("MiB", 2**20, "{:,.0f} MiB")
     peaks = (first.peak_bytes / size or None, second.peak_bytes / size or None)
     panels = [
         panel("Tokens per second", speeds, "{:,.0f}"),
-        panel(f"Peak memory above the model, {unit}", peaks, form),
+        panel(f"Peak memory above the model, {unit}", peaks, template),
     ]
     draw_panels(path, "Speed and memory", subtitle, panels, 7.2, 3.8)

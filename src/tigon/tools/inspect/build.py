@@ -155,7 +155,7 @@ def build(config: Any, *, trust_remote_code: bool = False, attention: str | None
     remote = (getattr(config, "auto_map", None) or {}) if trust_remote_code else {}
     auto_class = next((name for name in AUTO_CLASSES if name in remote or auto_class_has(name, type(config))), None)
     if auto_class is None:
-        raise NotInspected(f"transformers has no model for a {type(config).__name__} by itself")
+        raise NotInspected(f"transformers has no model that is built from a {type(config).__name__} alone")
     # Eager attention needs no other package. The parts that Tigon replaces do not depend on this choice.
     options = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     try:

@@ -29,7 +29,7 @@ every gradient with those of the stock model.
 - A name in a cell is the op that replaces modules of this kind. The op was compared with the module when this page was
   written, and every call of `tigon.patch` compares them again, bit for bit. Experts and the loss compute their sums in
   another order, so these may differ in their last places.
-- *left* names a module class that resembles this kind but keeps its own code. The number leads to the reason.
+- *unchanged* names a module class that resembles this kind but keeps its own code. The number leads to the reason.
 - A dash means that no module resembles this kind.
 
 {totals}
@@ -50,13 +50,13 @@ class TypeRow:
 
     Attributes:
         replaced: For each group, the ops that replace modules.
-        left: For each group, the classes of modules that keep their code, with the reasons.
+        unchanged: For each group, the classes of modules that keep their code, with the reasons.
     """
 
     model_type: str
     model_class: str
     replaced: dict[str, list[str]]
-    left: dict[str, list[tuple[str, str]]]
+    unchanged: dict[str, list[tuple[str, str]]]
 
 
 def _op_name(entry: Entry) -> str:
@@ -88,11 +88,11 @@ def _totals(rows: list[TypeRow], failures: dict[str, str]) -> str:
         "",
     ]
     lines += [
-        "| | replaced | of these, some modules left | all modules left | no such module |",
+        "| | replaced | of these, some modules unchanged | all modules unchanged | no such module |",
         "|---|---|---|---|---|",
     ]
     for group in GROUPS:
-        states = [(bool(row.replaced[group]), bool(row.left[group])) for row in rows]
+        states = [(bool(row.replaced[group]), bool(row.unchanged[group])) for row in rows]
         counts = [sum(r for r, _ in states), states.count((True, True)), states.count((False, True))]
         lines.append(f"| {group} | {' | '.join(map(str, [*counts, states.count((False, False))]))} |")
     all_groups = sum(all(row.replaced.values()) for row in rows)
@@ -108,7 +108,9 @@ def table(rows: list[TypeRow]) -> str:
         cells = []
         for group in GROUPS:
             words = [", ".join(row.replaced[group])] if row.replaced[group] else []
-            words += [f"*left*: {cls} ({reasons.setdefault(why, len(reasons) + 1)})" for cls, why in row.left[group]]
+            words += [
+                f"*unchanged*: {cls} ({reasons.setdefault(why, len(reasons) + 1)})" for cls, why in row.unchanged[group]
+            ]
             cells.append("; ".join(words) or "–")
         lines.append(f"| {row.model_type} | {row.model_class} | {' | '.join(cells)} |")
     lines += ["", "These are the reasons why modules keep their code:", ""]

@@ -75,7 +75,7 @@ class FourBitLinear(nn.Module):
 class _FourBitProduct(torch.autograd.Function):
     """Multiply by the weight of a `FourBitLinear`. Forward and backward each dequantise it, and free it at their end.
 
-    Like the node of bitsandbytes, this node keeps only the packed weight.
+    Like the node of bitsandbytes, this node holds only the packed weight for backward.
     """
 
     @staticmethod

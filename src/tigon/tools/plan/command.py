@@ -34,20 +34,24 @@ def plan(
     seq: Annotated[int, typer.Option(help="The tokens in a sequence.")] = 4096,
     batch: Annotated[
         int | None,
-        typer.Option(help="The sequences of each GPU in a step.", show_default="1; levels are judged at their largest"),
+        typer.Option(
+            help="The sequences of each GPU in a step.", show_default="1; levels are judged at their largest batch"
+        ),
     ] = None,
     gpus: Annotated[int, typer.Option(help="The number of GPUs, in one host.")] = 1,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="The GiB of a GPU.", show_default="those of this GPU, or 139.8: an H200")
+        float | None,
+        typer.Option(help="The memory of a GPU in GiB.", show_default="those of this GPU, or 139.8: an H200"),
     ] = None,
     reserve: Annotated[
         float | None,
         typer.Option(
-            help="The GiB of a GPU that tensors do not get.", show_default="5 % and 1 GiB, or 2 GiB with several GPUs"
+            help="The memory of a GPU in GiB that is not available to tensors.",
+            show_default="5 % and 1 GiB, or 2 GiB with several GPUs",
         ),
     ] = None,
     host_memory: Annotated[
-        float, typer.Option(help="The GiB of the host for each GPU, for the level offload.")
+        float, typer.Option(help="The pinned host memory in GiB for each GPU, which the level offload uses.")
     ] = 128.0,
     optimizer: Annotated[str, typer.Option(help="adamw (fused), adamw-foreach, adamw-8bit, sgd or none.")] = "adamw",
     dtype: Annotated[

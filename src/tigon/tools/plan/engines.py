@@ -80,7 +80,7 @@ class Replicated:
 
 
 class _Unit:
-    """Parameters that are gathered together. With `stays_gathered`, another gathered unit does not free this one."""
+    """Parameters that are gathered together. With `stays_gathered`, gathering another unit does not free this one."""
 
     def __init__(self, parameters: list[nn.Parameter], stays_gathered: bool) -> None:
         self.parameters, self.stays_gathered = parameters, stays_gathered
@@ -94,7 +94,8 @@ class Sharded:
     """FSDP2 with the units of accelerate: each layer, the embedding, and the last norm with the head.
 
     A unit is gathered when an operation reads one of its parameters, and freed when another unit is gathered, except
-    the unit of the head. The gradients of a unit are whole until all are computed; then they are reduced and scattered.
+    the unit of the head and that of the parameters outside of all other units. The gradients of a unit are whole until
+    all are computed; then they are reduced and scattered.
     """
 
     def __init__(self, model: nn.Module, gpus: int, dtype: torch.dtype) -> None:

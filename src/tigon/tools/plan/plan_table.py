@@ -190,11 +190,11 @@ def as_json(
     import transformers
 
     best = recommend(rows, settings, has_batch)
-    arithmetic, stored_dtype = DTYPES[settings.dtype]
+    arithmetic_dtype, stored_dtype = DTYPES[settings.dtype]
     return {
         "model": name,
         "settings": {**dataclasses.asdict(settings), "strategy": settings.engine, "budget_bytes": settings.budget},
-        "dtypes": {"arithmetic": str(arithmetic), "stored": str(stored_dtype)},
+        "dtypes": {"arithmetic": str(arithmetic_dtype), "stored": str(stored_dtype)},
         "recommended": best and best.level,
         "levels": {
             row.level: {

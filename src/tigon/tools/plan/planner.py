@@ -142,8 +142,8 @@ class PlanSettings:
     def adapter_dtype(self) -> torch.dtype:
         """Return the dtype of adapters in the forward pass.
 
-        PEFT makes them fp32 beside a model in half precision. With dtype mixed, FSDP gathers them in the dtype of the
-        arithmetic, like all parameters.
+        PEFT creates them in fp32 if the model is in half precision. With dtype mixed, FSDP gathers them in the dtype of
+        the arithmetic, like all parameters.
         """
         return DTYPES[self.dtype][0] if self.dtype == "mixed" else torch.float32
 
@@ -260,7 +260,7 @@ def plan(
         config: A config of transformers.
         settings: The sequences, the GPUs, the optimizer, and the strategy.
         trust_remote_code: Whether code of the model's repository may run.
-        levels: The levels to plan, `STOCK` among them.
+        levels: The levels to plan. `STOCK` is the model without Tigon.
         lengths: Further lengths of sequences at which a step is counted, for `LevelPlan.by_length`. Lengths beyond the
             positions of the model are omitted.
         search: Whether to search for the largest batch.
@@ -281,11 +281,11 @@ def plan(
         model, auto = build(config, trust_remote_code=trust_remote_code, attention=None)
     except ValueError as error:
         raise NotPlanned(str(error)) from error
-    compute, stored_dtype = DTYPES[settings.dtype]
+    arithmetic_dtype, stored_dtype = DTYPES[settings.dtype]
     trained_dtype = stored_dtype
     for p in model.parameters():
         if p.is_floating_point():
-            p.data = p.data.to(compute)
+            p.data = p.data.to(arithmetic_dtype)
     model_config: Any = model.config
     if getattr(model_config, "use_cache", False):
         model_config.use_cache = False
@@ -331,8 +331,8 @@ def plan(
         largest = _largest(count, settings.batch, settings) if search else None
         return LevelPlan(level, step, largest, by_length=by_length)
 
-    # The tokens a second with which the speeds are compared.
-    base: float | None = None
+    # The tokens a second of the first planned level. The speeds of all levels are relative to it.
+    reference: float | None = None
     patch_report: Report | None = None
     # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
     # are recognised once and stay patched for all levels.
@@ -355,10 +355,10 @@ def plan(
                 report.restore()
         assert level_plan.step is not None
         tokens_a_second = _tokens_a_second(level_plan.step, settings)
-        base = base or tokens_a_second
+        reference = reference or tokens_a_second
         largest = level_plan.largest
-        largest_speed = _tokens_a_second(largest, settings) / base if largest else 0.0
-        yield dataclasses.replace(level_plan, speed=tokens_a_second / base, largest_speed=largest_speed)
+        largest_speed = _tokens_a_second(largest, settings) / reference if largest else 0.0
+        yield dataclasses.replace(level_plan, speed=tokens_a_second / reference, largest_speed=largest_speed)
 
 
 def recommend(plans: list[LevelPlan], settings: PlanSettings, has_batch: bool) -> LevelPlan | None:

@@ -19,21 +19,21 @@ def draw(path: Path, name: str, plans: list[LevelPlan], settings: PlanSettings) 
     """Plot the steps `by_length` of all levels to a file, whose suffix names its format. This needs matplotlib."""
     from tigon.tools.training import figures
 
-    lines = sorted((level for level in plans if level.by_length), key=lambda level: level.level != STOCK)
-    ticks = [step.seq for step in lines[0].by_length]
+    level_plans = sorted((row for row in plans if row.by_length), key=lambda row: row.level != STOCK)
+    ticks = [step.seq for step in level_plans[0].by_length]
     figure = figures.new_figure(7, 4.4)
     axes = figure.add_subplot()
-    for line, marker in zip(lines, cycle(figures.MARKERS), strict=False):
-        peaks = [step.peak / GIB for step in line.by_length]
-        colour = figures.LEVELS.get(line.level, figures.STOCK)
-        axes.plot(ticks, peaks, marker=marker, markersize=4, label=line.level, color=colour)
+    for level_plan, marker in zip(level_plans, cycle(figures.MARKERS), strict=False):
+        peaks = [step.peak / GIB for step in level_plan.by_length]
+        colour = figures.LEVELS.get(level_plan.level, figures.STOCK)
+        axes.plot(ticks, peaks, marker=marker, markersize=4, label=level_plan.level, color=colour)
     figures.mark_limit(axes, settings.budget / GIB, "memory for tensors")
     axes.set_xlabel("tokens a sequence", color=figures.INK)
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [f"{seq:,}" for seq in ticks])
     axes.set_ylim(0, 1.5 * settings.budget / GIB)
-    where = f"each of {settings.gpus} GPUs" if settings.gpus > 1 else "one GPU"
-    figures.headline(figure, "Peak memory of a GPU, GiB", f"{name}, batch {settings.batch} on {where}")
+    devices = f"each of {settings.gpus} GPUs" if settings.gpus > 1 else "one GPU"
+    figures.headline(figure, "Peak memory of a GPU, GiB", f"{name}, batch {settings.batch} on {devices}")
     figures.clean(axes)
     axes.grid(color=figures.FAINT, linewidth=0.7)
     axes.legend(fontsize=8, loc="upper left", ncols=2, frameon=False, labelcolor=figures.INK)

@@ -86,7 +86,7 @@ def _reads(model: nn.Module, embeddings: dict[str, nn.Embedding], seq: int) -> l
 
         hooks.append(module.register_forward_hook(record_read))
     try:
-        # The ledger supplies values where the code asks for one that a meta tensor does not have.
+        # The ledger supplies a value where the code reads one from a meta tensor, which has none.
         with quietly(), Ledger(), torch.no_grad():
             model(input_ids=torch.empty(1, seq, dtype=torch.int64, device="meta"))
     except Exception:

@@ -1,6 +1,7 @@
 """The training program. `tigon demo`, `tigon bench train` and the Medusa example are presets of it.
 
-A command has a `TrainingRun` for each process, which trains as its job says and answers each point with an event.
+A command has a `TrainingRun` for each process. A job describes the model and its training; a point is the size of a
+step and the number of steps to train next. The process answers each point with an event.
 
 program          options, and the way from options to an exit code                      (parent)
 job              a job, and the points at which it is trained                          (parent and child)

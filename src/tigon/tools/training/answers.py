@@ -51,12 +51,12 @@ def describe_error(error: BaseException) -> str:
 class Rank:
     """A process that trains, alone or as a rank of a group: its device, and the exchange of values with other ranks.
 
-    A subclass has an optimizer, counts its `steps`, and trains points. With `ends_without_memory`, a point that does
+    A subclass has an optimizer, counts its `steps`, and trains points. With `ends_if_out_of_memory`, a point that does
     not fit ends the process. With `keeps_gradients`, gradients are zeroed in place and not freed.
     """
 
     optimizer: torch.optim.Optimizer
-    ends_without_memory = False
+    ends_if_out_of_memory = False
     keeps_gradients = False
     steps = 0
 
@@ -151,7 +151,7 @@ def answer_points(
             reason = describe_error(error)
         # Free memory outside the handler: inside it, the frames of the error still hold tensors.
         trainer.free()
-        if trainer.ends_without_memory or before is None or trainer.allocated() > MEMORY_AFTER_FAILURE * before:
+        if trainer.ends_if_out_of_memory or before is None or trainer.allocated() > MEMORY_AFTER_FAILURE * before:
             write_event("failed", out_of_memory=True, reason=reason)
             return False
         write_group_event("out of memory", reason=reason)

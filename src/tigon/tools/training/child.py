@@ -29,7 +29,7 @@ PROGRESS = ("ready", "step")
 
 
 def worker_command(ranks: int = 1, program: Sequence[str] = WORKER) -> list[str]:
-    """Return the command line of one process of `program`, or of a group of them, which chooses a free port."""
+    """Return the command line of one process of `program`, or of torchrun, which starts a group on a free port."""
     if ranks == 1:
         return [sys.executable, *program]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "localhost"]

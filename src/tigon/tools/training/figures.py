@@ -177,7 +177,7 @@ class Panel(NamedTuple):
 
 
 def draw_panels(path: Path, title: str, subtitle: str, panels: Sequence[Panel], width: float, height: float) -> None:
-    """Draw panels beside each other. A legend of the lines is at the right of the last one."""
+    """Draw panels side by side. A legend of the lines is at the right of the last one."""
     figure = new_figure(width, height)
     headline(figure, title, subtitle)
     for panel, axes in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0], strict=True):
@@ -236,7 +236,7 @@ def _draw_sweep(axes: Axes, lines: Sequence[SweepLine], limit: float | None, xla
             continue
         end = failed_size, limit or (values[-1] if values else 0.0)
         axes.plot([*sizes[-1:], end[0]], [*values[-1:], end[1]], color=colour, linestyle=":", linewidth=1)
-        # Where several lines end at one place, each cross is larger than the one before, and below it.
+        # Where several lines end at one place, each cross is larger than the one before, and drawn under it.
         size, order = 9 + 5 * crosses[end], 5 - 0.1 * crosses[end]
         axes.plot(
             *end, color=colour, marker="x", linestyle="", markersize=size, markeredgewidth=2, zorder=order

@@ -8,7 +8,7 @@ __all__ = ["Job", "Point", "RankJob"]
 
 
 class Record:
-    """Base of dataclasses that are written as a JSON object and read from one. JSON must have a form for all fields."""
+    """Base of dataclasses that are written as a JSON object and read from one. JSON has the types of all fields."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))  # type: ignore[call-overload]
@@ -31,9 +31,9 @@ class Job(RankJob):
 
     `config` holds the fields of a transformers config, `tokens` is the path of a file. Each of `ranks` processes holds
     a shard of the model; a single process holds all of it. With `reverse`, the sequences of a batch come in reverse
-    order, so that the loss is the same and its sums are taken in another order. With `turns`, a point continues where
-    the previous point ended, and gradients and optimizer states exist before the first step. With `lora`, only adapters
-    of this rank are trained; with `qlora`, the layers under them are in 4 bits.
+    order, so that the loss is the same and its sums are taken in another order. With `continues`, a point continues
+    with the data after the previous point, and gradients and optimizer states exist before the first step. With `lora`,
+    only adapters of this rank are trained; with `qlora`, the layers that have adapters are in 4 bits.
     """
 
     provider: str
@@ -46,7 +46,7 @@ class Job(RankJob):
     lr: float = 1e-4
     checkpointing: bool = False
     reverse: bool = False
-    turns: bool = False
+    continues: bool = False
     lora: int | None = None
     qlora: bool = False
 

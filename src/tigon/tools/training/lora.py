@@ -11,14 +11,14 @@ __all__ = ["add_adapters", "freeze", "missing_packages", "quantise"]
 
 
 def missing_packages(quantises: bool) -> str:
-    """Return which packages adapters need that are missing and how to install them, or "" if none is."""
+    """Return a message with the packages for adapters that are missing and how to install them; "" if none is."""
     return unmet("peft", *(["bitsandbytes"] if quantises else []))
 
 
 def add_adapters(model: Any, rank: int) -> Any:
     """Return a model of transformers with adapters on all linear layers but the head.
 
-    They are what PEFT makes by default: fp32 beside a model in half precision, with a scaling of 2 and without dropout.
+    They have the defaults of PEFT: fp32 if the model is in half precision, a scaling of 2, and no dropout.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -27,7 +27,7 @@ def add_adapters(model: Any, rank: int) -> Any:
 
 
 def freeze(model: Any) -> None:
-    """Freeze all weights. Backward still computes the gradient of the embeddings' output, and so of each input."""
+    """Freeze all weights. Backward still computes the gradients of the embeddings' output and of each layer's input."""
     model.requires_grad_(False)
     model.enable_input_require_grads()
 

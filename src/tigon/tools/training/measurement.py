@@ -8,12 +8,12 @@ from typing import Any
 
 from tigon.tools.training.child import Event
 
-__all__ = ["SLACK", "TIMES_NOISE", "LossComparison", "Measurement", "compare_with_stock", "loss_differences"]
+__all__ = ["NOISE_FACTOR", "SLACK", "LossComparison", "Measurement", "compare_with_stock", "loss_differences"]
 
 # The factor is three, because the noise of a single run is random, and because a patched model rounds differently in
 # every layer, whereas reversed sequences do not change the forward pass of a sequence. The slack is for losses that
 # agree to their last digits.
-TIMES_NOISE, SLACK = 3.0, 1e-4
+NOISE_FACTOR, SLACK = 3.0, 1e-4
 
 
 @dataclass
@@ -53,8 +53,8 @@ class Measurement:
         return statistics.median(self.seconds) if self.seconds else None
 
     @property
-    def host(self) -> float | None:
-        """Return the median of the seconds until the calls of a step return."""
+    def median_host_seconds(self) -> float | None:
+        """Return the median time in seconds until the calls of a step return."""
         return statistics.median(self.host_seconds) if self.host_seconds else None
 
     @property
@@ -89,7 +89,7 @@ class Measurement:
         samples = {name: fields.pop(name) for name in ("seconds", "host_seconds")}
         medians = {
             "tokens_per_step": self.tokens, "step_seconds": self.step_seconds, "quartiles": self.spread,
-            "median_host_seconds": self.host, "tokens_per_second": self.tokens_per_second,
+            "median_host_seconds": self.median_host_seconds, "tokens_per_second": self.tokens_per_second,
         }  # fmt: skip
         return {**fields, **medians, "samples": samples}
 
@@ -127,7 +127,7 @@ class LossComparison:
 
     @property
     def agrees(self) -> bool | None:
-        return None if self.noise_rms is None else self.rms <= TIMES_NOISE * self.noise_rms + SLACK
+        return None if self.noise_rms is None else self.rms <= NOISE_FACTOR * self.noise_rms + SLACK
 
 
 def _largest_and_rms(differences: Sequence[float]) -> tuple[float, float]:

@@ -1,4 +1,6 @@
-"""Text to train on, which every machine has. It is tokenised by a BPE that is trained on it, and cached.
+"""Text to train on: by default the sources of the Python standard library, which every machine has.
+
+A BPE that is trained on the text tokenises it, and the tokens are cached.
 
 A cache entry is a folder, `bpe-<hash of the text>-<vocabulary>`, with `tokenizer.json` and `tokens.npy` (uint32). It is
 written under a temporary name and renamed, so that a reader never sees an incomplete entry.

@@ -11,8 +11,8 @@ standard input ends the process. Rank 0 reads and answers; a rank that fails rep
     {"event": "out of memory", "reason": ..}                       the process is as before, and takes another point
     {"event": "failed", "out_of_memory": .., "reason": ..}         the process ends
 
-A point begins with the weights that the point before it left. In a job with turns it also continues with the next data,
-and peaks of memory are those since the start of the process.
+A point starts from the weights at the end of the point before it. In a job with `continues`, it also takes the next
+data, and peaks of memory are those since the start of the process.
 """
 
 import sys
@@ -34,7 +34,7 @@ from tigon.tools.training.models import random_model, read_config
 from tigon.tools.training.resident import ResidentMemory
 from tigon.tools.training.text import batches
 
-__all__ = ["Trainer", "main", "prime", "serve"]
+__all__ = ["Trainer", "create_states", "main", "serve"]
 
 LR_WARMUP_STEPS = 4
 # At least this many steps are timed, even if less time is left.
@@ -86,7 +86,10 @@ class StepMeter:
         return [end - start for start, end in pairs]
 
     def peaks(self) -> tuple[int, int | None]:
-        """Return the peaks of allocated and reserved bytes; on a CPU the state and the growth of the process, None."""
+        """Return the peaks of allocated and of reserved bytes.
+
+        On a CPU, return the bytes of the state plus the growth of the process, and None.
+        """
         if self._on_gpu:
             return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
         return self._state_bytes + self._resident.peak_bytes(), None
@@ -95,7 +98,7 @@ class StepMeter:
 # --- training ------------------------------------------------------------------------------------
 
 
-def prime(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> int:
+def create_states(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor) -> int:
     """Create gradients and optimizer states of the trained parameters without training; return the bytes of all state.
 
     A few tokens go forward and backward, which also loads the libraries' code. Then the gradients are zeroed, and a
@@ -126,31 +129,33 @@ class Trainer(Rank):
         start_time = time.perf_counter()
         super().__init__(job.device, rank, job.ranks)
         self.job, self._write_event = job, write_event
-        self.ends_without_memory = self.keeps_gradients = job.turns
+        self.ends_if_out_of_memory = self.keeps_gradients = job.continues
         (self.provider,) = select([job.provider], job.checkpointing)
         torch.manual_seed(job.seed)
         model: nn.Module = random_model(read_config(job.config), job.dtype, self.device)
         parameters, attention = sum(p.numel() for p in model.parameters()), attention_of(model)
         model, description = self._prepare(model)
         # An optimizer must have a parameter.
-        trained = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
-        self.optimizer = torch.optim.AdamW(trained, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+        trained_parameters = [p for p in model.parameters() if p.requires_grad] or [nn.Parameter(torch.zeros(1))]
+        self.optimizer = torch.optim.AdamW(
+            trained_parameters, lr=job.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+        )
         if job.ranks > 1:
             from tigon.tools.training.models import shard
 
             model, self.optimizer = shard(model, self.optimizer)
         self.model: Callable[..., Any] = torch.compile(model) if self.provider.compiles else model
         shards = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-        local = sum(p.numel() for p in shards)
+        rank_parameters = sum(p.numel() for p in shards)
         # Parameters, and the two moments of AdamW for those that are trained.
         state_bytes = sum(p.nbytes * (3 if p.requires_grad else 1) for p in shards)
-        if job.turns:
-            state_bytes = prime(model, self.optimizer, torch.arange(8, device=self.device)[None])
+        if job.continues:
+            state_bytes = create_states(model, self.optimizer, torch.arange(8, device=self.device)[None])
             self.free()
         self._meter = StepMeter(self.device, state_bytes)
         self._meter.start()
         write_event(
-            "ready", parameters=parameters, parameters_of_a_rank=local, state_bytes=state_bytes,
+            "ready", parameters=parameters, parameters_of_a_rank=rank_parameters, state_bytes=state_bytes,
             attention=attention, threads=torch.get_num_threads(), applied=description,
             seconds=time.perf_counter() - start_time,
         )  # fmt: skip
@@ -200,12 +205,12 @@ class Trainer(Rank):
     def train(self, line: str) -> dict[str, Any]:
         """Train the steps of a point; the host runs ahead of the device by at most one step.
 
-        In a job with turns, a point continues with the data and the peaks of the point before it.
+        In a job with `continues`, a point continues with the data and the peaks of the point before it.
         """
         point = Point.from_json(line)
-        if not self.job.turns:
+        if not self.job.continues:
             self.free()
-        if not self.job.turns or not self.steps:
+        if not self.job.continues or not self.steps:
             self._data = self._batches(point)
             torch.manual_seed(self.job.seed)
         meter, data = self._meter, self._data
@@ -226,7 +231,7 @@ class Trainer(Rank):
             self._write_event("step", step=point.warmup + index, loss=losses[-1], timed=True)
 
         ids = next(data)
-        meter.start(reset_peaks=not self.job.turns)
+        meter.start(reset_peaks=not self.job.continues)
         meter.mark()
         for index in range(steps):
             if index:

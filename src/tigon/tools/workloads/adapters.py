@@ -10,7 +10,7 @@ __all__ = ["WORKLOADS"]
 
 
 def _layer(make: InputMaker) -> Inputs:
-    """Make x, a frozen weight, and an adapter in fp32 beside it, which is how PEFT keeps adapters.
+    """Make x, a frozen weight, and an adapter in fp32, the dtype of PEFT's adapters of a model in half precision.
 
     In fp64 the adapter has the dtype of x: there the tests compute exact results.
     """

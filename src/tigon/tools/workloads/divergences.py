@@ -92,13 +92,13 @@ WORKLOADS = (
         # From logits the gradient is a difference of entropies.
         test_variants=(
             Variant("", (7, 100), {"beta": 0.1}, LABELLED),
-            Variant("logits", (7, 100), {"from_logits": True, "reduction": "sum"}, LABELLED, terms=1.0),
+            Variant("logits", (7, 100), {"from_logits": True, "reduction": "sum"}, LABELLED, term_size=1.0),
             Variant(
                 "logits none",
                 (7, 100),
                 {"from_logits": True, "temperature": 0.7, "reduction": "none"},
                 LABELLED,
-                terms=1.0,
+                term_size=1.0,
             ),
             Variant("reverse", (7, 100), {"beta": 1.0, "reduction": "mean"}, LABELLED),
         ),

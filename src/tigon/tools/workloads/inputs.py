@@ -1,4 +1,4 @@
-"""Tensors for the ops, drawn as training would have them.
+"""Tensors for the ops, whose values are distributed as in training.
 
 The values come from a private generator: the global random state is neither read nor advanced.
 """

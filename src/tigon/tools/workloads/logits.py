@@ -28,7 +28,8 @@ VOCABULARIES = (32000, 50304, 128256, 151936, 256000)
 IGNORED = {"ignored": 2 / 7}
 CLASS_WEIGHT = {"class_weight": True}
 SMOOTHED = {"z_loss": 0.01, "label_smoothing": 0.1}
-# The kernel that reads the logits once takes these options. All others take two passes.
+# The kernel that reads the logits once supports these options. A soft cap, label smoothing, predicted tokens and the
+# entropy need two passes.
 ONE_PASS = {"inplace": True, "z_loss": 1e-4, "logit_scale": 0.5, "return_z_loss": True}
 EVERY_TERM = {"label_smoothing": 0.1, "softcap": 30.0, "z_loss": 1e-4}
 EVERY_OPTION = {**EVERY_TERM, "return_predicted_tokens": True}

@@ -38,8 +38,9 @@ class Variant:
     form: Mapping[str, Any] = field(default_factory=dict)
     # The compiler compiles for this dtype; the tests try several.
     dtype: torch.dtype = torch.bfloat16
-    # The tests allow gradients an error in units of this size, because they are differences of terms of this size.
-    terms: float = 0.0
+    # The gradients of this variant are differences of terms of this size. The tests allow an error in units of the last
+    # place of this size.
+    term_size: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tigon.tools.training.child import ChildFailed
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """Return the file to train on; its tokens are cached beside it."""
+    """Return the file to train on; its tokens are cached in the same folder."""
     file = tmp_path_factory.mktemp("text") / "text.py"
     file.write_text("".join(f"def function_{i}(x, y):\n    return x * {i} + y\n\n" for i in range(400)))
     return file

@@ -45,13 +45,13 @@ def train(options: TrainOptions) -> None:
 
 def _title(options: TrainOptions, plan: "TrainPlan") -> str:
     """Return a line about the model and its training."""
-    cut = f", {options.layers} layers" if options.layers else ""
-    where = f"{options.gpus} ranks, FSDP2" if options.gpus > 1 else "one process"
+    layers = f", {options.layers} layers" if options.layers else ""
+    processes = f"{options.gpus} ranks, FSDP2" if options.gpus > 1 else "one process"
     sizes = {None: f"{options.batch} x {options.seq:,} tokens", "seq": f"batch {options.batch}"}
     size = sizes.get(options.sweep, f"{options.seq:,} tokens a sequence")
     checkpointing = ", checkpointing" if options.checkpointing else ""
     lora = "" if options.lora is None else f", {'QLoRA' if options.qlora else 'LoRA'} of rank {options.lora}"
-    return f"{options.model}{cut}, {plan.dtype}, {where}, {size}{lora}{checkpointing}"
+    return f"{options.model}{layers}, {plan.dtype}, {processes}, {size}{lora}{checkpointing}"
 
 
 def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
@@ -87,7 +87,11 @@ def _run(console: "Console", plan: "TrainPlan", folder: Path) -> int:
         session = BenchSession(plan, folder, lambda state: progress.update(task, description=escape(state)), show_row)
         settings["interrupted"] = not train_rounds(session)
     rows, curves = session.rows, compare_with_stock(session.rows) if options.curves else {}
-    settings |= {**session.facts, "applied": session.applied, "seconds": round(time.perf_counter() - start_time, 1)}
+    settings |= {
+        **session.facts,
+        "applied": session.patch_reports,
+        "seconds": round(time.perf_counter() - start_time, 1),
+    }
     report.write_report(folder / "train.json", rows, machine, settings)
     (folder / "train.md").write_text(report.markdown(rows, machine, settings), encoding="utf-8")
     pictures = report.plot(rows, folder, options.sweep, f"{title}, {machine['name']}", machine)

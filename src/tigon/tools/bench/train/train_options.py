@@ -24,8 +24,8 @@ class TrainOptions:
     providers: Annotated[
         str,
         typer.Option(
-            help="stock, liger, compile, each with -checkpoint too, tigon, tigon-LEVEL; with --lora also frozen, which "
-            "has no adapters; separated by commas."
+            help="Providers, separated by commas: stock, liger, compile (also with the suffix -checkpoint), tigon, "
+            "tigon-LEVEL; with --lora also frozen, the frozen model without adapters."
         ),
     ] = "stock,liger,tigon"
     batch: Annotated[
@@ -49,7 +49,7 @@ class TrainOptions:
         int | None, typer.Option(help="Train only low-rank adapters of this rank, on all linear layers but the head.")
     ] = None
     qlora: Annotated[
-        bool, typer.Option("--qlora", help="Hold the layers under the adapters in 4 bits (nf4, double quantisation).")
+        bool, typer.Option("--qlora", help="Hold the layers that have adapters in 4 bits (nf4, double quantisation).")
     ] = False
     gpus: Annotated[
         int, typer.Option(help="Number of GPUs, or of ranks on a CPU. Several shard the model by FSDP2.")
@@ -61,7 +61,8 @@ class TrainOptions:
     resolution: Annotated[
         int | None,
         typer.Option(
-            help="Then search between the last size that fitted and the first that did not, to this accuracy."
+            help="After the sweep, search between the largest size that fitted and the smallest that did not, until "
+            "they are this close."
         ),
     ] = None
     layers: Annotated[
@@ -70,18 +71,22 @@ class TrainOptions:
     curves: Annotated[
         bool,
         typer.Option(
-            "--curves", help="Compare the losses with stock's, and with the noise of stock with reversed batches."
+            "--curves",
+            help="Compare the losses with those of stock. Their noise is the difference that reversed batches make.",
         ),
     ] = False
     text: TextOption = None
     device: DeviceOption = "auto"
     dtype: Annotated[
         str | None,
-        typer.Option(help="bfloat16 or float32, of everything.", show_default="bfloat16; float32 on a CPU"),
+        typer.Option(
+            help="bfloat16 or float32, for parameters, gradients and states.", show_default="bfloat16; float32 on a CPU"
+        ),
     ] = None
     lr: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4
     seed: SeedOption = 0
     budget: Annotated[
-        float | None, typer.Option(help="Seconds. After them no size begins; before, fewer steps may be timed.")
+        float | None,
+        typer.Option(help="Limit in seconds. After it no size begins; close to it, fewer steps may be timed."),
     ] = None
     out: Annotated[Path | None, typer.Option(help="Folder for the report.", show_default="runs/train_<time>")] = None

@@ -153,7 +153,9 @@ def _check(options: TrainOptions, sizes: list[int]) -> None:
         raise ValueError(f"bench train: sweep must be one of {', '.join(SWEEPS)}, got {options.sweep!r}")
     for name in ("sizes", "resolution"):
         if getattr(options, name) is not None and options.sweep is None:
-            raise ValueError(f"bench train: {name} belongs to a sweep: name one of {', '.join(SWEEPS)}, got none")
+            raise ValueError(
+                f"bench train: {name} needs a sweep: name one of {', '.join(SWEEPS)} with --sweep, got none"
+            )
     if options.sweep == "seq" and sizes and sizes[0] < 2:
         raise ValueError(f"bench train: sizes of a sweep over seq must be at least 2, got {sizes[0]}")
     if options.dtype is not None and options.dtype not in DTYPES:
@@ -200,7 +202,7 @@ def make_plan(options: TrainOptions) -> TrainPlan:
     _check(options, sizes)
     providers = select(options.providers, options.checkpointing)
     if options.lora is None and any(not provider.trains for provider in providers):
-        raise ValueError(f"bench train: the provider {FROZEN} is the floor of adapters: it needs --lora, got none")
+        raise ValueError(f"bench train: the provider {FROZEN} is compared with adapters: it needs --lora, got none")
     runs = [ProviderRun(provider.name, provider) for provider in providers]
     if options.curves:
         stock = next((run for run in runs if run.name == "stock"), None)

@@ -27,8 +27,8 @@ from tigon.tools.bench.report import versions
 from tigon.tools.output import console_table, format_number, markdown_table, write_json
 from tigon.tools.training import figures
 from tigon.tools.training.measurement import (
+    NOISE_FACTOR,
     SLACK,
-    TIMES_NOISE,
     LossComparison,
     Measurement,
     compare_with_stock,
@@ -96,7 +96,8 @@ def _cells(rows: Sequence[Measurement]) -> tuple[list[str], list[list[str]]]:
     titles = ["provider", "batch", "length", "ms", "host ms", "tokens/s", *(f"x {peer}" for peer in peers)]
     titles += ["peak GiB", "reserved GiB", "note"]
     cells = [
-        [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row), format_number(row.host and 1e3 * row.host),
+        [row.provider, str(row.batch), f"{row.seq:,}", _milliseconds(row),
+         format_number(row.median_host_seconds and 1e3 * row.median_host_seconds),
          "-" if row.tokens_per_second is None else f"{row.tokens_per_second:,.0f}",
          *(ratio(row, peer) for peer in peers), _format_gib(row.allocated), _format_gib(row.reserved), _note(row)]
         for row in rows
@@ -173,16 +174,16 @@ def markdown(rows: Sequence[Measurement], machine: dict[str, Any], settings: dic
     titles, cells = _cells(rows)
     lines += [legend(machine), "", *markdown_table(titles, cells, LEFT), ""]
     if settings["sweep"]:
-        names = {"seq": "length", "batch": "batch"}[settings["sweep"]]
+        size_name = {"seq": "length", "batch": "batch"}[settings["sweep"]]
         cells = _largest_cells(rows, settings["sweep"])
-        lines += [f"## The largest {names}", ""]
+        lines += [f"## The largest {size_name}", ""]
         lines += [*markdown_table(["provider", "fits", "out of memory"], cells, LEFT), ""]
     curves = compare_with_stock(rows)
     if curves and not settings["sweep"]:
         lines += ["## Losses against stock's", ""]
         lines += [
             "Noise: stock against itself with the sequences of each batch reversed. Within: the root mean square "
-            f"of the differences is at most {TIMES_NOISE:.0f} times the noise's, plus {SLACK:.0e}.",
+            f"of the differences is at most {NOISE_FACTOR:.0f} times the noise's, plus {SLACK:.0e}.",
             "",
         ]
         lines += [*markdown_table(*_curve_cells(curves), LEFT), ""]

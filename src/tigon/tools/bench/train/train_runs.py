@@ -18,9 +18,10 @@ __all__ = ["BenchSession", "train_rounds"]
 
 @dataclass
 class BenchSession:
-    """All measurements in the order in which they began, and the facts that the processes report of their models.
+    """All measurements in the order in which they began, and the facts that the processes report about their models.
 
     `show_state` gets a line about the current work; `show_row` gets each measurement as soon as it is complete.
+    `patch_reports` has for each provider what it changed in its model.
     """
 
     plan: TrainPlan
@@ -29,7 +30,7 @@ class BenchSession:
     show_row: Callable[[Measurement], None]
     rows: list[Measurement] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    applied: dict[str, str] = field(default_factory=dict)
+    patch_reports: dict[str, str] = field(default_factory=dict)
     start_time: float = field(default_factory=time.monotonic)
 
     def row(self, name: str, batch: int, seq: int) -> Measurement:
@@ -79,7 +80,7 @@ class _BenchRun(TrainingRun):
                 self._show_state("first step")
                 session.facts = {name: event[name] for name in ("parameters", "parameters_of_a_rank", "attention")}
                 if event["applied"]:
-                    session.applied[self.name] = event["applied"]
+                    session.patch_reports[self.name] = event["applied"]
 
     def record(self, event: Event) -> None:
         row, kind = self._row, event["event"]
