@@ -13,13 +13,24 @@ from torch import Tensor, nn
 import tigon
 from op_cases import DEVICE
 from tigon.ops.adapters import lora
+from tigon.recognition.dequantisation import DequantisationConfig
 from tigon.recognition.kind import kind_of
 from tigon.recognition.replacement import find_replacement
+from tigon.runtime.tuning import tuned
 
 peft = pytest.importorskip("peft")
 pytestmark = pytest.mark.kernels
 
 HIDDEN, INNER = 32, 48
+
+
+@pytest.fixture(autouse=True)
+def dequantises_few_rows():
+    """The tests have few rows, for which quantised layers would compute their own products."""
+    with tuned(DequantisationConfig, min_rows=1):
+        yield
+
+
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -324,6 +335,30 @@ def test_quantised_layers_get_their_adapters_from_an_op(convert, expected_nodes,
 DENSE = ["_LoRALinears", "_LoRALinears", "_LoRAGLUMLP"]
 
 
+def test_quantised_layers_compute_the_products_of_few_rows_themselves(nodes):
+    stock = build(convert=to_4bit)
+    model = copy.deepcopy(stock)
+    tigon.patch(model)
+    with tuned(DequantisationConfig, min_rows=TOKENS.numel() + 1):
+        assert_same_step(model, stock)
+    assert nodes == ["_AddAdapters"] * len(NAMES)
+
+
+def test_a_quantised_weight_that_backward_needs_must_not_change(nodes):
+    model = build(convert=to_4bit)
+    tigon.patch(model)
+    y = model(TOKENS.to(DEVICE)).float().square().sum()
+    layer = model.base_model.model.layer.o_proj.base_layer
+    # Backward uses the weight of the forward pass if another one replaces it.
+    old_weight, layer.weight = layer.weight, copy.deepcopy(layer.weight)
+    y.backward(retain_graph=True)
+    old_weight.data.zero_()
+    with torch.no_grad():
+        old_weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified in place"):
+        y.backward()
+
+
 @pytest.mark.parametrize("is_prepared", [False, True])
 @pytest.mark.parametrize("autocast", [False, True])
 def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes):
@@ -338,12 +373,6 @@ def test_layers_of_4_bits_are_as_accurate_as_stock(autocast, is_prepared, nodes)
         assert_same_step(model, stock)
         # Without autocast, adapters of an fp32 input are computed in fp32.
         assert nodes == ([] if is_prepared and not autocast else DENSE)
-        nodes.clear()
-        with torch.no_grad():
-            expected, actual = stock(TOKENS.to(DEVICE)), model(TOKENS.to(DEVICE))
-    torch.testing.assert_close(actual, expected, rtol=0, atol=2**-6 * expected.abs().max().item())
-    # Without gradients, the layers compute their products themselves.
-    assert "_LoRALinears" not in nodes
 
 
 def test_a_weight_of_4_bits_may_change_after_the_patch(nodes):

@@ -14,7 +14,9 @@ import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager
 from tigon.ops.adapters import lora, lora_mlp
 from tigon.recognition.adapters import AdapterRecipe, recognise_adapters
+from tigon.recognition.dequantisation import DequantisationConfig
 from tigon.recognition.replacement import find_replacement
+from tigon.runtime.tuning import tuned
 
 INPUTS, OUTPUTS, RANK = 48, 64, 4
 
@@ -586,6 +588,7 @@ class Trained(Dequantisable):
 def test_the_product_of_a_dense_weight_must_be_that_of_the_layer(monkeypatch, base, factor, is_product):
     calls = [spy_on(monkeypatch, node) for node in (lora._LoRALinears, lora._AddAdapters)]
     monkeypatch.setattr(Dequantisable, "factor", factor)
+    tuning = tuned(DequantisationConfig, min_rows=1)
     torch.manual_seed(0)
     layer = to_dtypes(Adapted(base(INPUTS, OUTPUTS), bias=True))
     if base is Trained:
@@ -593,9 +596,74 @@ def test_the_product_of_a_dense_weight_must_be_that_of_the_layer(monkeypatch, ba
     stock = copy.deepcopy(layer)
     tigon.patch(layer)
     x = input_for(layer)
-    y, expected = layer(x), stock(x)
+    with tuning:
+        # A non-reentrant checkpoint counts the tensors that a forward saves.
+        y = torch.utils.checkpoint.checkpoint(layer, x.requires_grad_(), use_reentrant=False)
+        y.float().sum().backward()
+        expected = stock(x)
+        torch.testing.assert_close(y, expected, rtol=0, atol=2**-7 * expected.abs().max().item())
+        assert [bool(each) for each in calls] == [is_product, not is_product]
+        # The settings of the layer count at every call.
+        layer.base.factor = stock.base.factor = 3.0
+        y, expected = layer(x), stock(x)
     torch.testing.assert_close(y, expected, rtol=0, atol=2**-7 * expected.abs().max().item())
-    assert [bool(each) for each in calls] == [is_product, not is_product]
+
+
+class WithChild(Dequantisable):
+    """A quantised layer with a trained child, whose output is zero at first."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.child = nn.Linear(inputs, outputs, bias=False)
+        nn.init.zeros_(self.child.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.child(x)
+
+
+class Counting(Dequantisable):
+    """A quantised layer that stores the largest input."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max().float()))
+        return super().forward(x)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("base", [WithChild, Counting])
+def test_a_quantised_layer_with_other_state_computes_its_own_product(base):
+    torch.manual_seed(0)
+    layer = to_dtypes(Adapted(base(INPUTS, OUTPUTS), bias=True))
+    if base is WithChild:
+        layer.base.child.weight.requires_grad_()
+    stock = copy.deepcopy(layer)
+    tigon.patch(layer)
+    x = input_for(layer)
+    with tuned(DequantisationConfig, min_rows=1):
+        for each in (layer, stock):
+            each(x).float().square().sum().backward()
+    if base is WithChild:
+        expected = stock.base.child.weight.grad
+        torch.testing.assert_close(
+            layer.base.child.weight.grad, expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max())
+        )
+    else:
+        assert torch.equal(layer.base.largest, stock.base.largest)
+
+
+@pytest.mark.kernels
+def test_a_square_quantised_layer_with_two_adapters_is_computed_by_an_op(monkeypatch):
+    calls = spy_on(monkeypatch, lora._LoRALinears)
+    torch.manual_seed(0)
+    layer = to_dtypes(Adapted(Dequantisable(INPUTS, INPUTS), bias=True))
+    tigon.patch(layer)
+    with tuned(DequantisationConfig, min_rows=1):
+        layer(input_for(layer))
+    assert calls
 
 
 # --- several layers in one node ------------------------------------------------------------------------

@@ -5,9 +5,12 @@ product instead, in one node with the products of the adapters. Whether the laye
 is not read from its class: the layer and the product of the weight are run on a small input and compared.
 """
 
+import functools
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +19,10 @@ from torch import Tensor
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.recognition.deferred import TensorLike, product_dtype
 from tigon.recognition.standin import describe
-from tigon.runtime.device import PLAIN
+from tigon.runtime.device import PLAIN, Device, device_of
+from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["WeightReader"]
+__all__ = ["DequantisationConfig", "WeightReader"]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -27,6 +31,27 @@ ROWS = 3
 # The largest relative difference of the two, as Euclidean norms. Each of them rounds every output once, by 2^-9 at most
 # in bf16. A layer that also rounds its input to 8 bits differs by far more for a row with one large element.
 LARGEST_DIFFERENCE = 2**-8
+# So many results of comparisons are kept. The settings of a layer rarely change.
+LARGEST_NUMBER_OF_RESULTS = 8
+
+
+class DequantisationProblem(NamedTuple):
+    """The properties of a product that the choice depends on: none."""
+
+
+@dataclass(frozen=True)
+class DequantisationConfig(LaunchConfig):
+    """The fewest rows of an input for which an op dequantises the weight.
+
+    Kernels for few rows, as in the generation of text, read quantised weights faster. The choice must not depend on
+    whether gradients are computed: a layer that is checkpointed runs without them first, and with them later.
+    """
+
+    min_rows: int
+
+    @staticmethod
+    def heuristic(problem: DequantisationProblem, device: Device) -> "DequantisationConfig":
+        return DequantisationConfig(min_rows=256)
 
 
 def _state_of(layer: Any) -> Any:
@@ -38,33 +63,47 @@ def _state_of(layer: Any) -> Any:
     return getattr(layer, "quant_state", None) if state is None else state
 
 
+def _version(tensor: Any) -> int:
+    """Return a number that changes if the tensor is written in place; 0 for other objects and inference tensors."""
+    return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
+
+
 def _find_weight(layer: Any) -> Callable[[], Tensor] | None:
-    """Return a function that computes the dense weight [O, I] of a quantised layer; None if there is no known way."""
-    if _state_of(layer) is not None:
+    """Return a function that computes the dense weight [O, I] of a quantised layer; None if there is no known way.
+
+    The function belongs to the weight that the layer has now, and not to one that replaces it later.
+    """
+    weight: Any = getattr(layer, "weight", None)
+    state = _state_of(layer)
+    if state is not None:
         from bitsandbytes.functional import dequantize_4bit
 
-        return lambda: dequantize_4bit(layer.weight.data, _state_of(layer))
-    for owner in (layer, getattr(layer, "weight", None)):
-        # Layers of HQQ and weights of torchao have this method.
-        if callable(getattr(type(owner), "dequantize", None)) and type(owner) not in PLAIN:
-            return lambda owner=owner: owner.dequantize()  # type: ignore[misc]
+        version = _version(weight)
+
+        def compute() -> Tensor:
+            if _version(weight) != version:
+                raise RuntimeError(
+                    "tigon: a quantised weight that backward needs was modified in place after the forward pass"
+                )
+            return dequantize_4bit(weight.data, state)
+
+        return compute
+    for owner in (layer, weight):
+        # Layers of HQQ have this method. That of torch's tensors is for torch's own quantisation.
+        method = getattr(type(owner), "dequantize", None)
+        if callable(method) and method is not Tensor.dequantize:
+            return functools.partial(method, owner)
     return None
 
 
-def _address(tensor: Tensor) -> int:
-    """Return the address of a tensor's memory, or 0 if its type has none."""
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return 0
+def _stored_tensors(layer: Any) -> list[Tensor]:
+    return [tensor for table in (layer._parameters, layer._buffers) for tensor in table.values() if tensor is not None]
 
 
-def _key_of(layer: Any, x: Tensor | TensorLike) -> tuple[Any, ...]:
-    """Return what the dense weight of a layer, and the layer's product with an input such as x, depend on."""
-    tensors = [x for table in (layer._parameters, layer._buffers) for x in table.values() if x is not None]
-    stored = tuple((id(x), x._version, _address(x)) for x in tensors)
-    compute_dtype = getattr(layer, "compute_dtype", None)
-    return stored, id(_state_of(layer)), compute_dtype, type(layer), x.dtype, product_dtype(x)
+def _settings_of(layer: Any) -> tuple[Any, ...]:
+    """Return the plain attributes of a layer, on which its code may depend."""
+    kinds = (bool, int, float, str, torch.dtype, type(None))
+    return tuple((name, value) for name, value in vars(layer).items() if isinstance(value, kinds))
 
 
 def _example_input(features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -74,12 +113,20 @@ def _example_input(features: int, dtype: torch.dtype, device: torch.device) -> T
     return x.to(device, dtype).requires_grad_()
 
 
+@contextmanager
+def _by_itself() -> Iterator[None]:
+    """Run a block with gradients whose tensors are saved for nobody: checkpoints count the tensors of a forward."""
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        yield
+
+
 def _computes_product(layer: Any, compute: Callable[[], Tensor], dtype: torch.dtype) -> bool:
     """Return whether a layer multiplies an input of this dtype by its dense weight, adds its bias, and nothing else.
 
-    Under autocast, the product must have the dtype of autocast, and the output must have the dtype of the input.
+    Under autocast, the product must have the dtype of autocast, and the output must have the dtype of the input. A
+    buffer that the call changes gets its values back.
     """
-    if any(parameter is not None and parameter.is_meta for parameter in layer._parameters.values()):
+    if any(tensor.is_meta for tensor in _stored_tensors(layer)):
         # There are no values to compare, and none that could be wrong.
         return True
     weight = compute()
@@ -87,9 +134,14 @@ def _computes_product(layer: Any, compute: Callable[[], Tensor], dtype: torch.dt
     is_weight = type(weight) in PLAIN and weight.shape == (layer.out_features, layer.in_features)
     if not is_weight or weight.dtype != product_dtype(x):
         return False
-    with torch.enable_grad():
+    buffers = [(each, _version(each), each.clone()) for each in layer._buffers.values() if each is not None]
+    with _by_itself():
         y = type(layer).forward(layer, x)
-    if type(y) not in PLAIN or y.dtype != dtype:
+    with torch.no_grad():
+        changed = [(each, before) for each, version, before in buffers if _version(each) != version]
+        for each, before in changed:
+            each.copy_(before)
+    if changed or type(y) not in PLAIN or y.dtype != dtype:
         return False
     bias = getattr(layer, "bias", None)
     bias = None if bias is None else bias.double()
@@ -101,32 +153,44 @@ def _computes_product(layer: Any, compute: Callable[[], Tensor], dtype: torch.dt
 class WeightReader:
     """Returns the dense weight of one quantised layer, after a comparison with the layer's own forward.
 
-    The comparison is repeated if the stored weight, the dtype of the input or that of autocast changes.
+    The comparison is repeated if a setting of the layer, the dtype of the input or that of autocast changes.
     """
 
     def __init__(self) -> None:
-        self._key: tuple[Any, ...] | None = None
-        self._is_product = False
+        # The quantisation state that the results belong to, and the results by settings and dtypes.
+        self._state: Any = None
+        self._results: dict[tuple[Any, ...], bool] = {}
+
+    def __reduce__(self) -> tuple:
+        return WeightReader, ()
 
     def read(self, layer: Any, x: Tensor | TensorLike) -> FrozenWeight | None:
-        """Return the weight if an op may multiply x by it, and None if the layer has to be called.
-
-        Without gradients the layer is called, because kernels for few tokens read quantised weights faster.
-        """
+        """Return the weight if an op may multiply x by it, and None if the layer has to be called."""
+        stored = _stored_tensors(layer)
         is_trained = any(p is not None and p.requires_grad for name, p in layer._parameters.items() if name != "bias")
-        if is_trained or not torch.is_grad_enabled():
+        rows = x.shape.numel() // max(x.shape[-1], 1)
+        if is_trained or layer._modules or not stored or rows < _min_rows(stored[0]):
             return None
-        if _key_of(layer, x) != self._key:
+        state = _state_of(layer)
+        if state is not self._state or len(self._results) > LARGEST_NUMBER_OF_RESULTS:
+            self._state, self._results = state, {}
+        key = self._key(layer, x)
+        if key not in self._results:
             if x.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
                 return None
-            self._is_product = self._compare(layer, x.dtype)
+            result = self._compare(layer, x.dtype)
             # The comparison may have set attributes of the layer, such as the dtype in which it computes.
-            self._key = _key_of(layer, x)
-        compute = _find_weight(layer) if self._is_product else None
+            key = self._key(layer, x)
+            self._results[key] = result
+        compute = _find_weight(layer) if self._results[key] else None
         if compute is None:
             return None
         shape = torch.Size((layer.out_features, layer.in_features))
-        return FrozenWeight(compute, shape, product_dtype(x), x.device)
+        return FrozenWeight(compute, shape, product_dtype(x), stored[0].device)
+
+    @staticmethod
+    def _key(layer: Any, x: Tensor | TensorLike) -> tuple[Any, ...]:
+        return type(layer), _settings_of(layer), x.dtype, product_dtype(x)
 
     @staticmethod
     def _compare(layer: Any, dtype: torch.dtype) -> bool:
@@ -137,3 +201,7 @@ class WeightReader:
         except Exception as error:
             LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
             return False
+
+
+def _min_rows(stored: Tensor) -> int:
+    return DequantisationConfig.choose(DequantisationProblem(), device_of(stored)).min_rows

@@ -49,8 +49,12 @@ def is_plain_input(x: Any, needs_contiguity: bool) -> bool:
 
 
 class LayersWithAdapters(NamedTuple):
-    """The layers of a gated MLP, some of which have adapters, and the dtype of the output of the MLP."""
+    """The layers of a gated MLP, some of which have adapters.
 
+    `x` is the input in the dtype of the products, and `output_dtype` is the dtype of the output of the MLP.
+    """
+
+    x: Tensor
     gate: Projection
     up: Projection
     down: Projection
@@ -92,7 +96,7 @@ class GLURecipe:
                 assert isinstance(down_weight, Tensor)
                 return glu_mlp_by_kernels(x, gate_weight, up_weight, down_weight, GATE_KINDS[self.kind].activation)
             if None in weights and (layers := self._layers_with_adapters(module, x)) is not None:
-                y = lora_glu_mlp(cast_for_products(x), *layers[:3], GATE_KINDS[self.kind].activation)
+                y = lora_glu_mlp(layers.x, layers.gate, layers.up, layers.down, GATE_KINDS[self.kind].activation)
                 return y.to(layers.output_dtype)
         return getattr(module, self.down)(call_mlp_region(self._product, module, x, reference))
 
@@ -115,7 +119,7 @@ class GLURecipe:
         # With `lean(mlp=True)`, an MLP of several autograd nodes takes the path that recomputes gate and up one by one.
         if not runs_as_one_node(operand, projections) and recomputes_mlp():
             return None
-        return LayersWithAdapters(gate, up, down, output_dtype(down, inner))
+        return LayersWithAdapters(operand, gate, up, down, output_dtype(down, inner))
 
     def _fits(self, x: Any) -> bool:
         """Return True if recognition compared the module with the op for an input of this kind."""

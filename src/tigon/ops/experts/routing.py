@@ -53,8 +53,8 @@ class Routing(NamedTuple):
 
 def route(top_k_index: Tensor, num_experts: int) -> Routing:
     """Sort the choices of top_k_index [T, K] by expert. The rows of one expert stay in the order of the tokens."""
-    # Without its sign bit, a negative index is larger than the index of any expert.
-    index = top_k_index.reshape(-1).long().bitwise_and(2**63 - 1).clamp(max=num_experts)
+    # The remainder of -1 is E. All indices of absent experts become E, and therefore come last.
+    index = top_k_index.reshape(-1).long().clamp(-1, num_experts).remainder(num_experts + 1)
     # A radix sort makes one pass for each byte of its keys, so the keys are small integers.
     keys = index.to(torch.int16 if num_experts < 2**15 else torch.int32)
     expert, order = keys.sort(stable=True)

@@ -117,7 +117,8 @@ class Ledger(DispatchMode):
     def __enter__(self) -> "Ledger":
         self._blocks.enter_context(simulated(self))
         self._blocks.enter_context(_Attention(self))
-        self._blocks.enter_context(patch.object(torch, "autocast", _autocast_or_nothing))
+        for owner in (torch, torch.amp):
+            self._blocks.enter_context(patch.object(owner, "autocast", _Autocast))
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -205,12 +206,19 @@ class Ledger(DispatchMode):
 # --- attention -----------------------------------------------------------------------------------
 
 
-_autocast = torch.autocast
+class _Autocast(torch.autocast):
+    """`torch.autocast`, which has no effect on meta tensors. Torch raises an error for them."""
 
+    def __init__(self, device_type: str, *args: Any, **kwargs: Any) -> None:
+        self._has_effect = device_type != "meta"
+        if self._has_effect:
+            super().__init__(device_type, *args, **kwargs)
 
-def _autocast_or_nothing(device_type: str, *args: Any, **kwargs: Any) -> Any:
-    """Return `torch.autocast`, or a block without effect for meta tensors, for which torch has no autocast."""
-    return contextlib.nullcontext() if device_type == "meta" else _autocast(device_type, *args, **kwargs)
+    def __enter__(self) -> Any:
+        return super().__enter__() if self._has_effect else self
+
+    def __exit__(self, *error: Any) -> Any:
+        return super().__exit__(*error) if self._has_effect else None
 
 
 class _Attention(TorchFunctionMode):

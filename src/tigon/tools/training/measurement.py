@@ -150,7 +150,7 @@ class LossComparison:
             return None
         if self.rms <= NOISE_FACTOR * self.noise_rms + SLACK:
             return True
-        if self.error is None or self.stock_error is None or not math.isfinite(self.error):
+        if self.error is None or self.stock_error is None or not math.isfinite(self.error + self.stock_error):
             return False
         return self.error <= self.stock_error + SLACK
 
