@@ -13,6 +13,8 @@ typer_testing = pytest.importorskip("typer.testing")
 
 import tigon  # noqa: E402
 from tigon.ops.adapters import lora, lora_mlp  # noqa: E402
+from tigon.recognition.dequantisation import DequantisationConfig  # noqa: E402
+from tigon.runtime.tuning import tuned  # noqa: E402
 from tigon.tools import cli  # noqa: E402
 from tigon.tools.inspect.build import build  # noqa: E402
 from tigon.tools.plan.adapters import FourBitLinear, add_adapters  # noqa: E402
@@ -37,7 +39,11 @@ def adapted_llama(dtype=torch.bfloat16, is_quantised=False):
 
 
 def step_of(model, level="stock", engine=None):
-    with contextlib.nullcontext() if level == "stock" else tigon.patched(model, memory=level):
+    # The few rows of this step would keep quantised layers from being dequantised by an op.
+    with (
+        tuned(DequantisationConfig, min_rows=1),
+        contextlib.nullcontext() if level == "stock" else tigon.patched(model, memory=level),
+    ):
         return count_step(model, engine or Replicated(model, 1), NO_OPTIMIZER, BATCH, SEQ)
 
 
