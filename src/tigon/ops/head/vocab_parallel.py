@@ -1,7 +1,7 @@
 """A loss whose vocabulary is sharded over ranks, like the output layer of a tensor-parallel model.
 
 Rank p of P holds rows [start_p, start_p + V_p) of the head, and all ranks have the same tokens. Rank p computes its
-columns of the logits. One all-gather exchanges seven numbers per token (those of `partial_statistics`, and V), from
+columns of the logits. One all-gather exchanges a few numbers per token (those of `partial_statistics`, and V), from
 which every rank computes the statistics of the whole vocabulary. Each rank then computes its columns of d(logits). dW
 is local; dx is summed over the ranks.
 
@@ -116,22 +116,24 @@ def local_parts(
 
 
 def parallel_statistics(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, shard: Shard
-) -> Statistics:
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, shard: Shard,
+    extra_targets: Tensor | None = None,
+) -> Statistics:  # fmt: skip
     """Return the statistics of the whole vocabulary, from the logits [M, V_p] of this rank."""
     group = process_group_of(shard.group_name)
     ranks = group.size()
-    partials = partial_statistics(logits, target, weight, options, shard, wants)
+    partials = partial_statistics(logits, target, weight, options, shard, wants, extra_targets)
     partials = torch.cat((partials, partials.new_full((len(partials), 1), shard.vocabulary)), 1)
     gathered = partials.new_empty(ranks, *partials.shape)
     # torch 2.13 warns about the older name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered.flatten(0, 1), partials, group=group)
     sizes = tuple(_shard_sizes(shard.vocabulary, ranks))
-    result = combined_statistics(gathered[..., :-1], target, weight, scales, options, wants, sizes)
+    result = combined_statistics(gathered[..., :-1], target, weight, scales, options, wants, sizes, extra_targets)
     # Ranks that were called with different values of vocab_size shard different vocabularies.
     is_different = (gathered[..., -1] != shard.vocabulary).any()
-    return result._replace(loss=result.loss.masked_fill(is_different, torch.nan))
+    log_probs = result.log_probs.masked_fill(is_different, torch.nan)
+    return result._replace(loss=result.loss.masked_fill(is_different, torch.nan), log_probs=log_probs)
 
 
 def sum_over_ranks(x: Tensor, shard: Shard) -> None:
