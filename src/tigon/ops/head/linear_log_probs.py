@@ -190,8 +190,8 @@ def linear_log_probs(
             differentiable. Entries of `ignore_index` have a log-probability and gradients of zero.
         fp32_products: Compute the products in fp32, so that neither logits nor their gradients are rounded to half
             precision. `hidden`, `weight` and `bias` may then have different dtypes, and autocast does not cast them.
-            bf16 and fp16 are products of a GPU's tensor cores forward, and fp32 products backward, which take much
-            longer.
+            For half-precision tensors on a GPU, the forward product takes as long as without this option, because
+            tensor cores sum in fp32. The backward products of fp32 numbers take much longer.
         valid_rows: The `ValidRows` of `targets`, created as early as possible, so that the host does not wait here for
             the number of valid tokens. None creates them here if the products take longer than the wait. False computes
             ignored tokens too and never waits.
@@ -244,9 +244,9 @@ def linear_log_probs(
     if extra_targets is not None:
         checks.integer(op, extra_targets=extra_targets)
         if extra_targets.dim() == 0 or extra_targets.shape[:-1] != targets.shape or extra_targets.shape[-1] == 0:
+            expected = ", ".join([*map(str, targets.shape), "K"])
             raise ValueError(
-                f"{op}: extra_targets must have shape {(*targets.shape, 'K')} with K > 0, got "
-                f"{tuple(extra_targets.shape)}"
+                f"{op}: extra_targets must have shape ({expected}) with K > 0, got {tuple(extra_targets.shape)}"
             )
     checks.same(op, "device", hidden=hidden, weight=weight, bias=bias, targets=targets, extra_targets=extra_targets)
     shard = shard_of(op, process_group, v, vocab_size)
@@ -294,11 +294,10 @@ def _options(op: str, ignore_index: int, temperature: float, softcap: float | No
         softcap = checks.number(op, "softcap", softcap, 0.0, excludes_low=True)
     logit_scale = checks.number(op, "logit_scale", logit_scale)
     # c tanh(s a / c) / tau = c' tanh(s' a / c') with c' = c / tau and s' = s / tau.
-    return Options(
-        ignore_index,
-        softcap=None if softcap is None else softcap / temperature,
-        logit_scale=logit_scale / temperature,
-    )
+    if softcap is not None:
+        softcap = checks.number(op, "softcap / temperature", softcap / temperature, 0.0, excludes_low=True)
+    logit_scale = checks.number(op, "logit_scale / temperature", logit_scale / temperature)
+    return Options(ignore_index, softcap=softcap, logit_scale=logit_scale)
 
 
 def _with_dtype_of_products(

@@ -9,8 +9,8 @@ backward pass knows these sums, so it can cut the vocabulary into slabs of v col
 
 Each row of dW is one product over all tokens, which cuBLAS sums in fp32 and which is rounded once. Chunks of tokens
 would need an fp32 dW [V, H], which every chunk reads and writes (2 GiB and 4 ms for 8192 x 4096 x 128256 on an H200).
-The fp32 dx takes 128 MiB there. If a sum dx of all tokens would take more memory than an fp32 sum of dW does, the tokens
-are cut into blocks, and dW is summed over the blocks in fp32.
+The fp32 dx takes 128 MiB there. If the sum dx of all tokens would take more memory than an fp32 sum of dW does, the
+tokens are cut into blocks, and dW is summed over the blocks in fp32.
 
 Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a chunk or block, v columns of a slab,
 K extra targets of each token.
@@ -177,7 +177,7 @@ def log_prob_gradients(
     The other arguments are those of `log_prob_statistics`, whose results `saved` has.
     """
     needs, options, shard, in_fp32 = settings.needs, settings.options, settings.shard, settings.fp32_products
-    vocabulary, (t, h), v = max(largest_shard(shard), 1), x.shape, len(weight)
+    vocabulary, h, v = max(largest_shard(shard), 1), x.shape[1], len(weight)
     if count < 0:
         rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * vocabulary)
     # fp32 products copy a slab of the weight to fp32, and return a slab of dW in fp32.

@@ -1,4 +1,4 @@
-r"""Kernels from logits to cross entropy, log-probabilities and their gradients, for the losses of `logits` and `head`.
+r"""Kernels from logits to cross entropy, log-probabilities and their gradients, in `logits` and `head`.
 
 For one token with raw logits a, target t, class weights w (default 1), W = sum(w), label smoothing s:
 
@@ -387,7 +387,7 @@ def statistics(
         log_prob_ptr=_unless_empty(result.log_probs), entropy_ptr=_unless_empty(result.entropy),
         mean_ptr=result.mean_logits, squares_ptr=result.log_sum_sq_probs,
         extra_target_ptr=extra_targets, extra_log_prob_ptr=result.extra_log_probs,
-        stride_logits=logits.stride(0), V=v, K=wants.extra_targets, **_numbers(options),
+        stride_logits=logits.stride(0), V=v, K=wants.extra_targets or None, **_numbers(options),
     )  # fmt: skip
     launch(
         _loss_kernel, m, *arguments, TOKEN_SCALING=options.token_scaling,
@@ -430,7 +430,7 @@ def gradient(
         dlogits_ptr=out,
         stride_logits=logits.stride(0), stride_dloss=dloss.stride(0) if dloss is not None and dloss.dim() else 0,
         stride_dlogits=out.stride(0),
-        V=v, K=k, blocks=blocks,
+        V=v, K=k or None, blocks=blocks,
         vocabulary=v if shard is None else shard.vocabulary, first=None if shard is None else shard.start,
         **_numbers(options),
     )  # fmt: skip

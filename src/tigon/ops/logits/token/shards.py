@@ -4,9 +4,9 @@ Let m_p, S_p and R_p be the m, S and R of `token.scan` for the columns of shard 
 
     S = sum_p S_p exp(m_p - m),   R = sum_p (R_p + (m_p - m) S_p) exp(m_p - m),   Q = sum_p Q_p exp(m_p - m)^2
 
-Each rank computes six numbers for each row, a seventh for Q if it is requested, and one for each extra target. An all-gather gives them to all ranks, and each rank combines them in the
-same way. `token.kernels.gradient` then computes the gradient of one shard. On every rank, targets are indices of the
-whole vocabulary and class weights are [V].
+Each rank computes six numbers for each row, one for Q if it is requested, and one for each extra target. An all-gather
+gives them to all ranks, and each rank combines them in the same way. `token.kernels.gradient` then computes the
+gradient of one shard. On every rank, targets are indices of the whole vocabulary and class weights are [V].
 
 Shapes: M tokens, V vocabulary, P shards.
 
@@ -162,7 +162,7 @@ def partial_statistics(
     arguments = in_order(_partial_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight if options.label_smoothing else None,
         weight_sum_ptr=weight_sum, partial_ptr=partials, extra_target_ptr=extra_targets,
-        stride_logits=logits.stride(0), K=wants.extra_targets, V=v, first=start,
+        stride_logits=logits.stride(0), K=wants.extra_targets or None, V=v, first=start,
         ignore_index=options.ignore_index, softcap=options.softcap or 0.0, logit_scale=options.logit_scale,
     )  # fmt: skip
     launch(
