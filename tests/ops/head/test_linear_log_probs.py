@@ -259,7 +259,7 @@ def test_the_budget_bounds_the_logits_and_the_sum_of_dx():
         ({"targets": torch.zeros(7, dtype=torch.int64)}, ValueError, r"targets must have shape \(23,\), got \(7,\)"),
         ({"extra_targets": torch.zeros(T).long()}, ValueError, r"extra_targets must have shape \(23, K\) with K > 0"),
         ({"extra_targets": torch.zeros(T, 2)}, TypeError, "extra_targets must be an int64 or int32 tensor"),
-        ({"weight": torch.zeros(V, H).half()}, ValueError, "hidden and weight must have the same dtype, got hidden torch.float32"),
+        ({"weight": torch.zeros(V, H).half()}, ValueError, "hidden and weight must have the same dtype"),
         ({"vocab_size": 7}, ValueError, "vocab_size needs a process_group"),
         ({"valid_rows": True}, TypeError, "valid_rows must be a tigon.ValidRows or False, got bool"),
     ],

@@ -294,9 +294,8 @@ class AllStatistics:
             return
         if self.result is None:
             t = self.tokens
-            self.result = Statistics(
-                *(None if x is None else x.new_empty(t if len(x) else 0, *x.shape[1:]) for x in part)
-            )
+            empty = lambda x: None if x is None else x.new_empty(t if len(x) else 0, *x.shape[1:])
+            self.result = Statistics(*map(empty, part))
             if not isinstance(rows, slice):
                 _fill_as_ignored(self.result)
         for whole, values in zip(self.result, part, strict=True):

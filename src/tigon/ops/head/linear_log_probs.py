@@ -228,7 +228,9 @@ def linear_log_probs(
     if any(hasattr(x, "placements") for x in (hidden, weight, bias, targets)):
         if vocab_size is None and process_group is not None and hasattr(weight, "placements"):
             vocab_size = weight.shape[0]
-        hidden, targets, weight, bias = local_parts(op, process_group, hidden, targets, weight=weight, bias=bias)
+        hidden, targets, weight, bias = local_parts(
+            op, process_group, hidden, targets, ("hidden", "targets"), weight=weight, bias=bias
+        )
     checks.floating(op, hidden=hidden, weight=weight, bias=bias)
     checks.integer(op, targets=targets)
     if weight.dim() != 2 or weight.shape[1] == 0 or (process_group is None and len(weight) == 0):
@@ -249,7 +251,7 @@ def linear_log_probs(
                 f"{op}: extra_targets must have shape ({expected}) with K > 0, got {tuple(extra_targets.shape)}"
             )
     checks.same(op, "device", hidden=hidden, weight=weight, bias=bias, targets=targets, extra_targets=extra_targets)
-    shard = shard_of(op, process_group, v, vocab_size)
+    shard = shard_of(op, process_group, v, vocab_size, "weight")
     ignore_index = checks.ignore_index(op, ignore_index)
     options = _options(op, ignore_index, temperature, softcap, logit_scale)
     if valid_rows is not None and valid_rows is not False:

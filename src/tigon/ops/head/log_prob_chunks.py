@@ -242,7 +242,7 @@ def log_prob_gradients(
         if dx is not None:
             assert dx_sum is not None
             sum_over_ranks(dx_sum, shard)
-            if rows is None:
+            if isinstance(block_rows, slice):
                 dx[block_rows] = dx_sum
             else:
                 dx.index_copy_(0, block_rows, dx_sum.to(dx.dtype))

@@ -55,8 +55,13 @@ def _check_group(op: str, process_group: Any) -> None:
         )
 
 
-def shard_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None) -> Shard:
-    """Check the arguments that describe a sharded head, and return the shard of this rank, which holds `rows` rows."""
+def shard_of(
+    op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None, name: str = "linear_weight"
+) -> Shard:
+    """Check the arguments that describe a sharded head, and return the shard of this rank, which holds `rows` rows.
+
+    `name` is the name that the op has for the weight of the head.
+    """
     if vocab_size is not None:
         checks.size(op, "vocab_size", vocab_size)
     if process_group is None:
@@ -71,16 +76,19 @@ def shard_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_
     start, expected = min(rank * _rows_per_rank(vocab_size, ranks), vocab_size), _shard_sizes(vocab_size, ranks)[rank]
     if rows != expected:
         raise ValueError(
-            f"{op}: linear_weight must have {expected} rows on rank {rank} of {ranks} for a vocabulary of "
+            f"{op}: {name} must have {expected} rows on rank {rank} of {ranks} for a vocabulary of "
             f"{vocab_size}, got {rows}"
         )
     return Shard(start, vocab_size, process_group.group_name)
 
 
 def local_parts(
-    op: str, process_group: dist.ProcessGroup | None, input: Tensor, target: Tensor, **head: Tensor | None
-) -> list[Any]:
+    op: str, process_group: dist.ProcessGroup | None, input: Tensor, target: Tensor,
+    names: tuple[str, str] = ("input", "target"), **head: Tensor | None,
+) -> list[Any]:  # fmt: skip
     """Return the local tensors of arguments that may be DTensors: the input, the target, and the tensors of the head.
+
+    `names` are the names that the op has for the input and the target.
 
     The head must be sharded by rows over `process_group`. The input and the target must be replicated.
     """
@@ -109,8 +117,8 @@ def local_parts(
         return x.to_local() if is_head else x.to_local(grad_placements=[Replicate()] * len(x.placements))
 
     return [
-        to_local("input", input, False),
-        to_local("target", target, False),
+        to_local(names[0], input, False),
+        to_local(names[1], target, False),
         *(to_local(name, x, True) for name, x in head.items()),
     ]
 
