@@ -63,7 +63,7 @@ class _Sharded(torch.autograd.Function):
         result = combined_statistics(torch.stack(partials), target, weight, scales, options, wants, sizes)
         ctx.result, ctx.options, ctx.target, ctx.weight, ctx.scales = result, options, target, weight, scales
         ctx.mark_non_differentiable(result.predicted)
-        return tuple(result[:1] + result[2:])
+        return result.loss, result.z_loss, result.predicted, result.log_probs, result.entropy
 
     @staticmethod
     def backward(ctx, dloss, _z_loss, _predicted, dlog_probs, dentropy):

@@ -7,7 +7,7 @@ Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -294,7 +294,7 @@ class AllStatistics:
             return
         if self.result is None:
             t = self.tokens
-            empty = lambda x: None if x is None else x.new_empty(t if len(x) else 0, *x.shape[1:])
+            empty: Any = lambda x: None if x is None else x.new_empty(t if len(x) else 0, *x.shape[1:])
             self.result = Statistics(*map(empty, part))
             if not isinstance(rows, slice):
                 _fill_as_ignored(self.result)
