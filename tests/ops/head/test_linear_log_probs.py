@@ -71,6 +71,43 @@ def test_bf16_gradients_are_as_accurate_as_eager_code(division):
         assert_as_accurate_as_eager(*_runs(targets, extra, OPTIONS["everything"]), tensors, loss=True)
 
 
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+@pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+def test_gradients_summed_over_slabs_and_blocks_have_the_error_of_one_product(division):
+    """bf16 sums over 75 blocks, or over slabs, would have several times this error."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, 32, generator=generator).to(DEVICE, torch.bfloat16) for n in (600, 384)]
+    targets = torch.randint(384, (600,), generator=generator).to(DEVICE)
+    upstream = torch.randn(600, generator=generator).to(DEVICE)
+
+    def gradients(function, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        return torch.autograd.grad((function(*leaves, targets) * upstream).sum(), leaves)
+
+    exact = gradients(linear_log_probs_reference, torch.float64)
+    eager = gradients(linear_log_probs_reference, torch.bfloat16)
+    with tuned(SlabConfig, **division):
+        actual = gradients(tigon.linear_log_probs, torch.bfloat16)
+    error = lambda x, e: (x.double() - e).norm() / e.norm()
+    for a, b, e in zip(actual, eager, exact, strict=True):
+        assert error(a, e) <= 1.1 * error(b, e)
+
+
+def test_results_of_rows_of_several_blocks():
+    """The largest logit comes last, so every block of a row changes the maximum of the sums before it."""
+    v = 5000
+    hidden = torch.tensor([[1.0], [0.3]], device=DEVICE)
+    weight = torch.linspace(-8.0, 8.0, v, device=DEVICE)[:, None]
+    targets = torch.tensor([v - 1, 17], device=DEVICE)
+    requests = {"return_entropy": True, "extra_targets": torch.tensor([[0, 4100], [2047, 2048]], device=DEVICE)}
+    actual, expected = (
+        f(hidden, weight, targets, **NON_DIFFERENTIABLE, **requests)
+        for f in (tigon.linear_log_probs, linear_log_probs_reference)
+    )
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
 def test_temperature_divides_after_the_soft_cap():
     """The logit of 100 is capped to 2 and then divided by 0.5. In the other order it would be capped to 2."""
     hidden, weight = torch.tensor([[1.0]], device=DEVICE), torch.tensor([[100.0], [-100.0]], device=DEVICE)
