@@ -126,6 +126,13 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "qk_norm_rope": ROPE | {"q_weight": _parameter(8), "k_weight": _parameter(8)},
     "cross_entropy": {"input": LOGITS, "target": TARGET, "weight": _randn(8), "inplace": True},
     "linear_cross_entropy": LINEAR | {"linear_bias": _parameter(10), "weight": _randn(10), "accumulate_grad": True},
+    "linear_log_probs": {
+        "hidden": X,
+        "weight": _parameter(10, 8),
+        "targets": TARGET,
+        "bias": _parameter(10),
+        "extra_targets": _index(4, 3),
+    },
     "kl_div": DISTRIBUTIONS,
     "jsd": DISTRIBUTIONS,
     "tvd": DISTRIBUTIONS,
@@ -165,7 +172,7 @@ COMPUTED_BY = {
     "LinearCrossEntropyLoss": "linear_cross_entropy", "KLDivLoss": "kl_div", "JSDLoss": "jsd", "TVDLoss": "tvd",
 }  # fmt: skip
 # Other files test these names, because they take models or blocks of code, or are results.
-TESTED_IN_OTHER_FILES = {"patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput"}
+TESTED_IN_OTHER_FILES = {"patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput", "LogProbOutput"}
 
 FLAG = {"True", "False"}
 POSITIVE = {"float", "int", "2**70"}
@@ -214,6 +221,10 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     **{("KLDivLoss", name): FLAG | OPTIONAL for name in ("size_average", "reduce")},
     ("KLDivLoss", "reduction"): set(),
     ("CrossEntropyLoss", "ignore_index"): {"int", "-1", "None"},
+    ("linear_log_probs", "weight"): set(),
+    ("linear_log_probs", "bias"): OPTIONAL,
+    ("linear_log_probs", "extra_targets"): OPTIONAL | {"one element more"},
+    ("linear_log_probs", "temperature"): POSITIVE,
     ("add_rms_norm", "x"): FLOAT,
     ("moe_mlp", "x"): FLOAT,
     ("lora_moe_mlp", "x"): FLOAT,

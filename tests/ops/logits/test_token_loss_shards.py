@@ -63,7 +63,7 @@ class _Sharded(torch.autograd.Function):
         result = combined_statistics(torch.stack(partials), target, weight, scales, options, wants, sizes)
         ctx.result, ctx.options, ctx.target, ctx.weight, ctx.scales = result, options, target, weight, scales
         ctx.mark_non_differentiable(result.predicted)
-        return tuple(result[:1] + result[2:])
+        return result.loss, result.z_loss, result.predicted, result.log_probs, result.entropy
 
     @staticmethod
     def backward(ctx, dloss, _z_loss, _predicted, dlog_probs, dentropy):
@@ -117,7 +117,7 @@ def test_shards_give_the_results_of_all_columns_together(options, weighted, size
     upstream = Upstream(*(torch.randn(len(target), generator=generator).to(DEVICE) for _ in range(3)))
     result, whole = _whole(logits, target, weight, options, upstream)
     outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
-    for actual, expected in zip(outputs, result[:1] + result[2:], strict=True):
+    for actual, expected in zip(outputs, result[:1] + result[2:6], strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6)
     loss, _, _, log_probs, entropy = outputs
     (parts,) = torch.autograd.grad((loss, log_probs, entropy), logits, tuple(upstream))
@@ -171,7 +171,7 @@ def test_logits_of_a_shard_may_all_be_minus_infinity(smoothing, sizes):
     options = Options(label_smoothing=smoothing, z_loss=1e-6)
     result, _ = _whole(logits, target, weight, options, Upstream())
     outputs = _Sharded.apply(logits.requires_grad_(), target, weight, sizes, options, EVERYTHING)
-    for actual, expected in zip(outputs, result[:1] + result[2:], strict=True):
+    for actual, expected in zip(outputs, result[:1] + result[2:6], strict=True):
         torch.testing.assert_close(actual, expected, rtol=2e-6, atol=2e-6, equal_nan=True)
     # With label smoothing, a class of probability zero makes the loss infinite.
     if not smoothing:

@@ -7,7 +7,7 @@ Shapes: T tokens, H hidden, V vocabulary (the rows of this rank), C tokens of a 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.low_rank_logits import Addition, LowRank, Rows
 from tigon.ops.head.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
-from tigon.ops.head.weight_gradient import WeightGradient
+from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
 from tigon.ops.logits.token.kernels import (
     WHOLE_LOSS,
     Options,
@@ -36,12 +36,15 @@ from tigon.runtime.tuning import LaunchConfig
 __all__ = [
     "NOTHING_SAVED",
     "NO_NEEDS",
+    "AllStatistics",
     "ChunkConfig",
     "ChunkProblem",
     "Gradients",
     "LossSettings",
     "Needs",
     "linear_cross_entropy_chunks",
+    "select_some",
+    "token_chunks",
 ]
 
 
@@ -136,6 +139,8 @@ class LossSettings(NamedTuple):
     max_logits_mib: float | None
     shard: Shard
     options: Options
+    # `linear_log_probs` alone reads this flag: the logits are fp32, whatever the dtypes of their factors are.
+    fp32_products: bool = False
 
 
 NO_NEEDS = Needs(False, False, False)
@@ -158,7 +163,7 @@ class Gradients(NamedTuple):
 
 
 class ChunkStatistics(NamedTuple):
-    """The fields of `Statistics` for all tokens, all None if they were computed by an earlier call."""
+    """The first fields of `Statistics` for all tokens, all None if they were computed by an earlier call."""
 
     loss: Tensor | None = None
     lse: Tensor | None = None
@@ -182,7 +187,7 @@ def _select(x: Tensor, rows: Rows) -> Tensor:
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
-def _select_some(x: Tensor | None, rows: Rows) -> Tensor | None:
+def select_some(x: Tensor | None, rows: Rows) -> Tensor | None:
     """Return the rows of x, or x itself if it is None, empty, or one value for all rows."""
     return x if x is None or x.dim() == 0 or len(x) == 0 else _select(x, rows)
 
@@ -199,12 +204,15 @@ class Chunk(NamedTuple):
     logits: Tensor
 
 
-def _chunks(
+def token_chunks(
     x: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, addition: Addition | None, rows: Tensor | None,
-    count: int, tokens: int, config: ChunkConfig,
+    count: int, tokens: int, config: ChunkConfig, fp32_products: bool = False,
 ) -> Iterator[Chunk]:  # fmt: skip
-    """Yield chunks of `tokens` tokens, with their logits, that cover the `count` rows."""
-    buffer = x.new_empty(min(tokens, count), len(weight))
+    """Yield chunks of `tokens` tokens, with their logits, that cover the `count` rows.
+
+    With `fp32_products` the logits are fp32 and not rounded, whatever the dtypes of x and the weight are.
+    """
+    buffer = x.new_empty(min(tokens, count), len(weight), dtype=torch.float32 if fp32_products else x.dtype)
     start = 0
     while start < count:
         remaining = count - start
@@ -218,6 +226,10 @@ def _chunks(
         logits = buffer[: len(x_chunk)]
         if addition is not None:
             addition.write_logits(x_chunk, weight, bias, chunk_rows, logits)
+        elif fp32_products:
+            product_in_fp32(x_chunk, weight.t(), logits)
+            if bias is not None:
+                logits += bias
         elif bias is None:
             product(x_chunk, weight.t(), out=logits)
         else:
@@ -268,7 +280,7 @@ class _GradientSums:
         return Gradients(self.dx, None if self.dw is None else self.dw.finish(), db, *addition_gradients)
 
 
-class _AllStatistics:
+class AllStatistics:
     """The statistics of all tokens, into which those of each chunk are copied."""
 
     def __init__(self, tokens: int) -> None:
@@ -282,30 +294,36 @@ class _AllStatistics:
             return
         if self.result is None:
             t = self.tokens
-            self.result = Statistics(*(x.new_empty(t if len(x) else 0, *x.shape[1:]) for x in part))
+            empty: Any = lambda x: None if x is None else x.new_empty(t if len(x) else 0, *x.shape[1:])
+            self.result = Statistics(*map(empty, part))
             if not isinstance(rows, slice):
                 _fill_as_ignored(self.result)
         for whole, values in zip(self.result, part, strict=True):
-            # The statistics that were not requested are empty.
-            if len(whole) == 0:
+            # The statistics that were not requested are None or empty.
+            if whole is None or values is None or len(whole) == 0:
                 continue
             if isinstance(rows, slice):
                 whole[rows] = values
             else:
                 whole.index_copy_(0, rows, values)
 
-    def finish(self, x: Tensor, settings: LossSettings) -> ChunkStatistics:
+    def finish(self, x: Tensor, settings: LossSettings) -> Statistics:
         """Return the statistics, which are those of ignored tokens if there was no chunk."""
         if self.result is None:
             self.result = empty_statistics(x, settings.options, settings.wants)
             _fill_as_ignored(self.result)
-        return ChunkStatistics(*self.result)
+        return self.result
 
 
 def _fill_as_ignored(result: Statistics) -> None:
     """Write the statistics that ignored tokens have."""
     for field, values in result._asdict().items():
-        values.fill_(-1 if field == "predicted" else 0)
+        if values is not None:
+            values.fill_(-1 if field == "predicted" else 0)
+
+
+def _as_chunk_statistics(result: Statistics) -> ChunkStatistics:
+    return ChunkStatistics(*result[: len(ChunkStatistics._fields)])
 
 
 # --- launcher (2-D in, no autograd) --------------------------------------------------------------
@@ -317,7 +335,7 @@ def _empty_results(
     """Allocate what `linear_cross_entropy_chunks` returns."""
     needs, statistics = settings.needs, ChunkStatistics()
     if saved.lse is None:
-        statistics = ChunkStatistics(*empty_statistics(x, settings.options, settings.wants))
+        statistics = _as_chunk_statistics(empty_statistics(x, settings.options, settings.wants))
     empty = lambda tensor, need: torch.empty_like(tensor, memory_format=torch.contiguous_format) if need else None
     inputs = x, weight, bias, *low_rank
     return ChunkResults(statistics, Gradients(*(empty(each, need) for each, need in zip(inputs, needs, strict=True))))
@@ -362,14 +380,14 @@ def linear_cross_entropy_chunks(
     if low_rank.h is not None:
         addition = Addition(x, low_rank, needs.dlow_h, needs.dlow_b, computes_all_rows)
     gradients = _GradientSums(x, weight, bias, computes_all_rows, dw_buffer, sums_in_fp32, needs, addition)
-    all_statistics = _AllStatistics(x.shape[0]) if is_first else None
+    all_statistics = AllStatistics(x.shape[0]) if is_first else None
     # Under autocast the weight is fp32, and so is dW.
     weight = weight.to(x.dtype)
-    for chunk in _chunks(x, weight, target, bias, addition, rows, count, tokens, config):
+    for chunk in token_chunks(x, weight, target, bias, addition, rows, count, tokens, config):
         chunk_upstream, chunk_saved = WHOLE_LOSS, saved
         if all_statistics is None:
-            chunk_saved = SavedStatistics(*(_select_some(values, chunk.rows) for values in saved))
-            chunk_upstream = Upstream(*(_select_some(values, chunk.rows) for values in upstream))
+            chunk_saved = SavedStatistics(*(select_some(values, chunk.rows) for values in saved))
+            chunk_upstream = Upstream(*(select_some(values, chunk.rows) for values in upstream))
         else:
             if is_sharded:
                 part = parallel_statistics(
@@ -388,5 +406,5 @@ def linear_cross_entropy_chunks(
             )  # fmt: skip
         if needs_any:
             gradients.add(chunk, weight)
-    result = ChunkStatistics() if all_statistics is None else all_statistics.finish(x, settings)
+    result = ChunkStatistics() if all_statistics is None else _as_chunk_statistics(all_statistics.finish(x, settings))
     return ChunkResults(result, gradients.finish(shard))

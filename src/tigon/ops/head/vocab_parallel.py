@@ -1,7 +1,7 @@
 """A loss whose vocabulary is sharded over ranks, like the output layer of a tensor-parallel model.
 
 Rank p of P holds rows [start_p, start_p + V_p) of the head, and all ranks have the same tokens. Rank p computes its
-columns of the logits. One all-gather exchanges seven numbers per token (those of `partial_statistics`, and V), from
+columns of the logits. One all-gather exchanges a few numbers per token (those of `partial_statistics`, and V), from
 which every rank computes the statistics of the whole vocabulary. Each rank then computes its columns of d(logits). dW
 is local; dx is summed over the ranks.
 
@@ -55,8 +55,13 @@ def _check_group(op: str, process_group: Any) -> None:
         )
 
 
-def shard_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None) -> Shard:
-    """Check the arguments that describe a sharded head, and return the shard of this rank, which holds `rows` rows."""
+def shard_of(
+    op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None, name: str = "linear_weight"
+) -> Shard:
+    """Check the arguments that describe a sharded head, and return the shard of this rank, which holds `rows` rows.
+
+    `name` is the name that the op has for the weight of the head.
+    """
     if vocab_size is not None:
         checks.size(op, "vocab_size", vocab_size)
     if process_group is None:
@@ -71,16 +76,19 @@ def shard_of(op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_
     start, expected = min(rank * _rows_per_rank(vocab_size, ranks), vocab_size), _shard_sizes(vocab_size, ranks)[rank]
     if rows != expected:
         raise ValueError(
-            f"{op}: linear_weight must have {expected} rows on rank {rank} of {ranks} for a vocabulary of "
+            f"{op}: {name} must have {expected} rows on rank {rank} of {ranks} for a vocabulary of "
             f"{vocab_size}, got {rows}"
         )
     return Shard(start, vocab_size, process_group.group_name)
 
 
 def local_parts(
-    op: str, process_group: dist.ProcessGroup | None, input: Tensor, target: Tensor, **head: Tensor | None
-) -> list[Any]:
+    op: str, process_group: dist.ProcessGroup | None, input: Tensor, target: Tensor,
+    names: tuple[str, str] = ("input", "target"), **head: Tensor | None,
+) -> list[Any]:  # fmt: skip
     """Return the local tensors of arguments that may be DTensors: the input, the target, and the tensors of the head.
+
+    `names` are the names that the op has for the input and the target.
 
     The head must be sharded by rows over `process_group`. The input and the target must be replicated.
     """
@@ -109,29 +117,31 @@ def local_parts(
         return x.to_local() if is_head else x.to_local(grad_placements=[Replicate()] * len(x.placements))
 
     return [
-        to_local("input", input, False),
-        to_local("target", target, False),
+        to_local(names[0], input, False),
+        to_local(names[1], target, False),
         *(to_local(name, x, True) for name, x in head.items()),
     ]
 
 
 def parallel_statistics(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, shard: Shard
-) -> Statistics:
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, shard: Shard,
+    extra_targets: Tensor | None = None,
+) -> Statistics:  # fmt: skip
     """Return the statistics of the whole vocabulary, from the logits [M, V_p] of this rank."""
     group = process_group_of(shard.group_name)
     ranks = group.size()
-    partials = partial_statistics(logits, target, weight, options, shard, wants)
+    partials = partial_statistics(logits, target, weight, options, shard, wants, extra_targets)
     partials = torch.cat((partials, partials.new_full((len(partials), 1), shard.vocabulary)), 1)
     gathered = partials.new_empty(ranks, *partials.shape)
     # torch 2.13 warns about the older name.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(gathered.flatten(0, 1), partials, group=group)
     sizes = tuple(_shard_sizes(shard.vocabulary, ranks))
-    result = combined_statistics(gathered[..., :-1], target, weight, scales, options, wants, sizes)
+    result = combined_statistics(gathered[..., :-1], target, weight, scales, options, wants, sizes, extra_targets)
     # Ranks that were called with different values of vocab_size shard different vocabularies.
     is_different = (gathered[..., -1] != shard.vocabulary).any()
-    return result._replace(loss=result.loss.masked_fill(is_different, torch.nan))
+    log_probs = result.log_probs.masked_fill(is_different, torch.nan)
+    return result._replace(loss=result.loss.masked_fill(is_different, torch.nan), log_probs=log_probs)
 
 
 def sum_over_ranks(x: Tensor, shard: Shard) -> None:

@@ -21,7 +21,7 @@ from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.products import accumulates_in_fp32, product
 from tigon.runtime.tuning import LaunchConfig
 
-__all__ = ["WeightGradient", "WeightGradientConfig", "WeightGradientProblem"]
+__all__ = ["WeightGradient", "WeightGradientConfig", "WeightGradientProblem", "product_in_fp32"]
 
 
 # --- configuration -------------------------------------------------------------------------------
@@ -48,6 +48,30 @@ class WeightGradientConfig(LaunchConfig):
     @staticmethod
     def heuristic(problem: WeightGradientProblem, device: Device) -> "WeightGradientConfig":
         return WeightGradientConfig(slab_bytes=64 * 2**20, row_alignment=64, first_rows=256)
+
+
+# --- products in fp32 ----------------------------------------------------------------------------
+
+
+def product_in_fp32(a: Tensor, b: Tensor, total: Tensor, accumulate: bool = False) -> None:
+    """Compute total = a b or total += a b in fp32, for total [M, N] fp32, a [M, K] and b [K, N] of any dtype.
+
+    Products of half-precision numbers are exact in fp32, so two half-precision factors are not copied where cuBLAS
+    returns fp32 sums. Other factors are copied to fp32, one slab of N at a time.
+    """
+    if a.dtype == b.dtype and (a.dtype == torch.float32 or accumulates_in_fp32(a)):
+        product(a, b, out=total, accumulate=accumulate)
+        return
+    config = WeightGradientConfig.choose(WeightGradientProblem(b.element_size()), device_of(b))
+    columns = max(1, config.slab_bytes // (4 * max(1, b.shape[0])))
+    a = a.float()
+    for start in range(0, b.shape[1], columns):
+        part = total[:, start : start + columns]
+        slab = b[:, start : start + columns].float()
+        if accumulate:
+            part.addmm_(a, slab)
+        else:
+            torch.mm(a, slab, out=part)
 
 
 # --- the sum -------------------------------------------------------------------------------------
@@ -80,10 +104,34 @@ class WeightGradient:
 
     def add(self, dlogits: Tensor, x: Tensor) -> None:
         """Add the product of a chunk's dlogits [C, V] and x [C, H]."""
-        if self.middle:
-            self._add(self.upper, dlogits[:, : self.middle], x)
-        self._add(self.lower, dlogits[:, self.middle :], x)
+        self.add_rows(0, dlogits, x)
         self.has_sum = True
+
+    def add_rows(self, start: int, dlogits: Tensor, x: Tensor) -> None:
+        """Add the product of dlogits [C, v], the columns from `start` on, and x [C, H] to rows [start, start + v).
+
+        Set `has_sum` once the products of the first tokens have been added to all rows.
+        """
+        upper_columns = max(0, min(self.middle - start, dlogits.shape[1]))
+        if upper_columns:
+            self._add(self.upper[start : start + upper_columns], dlogits[:, :upper_columns], x)
+        if upper_columns < dlogits.shape[1]:
+            first = start + upper_columns - self.middle
+            lower_columns = dlogits[:, upper_columns:]
+            self._add(self.lower[first : first + lower_columns.shape[1]], lower_columns, x)
+
+    def add_to_rows(self, start: int, part: Tensor) -> None:
+        """Add `part` [v, H], a product in fp32, to rows [start, start + v). Set `has_sum` as for `add_rows`."""
+        in_upper = max(0, min(self.middle - start, len(part)))
+        first = start + in_upper - self.middle
+        totals = [self.lower[first : first + len(part) - in_upper]]
+        if in_upper:
+            totals.insert(0, self.upper[start : start + in_upper])
+        for total, values in zip(totals, part.split([len(total) for total in totals]), strict=True):
+            if self.has_sum:
+                total.add_(values)
+            else:
+                total.copy_(values)
 
     def _add(self, total: Tensor, dlogits: Tensor, x: Tensor) -> None:
         if total.dtype == x.dtype or (total.dtype == torch.float32 and accumulates_in_fp32(x)):

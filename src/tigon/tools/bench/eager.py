@@ -168,6 +168,22 @@ def _linear_cross_entropy(case: Case) -> Run:
     return run
 
 
+def _linear_log_probs(case: Case) -> Run:
+    """Compute all logits, as trainers did before they had a fused head. The options are those that cases have."""
+    softcap, temperature = case.options.get("softcap"), float(case.options.get("temperature", 1.0))
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        logits = _wide(head_logits(hidden, weight, softcap)) / temperature
+        log_p = torch.log_softmax(logits, -1)
+        valid = targets >= 0
+        log_probs = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0].where(valid, 0.0)
+        if not case.options.get("return_entropy"):
+            return (log_probs,)
+        return log_probs, -(log_p.exp() * log_p).sum(-1).where(valid, 0.0)
+
+    return run
+
+
 def _summed_kl_div(case: Case, input: Tensor, target: Tensor) -> Tensor:
     return F.kl_div(input, target, reduction="sum", log_target=bool(case.options.get("log_target")))
 
@@ -219,6 +235,7 @@ EAGER: dict[str, Callable[[Case], Run]] = {
     "cross_entropy": _cross_entropy,
     "cross_entropy_inplace": _cross_entropy,
     "linear_cross_entropy": _linear_cross_entropy,
+    "linear_log_probs": _linear_log_probs,
     "kl_div": _batch_mean("kl_div"),
     "jsd": _batch_mean("jsd"),
     "tvd": _batch_mean("tvd"),

@@ -1,4 +1,4 @@
-"""The floor of the loss of a head: its matrix products alone, without the softmax between them."""
+"""The floor of the loss and the log-probabilities of a head: their products alone, without the softmax between them."""
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from tigon.tools.bench.eager import softcapped
 from tigon.tools.bench.peers import Run, refuse_other_options
 from tigon.tools.workloads import Inputs
 
-__all__ = ["products", "with_dlogits"]
+__all__ = ["log_prob_products", "products", "with_dlogits"]
 
 # This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
 PREPARED_ELEMENTS = 2**27
@@ -40,6 +40,12 @@ def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
     return Inputs(tensors | {"dlogits": dlogits})
 
 
+def log_prob_products(case: Case) -> Run:
+    """Load the products of `linear_log_probs`: those of `products`, and the logits again for the gradients."""
+    refuse_other_options(case, "softcap", "return_entropy", "temperature")
+    return _products(recomputes_logits=True)
+
+
 def products(case: Case) -> Run:
     """Load the matrix products of the valid tokens alone, with no softmax: they are the floor.
 
@@ -55,7 +61,10 @@ def products(case: Case) -> Run:
     """
     # None of these options changes the products.
     refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
+    return _products(recomputes_logits=False)
 
+
+def _products(recomputes_logits: bool) -> Run:
     @torch.no_grad()
     def run(
         input: Tensor, linear_weight: Tensor, dlogits: Tensor | None = None, chunk: int = 8192
@@ -69,6 +78,8 @@ def products(case: Case) -> Run:
             torch.mm(x, linear_weight.t(), out=logits[: len(x)])
             if dlogits is None:
                 continue
+            if recomputes_logits:
+                torch.mm(x, linear_weight.t(), out=logits[: len(x)])
             if dinput is not None:
                 torch.mm(dlogits[rows], linear_weight, out=dinput[rows])
             if dweight is not None and start == 0:

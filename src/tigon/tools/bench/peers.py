@@ -347,8 +347,8 @@ def cce(exact: bool) -> Callable[[Case], Run]:
     return load
 
 
-def trl_linear_cross_entropy(case: Case) -> Run:
-    """Load the chunked log-probabilities of TRL's trainers; as there, only the valid positions are scored.
+def _trl_function() -> tuple[Any, int]:
+    """Return TRL's chunked log-probabilities and the width of its chunks.
 
     The module that defines the function needs little, but its backward pass imports `trl.trainer.utils`, which needs
     accelerate, datasets, huggingface_hub and pandas.
@@ -357,7 +357,31 @@ def trl_linear_cross_entropy(case: Case) -> Run:
     utils = import_module("trl.trainer.utils")
     if not hasattr(utils, "_ChunkedLogProbFunction"):
         raise Unsupported("this version of TRL has no trl.trainer.utils._ChunkedLogProbFunction")
-    function, chunk_size = utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
+    return utils._ChunkedLogProbFunction, getattr(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 32768)
+
+
+def trl_linear_log_probs(case: Case) -> Run:
+    """Load the chunked log-probabilities of TRL's trainers; as there, only the valid positions are scored."""
+    function, chunk_size = _trl_function()
+    refuse_other_options(case, "softcap", "temperature", "return_entropy")
+    softcap, temperature = case.options.get("softcap"), float(case.options.get("temperature", 1.0))
+    outputs = ("entropy",) if case.options.get("return_entropy") else ()
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
+        valid = targets != -100
+        results = function.apply(
+            hidden[valid], weight, None, targets[valid], temperature, chunk_size, softcap, 1.0, outputs
+        )
+        return tuple(
+            values.new_zeros(targets.shape).masked_scatter(valid, values) for values in results if values is not None
+        )
+
+    return run
+
+
+def trl_linear_cross_entropy(case: Case) -> Run:
+    """Load the loss of TRL's chunked log-probabilities; as in its trainers, only the valid positions are scored."""
+    function, chunk_size = _trl_function()
     # TRL always sums in fp32.
     refuse_other_options(case, "softcap", "acc_dtype", "return_log_probs", "return_entropy")
     softcap, returns_log_probs, returns_entropy = (

@@ -178,6 +178,16 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
             note="the matrix products alone, of the same operands: the floor",
         ),
     ),
+    "linear_log_probs": (
+        Provider("trl", peers.trl_linear_log_probs, needs_gpu=True),
+        Provider(
+            "products",
+            floor.log_prob_products,
+            autograd=False,
+            prepare=floor.with_dlogits,
+            note="the matrix products alone, of the same operands: the floor",
+        ),
+    ),
     "kl_div": (
         _torch(peers.torch_kl_div, "F.kl_div, loss in bf16"),
         _liger(peers.liger_kl_div),

@@ -1,10 +1,11 @@
-"""Workload of the loss inside the head. Sizes: T tokens, H hidden, V vocabulary."""
+"""Workloads of the loss and the log-probabilities inside the head. Sizes: T tokens, H hidden, V vocabulary."""
 
 import math
 
 import torch
 
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.head.linear_log_probs import linear_log_probs_reference
 from tigon.tools.workloads.inputs import SPREAD, InputMaker, Inputs
 from tigon.tools.workloads.logits import IGNORED, TOKEN_OUTPUTS
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
@@ -14,6 +15,11 @@ __all__ = ["WORKLOADS"]
 LINEAR, FIRST_LINEAR, MORE_LINEAR = ("linear",), ("first-light", "linear"), ("more", "linear")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 FP32_SUM = {"acc_dtype": torch.float32}
+# Scale, soft cap and temperature apply in this order, and their order matters.
+TRANSFORMED = {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.5}
+EVERY_LOG_PROB_OUTPUT = {
+    "return_entropy": True, "return_top1": True, "return_mean_logits": True, "return_sum_sq_probs": True,
+}  # fmt: skip
 
 
 def _linear_cross_entropy(make: InputMaker) -> Inputs:
@@ -31,11 +37,34 @@ def _linear_cross_entropy(make: InputMaker) -> Inputs:
     return Inputs(tensors)
 
 
+def _linear_log_probs(make: InputMaker) -> Inputs:
+    """Make hidden states, the weight of the head, targets and upstream gradients.
+
+    form: with `bias` also the bias of the head, with `extra_targets` this number of further targets of each token.
+    """
+    t, _, v = make.sizes
+    names = {"input": "hidden", "linear_weight": "weight", "target": "targets", "linear_bias": "bias"}
+    tensors = {names[name]: x for name, x in _linear_cross_entropy(make).tensors.items()}
+    upstream = [make.normal(t, dtype=torch.float32) for _ in range(1 + bool(make.options.get("return_entropy")))]
+    k = make.form.get("extra_targets")
+    if k:
+        tensors["extra_targets"] = make.targets(t * k, v).view(t, k)
+        upstream.append(make.normal(t, k, dtype=torch.float32))
+    return Inputs(tensors, tuple(upstream))
+
+
 def _flops(case: Problem) -> int:
     t, h, v = case.shape
     gradients = set() if case.no_grad else {"input", "linear_weight"} - set(case.frozen)
     # Ignored rows need no product.
     return 2 * (1 + len(gradients)) * round(t * (1 - case.ignored)) * h * v
+
+
+def _log_prob_flops(case: Problem) -> int:
+    t, h, v = case.shape
+    gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
+    # Backward recomputes the logits.
+    return 2 * (1 + bool(gradients) + len(gradients)) * round(t * (1 - case.ignored)) * h * v
 
 
 WORKLOADS = (
@@ -72,6 +101,51 @@ WORKLOADS = (
             small(1024, 128, 16384, no_grad=True),
             small(1024, 128, 16384, options=FP32_SUM),
             small(1024, 128, 16384, options=TOKEN_OUTPUTS),
+            *sweep((t, 4096, 128256) for t in LENGTHS),
+        ),
+    ),
+    Workload(
+        name="linear_log_probs",
+        reference=linear_log_probs_reference,
+        inputs=_linear_log_probs,
+        legend="T x H x V",
+        is_loss=True,
+        has_cpu_code=True,
+        test_variants=(
+            Variant("", (7, 24, 100), form=IGNORED | {"bias": True}),
+            Variant(
+                "with entropy and extra targets",
+                (7, 24, 100),
+                {"return_entropy": True, **TRANSFORMED},
+                IGNORED | {"extra_targets": 3},
+            ),
+            Variant("in fp32", (7, 24, 100), {"fp32_products": True}, IGNORED),
+        ),
+        compile_variants=(
+            # The head is narrow, because only V matters to the kernels.
+            Variant("128256", (2, 16, 128256)),
+            Variant("128256, entropy and temperature", (2, 16, 128256), {"return_entropy": True, "temperature": 0.7}),
+            Variant(
+                "256000, every output",
+                (2, 16, 256000),
+                {**EVERY_LOG_PROB_OUTPUT, **TRANSFORMED},
+                {"extra_targets": 20},
+            ),
+            Variant("128256, every output in fp32", (2, 16, 128256), {**EVERY_LOG_PROB_OUTPUT, "fp32_products": True}),
+        ),
+        flops=_log_prob_flops,
+        bench_shapes=(
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE),
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"return_entropy": True, "temperature": 0.7}),
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
+            BenchShape("llama-3-8b", (32768, 4096, 128256), MORE),
+            BenchShape("gemma-2-2b", (8192, 2304, 256000), MORE, {"softcap": 30.0}),
+            BenchShape("qwen3-1.7b", (16384, 2048, 151936), MORE),
+            BenchShape("llama-3-8b", (16384, 4096, 128256), MORE, ignored=0.75),
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, frozen=("weight",)),
+            small(1024, 128, 16384),
+            small(1024, 128, 16384, options={"return_entropy": True, "temperature": 0.7, "softcap": 5.0}),
+            small(1024, 128, 16384, no_grad=True),
             *sweep((t, 4096, 128256) for t in LENGTHS),
         ),
     ),

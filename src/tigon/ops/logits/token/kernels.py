@@ -1,4 +1,4 @@
-r"""Kernels from logits to cross entropy and its gradient, for `cross_entropy` and `linear_cross_entropy`.
+r"""Kernels from logits to cross entropy, log-probabilities and their gradients, in `logits` and `head`.
 
 For one token with raw logits a, target t, class weights w (default 1), W = sum(w), label smoothing s:
 
@@ -21,6 +21,9 @@ has two more differentiable results. Their upstream gradients u and e add to dx:
 
 H = log S - R / S with m = max x, S = sum exp(x_j - m) and R = sum exp(x_j - m) (x_j - m). The terms of R vanish as x_j
 falls to -inf.
+
+A token may also have K extra targets t_k, whose log-probabilities x_k - lse are differentiable in the same way. The
+mean of x and log sum_j p_j^2 = log Q - 2 log S, with Q = sum exp(x_j - m)^2, have no gradient here.
 
 Shapes: M tokens, V vocabulary. `scales` [3] fp32 holds 1 / D, 1 / N and W.
 """
@@ -100,10 +103,11 @@ class ScalesConfig(LaunchConfig):
 def _loss_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr,  # [M, V], [M], [V] or None, [3]
     loss_ptr, lse_ptr, z_ptr, predicted_ptr, log_prob_ptr, entropy_ptr,  # [M], [M, 2], four times [M] or None
-    stride_logits, V,
+    mean_ptr, squares_ptr, extra_target_ptr, extra_log_prob_ptr,  # [M] or None, twice, and [M, K] or None, twice
+    stride_logits, V, K,
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, TOKEN_SCALING: tl.constexpr,
-    BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the statistics of one row per program."""
     row = tl.program_id(0).to(tl.int64)
@@ -121,15 +125,22 @@ def _loss_kernel(
             tl.store(log_prob_ptr + row, 0.0)
         if entropy_ptr is not None:
             tl.store(entropy_ptr + row, 0.0)
+        if mean_ptr is not None:
+            tl.store(mean_ptr + row, 0.0)
+        if squares_ptr is not None:
+            tl.store(squares_ptr + row, 0.0)
+        if extra_log_prob_ptr is not None:
+            k = tl.arange(0, BLOCK_K)
+            tl.store(extra_log_prob_ptr + row * K + k, tl.zeros([BLOCK_K], tl.float32), mask=k < K)
         return
 
     inside = (target >= 0) & (target < V)
     a_t = tl.load(logits_ptr + target, mask=inside, other=0.0)
     x_t, _ = transform(a_t, logit_scale, softcap, SCALED, SOFTCAP)
     pivot = tl.where(tl.abs(x_t) < float("inf"), x_t, 0.0)
-    highest, total, moment, weighted, predicted = scan(
-        logits_ptr, V, pivot, weight_ptr, logit_scale, softcap,
-        SMOOTHING, SCALED, SOFTCAP, predicted_ptr is not None, entropy_ptr is not None, BLOCK_V, LANE,
+    highest, total, moment, squares, weighted, predicted = scan(
+        logits_ptr, V, pivot, weight_ptr, logit_scale, softcap, SMOOTHING or (mean_ptr is not None),
+        SCALED, SOFTCAP, predicted_ptr is not None, entropy_ptr is not None, squares_ptr is not None, BLOCK_V, LANE,
     )  # fmt: skip
     top = tl.where(highest == float("-inf"), 0.0, highest)
 
@@ -157,6 +168,19 @@ def _loss_kernel(
         tl.store(log_prob_ptr + row, log_prob)
     if entropy_ptr is not None:
         tl.store(entropy_ptr + row, tl.log(total) - tl.div_rn(moment, total))
+    if mean_ptr is not None:
+        tl.store(mean_ptr + row, pivot + tl.div_rn(weighted, V * 1.0))
+    if squares_ptr is not None:
+        tl.store(squares_ptr + row, tl.log(squares) - 2.0 * tl.log(total))
+    if extra_log_prob_ptr is not None:
+        k = tl.arange(0, BLOCK_K)
+        extra = tl.load(extra_target_ptr + row * K + k, mask=k < K, other=0)
+        is_class = (extra >= 0) & (extra < V)
+        a_k = tl.load(logits_ptr + extra, mask=is_class, other=0.0)
+        x_k, _ = transform(a_k, logit_scale, softcap, SCALED, SOFTCAP)
+        extra_log_prob = tl.where(is_class, (x_k - top) - tl.log(total), float("nan"))
+        extra_log_prob = tl.where(extra == ignore_index, 0.0, extra_log_prob)
+        tl.store(extra_log_prob_ptr + row * K + k, extra_log_prob, mask=k < K)
 
 
 @triton.jit(do_not_specialize=["stride_dloss"])
@@ -164,12 +188,13 @@ def _gradient_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr,  # [M, V], [M], [vocabulary] or None, [3], [M, 2]
     log_prob_ptr, entropy_ptr,  # [M] or None: read for token scaling, and for the gradient of the entropy
     dloss_ptr, dlog_prob_ptr, dentropy_ptr,  # [M] or None
+    extra_target_ptr, dextra_log_prob_ptr,  # [M, K] or None
     dlogits_ptr,  # [M, V]
     stride_logits, stride_dloss, stride_dlogits,
-    V, blocks, vocabulary, first,  # `first` is the index of the shard's first column, None if V is the vocabulary
+    V, K, blocks, vocabulary, first,  # `first` is the index of the shard's first column, None if V is the vocabulary
     ignore_index, label_smoothing, softcap, logit_scale, z_loss,
     SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr,
-    BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+    BLOCK_V: tl.constexpr, LANE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of one block of one row per program."""
     row = tl.program_id(0).to(tl.int64) // blocks
@@ -197,6 +222,13 @@ def _gradient_kernel(
     mass = target_factor + z_scale * 2.0 * z_loss * (top + tl.log(total))
     if SMOOTHING:
         mass += scale * label_smoothing / vocabulary * tl.load(scales_ptr + 2)
+    if dextra_log_prob_ptr is not None:
+        k = tl.arange(0, BLOCK_K)
+        extra = tl.load(extra_target_ptr + row * K + k, mask=k < K, other=0).to(tl.int64)
+        dextra = tl.load(dextra_log_prob_ptr + row * K + k, mask=k < K, other=0.0)
+        dextra = tl.where((extra >= 0) & (extra < vocabulary), dextra, float("nan"))
+        dextra = tl.where(extra == ignore_index, 0.0, dextra)
+        mass -= tl.sum(dextra, axis=0)
     per_exponential = tl.div_rn(mass, total)
     shifted = x - top
     if dentropy_ptr is not None:
@@ -208,6 +240,18 @@ def _gradient_kernel(
         target -= first
     if (target >= start) & (target < start + BLOCK_V):
         dx -= tl.where(cols == target, target_factor, 0.0)
+    if dextra_log_prob_ptr is not None:
+        column = tl.where((k < K) & (extra != ignore_index), extra, -1)
+        if first is not None:
+            column = tl.where(column >= 0, column - first, -1)
+        is_here = (column >= start) & (column < start + BLOCK_V)
+        # Few blocks of a row contain an extra target, and only these compare it with every column.
+        if tl.max(is_here.to(tl.int32), axis=0) > 0:
+            for i in range(0, K):
+                # A sum over one element reads the i-th column and its upstream gradient from registers.
+                column_i = tl.sum(tl.where(k == i, column, 0), axis=0)
+                if (column_i >= start) & (column_i < start + BLOCK_V):
+                    dx += tl.where(cols == column_i, tl.sum(tl.where(k == i, dextra, 0.0), axis=0), 0.0)
     if SMOOTHING:
         w = 1.0
         if weight_ptr is not None:
@@ -292,7 +336,7 @@ def _numbers(options: Options) -> dict[str, float]:
 
 def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statistics:
     """Return empty tensors of the shapes that `statistics` of logits [M, V] returns."""
-    m = logits.shape[0]
+    m, k = logits.shape[0], wants.extra_targets
     fp32 = lambda requested: logits.new_empty(m if requested else 0, dtype=torch.float32)
     return Statistics(
         loss=fp32(True),
@@ -301,7 +345,15 @@ def empty_statistics(logits: Tensor, options: Options, wants: Wants) -> Statisti
         predicted=logits.new_empty(m if wants.predicted else 0, dtype=torch.int64),
         log_probs=fp32(wants.log_probs or options.token_scaling),
         entropy=fp32(wants.entropy),
+        mean_logits=fp32(True) if wants.mean_logits else None,
+        log_sum_sq_probs=fp32(True) if wants.sum_sq_probs else None,
+        extra_log_probs=logits.new_empty(m, k, dtype=torch.float32) if k else None,
     )
+
+
+def _extra_block(extra_targets: int) -> int:
+    """Return how many extra targets of a row a program reads at once."""
+    return triton.next_power_of_2(max(1, extra_targets))
 
 
 def _unless_empty(x: Tensor) -> Tensor | None:
@@ -311,14 +363,15 @@ def _unless_empty(x: Tensor) -> Tensor | None:
 @on_device
 def statistics(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-    wants: Wants = LOSS_ALONE, with_gradient: bool = False,
+    wants: Wants = LOSS_ALONE, with_gradient: bool = False, extra_targets: Tensor | None = None,
 ) -> Statistics:  # fmt: skip
-    """Return the statistics of each token, for logits [M, V] and target [M].
+    """Return the statistics of each token, for logits [M, V], target [M] and extra targets [M, K].
 
-    `with_gradient` also overwrites the logits with the gradient of the sum of the losses.
+    `with_gradient` also overwrites the logits with the gradient of the sum of the losses. The mean of the logits cannot
+    be requested together with class weights.
     """
     if not runs_kernels(logits, weight):
-        return statistics_torch(logits, target, weight, scales, options, wants, with_gradient)
+        return statistics_torch(logits, target, weight, scales, options, wants, with_gradient, extra_targets)
     (m, v), device, itemsize = logits.shape, device_of(logits), logits.element_size()
     result = empty_statistics(logits, options, wants)
     if with_gradient and can_read_once(logits, target, options, wants):
@@ -332,9 +385,14 @@ def statistics(
         loss_ptr=result.loss, lse_ptr=result.lse,
         z_ptr=_unless_empty(result.z_loss), predicted_ptr=_unless_empty(result.predicted),
         log_prob_ptr=_unless_empty(result.log_probs), entropy_ptr=_unless_empty(result.entropy),
-        stride_logits=logits.stride(0), V=v, **_numbers(options),
+        mean_ptr=result.mean_logits, squares_ptr=result.log_sum_sq_probs,
+        extra_target_ptr=extra_targets, extra_log_prob_ptr=result.extra_log_probs,
+        stride_logits=logits.stride(0), V=v, K=wants.extra_targets or None, **_numbers(options),
     )  # fmt: skip
-    launch(_loss_kernel, m, *arguments, TOKEN_SCALING=options.token_scaling, **constants(options, config))
+    launch(
+        _loss_kernel, m, *arguments, TOKEN_SCALING=options.token_scaling,
+        **constants(options, config), BLOCK_K=_extra_block(wants.extra_targets),
+    )  # fmt: skip
     if with_gradient:
         gradient(logits, target, weight, scales, result, WHOLE_LOSS, options, out=logits)
     return result
@@ -343,9 +401,11 @@ def statistics(
 @on_device
 def gradient(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
-    upstream: Upstream, options: Options, out: Tensor, shard: Shard | None = None,
+    upstream: Upstream, options: Options, out: Tensor, shard: Shard | None = None, extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Write d(upstream . (losses, log_probs, entropy)) / d(logits) [M, V] to `out`, which may be `logits`.
+    """Write d(upstream . (losses, log_probs, entropy, extra_log_probs)) / d(logits) [M, V] to `out`.
+
+    `out` may be `logits`.
 
     `saved` must hold lse, with token scaling log_probs, and with an upstream gradient of the entropy the entropy.
     """
@@ -355,22 +415,24 @@ def gradient(
         return out
     if not runs_kernels(logits, weight):
         return gradient_torch(
-            logits, target, weight, scales, saved, upstream, options, out, shard or Shard(0, v)
+            logits, target, weight, scales, saved, upstream, options, out, shard or Shard(0, v), extra_targets
         )  # fmt: skip
     config = ScanConfig.choose(ScanProblem(v, logits.element_size()), device_of(logits))
     blocks, dloss = cdiv(v, config.block_v), upstream.loss
+    k = 0 if upstream.extra_log_probs is None else upstream.extra_log_probs.shape[1]
     dense = lambda x: None if x is None else x.contiguous()
     arguments = in_order(_gradient_kernel)(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales, lse_ptr=saved.lse,
         log_prob_ptr=saved.log_probs if options.token_scaling else None,
         entropy_ptr=None if upstream.entropy is None else saved.entropy,
         dloss_ptr=dloss, dlog_prob_ptr=dense(upstream.log_probs), dentropy_ptr=dense(upstream.entropy),
+        extra_target_ptr=extra_targets if k else None, dextra_log_prob_ptr=dense(upstream.extra_log_probs),
         dlogits_ptr=out,
         stride_logits=logits.stride(0), stride_dloss=dloss.stride(0) if dloss is not None and dloss.dim() else 0,
         stride_dlogits=out.stride(0),
-        V=v, blocks=blocks,
+        V=v, K=k or None, blocks=blocks,
         vocabulary=v if shard is None else shard.vocabulary, first=None if shard is None else shard.start,
         **_numbers(options),
     )  # fmt: skip
-    launch(_gradient_kernel, m * blocks, *arguments, **constants(options, config))
+    launch(_gradient_kernel, m * blocks, *arguments, **constants(options, config), BLOCK_K=_extra_block(k))
     return out

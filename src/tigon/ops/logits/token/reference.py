@@ -14,6 +14,7 @@ from tigon.ops.logits.token.types import WHOLE_LOSS, Options, SavedStatistics, S
 __all__ = [
     "LOWEST",
     "Sums",
+    "extra_logits_torch",
     "gradient_scales_torch",
     "gradient_torch",
     "statistics_of",
@@ -93,30 +94,44 @@ class Sums(NamedTuple):
     moment: Tensor | None
     # [M] int64: argmax, for predictions
     argmax: Tensor | None
+    # [M]: sum exp(x - top)^2, for the sum of squared probabilities
+    squares: Tensor | None = None
+    # [M, K]: x_k - top of the extra targets
+    extra_x: Tensor | None = None
+
+
+def extra_logits_torch(logits: Tensor, columns: Tensor, options: Options) -> Tensor:
+    """Return x [M, K] in the columns [M, K] of logits [M, V]. Columns outside [0, V) have any value."""
+    return _transform_torch(logits.gather(1, columns.clamp(0, logits.shape[1] - 1).long()), options)
 
 
 def sums_torch(
-    logits: Tensor, columns: Tensor, weight: Tensor | None, options: Options, wants: Wants, overwrite: bool = False
-) -> tuple[Sums, Tensor]:
+    logits: Tensor, columns: Tensor, weight: Tensor | None, options: Options, wants: Wants, overwrite: bool = False,
+    extra_targets: Tensor | None = None,
+) -> tuple[Sums, Tensor]:  # fmt: skip
     """Return the sums of logits [M, V] with targets `columns` [M] in [0, V), and the exponentials [M, V].
 
     With `overwrite`, the exponentials may take the memory of the logits.
     """
     x = _transform_torch(logits, options)
     argmax = x.argmax(-1) if wants.predicted else None
+    extra_x = None if extra_targets is None else extra_logits_torch(logits, extra_targets, options)
     top = x.amax(-1)
     top = top.where(top != -torch.inf, 0.0)
     shifted = x - top[:, None] if x is logits and not overwrite else x.sub_(top[:, None])
     x_t = shifted.gather(1, columns[:, None])[:, 0]
-    weighted = _weighted_sum_torch(shifted, weight) if options.label_smoothing else None
+    weighted = _weighted_sum_torch(shifted, weight) if options.label_smoothing or wants.mean_logits else None
+    extra_x = None if extra_x is None else extra_x - top[:, None]
     e = shifted.exp() if wants.entropy else shifted.exp_()
     moment = shifted.clamp_(min=LOWEST).mul_(e).sum(-1) if wants.entropy else None
-    return Sums(top, e.sum(-1), x_t, weighted, moment, argmax), e
+    squares = torch.linalg.vector_norm(e, dim=-1).square() if wants.sum_sq_probs else None
+    return Sums(top, e.sum(-1), x_t, weighted, moment, argmax, squares, extra_x), e
 
 
 def statistics_of(
-    sums: Sums, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, v: int
-) -> Statistics:
+    sums: Sums, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, v: int,
+    extra_targets: Tensor | None = None,
+) -> Statistics:  # fmt: skip
     """Return the statistics that follow from the sums [M] over a vocabulary of v."""
     valid, smoothing = target != options.ignore_index, options.label_smoothing
     log_total = sums.total.log()
@@ -141,6 +156,17 @@ def statistics_of(
     if wants.predicted:
         assert sums.argmax is not None
         predicted = sums.argmax.masked_fill(~valid, -1)
+    mean_logits = log_sum_sq_probs = extra_log_probs = None
+    if wants.mean_logits:
+        assert sums.weighted is not None
+        mean_logits = valid_only(sums.top + sums.weighted / v)
+    if wants.sum_sq_probs:
+        assert sums.squares is not None
+        log_sum_sq_probs = valid_only(sums.squares.log() - 2.0 * log_total)
+    if extra_targets is not None:
+        assert sums.extra_x is not None
+        extra_log_probs = (sums.extra_x - log_total[:, None]) + _extra_mask(extra_targets, v, options)
+        extra_log_probs = extra_log_probs.where(valid[:, None] & (extra_targets != options.ignore_index), 0.0)
     return Statistics(
         loss=valid_only(loss),
         lse=torch.stack((sums.top, sums.total), -1),
@@ -148,27 +174,36 @@ def statistics_of(
         predicted=predicted,
         log_probs=valid_only(log_p) if wants.log_probs or options.token_scaling else no_values(),
         entropy=entropy,
+        mean_logits=mean_logits,
+        log_sum_sq_probs=log_sum_sq_probs,
+        extra_log_probs=extra_log_probs,
     )
+
+
+def _extra_mask(extra_targets: Tensor, v: int, options: Options) -> Tensor:
+    """Return a term [M, K] that makes a value NaN if its extra target is outside [0, V) and not ignored."""
+    is_wrong = ((extra_targets < 0) | (extra_targets >= v)) & (extra_targets != options.ignore_index)
+    return torch.zeros_like(extra_targets, dtype=torch.float32).masked_fill_(is_wrong, float("nan"))
 
 
 def statistics_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-    wants: Wants, with_gradient: bool,
+    wants: Wants, with_gradient: bool, extra_targets: Tensor | None = None,
 ) -> Statistics:  # fmt: skip
     """Compute `statistics` in torch."""
     v = logits.shape[1]
     columns = target.clamp(0, v - 1).long()
-    sums, e = sums_torch(logits, columns, weight, options, wants, overwrite=with_gradient)
-    result = statistics_of(sums, target, weight, scales, options, wants, v)
+    sums, e = sums_torch(logits, columns, weight, options, wants, with_gradient, extra_targets)
+    result = statistics_of(sums, target, weight, scales, options, wants, v, extra_targets)
     if with_gradient:
-        dx = _gradient_of_x(e, None, target, weight, scales, result, WHOLE_LOSS, options, Shard(0, v))
+        dx = _gradient_of_x(e, None, target, weight, scales, result, WHOLE_LOSS, options, Shard(0, v), None)
         logits.copy_(_multiply_by_slope(dx, logits, target, options))
     return result
 
 
 def gradient_torch(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: Statistics | SavedStatistics,
-    upstream: Upstream, options: Options, out: Tensor, shard: Shard,
+    upstream: Upstream, options: Options, out: Tensor, shard: Shard, extra_targets: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `gradient` in torch."""
     assert saved.lse is not None
@@ -179,7 +214,7 @@ def gradient_torch(
         e, shifted = shifted.exp_(), None
     else:
         e = shifted.exp()
-    dx = _gradient_of_x(e, shifted, target, weight, scales, saved, upstream, options, shard)
+    dx = _gradient_of_x(e, shifted, target, weight, scales, saved, upstream, options, shard, extra_targets)
     # dx has the memory of one of these tensors. The other tensor is freed, so that the slope can use its memory.
     del e, shifted
     return out.copy_(_multiply_by_slope(dx, logits, target, options))
@@ -188,6 +223,7 @@ def gradient_torch(
 def _gradient_of_x(
     e: Tensor, shifted: Tensor | None, target: Tensor, weight: Tensor | None, scales: Tensor,
     saved: Statistics | SavedStatistics, upstream: Upstream, options: Options, shard: Shard,
+    extra_targets: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """Return dx [M, V] in the memory of `e` or `shifted`.
 
@@ -207,6 +243,12 @@ def _gradient_of_x(
     mass = target_factor + 2.0 * options.z_loss * z_scale * (saved.lse[:, 0] + total.log())
     if smoothing:
         mass = mass + scale * smoothing / shard.vocabulary * scales[2]
+    dextra = None
+    if upstream.extra_log_probs is not None:
+        assert extra_targets is not None
+        dextra = upstream.extra_log_probs + _extra_mask(extra_targets, shard.vocabulary, options)
+        dextra = dextra.masked_fill(extra_targets == options.ignore_index, 0.0)
+        mass = mass - dextra.sum(-1)
     mass = (mass / total)[:, None]
     if shifted is None:
         dx = e.mul_(mass)
@@ -220,6 +262,10 @@ def _gradient_of_x(
     local = target - shard.start
     target_factor = target_factor.where((local >= 0) & (local < v), 0.0)
     dx.scatter_add_(1, local.clamp(0, v - 1).long()[:, None], -target_factor[:, None])
+    if dextra is not None:
+        assert extra_targets is not None
+        local = extra_targets - shard.start
+        dx.scatter_add_(1, local.clamp(0, v - 1).long(), dextra.where((local >= 0) & (local < v), 0.0))
     if smoothing:
         w = 1.0 if weight is None else weight.float()[shard.start : shard.start + v]
         dx.sub_((scale * smoothing / shard.vocabulary).expand_as(total)[:, None] * w)

@@ -254,6 +254,8 @@ def can_read_once(logits: Tensor, target: Tensor, options: Options, wants: Wants
     """
     if gluon is None or options.softcap is not None or options.label_smoothing != 0 or wants.predicted or wants.entropy:
         return False
+    if wants.mean_logits or wants.sum_sq_probs or wants.extra_targets:
+        return False
     # The kernel gives rows past the last one the target `ignore_index`, so the dtype of the targets must hold it.
     if target.dtype != torch.int64 and abs(options.ignore_index) >= 2**31:
         return False

@@ -1,9 +1,9 @@
 r"""One pass over a row of logits, in blocks. The kernels of `token.kernels` and `token.shards` share this code.
 
-Each thread has its own sums. Let m be the maximum so far, S = sum exp(x_j - m), R = sum exp(x_j - m) (x_j - m). A new
-maximum m' changes the sums to
+Each thread has its own sums. Let m be the maximum so far, S = sum exp(x_j - m), R = sum exp(x_j - m) (x_j - m) and
+Q = sum exp(x_j - m)^2. A new maximum m' changes the sums to
 
-    S' = S exp(m - m'),   R' = (R + (m - m') S) exp(m - m')
+    S' = S exp(m - m'),   R' = (R + (m - m') S) exp(m - m'),   Q' = Q exp(m - m')^2
 
 Shapes: V vocabulary, or the columns of a shard.
 """
@@ -79,15 +79,15 @@ def columns(start, BLOCK_V: tl.constexpr, LANE: tl.constexpr):
 @triton.jit
 def _accumulate(
     start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap,
-    high, total, moment, weighted, best,  # [BLOCK_V / LANE] each
-    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
-    ENTROPY: tl.constexpr, LAST: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+    high, total, moment, squares, weighted, best,  # [BLOCK_V / LANE] each
+    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, LAST: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of logits to each thread's maximum m, S, R, sum of w (x - pivot), and argmax."""
+    """Add a block of logits to each thread's maximum m, S, R, Q, sum of w (x - pivot), and argmax."""
     cols = columns(start, BLOCK_V, LANE)
     inside = cols < V if LAST else None
     x, _ = transform(tl.load(logits_ptr + cols, mask=inside), logit_scale, softcap, SCALED, SOFTCAP)
-    if SMOOTHING:
+    if WEIGHTED:
         difference = x - pivot
         if weight_ptr is not None:
             difference *= tl.load(weight_ptr + cols, mask=inside).to(tl.float32)
@@ -109,46 +109,51 @@ def _accumulate(
     factor, e = tl.exp2(fall * LOG2E), tl.exp2(shifted * LOG2E)
     if ENTROPY:
         moment = (moment + tl.maximum(fall, LOWEST) * total) * factor + tl.sum(e * tl.maximum(shifted, LOWEST), axis=1)
+    if SQUARES:
+        squares = squares * factor * factor + tl.sum(e * e, axis=1)
     total = total * factor + tl.sum(e, axis=1)
-    return new_high, total, moment, weighted, best
+    return new_high, total, moment, squares, weighted, best
 
 
 @triton.jit
 def scan(
     logits_ptr, V, pivot, weight_ptr, logit_scale, softcap,
-    SMOOTHING: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
-    ENTROPY: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
+    WEIGHTED: tl.constexpr, SCALED: tl.constexpr, SOFTCAP: tl.constexpr, PREDICTED: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK_V: tl.constexpr, LANE: tl.constexpr,
 ):  # fmt: skip
-    """Return m = max x, S = sum exp(x - m), R = sum exp(x - m) (x - m), sum w (x - pivot) and the argmax of one row.
+    """Return m = max x, S, R, Q, sum w (x - pivot) and the argmax of one row.
 
-    Without ENTROPY, R is 0. Without SMOOTHING, sum w (x - pivot) is 0. Without PREDICTED, the argmax is 0. `pivot` is
-    any number near the logits: the sum of differences from it loses no digits if all logits have a large common offset.
-    If all logits are -inf, the sums are relative to 0.
+    Without ENTROPY, R is 0. Without SQUARES, Q is 0. Without WEIGHTED, sum w (x - pivot) is 0. Without PREDICTED, the
+    argmax is 0. `pivot` is any number near the logits: the sum of differences from it loses no digits if all logits
+    have a large common offset. If all logits are -inf, the sums are relative to 0.
     """
     high = tl.full([BLOCK_V // LANE], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_V // LANE], tl.float32)
     moment = tl.zeros([BLOCK_V // LANE], tl.float32)
+    squares = tl.zeros([BLOCK_V // LANE], tl.float32)
     weighted = tl.zeros([BLOCK_V // LANE], tl.float32)
     best = tl.zeros([BLOCK_V // LANE], tl.int32)
     whole = V // BLOCK_V * BLOCK_V
     for start in tl.range(0, whole, BLOCK_V):
-        high, total, moment, weighted, best = _accumulate(
-            start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, moment, weighted, best,
-            SMOOTHING, SCALED, SOFTCAP, PREDICTED, ENTROPY, False, BLOCK_V, LANE,
+        high, total, moment, squares, weighted, best = _accumulate(
+            start, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, moment, squares, weighted, best,
+            WEIGHTED, SCALED, SOFTCAP, PREDICTED, ENTROPY, SQUARES, False, BLOCK_V, LANE,
         )  # fmt: skip
     if whole < V:
-        high, total, moment, weighted, best = _accumulate(
-            whole, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, moment, weighted, best,
-            SMOOTHING, SCALED, SOFTCAP, PREDICTED, ENTROPY, True, BLOCK_V, LANE,
+        high, total, moment, squares, weighted, best = _accumulate(
+            whole, logits_ptr, pivot, V, weight_ptr, logit_scale, softcap, high, total, moment, squares, weighted, best,
+            WEIGHTED, SCALED, SOFTCAP, PREDICTED, ENTROPY, SQUARES, True, BLOCK_V, LANE,
         )  # fmt: skip
     highest = tl.max(high, axis=0)
     fall = high - tl.where(highest == float("-inf"), 0.0, highest)
     factor = tl.exp2(fall * LOG2E)
-    r, weighted_sum, argmax = 0.0, 0.0, 0
+    r, q, weighted_sum, argmax = 0.0, 0.0, 0.0, 0
     if ENTROPY:
         r = tl.sum((moment + tl.maximum(fall, LOWEST) * total) * factor, axis=0)
-    if SMOOTHING:
+    if SQUARES:
+        q = tl.sum(squares * factor * factor, axis=0)
+    if WEIGHTED:
         weighted_sum = tl.sum(weighted, axis=0)
     if PREDICTED:
         argmax = tl.min(tl.where(high == highest, best, V), axis=0)
-    return highest, tl.sum(total * factor, axis=0), r, weighted_sum, argmax
+    return highest, tl.sum(total * factor, axis=0), r, q, weighted_sum, argmax

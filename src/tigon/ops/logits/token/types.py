@@ -1,6 +1,6 @@
 """The values that the functions of `token.kernels` take and return: options, statistics and upstream gradients.
 
-Shapes: M tokens, V vocabulary.
+Shapes: M tokens, V vocabulary, K extra targets of each token.
 """
 
 from typing import NamedTuple
@@ -28,13 +28,17 @@ class Wants(NamedTuple):
     predicted: bool = False
     log_probs: bool = False
     entropy: bool = False
+    mean_logits: bool = False
+    sum_sq_probs: bool = False
+    # K, the number of extra targets of each token
+    extra_targets: int = 0
 
 
 LOSS_ALONE = Wants()
 
 
 class Statistics(NamedTuple):
-    """The results of one pass over the logits. A result that is not requested is an empty tensor."""
+    """The results of one pass over the logits. A result that is not requested is an empty tensor, or None."""
 
     # [M] fp32, scaled
     loss: Tensor
@@ -49,6 +53,12 @@ class Statistics(NamedTuple):
     log_probs: Tensor
     # [M] fp32: lse - sum_j p_j x_j, 0 for ignored tokens
     entropy: Tensor
+    # [M] fp32: the mean of x over the vocabulary, 0 for ignored tokens
+    mean_logits: Tensor | None = None
+    # [M] fp32: log sum_j p_j^2, 0 for ignored tokens
+    log_sum_sq_probs: Tensor | None = None
+    # [M, K] fp32: x_k - lse of the extra targets, 0 for ignored tokens and ignored extra targets
+    extra_log_probs: Tensor | None = None
 
 
 class SavedStatistics(NamedTuple):
@@ -60,7 +70,7 @@ class SavedStatistics(NamedTuple):
 
 
 class Upstream(NamedTuple):
-    """The upstream gradients, each [M]; that of the loss may also be [].
+    """The upstream gradients, each [M], for extra targets [M, K]; that of the loss may also be [].
 
     None means ones for the loss, and zeros for the others.
     """
@@ -68,6 +78,7 @@ class Upstream(NamedTuple):
     loss: Tensor | None = None
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    extra_log_probs: Tensor | None = None
 
 
 # The upstream gradients of the sum of all losses: ones for the losses, zeros for the other results.

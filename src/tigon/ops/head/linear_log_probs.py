@@ -1,0 +1,317 @@
+r"""Log-probabilities of the tokens of a sequence under a language model's head, without holding all logits.
+
+For hidden state x, head W, b, target t, logit scale s, soft cap c and temperature tau:
+
+    a     = x W^T + b
+    z_j   = c tanh(s a_j / c) / tau              without a soft cap z_j = s a_j / tau
+    log p = z_t - log sum_j exp(z_j)             da_j = ([j = t] - p_j) dz_j / da_j    per unit of upstream gradient
+
+The temperature divides after the soft cap, as it does when a model samples. With c' = c / tau and s' = s / tau this is
+z_j = c' tanh(s' a_j / c'), so the kernels of the cross entropy compute it without a further option.
+
+`log_prob_chunks` has the products: one forward, three backward, because the upstream gradient differs from token to
+token and dW depends on it.
+
+Shapes: T tokens (all leading dimensions), H hidden, V vocabulary, K extra targets of each token.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tigon.ops.head.chunks import LossSettings, Needs
+from tigon.ops.head.computed_rows import rows_to_compute
+from tigon.ops.head.log_prob_chunks import log_prob_gradients, log_prob_statistics
+from tigon.ops.head.vocab_parallel import largest_shard, local_parts, shard_of
+from tigon.ops.logits.token.kernels import Options, SavedStatistics, Upstream, Wants, gradient_scales
+from tigon.ops.logits.valid_rows import ValidRows, as_targets
+from tigon.runtime import checks
+from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
+
+__all__ = ["LogProbOutput", "linear_log_probs", "linear_log_probs_reference"]
+
+
+class LogProbOutput(NamedTuple):
+    """The log-probabilities and the further results that were requested. The fields of other results are None.
+
+    `log_probs`, `entropy` and `extra_log_probs` are differentiable. All results are 0 (False) for ignored targets.
+    """
+
+    # [...] fp32
+    log_probs: Tensor
+    # [...] fp32, in nats
+    entropy: Tensor | None = None
+    # [...] bool: whether the target is the first of the largest logits
+    is_top1: Tensor | None = None
+    # [...] fp32: the mean over the vocabulary of the logits after scale, soft cap and temperature
+    mean_logits: Tensor | None = None
+    # [...] fp32: log sum_j p_j^2
+    log_sum_sq_probs: Tensor | None = None
+    # [..., K] fp32: the log-probabilities of the extra targets
+    extra_log_probs: Tensor | None = None
+
+
+# --- reference -----------------------------------------------------------------------------------
+
+
+def linear_log_probs_reference(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, temperature: float = 1.0,
+    softcap: float | None = None, logit_scale: float = 1.0, ignore_index: int = -100, return_entropy: bool = False,
+    return_top1: bool = False, return_mean_logits: bool = False, return_sum_sq_probs: bool = False,
+    extra_targets: Tensor | None = None, fp32_products: bool = False,
+) -> Tensor | LogProbOutput:  # fmt: skip
+    """Compute `linear_log_probs` by its eager definition with all logits, the ground truth of the tests."""
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    if fp32_products:
+        hidden, weight, bias = hidden.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
+    z = F.linear(hidden, weight, bias).to(wide) * logit_scale
+    if softcap is not None:
+        z = softcap * torch.tanh(z / softcap)
+    z = z / temperature
+    log_p, valid, v = torch.log_softmax(z, -1), targets != ignore_index, z.shape[-1]
+
+    def gather(indices: Tensor) -> Tensor:
+        inside = (indices >= 0) & (indices < v)
+        values = log_p.gather(-1, indices.where(inside, 0).long()).where(inside, torch.nan)
+        return values.where(valid[..., None] & (indices != ignore_index), 0.0)
+
+    log_probs = gather(targets[..., None])[..., 0]
+    if not (return_entropy or return_top1 or return_mean_logits or return_sum_sq_probs or extra_targets is not None):
+        return log_probs
+    fixed_log_p = log_p.detach()
+    return LogProbOutput(
+        log_probs,
+        # The clamp makes p log p zero if p is zero.
+        -(log_p.exp() * log_p.clamp(min=-1e4)).sum(-1).where(valid, 0.0) if return_entropy else None,
+        valid & (z.argmax(-1) == targets) if return_top1 else None,
+        z.detach().mean(-1).where(valid, 0.0) if return_mean_logits else None,
+        torch.logsumexp(2.0 * fixed_log_p, -1).where(valid, 0.0) if return_sum_sq_probs else None,
+        None if extra_targets is None else gather(extra_targets),
+    )
+
+
+# --- autograd ------------------------------------------------------------------------------------
+
+
+class _LinearLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, extra_targets: Tensor | None,
+        valid_rows: ValidRows | Literal[False] | None, settings: LossSettings,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        keep_none_gradients(ctx)
+        options, shard = settings.options, settings.shard
+        if torch.compiler.is_compiling():
+            # The operator finds the rows when it runs.
+            rows, count = None, -1 if valid_rows is None else x.shape[0]
+        else:
+            multiplications = x.numel() * max(largest_shard(shard), 1)
+            rows, count = rows_to_compute(valid_rows, target, options.ignore_index, multiplications)
+        # Log-probabilities have no class weights and are not divided by a number of items.
+        scales = gradient_scales(target, None, None, shard.vocabulary, options.ignore_index, False)
+        result = log_prob_statistics(x, weight, target, bias, extra_targets, scales, rows, count, settings)
+        ctx.save_for_backward(
+            x, weight, target, bias, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy
+        )
+        ctx.count, ctx.settings = count, settings
+        constants = result.predicted, result.mean_logits, result.log_sum_sq_probs
+        ctx.mark_non_differentiable(*(values for values in constants if values is not None))
+        return result.log_probs, result.entropy, result.extra_log_probs, *constants
+
+    @staticmethod
+    @first_order
+    @without_autocast
+    def backward(
+        ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
+    ) -> tuple[Tensor | None, ...]:
+        x, weight, target, bias, extra_targets, scales, rows, lse, log_probs, entropy = ctx.saved_tensors
+        wants = ctx.settings.wants
+        dentropy, dextra = dentropy if wants.entropy else None, dextra if wants.extra_targets else None
+        if dlog_probs is None and dentropy is None and dextra is None:
+            return (None,) * 7
+        upstream = Upstream(lse.new_zeros(()), dlog_probs, dentropy, dextra)
+        gradients = log_prob_gradients(
+            x, weight, target, bias, extra_targets, scales, rows, ctx.count,
+            SavedStatistics(lse, log_probs, entropy if wants.entropy else None), upstream, ctx.settings,
+        )  # fmt: skip
+        needed_gradients = (g if need else None for g, need in zip(gradients, ctx.settings.needs[:3], strict=True))
+        return *needed_gradients, None, None, None, None
+
+
+# --- public --------------------------------------------------------------------------------------
+
+
+def linear_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    ignore_index: int = -100,
+    return_entropy: bool = False,
+    return_top1: bool = False,
+    return_mean_logits: bool = False,
+    return_sum_sq_probs: bool = False,
+    extra_targets: Tensor | None = None,
+    fp32_products: bool = False,
+    valid_rows: ValidRows | Literal[False] | None = None,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    vocab_size: int | None = None,
+) -> Tensor | LogProbOutput:
+    """Return the log-probabilities of tokens, `log_softmax(linear(hidden, weight))` at the targets, in fp32.
+
+    The result is differentiable with any upstream gradient, so a loss of preference or policy optimization is a few
+    lines of torch on it. Only the logits of one chunk exist at a time, on every device. Ignored tokens are not
+    computed, and each gradient is computed only if it is needed. Forward and backward take four products, and a call
+    without gradients takes one.
+
+    Args:
+        hidden: [..., H] hidden states, fp32 | bf16 | fp16.
+        weight: [V, H] of the head, of the same dtype. Under autocast both are cast as `linear` casts them, and the dW
+            of an fp32 weight is fp32 and not rounded. A half-precision dW is summed in fp32 and rounded once.
+        targets: [...] token indices, int64 | int32.
+        bias: [V].
+        temperature: Divides the logits after `logit_scale` and `softcap`. It must be positive.
+        softcap: Logits become `softcap * tanh(logits / softcap)` (Gemma 2), after `logit_scale`.
+        logit_scale: Multiplies the logits (Cohere, Granite).
+        ignore_index: Tokens with this target have results and gradients of exactly zero.
+        return_entropy: Also return the entropy of the probabilities in nats. It is differentiable.
+        return_top1: Also return whether the target is the first of the largest logits.
+        return_mean_logits: Also return the mean over the vocabulary of the logits after scale, soft cap and
+            temperature. It has no gradient.
+        return_sum_sq_probs: Also return the logarithm of the sum of the squared probabilities (WPO). It has no
+            gradient.
+        extra_targets: [..., K] further token indices, int64 | int32, whose log-probabilities are returned too. They are
+            differentiable. Entries of `ignore_index` have a log-probability and gradients of zero.
+        fp32_products: Compute the products in fp32, so that neither logits nor their gradients are rounded to half
+            precision. `hidden`, `weight` and `bias` may then have different dtypes, and autocast does not cast them.
+            For half-precision tensors on a GPU, the forward product takes as long as without this option, because
+            tensor cores sum in fp32. The backward products of fp32 numbers take much longer.
+        valid_rows: The `ValidRows` of `targets`, created as early as possible, so that the host does not wait here for
+            the number of valid tokens. None creates them here if the products take longer than the wait. False computes
+            ignored tokens too and never waits.
+        process_group: The ranks of a tensor-parallel head, as in `linear_cross_entropy`. Each rank holds some rows of
+            `weight` (and `bias`), and all ranks have the same other arguments. Targets are indices of the whole
+            vocabulary. Every rank gets all results, and dx summed over the ranks. All ranks must call backward.
+        vocab_size: V, required with a process_group unless `weight` is a DTensor.
+
+    Returns:
+        The log-probabilities [...] in fp32, or a `LogProbOutput` if a further result is requested. A target that is
+        neither in [0, V) nor `ignore_index` makes its log-probability, and its row of the gradient, NaN.
+
+    Raises:
+        TypeError: `hidden`, `weight` or `bias` is not a floating-point tensor, `targets` or `extra_targets` is not an
+            integer tensor, or an option has a wrong type.
+        ValueError: Shapes, dtypes, devices or shards do not match, or an option is out of range.
+
+    Source: the order of scale, soft cap and temperature, and the further results, TRL 1.16; the sum of squared
+    probabilities, Zhou et al., "WPO", arXiv:2406.11827; entropy in policy gradients, Mnih et al., arXiv:1602.01783.
+
+    Example:
+        >>> hidden, head = torch.randn(6, 16, requires_grad=True), torch.randn(100, 16)
+        >>> log_probs = tigon.linear_log_probs(hidden, head, torch.randint(100, (6,)), temperature=0.7)
+        >>> advantages = torch.randn(6)
+        >>> (-advantages * log_probs).mean().backward(); hidden.grad.shape
+        torch.Size([6, 16])
+    """
+    op = "linear_log_probs"
+    checks.tensor(op, hidden=hidden, weight=weight, targets=targets)
+    checks.flag(
+        op, return_entropy=return_entropy, return_top1=return_top1, return_mean_logits=return_mean_logits,
+        return_sum_sq_probs=return_sum_sq_probs, fp32_products=fp32_products,
+    )  # fmt: skip
+    if any(hasattr(x, "placements") for x in (hidden, weight, bias, targets)):
+        if vocab_size is None and process_group is not None and hasattr(weight, "placements"):
+            vocab_size = weight.shape[0]
+        hidden, targets, weight, bias = local_parts(
+            op, process_group, hidden, targets, ("hidden", "targets"), weight=weight, bias=bias
+        )
+    checks.floating(op, hidden=hidden, weight=weight, bias=bias)
+    checks.integer(op, targets=targets)
+    if weight.dim() != 2 or weight.shape[1] == 0 or (process_group is None and len(weight) == 0):
+        raise ValueError(f"{op}: weight must have shape (V, H), got {tuple(weight.shape)}")
+    v, h = weight.shape
+    if hidden.dim() == 0 or hidden.shape[-1] != h:
+        raise ValueError(
+            f"{op}: hidden must have shape (..., H) and weight (V, H), got {tuple(hidden.shape)} and {(v, h)}"
+        )
+    checks.shape(op, "targets", targets, hidden.shape[:-1])
+    if bias is not None:
+        checks.shape(op, "bias", bias, (v,))
+    if extra_targets is not None:
+        checks.integer(op, extra_targets=extra_targets)
+        if extra_targets.dim() == 0 or extra_targets.shape[:-1] != targets.shape or extra_targets.shape[-1] == 0:
+            expected = ", ".join([*map(str, targets.shape), "K"])
+            raise ValueError(
+                f"{op}: extra_targets must have shape ({expected}) with K > 0, got {tuple(extra_targets.shape)}"
+            )
+    checks.same(op, "device", hidden=hidden, weight=weight, bias=bias, targets=targets, extra_targets=extra_targets)
+    shard = shard_of(op, process_group, v, vocab_size, "weight")
+    ignore_index = checks.ignore_index(op, ignore_index)
+    options = _options(op, ignore_index, temperature, softcap, logit_scale)
+    if valid_rows is not None and valid_rows is not False:
+        if not isinstance(valid_rows, ValidRows):
+            raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
+        if not torch.compiler.is_compiling():
+            valid_rows.check(op, targets, ignore_index)
+    if not fp32_products:
+        hidden, bias = _with_dtype_of_products(op, hidden, weight, bias)
+
+    x, target = hidden.reshape(-1, h), as_targets(targets, ignore_index)
+    extra, extra_count = None, 0
+    if extra_targets is not None:
+        extra_count = extra_targets.shape[-1]
+        extra = as_targets(extra_targets, ignore_index).view(-1, extra_count)
+    needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (hidden, weight, bias)]
+    wants = Wants(False, return_top1, True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count)
+    settings = LossSettings(Needs(*needs), wants, True, None, shard, options, fp32_products)
+    log_probs, entropy, extra_log_probs, predicted, mean_logits, log_sum_sq_probs = _LinearLogProbs.apply(
+        x, weight, bias, target, extra,
+        None if valid_rows is not False and torch.compiler.is_compiling() else valid_rows, settings,
+    )  # fmt: skip
+    shape = targets.shape
+    is_plain = not (return_entropy or return_top1 or return_mean_logits or return_sum_sq_probs or extra_count)
+    if is_plain:
+        return log_probs.view(shape)
+    return LogProbOutput(
+        log_probs.view(shape),
+        entropy.view(shape) if return_entropy else None,
+        # Ignored tokens have a prediction of -1, which may be the ignore_index.
+        ((predicted == target) & (target != ignore_index)).view(shape) if return_top1 else None,
+        mean_logits.view(shape) if return_mean_logits else None,
+        log_sum_sq_probs.view(shape) if return_sum_sq_probs else None,
+        extra_log_probs.view(*shape, extra_count) if extra_count else None,
+    )
+
+
+def _options(op: str, ignore_index: int, temperature: float, softcap: float | None, logit_scale: float) -> Options:
+    """Check the options that change the logits, and return those of the kernels, which divide by the temperature."""
+    temperature = checks.number(op, "temperature", temperature, 0.0, excludes_low=True)
+    if softcap is not None:
+        softcap = checks.number(op, "softcap", softcap, 0.0, excludes_low=True)
+    logit_scale = checks.number(op, "logit_scale", logit_scale)
+    # c tanh(s a / c) / tau = c' tanh(s' a / c') with c' = c / tau and s' = s / tau.
+    if softcap is not None:
+        softcap = checks.number(op, "softcap / temperature", softcap / temperature, 0.0, excludes_low=True)
+    logit_scale = checks.number(op, "logit_scale / temperature", logit_scale / temperature)
+    return Options(ignore_index, softcap=softcap, logit_scale=logit_scale)
+
+
+def _with_dtype_of_products(
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Check the dtypes, and return `hidden` and `bias` in the dtype in which autocast computes products."""
+    if hidden.device.type == "meta" or not torch.is_autocast_enabled(hidden.device.type):
+        checks.same(op, "dtype", hidden=hidden, weight=weight, bias=bias)
+        return hidden, bias
+    dtype = torch.get_autocast_dtype(hidden.device.type)
+    cast = lambda x: x if x.dtype == torch.float64 else x.to(dtype)
+    # The weight is cast slab by slab, so that its gradient is not rounded.
+    hidden, bias = cast(hidden), None if bias is None else cast(bias)
+    checks.same(op, "dtype", hidden=hidden, weight=cast(weight[:0]), bias=bias)
+    return hidden, bias

@@ -1,0 +1,309 @@
+import pytest
+import torch
+from torch import Tensor
+
+import tigon
+from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
+from tigon.ops.head.chunks import ChunkConfig
+from tigon.ops.head.linear_log_probs import linear_log_probs_reference
+from tigon.ops.head.log_prob_chunks import SlabConfig, SlabProblem
+from tigon.runtime.device import device_of
+from tigon.runtime.tuning import tuned
+
+T, H, V, K = 23, 16, 101, 3
+OPTIONS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "scale, cap, temperature": {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.5},
+    "entropy": {"return_entropy": True},
+    "extra targets": {"extra_targets": True, "temperature": 1.3},
+    "everything": {"temperature": 1.4, "softcap": 5.0, "return_entropy": True, "extra_targets": True},
+}
+# The widths of slabs of the vocabulary and the lengths of blocks of tokens in the backward pass.
+DIVISIONS = {"one slab": {}, "slabs": {"columns": 40}, "slabs and blocks": {"columns": 64, "block_tokens": 8}}
+NON_DIFFERENTIABLE = {"return_top1": True, "return_mean_logits": True, "return_sum_sq_probs": True}
+
+
+def _inputs(dtype: torch.dtype = torch.float32, t: int = T) -> tuple[list[Tensor], Tensor, Tensor]:
+    """Return hidden, weight and bias, targets with ignored ones, and extra targets with ignored and equal ones."""
+    generator = torch.Generator().manual_seed(t)
+    normal = lambda *shape: torch.randn(shape, generator=generator).to(DEVICE, dtype).requires_grad_()
+    tensors = [normal(t, H), normal(V, H), normal(V)]
+    targets, extra = (torch.randint(V, shape, generator=generator) for shape in ((t,), (t, K)))
+    targets[2::4] = -100
+    extra[1::5, 1] = -100
+    # Equal extra targets add up, also if they equal the target.
+    extra[3::4] = targets[3::4, None]
+    return tensors, targets.to(DEVICE), extra.to(DEVICE)
+
+
+def _runs(targets: Tensor, extra: Tensor, options: dict):
+    options = options | ({"extra_targets": extra} if "extra_targets" in options else {})
+
+    def of(function):
+        def run(hidden, weight, bias=None):
+            result = function(hidden, weight, targets, bias=bias, **options)
+            return tuple(y for y in result if y is not None) if isinstance(result, tuple) else result
+
+        return run
+
+    return of(tigon.linear_log_probs), of(linear_log_probs_reference)
+
+
+# --- values and gradients ------------------------------------------------------------------------
+
+
+@one_in(2, options=OPTIONS, division=DIVISIONS, with_bias={"": False, "bias": True})
+def test_log_probs_and_gradients_are_as_accurate_as_eager_code(options, division, with_bias):
+    """The upstream gradients of all outputs differ from token to token."""
+    tensors, targets, extra = _inputs()
+    with tuned(ChunkConfig, tokens=7), tuned(SlabConfig, **division):
+        run, reference = _runs(targets, extra, options)
+        assert_as_accurate_as_eager(run, reference, tensors if with_bias else tensors[:2], loss=True)
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+@pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+def test_bf16_gradients_are_as_accurate_as_eager_code(division):
+    """dW is rounded once, and so is dx, however many slabs and blocks there are."""
+    tensors, targets, extra = _inputs(torch.bfloat16, 203)
+    with tuned(ChunkConfig, tokens=64), tuned(SlabConfig, **division):
+        assert_as_accurate_as_eager(*_runs(targets, extra, OPTIONS["everything"]), tensors, loss=True)
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+@pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+def test_gradients_summed_over_slabs_and_blocks_have_the_error_of_one_product(division):
+    """bf16 sums over 75 blocks, or over slabs, would have several times this error."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, 32, generator=generator).to(DEVICE, torch.bfloat16) for n in (600, 384)]
+    targets = torch.randint(384, (600,), generator=generator).to(DEVICE)
+    upstream = torch.randn(600, generator=generator).to(DEVICE)
+
+    def gradients(function, dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in tensors]
+        return torch.autograd.grad((function(*leaves, targets) * upstream).sum(), leaves)
+
+    exact = gradients(linear_log_probs_reference, torch.float64)
+    eager = gradients(linear_log_probs_reference, torch.bfloat16)
+    with tuned(SlabConfig, **division):
+        actual = gradients(tigon.linear_log_probs, torch.bfloat16)
+    error = lambda x, e: (x.double() - e).norm() / e.norm()
+    for a, b, e in zip(actual, eager, exact, strict=True):
+        assert error(a, e) <= 1.1 * error(b, e)
+
+
+def test_results_of_rows_of_several_blocks():
+    """The largest logit comes last, so every block of a row changes the maximum of the sums before it."""
+    v = 5000
+    hidden = torch.tensor([[1.0], [0.3]], device=DEVICE)
+    weight = torch.linspace(-8.0, 8.0, v, device=DEVICE)[:, None]
+    targets = torch.tensor([v - 1, 17], device=DEVICE)
+    requests = {"return_entropy": True, "extra_targets": torch.tensor([[0, 4100], [2047, 2048]], device=DEVICE)}
+    actual, expected = (
+        f(hidden, weight, targets, **NON_DIFFERENTIABLE, **requests)
+        for f in (tigon.linear_log_probs, linear_log_probs_reference)
+    )
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-5)
+
+
+def test_temperature_divides_after_the_soft_cap():
+    """The logit of 100 is capped to 2 and then divided by 0.5. In the other order it would be capped to 2."""
+    hidden, weight = torch.tensor([[1.0]], device=DEVICE), torch.tensor([[100.0], [-100.0]], device=DEVICE)
+    targets = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    log_prob = tigon.linear_log_probs(hidden, weight, targets, softcap=2.0, temperature=0.5, logit_scale=3.0)
+    torch.testing.assert_close(log_prob, torch.log_softmax(torch.tensor([[4.0, -4.0]], device=DEVICE), -1)[:, 0])
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7, "softcap": 3.0, "logit_scale": 1.5}], ids=str)
+def test_further_results_equal_their_definitions(options):
+    tensors, targets, extra = _inputs()
+    requests = NON_DIFFERENTIABLE | {"return_entropy": True, "extra_targets": extra}
+    with tuned(ChunkConfig, tokens=7):
+        actual = tigon.linear_log_probs(*tensors[:2], targets, bias=tensors[2], **requests, **options)
+    expected = linear_log_probs_reference(*tensors[:2], targets, bias=tensors[2], **requests, **options)
+    for name, value in expected._asdict().items():
+        result = getattr(actual, name)
+        torch.testing.assert_close(result, value, rtol=2e-6, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
+        assert (result[targets == -100] == 0).all()
+        assert result.requires_grad == (name in ("log_probs", "entropy", "extra_log_probs"))
+    assert (actual.mean_logits[targets != -100] != 0).all()
+
+
+def test_top1_is_the_first_maximum():
+    """Tokens 3 and 70 tie, far from each other, and lie above all others."""
+    weight = torch.zeros(V, 1, device=DEVICE)
+    weight[[3, 70]] = 1.0
+    targets = torch.tensor([3, 70, 5, -100], device=DEVICE)
+    result = tigon.linear_log_probs(torch.ones(4, 1, device=DEVICE), weight, targets, return_top1=True)
+    assert result.is_top1.tolist() == [True, False, False, False]
+
+
+def test_ignore_index_may_be_minus_one_or_a_token():
+    tensors, targets, _ = _inputs()
+    for ignore_index in (-1, 5):
+        labels = targets.where(targets != -100, ignore_index)
+        result = tigon.linear_log_probs(
+            *tensors[:2], labels, ignore_index=ignore_index, return_top1=True, extra_targets=labels[:, None]
+        )
+        assert not result.is_top1[labels == ignore_index].any()
+        assert torch.equal(result.extra_log_probs[:, 0], result.log_probs)
+        actual = torch.autograd.grad(result.extra_log_probs.square().sum(), tensors[:2], retain_graph=True)
+        expected = torch.autograd.grad(result.log_probs.square().sum(), tensors[:2])
+        for a, e in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_fp32_products_round_no_logits(dtypes):
+    (hidden, weight, _), targets, extra = _inputs()
+    tensors = [x.detach().to(dtype).requires_grad_() for x, dtype in zip((hidden, weight), dtypes, strict=True)]
+    options = {"fp32_products": True, "return_entropy": True, "extra_targets": True}
+    with tuned(ChunkConfig, tokens=7), tuned(SlabConfig, columns=40, block_tokens=8):
+        assert_as_accurate_as_eager(*_runs(targets, extra, options), tensors, loss=True)
+    rounded = tigon.linear_log_probs(hidden.bfloat16(), weight.bfloat16(), targets)
+    unrounded = tigon.linear_log_probs(hidden.bfloat16(), weight.bfloat16(), targets, fp32_products=True)
+    assert (rounded - unrounded).abs().max() > 1e-3, "the check can fail"
+
+
+@pytest.mark.parametrize("value", [V, -1], ids=str)
+def test_targets_out_of_range_are_nan(value):
+    tensors, targets, extra = _inputs()
+    targets[0], extra[1, 0] = value, value
+    result = tigon.linear_log_probs(*tensors[:2], targets, extra_targets=extra)
+    assert result.log_probs.isnan().nonzero().tolist() == [[0]]
+    assert result.extra_log_probs.isnan().nonzero().tolist() == [[1, 0]]
+    (dx,) = torch.autograd.grad((result.log_probs, result.extra_log_probs), tensors[0], [torch.ones_like(y) for y in (
+        result.log_probs, result.extra_log_probs)])  # fmt: skip
+    assert dx.isnan().any(-1).nonzero().flatten().tolist() == [0, 1]
+
+
+# --- work ----------------------------------------------------------------------------------------
+
+
+class _Products(torch.utils._python_dispatch.TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.multiplications = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function.overloadpacket._qualified_op_name in ("aten::mm", "aten::addmm", "aten::addmm_"):
+            a, b = args[-2:]
+            self.multiplications += a.shape[0] * a.shape[1] * b.shape[1]
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("needs", "products"),
+    [
+        pytest.param((True, True), 4, id="both"),
+        pytest.param((True, False), 3, id="frozen head"),
+        pytest.param((False, True), 3, id="frozen trunk"),
+        pytest.param((False, False), 1, id="no gradient"),
+    ],
+)
+@pytest.mark.parametrize("division", DIVISIONS.values(), ids=DIVISIONS)
+def test_only_needed_products_of_valid_tokens_are_computed(needs, products, division):
+    (hidden, weight, _), targets, _ = _inputs()
+    for x, need in zip((hidden, weight), needs, strict=True):
+        x.requires_grad_(need)
+    with tuned(SlabConfig, **division), _Products() as count:
+        log_probs = tigon.linear_log_probs(hidden, weight, targets)
+        if any(needs):
+            log_probs.square().sum().backward()
+    assert count.multiplications == products * int((targets != -100).sum()) * H * V
+    assert [x.grad is not None for x in (hidden, weight)] == list(needs)
+
+
+def test_values_of_ignored_tokens_do_not_matter():
+    (hidden, weight, _), targets, _ = _inputs()
+    clean = hidden.detach().clone().requires_grad_()
+    with torch.no_grad():
+        hidden[targets == -100] = torch.nan
+    results = []
+    for x in (hidden, clean):
+        log_probs = tigon.linear_log_probs(x, weight, targets)
+        results.append((log_probs, *torch.autograd.grad(log_probs.square().sum(), (x, weight))))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert (results[0][1][targets == -100] == 0).all()
+
+
+@pytest.mark.parametrize("t", [0, 5], ids=["no tokens", "all ignored"])
+def test_no_valid_token_gives_zeros(t):
+    (hidden, weight, bias), _, _ = _inputs(t=max(t, 1))
+    hidden = hidden.detach()[:t].requires_grad_()
+    targets = torch.full((t,), -100, device=DEVICE)
+    result = tigon.linear_log_probs(
+        hidden, weight, targets, bias=bias, return_entropy=True, extra_targets=targets[:, None], **NON_DIFFERENTIABLE
+    )
+    assert [y.shape for y in result] == [(t,)] * 5 + [(t, 1)]
+    assert all((y == 0).all() for y in result)
+    gradients = torch.autograd.grad(result.log_probs.sum() + result.entropy.sum(), (hidden, weight, bias))
+    assert all((g == 0).all() for g in gradients)
+
+
+def test_inputs_may_have_leading_dimensions():
+    (hidden, weight, _), targets, extra = _inputs(t=24)
+    flat = tigon.linear_log_probs(hidden, weight, targets, return_entropy=True, extra_targets=extra)
+    shaped = tigon.linear_log_probs(
+        hidden.view(2, 12, H), weight, targets.view(2, 12), return_entropy=True, extra_targets=extra.view(2, 12, K)
+    )
+    for a, b in zip(shaped, flat, strict=True):
+        assert a is b is None or torch.equal(a, b.view(a.shape))
+    assert shaped.extra_log_probs.shape == (2, 12, K)
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+def test_autocast_casts_like_a_linear_layer():
+    tensors, targets, _ = _inputs()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        ours, theirs = (f(*tensors[:2], targets) for f in (tigon.linear_log_probs, linear_log_probs_reference))
+        unrounded = tigon.linear_log_probs(*tensors[:2], targets, fp32_products=True)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(unrounded, linear_log_probs_reference(*tensors[:2], targets), rtol=1e-5, atol=1e-5)
+    for a, e in zip(*(torch.autograd.grad(y.sum(), tensors[:2]) for y in (ours, theirs)), strict=True):
+        assert a.dtype == torch.float32
+        torch.testing.assert_close(a, e, rtol=0.02, atol=2e-3)
+
+
+@pytest.mark.no_interpreter("The division is computed on the host.")
+def test_the_budget_bounds_the_logits_and_the_sum_of_dx():
+    """The numbers are those of 8192 x 4096 x 128256 in bf16: four slabs of equal width, and a sum of 128 MiB."""
+    problem = SlabProblem(hidden=4096, vocabulary=128256, logit_bytes=2, column_bytes=0, budget_mib=640)
+    config = SlabConfig.heuristic(problem, device_of(torch.empty(0)))
+    assert config.block_tokens == 128256 // 2
+    columns = config.slab_columns(problem, 8192)
+    assert columns == 32128
+    assert columns * 8192 * 2 + 4 * 8192 * 4096 <= 640 * 2**20
+    assert config.slab_columns(problem, config.block_tokens) >= 2048, "narrower slabs compile other kernels"
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.no_interpreter("It checks arguments before any kernel is launched.")
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"temperature": 0.0}, ValueError, "temperature must be positive and finite, got 0.0"),
+        ({"temperature": "hot"}, TypeError, "temperature must be a number, got str"),
+        ({"softcap": -1.0}, ValueError, "softcap must be positive and finite, got -1.0"),
+        ({"weight": torch.zeros(3)}, ValueError, r"weight must have shape \(V, H\), got \(3,\)"),
+        ({"hidden": torch.zeros(T, 3)}, ValueError, r"hidden must have shape .* got \(23, 3\) and \(101, 16\)"),
+        ({"bias": torch.zeros(7)}, ValueError, r"bias must have shape \(101,\), got \(7,\)"),
+        ({"targets": torch.zeros(7, dtype=torch.int64)}, ValueError, r"targets must have shape \(23,\), got \(7,\)"),
+        ({"extra_targets": torch.zeros(T).long()}, ValueError, r"extra_targets must have shape \(23, K\) with K > 0"),
+        ({"extra_targets": torch.zeros(T, 2)}, TypeError, "extra_targets must be an int64 or int32 tensor"),
+        ({"weight": torch.zeros(V, H).half()}, ValueError, "hidden and weight must have the same dtype"),
+        ({"vocab_size": 7}, ValueError, "vocab_size needs a process_group"),
+        ({"valid_rows": True}, TypeError, "valid_rows must be a tigon.ValidRows or False, got bool"),
+    ],
+    ids=lambda value: "+".join(value) if isinstance(value, dict) else "",
+)  # fmt: skip
+def test_bad_input_is_refused(change, error, message):
+    (hidden, weight, _), targets, _ = _inputs()
+    change = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in change.items()}
+    with pytest.raises(error, match=f"linear_log_probs: {message}"):
+        tigon.linear_log_probs(**{"hidden": hidden, "weight": weight, "targets": targets} | change)
