@@ -173,7 +173,7 @@ def _linear_log_probs(case: Case) -> Run:
     softcap, temperature = case.options.get("softcap"), float(case.options.get("temperature", 1.0))
 
     def run(hidden: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        logits = _wide(head_logits(hidden, weight, softcap)) / temperature
+        logits = _widen(head_logits(hidden, weight, softcap)) / temperature
         log_p = torch.log_softmax(logits, -1)
         valid = targets >= 0
         log_probs = log_p.gather(-1, targets.clamp(min=0)[:, None])[:, 0].where(valid, 0.0)
