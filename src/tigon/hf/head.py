@@ -32,7 +32,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,7 +40,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.adapted_head import AdaptedHeadForward, find_adapted_head
+from tigon.hf.forward_watch import describe_bypass, watch_forward
 from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
+from tigon.hf.loss_options import LossOptions, with_token_accuracy
 from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, loss_arguments, settings_check
 from tigon.hf.transformers_private import loss_slot, loss_type
 from tigon.ops.head.computed_rows import find_rows
@@ -51,12 +53,20 @@ from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward
 from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
-from tigon.runtime.stock import calls_are_stock, linears_are_stock
+from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook, is_replica
 from tigon.runtime.torch_private.operators import assert_on_device
 
-__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "called_head", "is_sharded_by_rows"]
+__all__ = [
+    "CausalLMForward",
+    "FusedLoss",
+    "HeadForward",
+    "LossFunction",
+    "called_head",
+    "is_sharded_by_rows",
+    "watch_loss",
+]
 
 LOGGER = logging.getLogger("tigon")
 
@@ -138,7 +148,9 @@ class LossCall:
     ignore_index: int
     # The number of multiplications in one product with the head.
     multiplications: int
+    options: LossOptions
     loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.find_targets()
@@ -171,6 +183,8 @@ class FusedLoss(threading.local):
     spec: Spec
     # The fused call of this thread.
     call: LossCall | None = None
+    # True while the patched forward of the model runs in this thread.
+    is_running: bool = False
 
     def __post_init__(self) -> None:
         self._has_settings = settings_check(self.spec.settings)
@@ -207,7 +221,9 @@ class FusedLoss(threading.local):
                 pass
         return changed_setting(model, self.spec.settings)
 
-    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LossCall | None:
+    def begin(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss_options: LossOptions
+    ) -> LossCall | None:
         """Return the call whose loss the head computes, or None if the stock code must run."""
         spec, skip_logits = self.spec, kwargs.pop("skip_logits", None)
         by_position = dict(zip(spec.positional_arguments, args, strict=False))
@@ -255,7 +271,7 @@ class FusedLoss(threading.local):
         # An engine may gather the weight of the head later, so its shape cannot be read here.
         multiplications = labels.numel() * spec.vocabulary * head.in_features
         ignore_index, shift_labels = options.get("ignore_index", IGNORE_INDEX), options.get("shift_labels")
-        return LossCall(head, layer, labels, shift_labels, num_items, ignore_index, multiplications)
+        return LossCall(head, layer, labels, shift_labels, num_items, ignore_index, multiplications, loss_options)
 
 
 @dataclass(eq=False)
@@ -266,17 +282,28 @@ class CausalLMForward:
     """
 
     fused: FusedLoss
+    options: LossOptions = field(default_factory=LossOptions)
+    # The notes of the report, to which a warning about a replaced loss function is added.
+    notes: list[str] = field(default_factory=list)
+    warns_of_replaced_loss: bool = True
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        options = self.options.for_call(kwargs)
+        call = self.fused.begin(model, args, kwargs, options)
+        if call is None:
+            self.options.check_unfused(options)
+            self.check_loss_function(model, kwargs)
         # A hook may call the model inside a call of the model.
-        outer_call, self.fused.call = self.fused.call, self.fused.begin(model, args, kwargs)
-        call = self.fused.call
+        outer_call, was_running = self.fused.call, self.fused.is_running
+        self.fused.call, self.fused.is_running = call, True
         try:
             outputs = type(model).forward(model, *args, **kwargs)
         finally:
-            self.fused.call = outer_call
+            self.fused.call, self.fused.is_running = outer_call, was_running
         if call is None or call.loss is None:
             return outputs
+        if call.token_accuracy is not None:
+            outputs = with_token_accuracy(outputs, call.token_accuracy)
         # nn.DataParallel gathers the outputs of its replicas, and accepts only tensors and None.
         no_logits = None if is_replica(model) else SKIPPED_LOGITS
         if isinstance(outputs, tuple):
@@ -287,6 +314,36 @@ class CausalLMForward:
         else:
             outputs.logits = no_logits
         return outputs
+
+    def check_loss_function(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        """Warn once if another function was assigned as the model's loss function after the patch."""
+        if torch.compiler.is_compiling() or not self.warns_of_replaced_loss or not model.training:
+            return
+        loss_function: Any = model.loss_function
+        if kwargs.get("labels") is None or self.fused.is_shared_by(loss_function):
+            return
+        self.warns_of_replaced_loss = False
+        message = describe_bypass("the loss function", model, written_in(loss_function))
+        self.notes.append(message)
+        warnings.warn(f"tigon: {message}", stacklevel=4)
+
+
+def watch_loss(model: nn.Module, options: LossOptions, notes: list[str]) -> Callable[[], None]:
+    """Set the options of a loss that has just been attached, and watch that the loss stays in use.
+
+    Args:
+        model: A model to which `attach` has just given the loss in its head.
+        options: The options of the loss.
+        notes: The notes of the report. Warnings about a replaced forward or loss function are added to them.
+
+    Returns:
+        The function that ends the watch of the model's body.
+    """
+    replacement = find_replacement(model)
+    assert replacement is not None
+    forward: Any = replacement.recipe
+    forward.options, forward.notes = options, notes
+    return watch_forward(model, forward.fused, notes)
 
 
 @dataclass(eq=False)
@@ -329,7 +386,7 @@ class HeadForward:
         if torch.compiler.is_compiling() or call.read_versions() != call.versions:
             call.find_targets()
         targets = call.targets.to(hidden.device)
-        loss = linear_cross_entropy(
+        result = linear_cross_entropy(
             hidden,
             weight,
             targets,
@@ -341,8 +398,13 @@ class HeadForward:
             num_items=call.num_items,
             valid_rows=call.valid_rows if targets is call.targets else None,
             process_group=weight.device_mesh.get_group() if is_sharded else None,
+            token_scaling=call.options.token_scaling,
+            acc_dtype=call.options.acc_dtype,
+            return_token_accuracy=call.options.return_token_accuracy,
         )
-        assert isinstance(loss, Tensor)
+        loss, call.token_accuracy = (
+            (result, None) if isinstance(result, Tensor) else (result.loss, result.token_accuracy)
+        )
         call.loss = loss
         # The marker is in the graph of the loss. FSDP2 does not work well with outputs that are views.
         marker = loss.new_full((1, 1, 1), spec.marker) + 0.0 * loss
