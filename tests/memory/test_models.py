@@ -1,7 +1,7 @@
 """With `tigon.patch(model, memory="lean")` less is saved, and all values have the bits of the default level."""
 
-import functools
 import copy
+import functools
 import pickle
 import weakref
 
