@@ -266,7 +266,6 @@ def test_a_subclass_with_its_own_loss_has_exact_gradients(path, tmp_path):
         torch.testing.assert_close(p, results[0].parameters[name], rtol=1e-3, atol=2e-4, msg=name)
 
 
-
 def test_the_forward_has_the_outputs_and_gradients_of_trl(path):
     outputs = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     generator = torch.Generator().manual_seed(0)
@@ -281,23 +280,31 @@ def test_the_forward_has_the_outputs_and_gradients_of_trl(path):
     stock = load_model(path)
     # Every second label is the most probable token, so that `is_top1` has both values.
     labels[:, 1::2] = stock(input_ids=tokens).logits.argmax(-1)[:, :-1:2]
-    utils.add_fused_lm_head(stock, temperature=0.7, outputs=outputs)
-    trl.enable()
-    ours = load_model(path)
-    utils.add_fused_lm_head(ours, temperature=0.7, outputs=outputs)
-    for case in cases:
-        results = [(model, model(**case, fused_lm_head=True)) for model in (ours, stock)]
-        (_, ours_out), (_, stock_out) = results
-        assert ours_out.keys() == stock_out.keys()
-        for name, value in stock_out.items():
-            torch.testing.assert_close(ours_out[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
-        for model, result in results:
+
+    def results() -> list:
+        """Return the outputs of each case, the gradients of all parameters, and the logits of a plain call."""
+        model = load_model(path)
+        utils.add_fused_lm_head(model, temperature=0.7, outputs=outputs)
+        outcomes = [model(input_ids=tokens).logits]
+        for case in cases:
             model.zero_grad()
+            result = model(**case, fused_lm_head=True)
             (result.loss + (result.entropy * 0.1).sum()).backward()
-        for (name, p), q in zip(ours.named_parameters(), stock.parameters(), strict=True):
-            torch.testing.assert_close(p.grad, q.grad, rtol=1e-3, atol=1e-5, msg=name)
-    logits = [model(input_ids=tokens).logits for model in (ours, stock)]
-    assert torch.equal(*logits)
+            outcomes.append(({**result}, {name: p.grad for name, p in model.named_parameters()}))
+        return outcomes
+
+    # TRL's own function must not run after `enable`, which replaces it for all models.
+    expected = results()
+    trl.enable()
+    assert utils._ChunkedLogProbFunction is trl_head.ChunkedLogProbs
+    actual = results()
+    assert torch.equal(actual[0], expected[0])
+    for (ours, our_grads), (theirs, their_grads) in zip(actual[1:], expected[1:], strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            torch.testing.assert_close(ours[name], value, rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        for name, grad in their_grads.items():
+            torch.testing.assert_close(our_grads[name], grad, rtol=1e-3, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
@@ -357,11 +364,10 @@ def test_a_mixture_with_a_router_loss_runs_trls_forward_on_tigon(counts):
     ours = transformers.MixtralForCausalLM(config)
     ours.load_state_dict(stock.state_dict())
     utils.add_fused_lm_head(stock)
+    batch |= {"labels": batch["input_ids"], "output_router_logits": True, "fused_lm_head": True}
+    expected = stock(**batch)
     trl.enable()
     utils.add_fused_lm_head(ours)
-    batch |= {"labels": batch["input_ids"], "output_router_logits": True, "fused_lm_head": True}
-    expected = stock.forward(**batch)
-    counts.log_probs = 0
     outputs = ours(**batch)
     assert counts.log_probs == 1
     assert outputs.aux_loss.item() == pytest.approx(expected.aux_loss.item())

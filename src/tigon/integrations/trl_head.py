@@ -225,7 +225,8 @@ def _summed_log_probs(
     return dict.fromkeys(FIELDS) | {
         "log_probs": _SumOfLogProbs.apply(result.loss, log_probs, valid, kind),
         "entropy": cut(result.entropy.detach()),
-        "is_top1": cut(result.predicted_tokens == targets) & valid,
+        # Ignored tokens have a prediction of -1.
+        "is_top1": cut(result.predicted_tokens == targets),
     }
 
 
