@@ -9,7 +9,7 @@ import tigon
 from tigon.hf import Report
 from tigon.testing import assert_accurate
 
-NAMES = [name for name in tigon.__all__ if name != "LossOutput"]
+NAMES = [name for name in tigon.__all__ if name not in ("LogProbOutput", "LossOutput")]
 OBJECTS = [
     *(getattr(tigon, name) for name in NAMES), assert_accurate, Report, Report.why, tigon.integrations.trl.enable,
 ]  # fmt: skip

@@ -40,7 +40,7 @@ from tigon.ops.rotary.rope import rope
 
 if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
-    from tigon import integrations
+    from tigon import integrations as integrations
     from tigon.hf import AutoModelForCausalLM, patch, patched
 
 __version__ = "0.1.0"

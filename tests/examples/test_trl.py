@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+import tigon
+
 for package in ("datasets", "matplotlib", "tokenizers", "transformers", "trl"):
     pytest.importorskip(package)
 accelerate = pytest.importorskip("accelerate")
-
-import tigon
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:.*pin_memory")
 FOLDER = Path(__file__).parents[2] / "examples"

@@ -10,10 +10,12 @@ import torch
 
 pytest.importorskip("trl", reason="TRL is not installed")
 pytest.importorskip("accelerate")
-peft = pytest.importorskip("peft")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("transformers")
 
 import accelerate
+import peft
+import transformers
 from trl.kernels import ChunkedLogProbFunction
 from trl.trainer import utils
 

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import trl
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
-
-import trl
 
 WORDS = [f"w{i}" for i in range(93)]
 VOCABULARY = ["<pad>", "<bos>", "<eos>", "<unk>", *WORDS]
