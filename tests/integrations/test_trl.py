@@ -4,6 +4,7 @@ import subprocess
 import sys
 import types
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from trl.trainer import utils
 import tigon
 from integrations import trainers
 from integrations.trainers import build, load_model, save_model, train
+from ranks import run_ranks
 from tigon.hf.levels import LayerCheckpoint
 from tigon.hf.transformers_private import checkpoint_function
 from tigon.integrations import trl, trl_head
@@ -164,6 +166,9 @@ def test_the_patch_may_come_before_or_after_the_trainer(patch_first, path, tmp_p
     if not patch_first:
         report = tigon.patch(trainer.model, memory="lean")
         assert {entry.part for entry in report.replaced} >= {"rms_norm", "glu", "rope"}
+        assert report.why("").splitlines()[-1] == (
+            "loss              left alone: the trainer of TRL computes the loss by tigon.integrations.trl"
+        )
     counts.watch(trainer.model)
     assert_same_run(train(trainer), stock)
     assert counts.levels == [True] * trainers.STEPS
@@ -357,6 +362,11 @@ def test_a_head_of_zero3_is_gathered_again_in_backward(path, monkeypatch):
     expected = logits.gather(-1, batch["input_ids"][:, 1:, None]).sum()
     expected_grads = torch.autograd.grad(expected, [stock.lm_head.weight, stock.model.norm.weight])
     torch.testing.assert_close(grads, expected_grads, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.thorough
+def test_a_head_that_fsdp2_shards_is_gathered():
+    run_ranks(Path(__file__).with_name("sharded_trl.py"))
 
 
 def test_a_mixture_with_a_router_loss_runs_trls_forward_on_tigon(counts):
