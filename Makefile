@@ -33,7 +33,7 @@ WORKERS := --numprocesses 2 --dist worksteal
 # There are two workers for two cores, so more threads in each would only wait for each other.
 test test-thorough: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench models lint install clean
+.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench models docs lint install clean
 
 install: $(STAMP)
 
@@ -83,10 +83,13 @@ models: $(STAMP)  ## write docs/models.md and tests/hf/parts.json: what is repla
 	$(BIN)/tigon inspect --all --out docs/models.md
 	PYTHONPATH=tests $(BIN)/python -m hf.parts
 
+docs: $(STAMP)  ## build the site of the documentation into `site/`; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) .venv-transformers-* $(LOWEST_VENV) build dist src/*.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-transformers-* $(LOWEST_VENV) build dist site src/*.egg-info .pytest_cache .ruff_cache

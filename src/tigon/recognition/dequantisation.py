@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
 from tigon.ops.adapters.frozen_weight import FrozenWeight
 from tigon.recognition.deferred import TensorLike, product_dtype
 from tigon.recognition.standin import describe
-from tigon.runtime.device import PLAIN, Device, device_of
+from tigon.runtime.device import PLAIN, Device, device_of, runs_kernels
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["DequantisationConfig", "WeightReader"]
@@ -68,10 +69,45 @@ def _version(tensor: Any) -> int:
     return tensor._version if isinstance(tensor, Tensor) and not tensor.is_inference() else 0
 
 
-def _find_weight(layer: Any) -> Callable[[], Tensor] | None:
+def _four_bit_weight(weight: Any, state: Any) -> FourBitWeight | None:
+    """Return a weight of bitsandbytes in 4 bits for Tigon's kernel; None if the kernel cannot read it.
+
+    `state` is the quantisation state. The kernel reads dense tensors on one device, and whole bytes.
+    """
+    stored, nested = weight.data, state.state2 if state.nested else None
+    quantised_scales = None
+    if nested is not None:
+        quantised_scales = QuantisedScales(nested.code, nested.absmax, state.offset, nested.blocksize)
+    tensors = [stored, state.code, state.absmax, *(quantised_scales or ())[:3]]
+    is_readable = all(type(x) is Tensor and x.device == stored.device and x.is_contiguous() for x in tensors)
+    # The first dimension of a transposed weight is 1, and bitsandbytes transposes the dense weight.
+    if not is_readable or not runs_kernels(state.code) or stored.dim() != 2 or len(stored) == 1:
+        return None
+    expected_dtypes = [torch.float32, torch.float32 if nested is None else torch.uint8, *[torch.float32] * 3]
+    if any(x.dtype != dtype for x, dtype in zip(tensors[1:], expected_dtypes, strict=False)):
+        return None
+    packed = stored.view(torch.uint8)
+    return FourBitWeight(
+        packed, state.code, state.absmax, state.blocksize, quantised_scales, torch.Size(state.shape), state.dtype
+    )
+
+
+def _kernel_agrees(layer: Any) -> bool:
+    """Return whether Tigon's kernel dequantises the layer's weight of 4 bits to the same values as bitsandbytes."""
+    state = _state_of(layer)
+    four_bit_weight = None if state is None else _four_bit_weight(layer.weight, state)
+    expected = None if four_bit_weight is None else _find_weight(layer, uses_kernel=False)
+    if four_bit_weight is None or expected is None:
+        return False
+    weight = expected()
+    return weight.shape == four_bit_weight.shape and torch.equal(dequantise(four_bit_weight), weight)
+
+
+def _find_weight(layer: Any, uses_kernel: bool) -> Callable[[], Tensor] | None:
     """Return a function that computes the dense weight [O, I] of a quantised layer; None if there is no known way.
 
-    The function belongs to the weight that the layer has now, and not to one that replaces it later.
+    The function belongs to the weight that the layer has now, and not to one that replaces it later. With
+    `uses_kernel`, it computes a weight of 4 bits by Tigon's kernel, if the kernel can read the weight.
     """
     weight: Any = getattr(layer, "weight", None)
     state = _state_of(layer)
@@ -79,13 +115,14 @@ def _find_weight(layer: Any) -> Callable[[], Tensor] | None:
         from bitsandbytes.functional import dequantize_4bit
 
         version = _version(weight)
+        four_bit_weight = _four_bit_weight(weight, state) if uses_kernel else None
 
         def compute() -> Tensor:
             if _version(weight) != version:
                 raise RuntimeError(
                     "tigon: a quantised weight that backward needs was modified in place after the forward pass"
                 )
-            return dequantize_4bit(weight.data, state)
+            return dequantize_4bit(weight.data, state) if four_bit_weight is None else dequantise(four_bit_weight)
 
         return compute
     for owner in (layer, weight):
@@ -150,6 +187,15 @@ def _computes_product(layer: Any, compute: Callable[[], Tensor], dtype: torch.dt
         return bool(difference.norm() <= LARGEST_DIFFERENCE * y.double().norm())
 
 
+class _Result(NamedTuple):
+    """The result of the comparison of a layer with its dense weight."""
+
+    # whether the layer multiplies by its dense weight and does nothing else
+    computes_product: bool
+    # whether Tigon's kernel dequantises the weight as the layer's library does
+    uses_kernel: bool
+
+
 class WeightReader:
     """Returns the dense weight of one quantised layer, after a comparison with the layer's own forward.
 
@@ -159,7 +205,7 @@ class WeightReader:
     def __init__(self) -> None:
         # The quantisation state that the results belong to, and the results by settings and dtypes.
         self._state: Any = None
-        self._results: dict[tuple[Any, ...], bool] = {}
+        self._results: dict[tuple[Any, ...], _Result] = {}
 
     def __reduce__(self) -> tuple:
         return WeightReader, ()
@@ -182,7 +228,8 @@ class WeightReader:
             # The comparison may have set attributes of the layer, such as the dtype in which it computes.
             key = self._key(layer, x)
             self._results[key] = result
-        compute = _find_weight(layer) if self._results[key] else None
+        result = self._results[key]
+        compute = _find_weight(layer, result.uses_kernel) if result.computes_product else None
         if compute is None:
             return None
         shape = torch.Size((layer.out_features, layer.in_features))
@@ -193,14 +240,17 @@ class WeightReader:
         return type(layer), _settings_of(layer), x.dtype, product_dtype(x)
 
     @staticmethod
-    def _compare(layer: Any, dtype: torch.dtype) -> bool:
-        """Return whether the layer's product is that of its dense weight."""
+    def _compare(layer: Any, dtype: torch.dtype) -> "_Result":
+        """Return whether the layer's product is that of its dense weight, and which code dequantises the weight."""
         try:
-            compute = _find_weight(layer)
-            return compute is not None and _computes_product(layer, compute, dtype)
+            compute = _find_weight(layer, uses_kernel=False)
+            if compute is None or not _computes_product(layer, compute, dtype):
+                return _Result(False, False)
+            with torch.no_grad():
+                return _Result(True, _kernel_agrees(layer))
         except Exception as error:
             LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
-            return False
+            return _Result(False, False)
 
 
 def _min_rows(stored: Tensor) -> int:

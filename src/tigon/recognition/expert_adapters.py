@@ -160,8 +160,8 @@ def _is_pending(experts: Any) -> bool:
 
 def _methods(wrapper: Any) -> tuple[Any, ...]:
     """Return the methods of a wrapper's class. A method that was assigned to the wrapper itself takes precedence."""
-    own = {name: value for name, value in vars(wrapper).items() if name != "forward"}
-    return tuple(own.get(name, getattr(type(wrapper), name, None)) for name in METHODS)
+    attributes = {name: value for name, value in vars(wrapper).items() if name != "forward"}
+    return tuple(attributes.get(name, getattr(type(wrapper), name, None)) for name in METHODS)
 
 
 # --- recognition -----------------------------------------------------------------------------------

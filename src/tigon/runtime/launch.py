@@ -24,7 +24,7 @@ _log = logging.getLogger("tigon")
 
 Function = TypeVar("Function", bound=Callable)
 
-# Options of every launch. By default Triton 3.10 does not fuse products and sums.
+# Options of a launch that passes no others. By default Triton 3.10 does not fuse products and sums.
 COMPILE = {"enable_fp_fusion": True}
 
 # Variants that may be launched directly. A key holds everything by which Triton chooses a variant. A value holds the
@@ -74,7 +74,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         programs: The size of the one-dimensional grid.
         *arguments: All arguments except the constexprs, in the order of the kernel: first a tensor, then tensors or
             None, then ints and floats. `in_order` puts arguments that are passed by name into this order.
-        **constants: The constexprs by name, and `num_warps`.
+        **constants: The constexprs by name, `num_warps`, and other options of the compiler, such as `enable_fp_fusion`.
     """
     if not programs:
         return
@@ -84,7 +84,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
         return
     # The interpreter has no device, and only Triton calls the hooks of a profiler.
     if device < 0 or has_launch_hook():
-        kernel[(programs,)](*arguments, **constants, **COMPILE)
+        kernel[(programs,)](*arguments, **COMPILE | constants)
         return
     kinds = (id(kernel), *map(type, arguments))
     key_function = _key_functions.get(kinds)
@@ -93,7 +93,7 @@ def launch(kernel: JITFunction, programs: int, *arguments: Any, **constants: Any
     key = (kinds, device, key_function(*arguments), *constants, *constants.values())
     variant = _variants.get(key)
     if variant is None:
-        compiled = kernel[(programs,)](*arguments, **constants, **COMPILE)
+        compiled = kernel[(programs,)](*arguments, **COMPILE | constants)
         if _launches_directly(kernel, device):
             constexprs = [constants[name] for name in kernel.arg_names[len(arguments) :]]
             _variants[key] = *positional_launch(compiled), constexprs, (kernel, compiled)

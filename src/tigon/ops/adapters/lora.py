@@ -226,9 +226,9 @@ def compute_input_gradient(
 
 
 class Constants(NamedTuple):
-    """What a projection holds beside its tensors."""
+    """The values of a projection that are not tensors."""
 
-    # The weight, if it is no tensor.
+    # The weight if it is a `FrozenWeight`, and None if it is a tensor.
     frozen_weight: FrozenWeight | None
     # (scaling, dropout) of each adapter.
     numbers: tuple[tuple[float, float], ...]

@@ -290,10 +290,10 @@ def _product(
         return _AddGroupedAdapters.apply(x, y, routing, tuple(adapter.scaling for adapter in adapters), *factors)
     total = y
     for adapter in adapters:
-        wide = torch.promote_types(x.dtype, adapter.a.dtype)
+        sum_dtype = torch.promote_types(x.dtype, adapter.a.dtype)
         # `grouped_mm` needs dense factors, and the experts of PEFT's B are adjacent in memory.
-        a, b = adapter.a.to(wide).contiguous().mT, (adapter.b.to(wide) * adapter.scaling).mT.contiguous()
-        total = total + grouped_linear(grouped_linear(x.to(wide), a, routing.ends), b, routing.ends)
+        a, b = adapter.a.to(sum_dtype).contiguous().mT, (adapter.b.to(sum_dtype) * adapter.scaling).mT.contiguous()
+        total = total + grouped_linear(grouped_linear(x.to(sum_dtype), a, routing.ends), b, routing.ends)
     return total.to(y.dtype)
 
 

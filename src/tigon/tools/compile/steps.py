@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import tigon
+from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
 from tigon.ops.adapters.lora import Adapter, Projection
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
@@ -83,6 +84,19 @@ def _lora_glu_mlp(hidden: int, inner: int, rank: int) -> None:
     y.backward(y.detach())
 
 
+def _four_bit(block: int, is_nested: bool) -> None:
+    """Dequantise a weight of 4 bits; recognition calls it for layers of bitsandbytes."""
+    rows, columns = 2, 8192
+    scales = rows * columns // block
+    quantised_scales = None
+    if is_nested:
+        quantised_scales = QuantisedScales(torch.zeros(256), torch.zeros(-(-scales // 256)), torch.zeros(()), 256)
+    scale_codes = torch.zeros(scales, dtype=torch.uint8 if is_nested else torch.float32)
+    packed = torch.zeros(rows * columns // 2, dtype=torch.uint8)
+    shape = torch.Size((rows, columns))
+    dequantise(FourBitWeight(packed, torch.zeros(16), scale_codes, block, quantised_scales, shape, torch.bfloat16))
+
+
 _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "cross_entropy 128256, one of 8 shards": lambda: _cross_entropy_of_a_shard(16032, 128256),
     "cross_entropy 256000, one of 2 shards, every option": lambda: _cross_entropy_of_a_shard(
@@ -90,6 +104,9 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     ),
     "linear_cross_entropy valid rows": _valid_rows,
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
+    "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
+    "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
+    "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),
     "AdamW bf16": lambda: _adamw(4096, torch.bfloat16),
     "AdamW fp32, the rate in a tensor": lambda: _adamw(4096, torch.float32, lr=torch.tensor(1e-3), maximize=True),
 }

@@ -1,0 +1,41 @@
+"""The pages of the documentation list every public name and every page, and the code of the quick start runs."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tigon
+
+DOCS = Path(__file__).resolve().parent.parent / "docs"
+
+
+def test_the_reference_has_each_public_name_once():
+    pages = "\n".join(path.read_text("utf-8") for path in (DOCS / "api").glob("*.md"))
+    names = re.findall(r"^::: tigon\.(\w+)$", pages, re.MULTILINE)
+    assert sorted(names) == sorted(tigon.__all__)
+
+
+def test_the_navigation_has_each_page_once():
+    yaml = pytest.importorskip("yaml")
+
+    def pages_of(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        children = entry.values() if isinstance(entry, dict) else entry
+        return [page for child in children for page in pages_of(child)]
+
+    nav = yaml.safe_load((DOCS.parent / "mkdocs.yml").read_text("utf-8"))["nav"]
+    # These pages are made from files outside of `docs/`.
+    expected = [path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")] + ["contributing.md", "examples.md"]
+    assert sorted(pages_of(nav)) == sorted(expected)
+
+
+def test_the_code_of_the_quick_start_runs():
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / "quickstart.md").read_text("utf-8"), re.DOTALL)
+    variables: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, variables)
+    assert variables["loss"].isfinite()
+    assert variables["report"]
