@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tigon
+from tigon.memory import lean as lean_module
 from tigon.memory.block import Block
 from tigon.memory.lean import _block, is_lean
 
@@ -88,6 +89,22 @@ def test_a_call_of_the_body_has_the_level(make_model, batch, memory):
     assert "forward" not in vars(model.base_model)
     model.base_model(batch["input_ids"])
     assert blocks[2] is None
+
+
+def test_one_call_of_the_model_enters_one_block(make_model, batch, monkeypatch):
+    model, blocks = make_model(), []
+    tigon.patch(model, memory="offload")
+
+    class CountedBlock(Block):
+        def __init__(self, *args) -> None:
+            super().__init__(*args)
+            blocks.append(self)
+
+    monkeypatch.setattr(lean_module, "Block", CountedBlock)
+    model(**batch)
+    assert len(blocks) == 1
+    model.base_model(batch["input_ids"])
+    assert len(blocks) == 2
 
 
 def test_a_model_with_another_forward_gets_the_level_on_its_body(make_model, batch):

@@ -188,13 +188,29 @@ def test_without_enable_the_level_is_at_work_and_one_warning_names_enable(path, 
     assert "tigon.integrations.trl.enable()" in str(report)
 
 
-@pytest.mark.parametrize("checkpointing", [True, False])
-def test_trainers_that_were_built_before_use_the_log_probabilities(checkpointing, path, tmp_path, counts):
-    stock = run("dpo", path, tmp_path)
-    trainer = build("dpo", load_model(path), tmp_path, gradient_checkpointing=checkpointing)
-    trl.enable()
+@pytest.mark.parametrize("memory", [None, "lean"])
+@pytest.mark.parametrize("peft_config", [None, ADAPTERS], ids=["full", "LoRA"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trainers_that_were_built_before_use_tigon(kind, peft_config, memory, path, tmp_path, counts):
+    stock = run(kind, path, tmp_path, peft_config)
+    trainer = build(kind, load_model(path), tmp_path, peft_config)
+    counts.watch(trainer.model)
+    trl.enable(memory=memory)
     assert_same_run(train(trainer), stock)
-    assert counts.log_probs == 2 * trainers.STEPS
+    # With adapters, the reference of DPO is the same model without them.
+    calls = trainers.STEPS * (1 + (kind == "dpo" and peft_config is not None))
+    assert counts.levels == [memory is not None] * calls
+    assert counts.losses == (trainers.STEPS if kind == "sft" else 0)
+    assert counts.log_probs == (0 if kind == "sft" else 2 * trainers.STEPS)
+
+
+def test_the_forward_of_trl_calls_the_log_probabilities_after_enable(path, counts):
+    model = load_model(path)
+    utils.add_fused_lm_head(model)
+    trl.enable()
+    tokens = torch.arange(4, 16).view(2, 6)
+    model(input_ids=tokens, labels=tokens, fused_lm_head=True)
+    assert counts.log_probs == 1
 
 
 def test_a_level_switches_off_the_checkpointing_of_the_trainer(path, tmp_path, counts):
@@ -332,19 +348,20 @@ def test_the_function_takes_other_dtypes_as_trl_does(dtypes):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=5e-2, check_dtype=False)
 
 
-def test_a_head_of_zero3_is_gathered_again_in_backward(path, monkeypatch):
+@pytest.mark.parametrize(("kind", "gathers"), [(None, 2), ("nll", 1)], ids=["four products", "three products"])
+def test_a_head_of_zero3_is_gathered_where_it_is_read(kind, gathers, path, monkeypatch):
     """ZeRO-3 is simulated: outside of TRL's context the weight of the head is empty."""
     trl.enable()
     model = load_model(path)
     utils.add_fused_lm_head(model)
     stock = load_model(path)
     weight = model.lm_head.weight
-    full, gathers = weight.data.clone(), []
+    full, contexts = weight.data.clone(), []
     weight.ds_status = "NOT_AVAILABLE"
 
     class Gathered:
         def __enter__(self):
-            gathers.append(True)
+            contexts.append(self)
             weight.data = full.clone()
 
         def __exit__(self, *_):
@@ -353,11 +370,12 @@ def test_a_head_of_zero3_is_gathered_again_in_backward(path, monkeypatch):
     monkeypatch.setattr(utils, "maybe_gather_lm_head_ctx", lambda *parameters: Gathered())
     weight.data = torch.empty(0)
     batch = {"input_ids": torch.arange(4, 16).view(2, 6)}
-    log_probs = model(**batch, labels=batch["input_ids"], fused_lm_head=True).log_probs
-    assert len(gathers) == 1
+    with trl_head.loss_is_sum(kind):
+        log_probs = model(**batch, labels=batch["input_ids"], fused_lm_head=True).log_probs
+    assert len(contexts) == 1
     assert weight.numel() == 0
     grads = torch.autograd.grad(log_probs.sum(), [weight, model.model.norm.weight])
-    assert len(gathers) == 2
+    assert len(contexts) == gathers
     logits = stock(**batch).logits[:, :-1].log_softmax(-1)
     expected = logits.gather(-1, batch["input_ids"][:, 1:, None]).sum()
     expected_grads = torch.autograd.grad(expected, [stock.lm_head.weight, stock.model.norm.weight])
@@ -439,6 +457,15 @@ def test_another_version_of_trl_is_refused(monkeypatch):
     with pytest.raises(ImportError, match=r"enable knows trl 1\.16\.0, but trl 1\.17\.2 is installed"):
         trl.enable()
     assert not trl.is_enabled()
+
+
+def test_a_missing_trl_is_named(monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(ImportError, match=r"enable needs trl 1\.16\.0, but trl is not installed"):
+        trl.enable()
 
 
 @pytest.mark.parametrize("memory", ["leaner", 1])

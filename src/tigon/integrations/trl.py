@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from tigon.hf.levels import LEVELS, find_lean_forward
 from tigon.hf.patch import MEMORY, MemoryLevel, patch
-from tigon.integrations.trl_head import ChunkedLogProbs, SummedLoss, install_forward, loss_is_sum
+from tigon.integrations.trl_head import ChunkedLogProbs, SummedLoss, has_trl_forward, install_forward, loss_is_sum
 
 __all__ = ["disable", "enable", "is_enabled"]
 
@@ -88,15 +88,15 @@ def _find_names() -> Names:
 
 
 def enable(memory: MemoryLevel | None = None) -> None:
-    """Let the trainers of TRL that are built from now on compute their log-probabilities and losses with Tigon.
+    """Let the trainers of TRL compute their log-probabilities and losses with Tigon.
 
-    Losses, gradients and metrics stay those of TRL up to the rounding of sums. Trainers that were built before keep
-    TRL's forward, which calls Tigon's log-probabilities from now on. A second call only changes the level.
+    Losses, gradients and metrics stay those of TRL up to the rounding of sums. Call it before the trainer is built. A
+    trainer that exists already uses Tigon when `train` is called. A second call only changes the level.
 
     Args:
-        memory: The level for the models of all trainers that are built from now on, one of those of `tigon.patch`.
-            Each model is patched when its trainer is built, and gradient checkpointing of the trainer is switched off
-            when it trains, because the level decides what is saved ("checkpoint" checkpoints the layers). With None,
+        memory: The level for the models of all trainers, one of those of `tigon.patch`. Each model is patched when its
+            trainer is built, or when it trains, and gradient checkpointing of the trainer is switched off when it
+            trains, because the level decides what is saved ("checkpoint" checkpoints the layers). With None,
             models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
             It is True by default. A checkpointed layer saves only its input, so "lean", "lean+mlp" and "offload" then
             save nothing more; a warning says so.
@@ -197,6 +197,16 @@ def _wrap_add_fused_lm_head(original: Callable) -> Callable:
     return add_fused_lm_head
 
 
+def _prepare_models(trainer: Any) -> None:
+    """Do for the models of a trainer that was built before `enable` what `add_fused_lm_head` does."""
+    for model in (trainer.model, getattr(trainer, "ref_model", None)):
+        for module in model.modules() if model is not None else ():
+            if has_trl_forward(module):
+                if _state.memory is not None:
+                    patch(module, memory=_state.memory)
+                install_forward(module, is_enabled)
+
+
 def _summed_loss(trainer: Any) -> SummedLoss | None:
     """Return the weights of the sum over tokens that `SFTTrainer.compute_loss` differentiates; None if it is no sum."""
     parallelism = getattr(trainer.accelerator, "parallelism_config", None)
@@ -219,11 +229,12 @@ def _wrap_compute_loss(original: Callable) -> Callable:
 
 
 def _wrap_train(base_trainer: Any) -> Callable:
-    """Return `train`, which first makes gradient checkpointing and the memory level agree."""
+    """Return `train`, which first prepares the models, and makes gradient checkpointing and the memory level agree."""
     original = base_trainer.train
 
     @functools.wraps(original)
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _prepare_models(self)
         _reconcile_checkpointing(self)
         return original(self, *args, **kwargs)
 

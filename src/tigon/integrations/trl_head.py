@@ -32,9 +32,10 @@ from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.logits.valid_rows import ValidRows
+from tigon.runtime.stock import written_in
 from tigon.runtime.torch_private.operators import assert_on_device
 
-__all__ = ["ChunkedLogProbs", "SummedLoss", "install_forward", "loss_is_sum"]
+__all__ = ["ChunkedLogProbs", "SummedLoss", "has_trl_forward", "install_forward", "loss_is_sum"]
 
 IGNORE_INDEX = -100
 # The fields of TRL's output, in the order in which its function returns them.
@@ -294,6 +295,13 @@ class TrlForward:
         return bool(kwargs.get("output_router_logits", getattr(self.text_config, "output_router_logits", False)))
 
 
+def has_trl_forward(module: nn.Module) -> bool:
+    """Return whether the forward of a module is the one that TRL's `add_fused_lm_head` assigns."""
+    function: Any = getattr(vars(module).get("forward"), "__func__", None)
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_name == "_fused_forward" and written_in(function).partition(".")[0] == "trl"
+
+
 def install_forward(model: Any, is_enabled: Callable[[], bool]) -> None:
     """Replace the forward that TRL has just given a model.
 
@@ -351,10 +359,12 @@ def _compute(
     kind, options, outputs = _trainer_loss.kind, trl_forward.options, trl_forward.outputs
     has_gradients = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
     is_summed = kind is not None and has_gradients and LOSS_FIELDS.issuperset(outputs)
-    with _gathered(head):
-        if kind is not None and is_summed and not trl_forward.fp32_products:
+    # The gradients of the sum are computed in the forward pass, so backward does not read the weight.
+    if kind is not None and is_summed and not trl_forward.fp32_products:
+        with _gather(head.weight, head.bias):
             _, in_fp32 = _products_context(hidden, head.weight)
             if not in_fp32:
                 return _summed_log_probs(hidden, head, targets, options, kind, is_shifted, valid_rows)
+    with _gathered(head):
         results = _log_probs(hidden, head, targets, options, outputs, trl_forward.fp32_products, valid_rows)
     return results if is_shifted else {name: None if x is None else x[:, :-1] for name, x in results.items()}
