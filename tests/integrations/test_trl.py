@@ -223,6 +223,24 @@ def test_a_level_switches_off_the_checkpointing_of_the_trainer(path, tmp_path, c
     assert counts.levels == [True] * trainers.STEPS
 
 
+def test_a_trainer_of_rewards_has_the_level(path, tmp_path, counts):
+    """It has no head for tokens, so TRL gives its model no other forward."""
+    from trl import RewardConfig, RewardTrainer
+
+    trl.enable(memory="lean")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, dtype=torch.float32)
+    data = trainers.make_data("dpo").remove_columns("prompt")
+    config = RewardConfig(
+        str(tmp_path), max_steps=1, use_cpu=True, bf16=False, report_to="none", save_strategy="no", disable_tqdm=True
+    )
+    trainer = RewardTrainer(model, config, train_dataset=data, processing_class=trainers.make_tokenizer())
+    counts.watch(trainer.model)
+    trainer.train()
+    assert not trainer.model.is_gradient_checkpointing
+    assert counts.levels == [True] * len(counts.levels)
+    assert counts.levels
+
+
 def test_a_warning_says_that_checkpointing_makes_the_level_useless(path, tmp_path):
     trl.enable()
     model = load_model(path)

@@ -20,9 +20,12 @@ import importlib
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from importlib import metadata
 from typing import Any, NamedTuple
+
+from torch import nn
 
 from tigon.hf.levels import LEVELS, find_lean_forward
 from tigon.hf.patch import MEMORY, MemoryLevel, patch
@@ -44,6 +47,8 @@ class State:
         self.undo: list[Callable[[], None]] = []
         # The level of the models of trainers that are built, or None if the user chooses it for each model.
         self.memory: MemoryLevel | None = None
+        # The models that were patched for this level.
+        self.patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 _state = State()
@@ -189,22 +194,29 @@ def _wrap_add_fused_lm_head(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
-        if _state.memory is not None:
-            patch(model, memory=_state.memory)
+        _patch(model)
         original(model, *args, **kwargs)
         install_forward(model, is_enabled)
 
     return add_fused_lm_head
 
 
+def _patch(model: nn.Module) -> None:
+    """Patch a model at the level of `enable`, if there is one."""
+    if _state.memory is not None:
+        report = patch(model, memory=_state.memory)
+        _state.patched_models.add(model)
+        LOGGER.info("%s", report)
+
+
 def _prepare_models(trainer: Any) -> None:
-    """Do for the models of a trainer that was built before `enable` what `add_fused_lm_head` does."""
-    for model in (trainer.model, getattr(trainer, "ref_model", None)):
-        for module in model.modules() if model is not None else ():
-            if has_trl_forward(module):
-                if _state.memory is not None:
-                    patch(module, memory=_state.memory)
-                install_forward(module, is_enabled)
+    """Prepare the models of a trainer that calls no `add_fused_lm_head`, or has called it before `enable`."""
+    models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    for module in [module for model in models for module in model.modules() if has_trl_forward(module)]:
+        _patch(module)
+        install_forward(module, is_enabled)
+    if _state.patched_models.isdisjoint(trainer.model.modules()):
+        _patch(trainer.model)
 
 
 def _summed_loss(trainer: Any) -> SummedLoss | None:
