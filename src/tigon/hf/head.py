@@ -5,12 +5,12 @@ Three places of the instance change, and no model's forward is copied:
 - `model.forward` reads the labels of the call, runs the stock forward, and replaces the placeholder in its output.
 - `head.forward` computes the loss of the call, and returns a placeholder of shape [1, 1, 3] in place of logits. The
   model still calls the head as a module, so hooks that gather or shard weights run as usual.
-- `model.loss_function` returns that loss, tied to the placeholder, so that the head's output stays in the graph. The
-  middle element of the placeholder, the marker, has a known value. The model processes it like a logit, so its value in
-  the loss function shows whether the model still does exactly what it did when it was patched. If the value differs, an
-  assertion fails on the placeholder's device (`LOGITS_CHANGED`). Any other computation from the logits raises an error
-  at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error. Therefore
-  the outer elements are NaN, so that such a computation gives NaN.
+- `model.loss_function` (`tigon.hf.loss_function`) returns that loss, tied to the placeholder, so that the head's output
+  stays in the graph. The middle element of the placeholder, the marker, has a known value. The model processes it like
+  a logit, so its value in the loss function shows whether the model still does exactly what it did when it was patched.
+  If the value differs, an assertion fails on the placeholder's device. Any other computation from the logits raises an
+  error at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error.
+  Therefore the outer elements are NaN, so that such a computation gives NaN.
 
 Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
 that were measured. It also compares the loss function that the model would choose with the one that was recognised. If
@@ -26,11 +26,9 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
 import copy
-import inspect
 import logging
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,43 +39,31 @@ from torch import Tensor, nn
 
 from tigon.hf.adapted_head import AdaptedHeadForward, find_adapted_head
 from tigon.hf.forward_watch import describe_bypass, watch_forward
-from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
+from tigon.hf.logits import SKIPPED_LOGITS, as_placeholder, is_placeholder
+from tigon.hf.loss_function import LossFunction
 from tigon.hf.loss_options import LossOptions, with_token_accuracy
-from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, loss_arguments, settings_check
-from tigon.hf.transformers_private import loss_slot, loss_type
+from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, settings_check
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.deferred import call_deferred
-from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward
 from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
 from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook, is_replica
-from tigon.runtime.torch_private.operators import assert_on_device
 
 __all__ = [
     "CausalLMForward",
     "FusedLoss",
     "HeadForward",
-    "LossFunction",
     "called_head",
     "is_sharded_by_rows",
     "watch_loss",
 ]
 
 LOGGER = logging.getLogger("tigon")
-
-# The allowed relative errors of the marker in the loss function, in fp32 and after a cast. A few operations in fp32
-# cause an error of 1e-6, and a cast to bf16 causes 0.004.
-FP32_TOLERANCE, CAST_TOLERANCE = 2e-5, 0.01
-# CUDA accepts messages of up to 254 characters.
-LOGITS_CHANGED = (
-    "tigon: the model or a hook does not change the logits as it did when the model was patched, but the loss was "
-    "computed without logits; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
-)
 
 
 class _HeadCall:
@@ -417,134 +403,3 @@ class HeadForward:
         # The output has the placements that logits would have.
         dtensor: Any = hidden
         return type(weight).from_local(placeholder, dtensor.device_mesh, dtensor.placements, run_check=False)
-
-
-class _WithoutSlot:
-    """A view of a model in which nothing was assigned to `slot`. The property of the model's class runs on it."""
-
-    __slots__ = ("_model", "_slot")
-
-    def __init__(self, model: nn.Module, slot: str) -> None:
-        self._model = model
-        self._slot = slot
-
-    # `super()` checks the type of an object by this property.
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._model)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._slot:
-            raise AttributeError(name)
-        return getattr(self._model, name)
-
-
-class LossFunction:
-    """The replacement of `model.loss_function`. It returns the loss of the head in a fused call, else the stock loss.
-
-    The stock function is the one that was assigned to the model before the patch. If none was assigned, it is the one
-    that the model's class chooses now, by its property, its `loss_type` and transformers' table of losses.
-    """
-
-    def __init__(
-        self,
-        fused: FusedLoss,
-        model: nn.Module,
-        slot: str,
-        assigned: Callable | None,
-        guard: FunctionGuard | None = None,
-    ) -> None:
-        self.fused, self.model, self.slot, self.assigned = fused, weakref.ref(model), slot, assigned
-        self.guard = guard or FunctionGuard(self.choose(model))
-
-    @staticmethod
-    def for_model(fused: FusedLoss, model: nn.Module) -> "LossFunction":
-        """Return the function to assign to a model. `learn_loss` refuses a model whose slot is not found."""
-        slot = loss_slot(model)
-        assert slot is not None
-        return LossFunction(fused, model, slot, vars(model).get(slot))
-
-    def __reduce__(self) -> tuple:
-        return LossFunction, (self.fused, self.model(), self.slot, self.assigned, self.guard)
-
-    def choose(self, model: nn.Module) -> Callable:
-        """Return the loss function that the model would use without this one."""
-        if self.assigned is not None:
-            return self.assigned
-        static: Any = inspect.getattr_static(type(model), "loss_function")
-        if isinstance(static, property):
-            return static.__get__(_WithoutSlot(model, self.slot))
-        return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
-
-    def stock_function(self) -> Callable:
-        """Return the loss function that the model would use without this one.
-
-        If the model was deleted, return the one that it used last.
-        """
-        model = self.model()
-        if model is not None and not torch.compiler.is_compiling():
-            return self.choose(model)
-        if model is not None:
-            # A compiler cannot trace `choose`. `find_change` calls it while the graph is compiled, and the guard stores
-            # the function that it returns.
-            self.find_change(model)
-        return self.guard.function
-
-    def find_change(self, model: nn.Module) -> str | None:
-        """Return what has changed, for a warning, if the model's own loss is not the recognised one; None if it is."""
-        if torch.compiler.is_compiling():
-            # The comparison lets the compiler compile another graph when the loss type changes.
-            is_same_type = loss_type(model) == self.fused.spec.loss_type
-            is_same = self._is_same_for_graph() and (is_same_type or self.assigned is not None)
-        else:
-            is_same = self.guard.holds(self.choose(model))
-        return None if is_same else "the loss function"
-
-    @torch.compiler.assume_constant_result
-    def _is_same_for_graph(self) -> bool:
-        """Return whether the loss function is unchanged. A compiler runs this check once for each graph."""
-        model = self.model()
-        return model is not None and self.guard.holds(self.choose(model))
-
-    def remove(self, model: nn.Module) -> None:
-        """Restore the loss function of the model, unless something else has replaced this one."""
-        if vars(model).get(self.slot) is self:
-            del vars(model)[self.slot]
-            vars(model).update({} if self.assigned is None else {self.slot: self.assigned})
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        call = self.fused.call
-        if call is None or call.loss is None:
-            return self.stock_function()(*args, **kwargs)
-        arguments = loss_arguments(args, kwargs)
-        logits, labels = arguments["logits"], arguments["labels"]
-        tolerance = FP32_TOLERANCE if is_exact(logits) else CAST_TOLERANCE
-        logits = logits.full_tensor() if hasattr(logits, "placements") else as_tensor(logits)
-        if (
-            logits.shape != PLACEHOLDER_SHAPE
-            or not (labels is call.labels or labels.device != call.labels.device)
-            or not _is_same(arguments.get("num_items_in_batch"), call.num_items)
-            or not _is_same(arguments.get("shift_labels"), call.shift_labels)
-            or arguments.get("ignore_index", IGNORE_INDEX) != call.ignore_index
-            or call.read_versions() != call.versions
-        ):
-            raise RuntimeError(
-                "tigon: the head has computed the loss already, but then the model passed its loss function other "
-                "arguments than the model itself received, or wrote into its labels between the head and the loss "
-                "function, or called its head twice; use tigon.patch(model, loss=False) for this model"
-            )
-        marker = logits[..., 1]
-        change = marker.detach().float() / self.fused.spec.marker_at_loss - 1.0
-        is_changed = change.abs() > tolerance
-        if is_changed.device.type in ("cpu", "cuda"):
-            # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
-            assert_on_device(~is_changed.any(), LOGITS_CHANGED)
-        # Other devices, and builds of torch without assertions in kernels, return NaN in place of an error.
-        factor = torch.ones_like(change).masked_fill(is_changed, torch.nan).sum()
-        # The added term is zero. It keeps the head's output in the graph, because hooks on it gather sharded weights.
-        return call.loss * factor + 0.0 * marker.sum()
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two arguments are the same object, or equal values that are no tensors."""
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)
