@@ -40,10 +40,13 @@ from tigon.ops.rotary.rope import rope
 
 if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
+    from tigon import integrations as integrations
     from tigon.hf import AutoModelForCausalLM, patch, patched
 
 __version__ = "0.1.0"
 
+# Modules that are imported when they are first used.
+_LAZY_MODULES = ("integrations",)
 _LAZY = {"patch": "tigon.hf", "patched": "tigon.hf", "AutoModelForCausalLM": "tigon.hf"}
 
 __all__ = [
@@ -91,8 +94,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"tigon.{name}")
     raise AttributeError(f"module 'tigon' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_LAZY_MODULES})

@@ -429,7 +429,8 @@ def test_only_modules_can_be_patched():
 def test_the_signature_names_and_documents_every_option():
     parameters = inspect.signature(tigon.patch).parameters
     options = {name: p.default for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
-    assert options == dict.fromkeys(PARTS, True) | {"memory": "default", "glue": None}
+    loss_options = {"token_scaling": False, "acc_dtype": None, "return_token_accuracy": False}
+    assert options == dict.fromkeys(PARTS, True) | {"memory": "default", **loss_options, "glue": None}
     documented = re.findall(r"^        (\w+): ", inspect.getdoc(tigon.patch).replace("\n", "\n    "), re.MULTILINE)
     assert documented[: 1 + len(options)] == ["model", *options]
     assert set(get_args(MemoryLevel)) == set(LEVELS)

@@ -1,7 +1,4 @@
-"""The losses and their metrics are those of TRL 1.16, whose own methods run here on an object in place of a trainer.
-
-TRL is not among the packages of the extra `dev`. To run this file, put TRL and its dependencies on the path.
-"""
+"""The losses and their metrics are those of TRL 1.16, whose own methods run here on an object in place of a trainer."""
 
 import ast
 import inspect

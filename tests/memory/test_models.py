@@ -1,6 +1,7 @@
 """With `tigon.patch(model, memory="lean")` less is saved, and all values have the bits of the default level."""
 
 import copy
+import functools
 import pickle
 import weakref
 
@@ -228,11 +229,12 @@ def test_a_model_of_tigons_modules_becomes_lean():
     assert torch.equal(y, z)
 
 
-def test_a_model_with_an_assigned_forward_is_refused():
+def test_a_model_and_a_body_with_assigned_forwards_are_refused():
     model = build("llama")
-    model.forward = lambda *args, **kwargs: type(model).forward(model, *args, **kwargs)
+    for module in (model, model.model):
+        module.forward = functools.partial(type(module).forward, module)
     with pytest.raises(
         ValueError, match="memory='lean' is not possible for this LlamaForCausalLM: its forward was already"
     ):
         tigon.patch(model, memory="lean")
-    assert not any("forward" in vars(m) for m in model.modules() if m is not model)
+    assert not any("forward" in vars(m) for m in model.modules() if m not in (model, model.model))

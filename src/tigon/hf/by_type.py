@@ -78,7 +78,9 @@ class ConstructorPatch:
                 # Only the entries are copied: the new report's `undo` would keep the model alive.
                 latest, report = self.patch(model), self.report
                 report.model = f"every new {self.config.model_type}, the last a {latest.model}"
-                report.empty, report.entries, report.notes = latest.empty, latest.entries, [NOTE, *latest.notes]
+                report.empty, report.entries, report.notes = latest.empty, latest.entries, latest.notes
+                # The model may add warnings to its notes later.
+                report.notes.insert(0, NOTE)
                 report.outcomes = latest.outcomes
             return result
 

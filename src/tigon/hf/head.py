@@ -5,12 +5,12 @@ Three places of the instance change, and no model's forward is copied:
 - `model.forward` reads the labels of the call, runs the stock forward, and replaces the placeholder in its output.
 - `head.forward` computes the loss of the call, and returns a placeholder of shape [1, 1, 3] in place of logits. The
   model still calls the head as a module, so hooks that gather or shard weights run as usual.
-- `model.loss_function` returns that loss, tied to the placeholder, so that the head's output stays in the graph. The
-  middle element of the placeholder, the marker, has a known value. The model processes it like a logit, so its value in
-  the loss function shows whether the model still does exactly what it did when it was patched. If the value differs, an
-  assertion fails on the placeholder's device (`LOGITS_CHANGED`). Any other computation from the logits raises an error
-  at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error. Therefore
-  the outer elements are NaN, so that such a computation gives NaN.
+- `model.loss_function` (`tigon.hf.loss_function`) returns that loss, tied to the placeholder, so that the head's output
+  stays in the graph. The middle element of the placeholder, the marker, has a known value. The model processes it like
+  a logit, so its value in the loss function shows whether the model still does exactly what it did when it was patched.
+  If the value differs, an assertion fails on the placeholder's device. Any other computation from the logits raises an
+  error at once (`tigon.hf.logits`). An engine may convert the placeholder to a plain tensor, which raises no error.
+  Therefore the outer elements are NaN, so that such a computation gives NaN.
 
 Before each fused call, the host compares the numbers that the model's forward reads (a soft cap, a scale) with those
 that were measured. It also compares the loss function that the model would choose with the one that was recognised. If
@@ -26,13 +26,11 @@ Shapes: B sequences of S tokens, hidden size H, vocabulary V.
 """
 
 import copy
-import inspect
 import logging
 import threading
 import warnings
-import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -40,34 +38,32 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tigon.hf.adapted_head import AdaptedHeadForward, find_adapted_head
-from tigon.hf.logits import PLACEHOLDER_SHAPE, SKIPPED_LOGITS, as_placeholder, as_tensor, is_exact, is_placeholder
-from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, loss_arguments, settings_check
-from tigon.hf.transformers_private import loss_slot, loss_type
+from tigon.hf.forward_watch import describe_bypass, watch_forward
+from tigon.hf.logits import SKIPPED_LOGITS, as_placeholder, is_placeholder
+from tigon.hf.loss_function import LossFunction
+from tigon.hf.loss_options import LossOptions, with_token_accuracy
+from tigon.hf.spec import IGNORE_INDEX, Spec, changed_setting, settings_check
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.recognition.adapters import AdapterRecipe
 from tigon.recognition.deferred import call_deferred
-from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.replacement import find_changing_hook, find_replacement, foreign_forward
 from tigon.recognition.standin import stand_in
 from tigon.runtime.device import PLAIN
-from tigon.runtime.stock import calls_are_stock, linears_are_stock
+from tigon.runtime.stock import calls_are_stock, linears_are_stock, written_in
 from tigon.runtime.torch_private.autograd import has_active_transform
 from tigon.runtime.torch_private.modules import MODULE_ATTRIBUTES, any_global_hook, is_replica
-from tigon.runtime.torch_private.operators import assert_on_device
 
-__all__ = ["CausalLMForward", "FusedLoss", "HeadForward", "LossFunction", "called_head", "is_sharded_by_rows"]
+__all__ = [
+    "CausalLMForward",
+    "FusedLoss",
+    "HeadForward",
+    "called_head",
+    "is_sharded_by_rows",
+    "watch_loss",
+]
 
 LOGGER = logging.getLogger("tigon")
-
-# The allowed relative errors of the marker in the loss function, in fp32 and after a cast. A few operations in fp32
-# cause an error of 1e-6, and a cast to bf16 causes 0.004.
-FP32_TOLERANCE, CAST_TOLERANCE = 2e-5, 0.01
-# CUDA accepts messages of up to 254 characters.
-LOGITS_CHANGED = (
-    "tigon: the model or a hook does not change the logits as it did when the model was patched, but the loss was "
-    "computed without logits; call report.restore() and tigon.patch again, or use tigon.patch(model, loss=False)"
-)
 
 
 class _HeadCall:
@@ -138,7 +134,9 @@ class LossCall:
     ignore_index: int
     # The number of multiplications in one product with the head.
     multiplications: int
+    options: LossOptions
     loss: Tensor | None = None
+    token_accuracy: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.find_targets()
@@ -171,6 +169,8 @@ class FusedLoss(threading.local):
     spec: Spec
     # The fused call of this thread.
     call: LossCall | None = None
+    # True while the patched forward of the model runs in this thread.
+    is_running: bool = False
 
     def __post_init__(self) -> None:
         self._has_settings = settings_check(self.spec.settings)
@@ -207,7 +207,9 @@ class FusedLoss(threading.local):
                 pass
         return changed_setting(model, self.spec.settings)
 
-    def begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> LossCall | None:
+    def begin(
+        self, model: nn.Module, args: tuple, kwargs: dict[str, Any], loss_options: LossOptions
+    ) -> LossCall | None:
         """Return the call whose loss the head computes, or None if the stock code must run."""
         spec, skip_logits = self.spec, kwargs.pop("skip_logits", None)
         by_position = dict(zip(spec.positional_arguments, args, strict=False))
@@ -255,7 +257,7 @@ class FusedLoss(threading.local):
         # An engine may gather the weight of the head later, so its shape cannot be read here.
         multiplications = labels.numel() * spec.vocabulary * head.in_features
         ignore_index, shift_labels = options.get("ignore_index", IGNORE_INDEX), options.get("shift_labels")
-        return LossCall(head, layer, labels, shift_labels, num_items, ignore_index, multiplications)
+        return LossCall(head, layer, labels, shift_labels, num_items, ignore_index, multiplications, loss_options)
 
 
 @dataclass(eq=False)
@@ -266,17 +268,28 @@ class CausalLMForward:
     """
 
     fused: FusedLoss
+    options: LossOptions = field(default_factory=LossOptions)
+    # The notes of the report, to which a warning about a replaced loss function is added.
+    notes: list[str] = field(default_factory=list)
+    warns_of_replaced_loss: bool = True
 
     def __call__(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        options = self.options.for_call(kwargs)
+        call = self.fused.begin(model, args, kwargs, options)
+        if call is None:
+            self.options.check_unfused(options)
+            self.check_loss_function(model, kwargs)
         # A hook may call the model inside a call of the model.
-        outer_call, self.fused.call = self.fused.call, self.fused.begin(model, args, kwargs)
-        call = self.fused.call
+        outer_call, was_running = self.fused.call, self.fused.is_running
+        self.fused.call, self.fused.is_running = call, True
         try:
             outputs = type(model).forward(model, *args, **kwargs)
         finally:
-            self.fused.call = outer_call
+            self.fused.call, self.fused.is_running = outer_call, was_running
         if call is None or call.loss is None:
             return outputs
+        if call.token_accuracy is not None:
+            outputs = with_token_accuracy(outputs, call.token_accuracy)
         # nn.DataParallel gathers the outputs of its replicas, and accepts only tensors and None.
         no_logits = None if is_replica(model) else SKIPPED_LOGITS
         if isinstance(outputs, tuple):
@@ -287,6 +300,36 @@ class CausalLMForward:
         else:
             outputs.logits = no_logits
         return outputs
+
+    def check_loss_function(self, model: nn.Module, kwargs: dict[str, Any]) -> None:
+        """Warn once if another function was assigned as the model's loss function after the patch."""
+        if torch.compiler.is_compiling() or not self.warns_of_replaced_loss or not model.training:
+            return
+        loss_function: Any = model.loss_function
+        if kwargs.get("labels") is None or self.fused.is_shared_by(loss_function):
+            return
+        self.warns_of_replaced_loss = False
+        message = describe_bypass("the loss function", model, written_in(loss_function))
+        self.notes.append(message)
+        warnings.warn(f"tigon: {message}", stacklevel=4)
+
+
+def watch_loss(model: nn.Module, options: LossOptions, notes: list[str]) -> Callable[[], None]:
+    """Set the options of a loss that has just been attached, and watch that the loss stays in use.
+
+    Args:
+        model: A model to which `attach` has just given the loss in its head.
+        options: The options of the loss.
+        notes: The notes of the report. Warnings about a replaced forward or loss function are added to them.
+
+    Returns:
+        The function that ends the watch of the model's body.
+    """
+    replacement = find_replacement(model)
+    assert replacement is not None
+    forward: Any = replacement.recipe
+    forward.options, forward.notes = options, notes
+    return watch_forward(model, forward.fused, notes)
 
 
 @dataclass(eq=False)
@@ -329,7 +372,7 @@ class HeadForward:
         if torch.compiler.is_compiling() or call.read_versions() != call.versions:
             call.find_targets()
         targets = call.targets.to(hidden.device)
-        loss = linear_cross_entropy(
+        result = linear_cross_entropy(
             hidden,
             weight,
             targets,
@@ -341,8 +384,13 @@ class HeadForward:
             num_items=call.num_items,
             valid_rows=call.valid_rows if targets is call.targets else None,
             process_group=weight.device_mesh.get_group() if is_sharded else None,
+            token_scaling=call.options.token_scaling,
+            acc_dtype=call.options.acc_dtype,
+            return_token_accuracy=call.options.return_token_accuracy,
         )
-        assert isinstance(loss, Tensor)
+        loss, call.token_accuracy = (
+            (result, None) if isinstance(result, Tensor) else (result.loss, result.token_accuracy)
+        )
         call.loss = loss
         # The marker is in the graph of the loss. FSDP2 does not work well with outputs that are views.
         marker = loss.new_full((1, 1, 1), spec.marker) + 0.0 * loss
@@ -355,134 +403,3 @@ class HeadForward:
         # The output has the placements that logits would have.
         dtensor: Any = hidden
         return type(weight).from_local(placeholder, dtensor.device_mesh, dtensor.placements, run_check=False)
-
-
-class _WithoutSlot:
-    """A view of a model in which nothing was assigned to `slot`. The property of the model's class runs on it."""
-
-    __slots__ = ("_model", "_slot")
-
-    def __init__(self, model: nn.Module, slot: str) -> None:
-        self._model = model
-        self._slot = slot
-
-    # `super()` checks the type of an object by this property.
-    @property  # type: ignore[misc]
-    def __class__(self) -> type:
-        return type(self._model)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == self._slot:
-            raise AttributeError(name)
-        return getattr(self._model, name)
-
-
-class LossFunction:
-    """The replacement of `model.loss_function`. It returns the loss of the head in a fused call, else the stock loss.
-
-    The stock function is the one that was assigned to the model before the patch. If none was assigned, it is the one
-    that the model's class chooses now, by its property, its `loss_type` and transformers' table of losses.
-    """
-
-    def __init__(
-        self,
-        fused: FusedLoss,
-        model: nn.Module,
-        slot: str,
-        assigned: Callable | None,
-        guard: FunctionGuard | None = None,
-    ) -> None:
-        self.fused, self.model, self.slot, self.assigned = fused, weakref.ref(model), slot, assigned
-        self.guard = guard or FunctionGuard(self.choose(model))
-
-    @staticmethod
-    def for_model(fused: FusedLoss, model: nn.Module) -> "LossFunction":
-        """Return the function to assign to a model. `learn_loss` refuses a model whose slot is not found."""
-        slot = loss_slot(model)
-        assert slot is not None
-        return LossFunction(fused, model, slot, vars(model).get(slot))
-
-    def __reduce__(self) -> tuple:
-        return LossFunction, (self.fused, self.model(), self.slot, self.assigned, self.guard)
-
-    def choose(self, model: nn.Module) -> Callable:
-        """Return the loss function that the model would use without this one."""
-        if self.assigned is not None:
-            return self.assigned
-        static: Any = inspect.getattr_static(type(model), "loss_function")
-        if isinstance(static, property):
-            return static.__get__(_WithoutSlot(model, self.slot))
-        return static.__get__(model, type(model)) if hasattr(static, "__get__") else static
-
-    def stock_function(self) -> Callable:
-        """Return the loss function that the model would use without this one.
-
-        If the model was deleted, return the one that it used last.
-        """
-        model = self.model()
-        if model is not None and not torch.compiler.is_compiling():
-            return self.choose(model)
-        if model is not None:
-            # A compiler cannot trace `choose`. `find_change` calls it while the graph is compiled, and the guard stores
-            # the function that it returns.
-            self.find_change(model)
-        return self.guard.function
-
-    def find_change(self, model: nn.Module) -> str | None:
-        """Return what has changed, for a warning, if the model's own loss is not the recognised one; None if it is."""
-        if torch.compiler.is_compiling():
-            # The comparison lets the compiler compile another graph when the loss type changes.
-            is_same_type = loss_type(model) == self.fused.spec.loss_type
-            is_same = self._is_same_for_graph() and (is_same_type or self.assigned is not None)
-        else:
-            is_same = self.guard.holds(self.choose(model))
-        return None if is_same else "the loss function"
-
-    @torch.compiler.assume_constant_result
-    def _is_same_for_graph(self) -> bool:
-        """Return whether the loss function is unchanged. A compiler runs this check once for each graph."""
-        model = self.model()
-        return model is not None and self.guard.holds(self.choose(model))
-
-    def remove(self, model: nn.Module) -> None:
-        """Restore the loss function of the model, unless something else has replaced this one."""
-        if vars(model).get(self.slot) is self:
-            del vars(model)[self.slot]
-            vars(model).update({} if self.assigned is None else {self.slot: self.assigned})
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        call = self.fused.call
-        if call is None or call.loss is None:
-            return self.stock_function()(*args, **kwargs)
-        arguments = loss_arguments(args, kwargs)
-        logits, labels = arguments["logits"], arguments["labels"]
-        tolerance = FP32_TOLERANCE if is_exact(logits) else CAST_TOLERANCE
-        logits = logits.full_tensor() if hasattr(logits, "placements") else as_tensor(logits)
-        if (
-            logits.shape != PLACEHOLDER_SHAPE
-            or not (labels is call.labels or labels.device != call.labels.device)
-            or not _is_same(arguments.get("num_items_in_batch"), call.num_items)
-            or not _is_same(arguments.get("shift_labels"), call.shift_labels)
-            or arguments.get("ignore_index", IGNORE_INDEX) != call.ignore_index
-            or call.read_versions() != call.versions
-        ):
-            raise RuntimeError(
-                "tigon: the head has computed the loss already, but then the model passed its loss function other "
-                "arguments than the model itself received, or wrote into its labels between the head and the loss "
-                "function, or called its head twice; use tigon.patch(model, loss=False) for this model"
-            )
-        marker = logits[..., 1]
-        change = marker.detach().float() / self.fused.spec.marker_at_loss - 1.0
-        is_changed = change.abs() > tolerance
-        if is_changed.device.type in ("cpu", "cuda"):
-            # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
-            assert_on_device(~is_changed.any(), LOGITS_CHANGED)
-        # Other devices, and builds of torch without assertions in kernels, return NaN in place of an error.
-        factor = torch.ones_like(change).masked_fill(is_changed, torch.nan).sum()
-        # The added term is zero. It keeps the head's output in the graph, because hooks on it gather sharded weights.
-        return call.loss * factor + 0.0 * marker.sum()
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    """Return whether two arguments are the same object, or equal values that are no tensors."""
-    return a is b or (not isinstance(a, Tensor) and not isinstance(b, Tensor) and a == b)

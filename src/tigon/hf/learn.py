@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.hf.head import CausalLMForward, FusedLoss, HeadForward, LossFunction, called_head
+from tigon.hf.head import CausalLMForward, FusedLoss, HeadForward, called_head
 from tigon.hf.logits import SKIPPED_LOGITS, LogitsSkippedError
+from tigon.hf.loss_function import LossFunction
 from tigon.hf.spec import LOSS_ARGUMENTS, NUMBERS, Settings, Spec, loss_arguments, read_setting
 from tigon.hf.transformers_private import is_code_of_base_class, loss_slot, loss_type
 from tigon.recognition.adapters import AdapterRecipe, recognise_adapters

@@ -28,7 +28,7 @@ from tigon.memory.layers import LayerJudgement
 from tigon.memory.lean import lean
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
-__all__ = ["LEVELS", "LeanForward", "apply_level", "explain_refusal"]
+__all__ = ["LEVELS", "LeanForward", "apply_level", "explain_refusal", "find_lean_forward"]
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ LEVELS = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class LeanForward:
-    """Recipe that runs the forward of the model's class, or another recipe, in a block of `lean`."""
+    """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`."""
 
     inner: Callable | None = None
     mlp: bool = False
@@ -116,22 +116,62 @@ def _try_lean() -> str | None:
         return str(error)
 
 
+def _lean_places(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward runs in a block of `lean`: the model, and the bodies of language models in it.
+
+    Trainers replace the forward of a language model by one that calls its body, as TRL does. A call of the model enters
+    one block, because a block inside another block only adds its options.
+    """
+    bodies = [getattr(owner, "base_model", None) for owner in _transformers_models(model)]
+    places = [model, *(body for body in bodies if isinstance(body, nn.Module) and body is not model)]
+    return [place for place in places if find_replacement(place) or not foreign_forward(place)]
+
+
 def _explain_no_lean(model: nn.Module) -> str | None:
-    """Return why the model's forward cannot run in a block of `lean`; None if it can."""
-    return _try_lean() or (None if find_replacement(model) else foreign_forward(model))
+    """Return why neither the model nor its body can run in a block of `lean`; None if one of them can."""
+    return _try_lean() or (None if _lean_places(model) else foreign_forward(model))
 
 
 def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
-    """Let the model's forward, which may be a replacement already, run in a block of `lean`."""
-    replacement = find_replacement(model)
+    """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`."""
+    undo = [_make_place_lean(place, level) for place in _lean_places(model)]
+
+    def restore() -> None:
+        while undo:
+            undo.pop()()
+
+    return restore
+
+
+def _make_place_lean(module: nn.Module, level: Level) -> Callable[[], None]:
+    replacement = find_replacement(module)
     if replacement is None:
-        return install(model, LeanForward(None, level.mlp, level.offload))
-    inner = replacement.recipe
-    if isinstance(inner, LeanForward):
-        if (inner.mlp, inner.offload) == (level.mlp, level.offload):
-            return lambda: None
-        inner = inner.inner
-    return exchange(replacement, LeanForward(inner, level.mlp, level.offload))
+        return install(module, LeanForward(None, level.mlp, level.offload))
+    installed = _find_lean_recipe(replacement.recipe)
+    if installed is None:
+        return exchange(replacement, LeanForward(replacement.recipe, level.mlp, level.offload))
+    earlier_options, options = (installed.mlp, installed.offload), (level.mlp, level.offload)
+    installed.mlp, installed.offload = options
+
+    def undo() -> None:
+        if (installed.mlp, installed.offload) == options:
+            installed.mlp, installed.offload = earlier_options
+
+    return undo
+
+
+def _find_lean_recipe(recipe: Any) -> LeanForward | None:
+    """Return the recipe of a lean level among a recipe and those that it runs; None if there is none."""
+    while recipe is not None and not isinstance(recipe, LeanForward):
+        recipe = getattr(recipe, "inner", None)
+    return recipe
+
+
+def find_lean_forward(model: nn.Module) -> LeanForward | None:
+    """Return the recipe of a lean level that is installed on a model or a module in it; None if there is none."""
+    replacements = (find_replacement(module) for module in model.modules())
+    recipes = (_find_lean_recipe(replacement.recipe) for replacement in replacements if replacement is not None)
+    return next((recipe for recipe in recipes if recipe is not None), None)
 
 
 # --- checkpointing ---------------------------------------------------------------------------------

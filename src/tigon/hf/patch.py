@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Never, ParamSpec, get_args
 
+import torch
 from torch import nn
 
 from tigon.hf.by_type import patch_type
-from tigon.hf.forward_watch import watch_forward
+from tigon.hf.head import watch_loss
 from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
-from tigon.hf.levels import LEVELS, apply_level, explain_refusal
+from tigon.hf.levels import apply_level, explain_refusal
+from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.adapters import install_adapters, recognise_adapters
 from tigon.recognition.experts import recognise_experts
@@ -70,7 +72,7 @@ PARTS = {
     ),
     "loss": Part(learn_loss, attach, "a causal language model has output embeddings and a loss function"),
 }
-OPTIONS = (*PARTS, "memory")
+OPTIONS = (*PARTS, "memory", *LOSS_OPTIONS)
 # The names of LEVELS.
 MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "offload"]
 MEMORY: tuple[str, ...] = get_args(MemoryLevel)
@@ -244,12 +246,6 @@ def _read(recognise: Callable[[nn.Module], Any], module: nn.Module) -> Any:
         return _Unreadable(f"cannot be read ({describe(error)})")
 
 
-def _lost_features(level: str, is_fused: bool) -> str:
-    """Name the features that a model loses with another forward, as the subject and the verb of a clause."""
-    words = ["the loss in its head"] * is_fused + [f"memory={level!r}"] * LEVELS[level].lean
-    return f"{' and '.join(words)} {'are' if len(words) > 1 else 'is'}"
-
-
 def patch(
     model: nn.Module | str,
     *,
@@ -263,6 +259,9 @@ def patch(
     fused_statements: bool = True,
     loss: bool = True,
     memory: MemoryLevel = "default",
+    token_scaling: bool = False,
+    acc_dtype: torch.dtype | None = None,
+    return_token_accuracy: bool = False,
     glue: bool | None = None,
     **unknown: Never,
 ) -> Report:
@@ -304,7 +303,14 @@ def patch(
             backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.
             "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
             "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
-            be called twice run once at every level.
+            be called twice run once at every level. The forward of a language model's body (`model.base_model`) has the
+            level too, for trainers that call the body.
+        token_scaling: The loss in the head scales the loss of each token by the detached probability of its target.
+            A call of the model may also set this option and the next two. They have no effect on a call that computes
+            logits; `token_scaling=True` in such a call is an error.
+        acc_dtype: torch.float32 sums the gradient of the head's weight in fp32, as in `linear_cross_entropy`.
+        return_token_accuracy: The output of the model has the field `token_accuracy`, an fp32 scalar: the share of
+            valid tokens whose largest logit is that of the target.
         glue: The old name of `fused_statements`. This part is left out if one of the two is False.
 
     Returns:
@@ -350,9 +356,11 @@ def patch(
     }
     _check_options(options if glue is None else options | {"glue": glue}, memory, unknown)
     options["fused_statements"] = fused_statements and glue is not False
+    loss_options = LossOptions(token_scaling, acc_dtype, return_token_accuracy)
+    loss_options.check("patch")
     parts = [part for part in PARTS if options[part]]
     if isinstance(model, str):
-        return patch_type(model, functools.partial(patch, **options, memory=memory))
+        return patch_type(model, functools.partial(patch, **options, memory=memory, **vars(loss_options)))
     require_for(model)
     report, installed_recipes = Report(type(model).__name__), _installed_recipes(model)
     findings = _find(model, parts, installed_recipes)
@@ -371,14 +379,12 @@ def patch(
         raise ValueError(f"patch: memory={level!r} is not possible for this {report.model}: {reason}")
     # The model is changed only here, after the last error that this function can raise on purpose.
     report.undo = _apply(findings)
+    fused_models = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
+    report.undo += [watch_loss(module, loss_options, report.notes) for module in fused_models]
     if level != "default":
         undo, note = apply_level(model, level)
         report.undo.append(undo)
         report.notes.append(note)
-    fused_models = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
-    report.undo += [watch_forward(module, _lost_features(level, True)) for module in fused_models]
-    if LEVELS[level].lean and model not in fused_models:
-        report.undo.append(watch_forward(model, _lost_features(level, False)))
     if adapters and report:
         report.undo += [watch_children(module, report, model) for module in fused_models or [model]]
     if earlier_count:

@@ -187,8 +187,13 @@ def find_changing_hook(module: nn.Module) -> str | None:
 
 
 def foreign_forward(module: nn.Module) -> str | None:
-    """Return a clause that says which code replaced the forward that the class was written with; None if none did."""
+    """Return a clause that says which code replaced the forward that the class was written with; None if none did.
+
+    An integration of Tigon gives the clause itself, as the attribute `reason_to_keep` of the forward that it assigns.
+    """
     if (current := _assigned_forward(module)) is not None:
+        if reason := getattr(current, "reason_to_keep", None):
+            return reason
         return f"its forward was already replaced (by {written_in(current)})"
     owner: Any = next(cls for cls in type(module).__mro__ if "forward" in vars(cls))
     function, known_packages = owner.forward, {owner.__module__.partition(".")[0], "torch", "transformers"}

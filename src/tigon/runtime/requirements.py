@@ -39,6 +39,8 @@ FLOORS = {
     "rich": "13",
     # tokenizers 0.22.0 and transformers 5.13 exclude each other's huggingface_hub.
     "tokenizers": "0.22.1",
+    # `tigon.integrations.trl` replaces functions of this release.
+    "trl": "1.16",
     # 0.15 raises TypeError with click 8.2.
     "typer": "0.16",
 }

@@ -1,0 +1,83 @@
+"""Options of the loss in the head that `tigon.patch` or a call of the model sets.
+
+`model(..., return_token_accuracy=True)` sets an option for one call, and `tigon.patch(model, token_scaling=True)` for
+all calls. Their meaning is that of `tigon.linear_cross_entropy`.
+"""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tigon.runtime import checks
+
+__all__ = ["LossOptions", "with_token_accuracy"]
+
+
+@dataclass(frozen=True)
+class LossOptions:
+    """Options of `linear_cross_entropy` that a user of a patched model chooses."""
+
+    # Scale the loss of each token by the detached probability of its target.
+    token_scaling: bool = False
+    # The dtype in which the gradient of the head's weight is summed, or None.
+    acc_dtype: torch.dtype | None = None
+    # Add the share of valid tokens whose largest logit is the target's to the output of the model.
+    return_token_accuracy: bool = False
+
+    def check(self, op: str) -> None:
+        """Raise TypeError or ValueError for a wrong value. The message begins with `op`."""
+        checks.flag(op, token_scaling=self.token_scaling, return_token_accuracy=self.return_token_accuracy)
+        checks.choice(op, "acc_dtype", self.acc_dtype, (None, torch.float32))
+
+    def for_call(self, kwargs: dict[str, Any]) -> "LossOptions":
+        """Return the options of one call of the model, and remove them from its keyword arguments."""
+        options = {name: kwargs.pop(name) for name in LOSS_OPTIONS if name in kwargs}
+        if not options:
+            return self
+        call_options = dataclasses.replace(self, **options)
+        call_options.check("model")
+        return call_options
+
+    def check_unfused(self, call_options: "LossOptions") -> None:
+        """Raise ValueError if a call that computes logits requests a loss that only the loss in the head computes."""
+        if call_options.token_scaling and not self.token_scaling:
+            raise ValueError(
+                "model: token_scaling=True needs the loss in the head, but this call computes logits; call the model "
+                "in training mode with labels, or with labels and skip_logits=True"
+            )
+
+
+LOSS_OPTIONS = tuple(field.name for field in dataclasses.fields(LossOptions))
+
+
+@functools.cache
+def _class_with_accuracy(cls: type) -> type:
+    """Return the subclass of an output class of transformers that has the field `token_accuracy`.
+
+    Engines take outputs apart and build them again from their fields, so a plain attribute would be lost.
+    """
+    return dataclasses.make_dataclass(
+        cls.__name__, [("token_accuracy", Tensor | None, None)], bases=(cls,), namespace={"__module__": cls.__module__}
+    )
+
+
+def with_token_accuracy(outputs: Any, accuracy: Tensor) -> Any:
+    """Add `token_accuracy` to the output of a model, which is changed in place, and return it.
+
+    A tuple stays as it is, because its length has a meaning for callers.
+    """
+    if isinstance(outputs, tuple):
+        return outputs
+    if dataclasses.is_dataclass(type(outputs)) and isinstance(outputs, dict):
+        outputs.__class__ = _class_with_accuracy(type(outputs))
+        # The class has the field now, so this adds an item and an attribute.
+        outputs["token_accuracy"] = accuracy
+    elif isinstance(outputs, dict):
+        outputs["token_accuracy"] = accuracy
+    else:
+        outputs.token_accuracy = accuracy
+    return outputs

@@ -1,0 +1,273 @@
+"""Use Tigon in the trainers of TRL.
+
+    import tigon
+    tigon.integrations.trl.enable(memory="lean")     # before the trainer is built
+    SFTTrainer(model, ...).train()
+
+TRL's trainers for language models (SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO) replace the forward of the model and
+compute their losses from log-probabilities. After `enable()`, the forward that they install runs on Tigon's ops:
+
+| trainer | products with the head |
+|---|---|
+| SFT, with the losses "nll" and "dft" | three: `linear_cross_entropy` |
+| all others | four: `linear_log_probs` |
+
+`docs/trl.md` describes the levels of memory and gradient checkpointing.
+"""
+
+import functools
+import importlib
+import logging
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tigon.hf.levels import LEVELS, find_lean_forward
+from tigon.hf.patch import MEMORY, MemoryLevel, patch
+from tigon.integrations.trl_head import ChunkedLogProbs, SummedLoss, has_trl_forward, install_forward, loss_is_sum
+
+__all__ = ["disable", "enable", "is_enabled"]
+
+LOGGER = logging.getLogger("tigon")
+
+# The versions of TRL whose code was read. Each release may change the forward and the losses of the trainers.
+KNOWN_VERSIONS = ("1.16.0",)
+
+
+class State:
+    """What `enable` has changed."""
+
+    def __init__(self) -> None:
+        # The functions that restore TRL, or an empty list while Tigon is not enabled.
+        self.undo: list[Callable[[], None]] = []
+        # The level of the models of trainers that are built, or None if the user chooses it for each model.
+        self.memory: MemoryLevel | None = None
+        # The models that were patched for this level.
+        self.patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+_state = State()
+
+
+def is_enabled() -> bool:
+    """Return whether TRL's trainers use Tigon."""
+    return bool(_state.undo)
+
+
+class Names(NamedTuple):
+    """The objects of TRL that are replaced."""
+
+    utils: Any
+    base_trainer: type
+    sft_trainer: type
+
+
+def _find_names() -> Names:
+    """Return the objects of TRL that are replaced.
+
+    Raises:
+        ImportError: TRL is missing, or its version is not known.
+    """
+    try:
+        version = metadata.version("trl")
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"tigon.integrations.trl.enable needs trl {KNOWN_VERSIONS[-1]}, but trl is not installed: "
+            "pip install 'tigon[trl]'"
+        ) from None
+    if version not in KNOWN_VERSIONS:
+        raise ImportError(
+            f"tigon.integrations.trl.enable knows trl {', '.join(KNOWN_VERSIONS)}, but trl {version} is installed: "
+            f"pip install 'trl=={KNOWN_VERSIONS[-1]}'"
+        )
+    return Names(
+        importlib.import_module("trl.trainer.utils"),
+        importlib.import_module("trl.trainer.base_trainer")._BaseTrainer,
+        importlib.import_module("trl.trainer.sft_trainer").SFTTrainer,
+    )
+
+
+def enable(memory: MemoryLevel | None = None) -> None:
+    """Let the trainers of TRL compute their log-probabilities and losses with Tigon.
+
+    Losses, gradients and metrics stay those of TRL up to the rounding of sums. Call it before the trainer is built. A
+    trainer that exists already uses Tigon when `train` is called. A second call only changes the level.
+
+    Args:
+        memory: The level for the models of all trainers, one of those of `tigon.patch`. Each model is patched when its
+            trainer is built, or when it trains, and gradient checkpointing of the trainer is switched off when it
+            trains, because the level decides what is saved ("checkpoint" checkpoints the layers). With None,
+            models are patched only by your calls of `tigon.patch`, and TRL's `gradient_checkpointing` argument decides.
+            It is True by default. A checkpointed layer saves only its input, so "lean", "lean+mlp" and "offload" then
+            save nothing more; a warning says so.
+
+    Raises:
+        ImportError: TRL is not installed, or this version of TRL is not known; the message names both versions.
+        ValueError: `memory` is no level.
+
+    Source: `trl.trainer.utils.add_fused_lm_head` and `trl.kernels.ChunkedLogProbFunction` of TRL 1.16.
+
+    Example:
+        >>> tigon.integrations.trl.enable(memory="lean")
+        >>> tigon.integrations.trl.is_enabled()
+        True
+        >>> tigon.integrations.trl.disable()
+    """
+    if memory is not None and (not isinstance(memory, str) or memory not in MEMORY):
+        levels = ", ".join(map(repr, MEMORY))
+        raise ValueError(f"tigon.integrations.trl.enable: memory must be None or one of {levels}, got {memory!r}")
+    names = _find_names()
+    _state.memory = memory
+    if is_enabled():
+        return
+    # `ChunkedDivergenceFunction` of `trl.trainer.distillation_trainer` belongs here as soon as an op serves it.
+    _state.undo = [
+        *_replace_everywhere(names.utils, "add_fused_lm_head", _wrap_add_fused_lm_head),
+        _replace(names.utils, "_ChunkedLogProbFunction", ChunkedLogProbs),
+        _replace(names.sft_trainer, "compute_loss", _wrap_compute_loss(names.sft_trainer.compute_loss)),  # type: ignore[attr-defined]
+        _replace(names.base_trainer, "train", _wrap_train(names.base_trainer)),
+    ]
+
+
+def disable() -> None:
+    """Give TRL its own functions back. Models whose trainers were built meanwhile run TRL's forward from now on.
+
+    Models that `enable(memory=...)` patched stay patched.
+    """
+    while _state.undo:
+        _state.undo.pop()()
+    _state.memory = None
+
+
+# --- replacing names -------------------------------------------------------------------------------
+
+
+def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Set an attribute of a module or class; return the function that restores it, unless other code has set it."""
+    is_own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+
+    def undo() -> None:
+        if vars(owner).get(name) is not value:
+            return
+        if is_own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+    return undo
+
+
+def _modules_with(name: str, value: Any) -> list[Any]:
+    """Return the imported modules of TRL in which a name stands for an object."""
+    modules = [module for key, module in sys.modules.items() if key.partition(".")[0] == "trl" and module is not None]
+    return [module for module in modules if vars(module).get(name) is value]
+
+
+def _replace_everywhere(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> list[Callable[[], None]]:
+    """Replace a function of TRL in all modules that have imported it, and return the functions that undo this.
+
+    A module that imports the name while it is replaced gets the original back too.
+    """
+    original = vars(owner)[name]
+    value = wrap(original)
+    for module in _modules_with(name, original):
+        setattr(module, name, value)
+
+    def undo() -> None:
+        for module in _modules_with(name, value):
+            setattr(module, name, original)
+
+    return [undo]
+
+
+# --- replacements ----------------------------------------------------------------------------------
+
+
+def _wrap_add_fused_lm_head(original: Callable) -> Callable:
+    """Return a function that gives a model TRL's forward, and Tigon's around it."""
+
+    @functools.wraps(original)
+    def add_fused_lm_head(model: Any, *args: Any, **kwargs: Any) -> None:
+        _patch(model)
+        original(model, *args, **kwargs)
+        install_forward(model, is_enabled)
+
+    return add_fused_lm_head
+
+
+def _patch(model: nn.Module) -> None:
+    """Patch a model at the level of `enable`, if there is one."""
+    if _state.memory is not None:
+        report = patch(model, memory=_state.memory)
+        _state.patched_models.add(model)
+        LOGGER.info("%s", report)
+
+
+def _prepare_models(trainer: Any) -> None:
+    """Prepare the models of a trainer that calls no `add_fused_lm_head`, or has called it before `enable`."""
+    models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    for module in [module for model in models for module in model.modules() if has_trl_forward(module)]:
+        _patch(module)
+        install_forward(module, is_enabled)
+    if _state.patched_models.isdisjoint(trainer.model.modules()):
+        _patch(trainer.model)
+
+
+def _summed_loss(trainer: Any) -> SummedLoss | None:
+    """Return the weights of the sum over tokens that `SFTTrainer.compute_loss` differentiates; None if it is no sum."""
+    parallelism = getattr(trainer.accelerator, "parallelism_config", None)
+    has_sequence_parallelism = parallelism is not None and getattr(parallelism, "sp_enabled", False)
+    if trainer.args.loss_type == "nll":
+        return "nll"
+    # With sequence parallelism the trainer uses `outputs.loss`, which has no weights.
+    return "dft" if trainer.args.loss_type == "dft" and not has_sequence_parallelism else None
+
+
+def _wrap_compute_loss(original: Callable) -> Callable:
+    """Return `SFTTrainer.compute_loss` in a block that declares its loss as a sum of log-probabilities."""
+
+    @functools.wraps(original)
+    def compute_loss(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with loss_is_sum(_summed_loss(self)):
+            return original(self, *args, **kwargs)
+
+    return compute_loss
+
+
+def _wrap_train(base_trainer: Any) -> Callable:
+    """Return `train`, which first prepares the models, and makes gradient checkpointing and the memory level agree."""
+    original = base_trainer.train
+
+    @functools.wraps(original)
+    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _prepare_models(self)
+        _reconcile_checkpointing(self)
+        return original(self, *args, **kwargs)
+
+    return train
+
+
+def _reconcile_checkpointing(trainer: Any) -> None:
+    """Switch off the checkpointing of a trainer if `enable` has a level; warn if it makes a lean level useless."""
+    if not trainer.args.gradient_checkpointing:
+        return
+    if _state.memory is not None:
+        trainer.args.gradient_checkpointing = False
+        LOGGER.info("gradient_checkpointing is off, because the memory level is %r", _state.memory)
+        return
+    level = find_lean_forward(trainer.model)
+    if level is not None:
+        names = [name for name, each in LEVELS.items() if each.lean]
+        name = next(n for n in names if (LEVELS[n].mlp, LEVELS[n].offload) == (level.mlp, level.offload))
+        warnings.warn(
+            f"tigon: the trainer checkpoints every layer (gradient_checkpointing=True is the default of TRL), so "
+            f"memory={name!r} saves nothing more in them; pass gradient_checkpointing=False to the trainer's config, "
+            f"or call tigon.integrations.trl.enable(memory={name!r})",
+            stacklevel=3,
+        )

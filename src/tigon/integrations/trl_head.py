@@ -1,0 +1,370 @@
+"""The head of a language model in TRL's trainers: log-probabilities and the loss of fine-tuning without logits.
+
+TRL gives each model a forward that runs the body and computes log-probabilities from the hidden states and the weight
+of the head (`trl.trainer.utils.add_fused_lm_head`). The trainers compute their losses from these. Here are a forward
+that computes the same outputs with Tigon's ops, and the function that TRL's own forward calls for them.
+
+    log p_t = z_t - log sum_j exp(z_j)      z = cap(s (x W^T + b)) / tau     four products with gradients
+
+The loss of supervised fine-tuning is a sum over all tokens, L = - c sum_t w_t log p_t, with w_t = 1 ("nll"), or with
+the detached probability w_t = p_t of "dft" (Wu et al., arXiv:2508.05629). All upstream gradients are then known up to
+the factor c in the forward pass, so three products are enough: `linear_cross_entropy` computes the gradients of the
+sum, and `_SumOfLogProbs` reads c from the upstream gradient of the log-probabilities.
+
+Shapes: B sequences of S tokens, hidden size H, vocabulary V.
+"""
+
+import contextlib
+import functools
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from tigon.ops.head.computed_rows import find_rows
+from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
+from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
+from tigon.ops.logits.valid_rows import ValidRows
+from tigon.runtime.stock import written_in
+from tigon.runtime.torch_private.operators import assert_on_device
+
+__all__ = ["ChunkedLogProbs", "SummedLoss", "has_trl_forward", "install_forward", "loss_is_sum"]
+
+IGNORE_INDEX = -100
+# The fields of TRL's output, in the order in which its function returns them.
+FIELDS = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+# The fields that `linear_cross_entropy` computes beside the loss.
+LOSS_FIELDS = {"log_probs", "entropy", "is_top1"}
+# The relative difference from which the upstream gradient counts as another loss.
+TOLERANCE = 1e-4
+# CUDA accepts messages of up to 254 characters.
+NOT_A_SUM = (
+    "tigon: SFTTrainer.compute_loss did not sum the log-probabilities over all tokens as TRL's own code does, but "
+    "their gradients were computed for this sum; call tigon.integrations.trl.disable()"
+)
+
+SummedLoss = Literal["nll", "dft"]
+
+
+# --- the loss of the running trainer ---------------------------------------------------------------
+
+
+class _TrainerLoss(threading.local):
+    """The loss that a trainer computes from the log-probabilities of this thread's calls, if it is a known sum."""
+
+    kind: SummedLoss | None = None
+
+
+_trainer_loss = _TrainerLoss()
+
+
+@contextlib.contextmanager
+def loss_is_sum(kind: SummedLoss | None) -> Iterator[None]:
+    """Declare that the caller's loss is proportional to the sum of the log-probabilities, weighted as `kind` says.
+
+    None declares nothing: the log-probabilities of calls in the block have any upstream gradient.
+    """
+    outer_kind, _trainer_loss.kind = _trainer_loss.kind, kind
+    try:
+        yield
+    finally:
+        _trainer_loss.kind = outer_kind
+
+
+class _SumOfLogProbs(torch.autograd.Function):
+    """Return log-probabilities whose upstream gradient reaches the loss that they belong to.
+
+    The loss of N valid tokens is L = - 1/N sum_t w_t log p_t. The upstream gradient must be c w_t for each token, so
+    dL = - c N. The mean in place of a sum keeps the gradients of fp16 models in the range of fp16.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, mean: Tensor, log_probs: Tensor, valid: Tensor, kind: SummedLoss) -> Tensor:
+        ctx.save_for_backward(log_probs, valid)
+        ctx.kind = kind
+        return log_probs.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dlog_probs: Tensor) -> tuple[Tensor | None, ...]:
+        log_probs, valid = ctx.saved_tensors
+        weights = (log_probs.exp() if ctx.kind == "dft" else torch.ones_like(log_probs)).masked_fill(~valid, 0.0)
+        if weights.numel() == 0:
+            return dlog_probs.new_zeros(()), None, None, None
+        # The token with the largest weight has the most accurate quotient.
+        largest = weights.argmax()
+        weight = weights.flatten()[largest]
+        factor = (dlog_probs.flatten()[largest] / weight).where(weight > 0, 0.0)
+        is_sum = (dlog_probs - factor * weights).abs() <= TOLERANCE * (factor * weights).abs()
+        # Infinite and NaN gradients, which a trainer with a loss scale expects, are passed on as they are.
+        is_sum = (is_sum | ~valid | ~dlog_probs.isfinite()).all()
+        if is_sum.device.type in ("cpu", "cuda"):
+            # On a GPU, the assertion fails inside a kernel. A comparison on the host would be a host synchronisation.
+            assert_on_device(is_sum, NOT_A_SUM)
+        return -factor.where(is_sum, torch.nan) * valid.sum(), None, None, None
+
+
+# --- the weight of the head ------------------------------------------------------------------------
+
+
+class Head(NamedTuple):
+    """The weight and the bias of a head, gathered if FSDP2 has sharded them."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @staticmethod
+    def of(module: nn.Module) -> "Head":
+        """Return the parameters of a linear layer, without a call of the layer, as TRL does."""
+        weight: Any = module.weight
+        bias: Any = module.bias
+        if hasattr(weight, "placements"):
+            weight, bias = weight.full_tensor(), None if bias is None else bias.full_tensor()
+        return Head(weight, bias)
+
+
+def _gather(*parameters: Tensor | None) -> AbstractContextManager:
+    """Return TRL's context in which the parameters of ZeRO-3 are whole. Without ZeRO-3 it does nothing."""
+    from trl.trainer import utils
+
+    return utils.maybe_gather_lm_head_ctx(*parameters)
+
+
+def _is_partitioned(parameter: Tensor | None) -> bool:
+    """Return whether a parameter belongs to ZeRO-3, which empties it outside of the context that gathers it."""
+    return parameter is not None and hasattr(parameter, "ds_status")
+
+
+@contextlib.contextmanager
+def _gathered(head: Head) -> Iterator[None]:
+    """Gather the parameters of a head for the block, and again when backward reads the tensors that the block saves."""
+
+    def pack(t: Tensor) -> tuple[Tensor, bool]:
+        # A tensor that is no leaf is detached: its graph may contain the node that saves it.
+        return t if t.is_leaf else t.detach(), _is_partitioned(t) and (t is head.weight or t is head.bias)
+
+    def unpack(saved: tuple[Tensor, bool]) -> Tensor:
+        t, is_partitioned = saved
+        if not is_partitioned:
+            return t
+        with _gather(t):
+            # The copy outlives the context.
+            return t.detach().clone()
+
+    is_partitioned = _is_partitioned(head.weight) or _is_partitioned(head.bias)
+    hooks = saved_tensors_hooks(pack, unpack) if is_partitioned else contextlib.nullcontext()
+    with _gather(head.weight, head.bias), hooks:
+        yield
+
+
+# --- products --------------------------------------------------------------------------------------
+
+
+class LogitOptions(NamedTuple):
+    """What happens to the logits before the softmax, in this order."""
+
+    logit_scale: float
+    softcap: float | None
+    temperature: float
+
+
+def _products_context(hidden: Tensor, weight: Tensor) -> tuple[AbstractContextManager, bool]:
+    """Return the context in which the products have the dtype of the hidden states, and whether it is fp32.
+
+    Without autocast, TRL casts the weight to the dtype of the hidden states.
+    """
+    if hidden.dtype == weight.dtype or torch.is_autocast_enabled(hidden.device.type):
+        return contextlib.nullcontext(), False
+    if hidden.dtype in (torch.bfloat16, torch.float16):
+        return torch.autocast(hidden.device.type, hidden.dtype), False
+    return contextlib.nullcontext(), True
+
+
+def _log_probs(
+    hidden: Tensor, head: Head, targets: Tensor, options: LogitOptions, outputs: tuple[str, ...], fp32_products: bool,
+    valid_rows: ValidRows | Literal[False] | None,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Compute the requested fields of TRL's output by `linear_log_probs`. All are differentiable as there."""
+    context, in_fp32 = _products_context(hidden, head.weight)
+    with context:
+        result = linear_log_probs(
+            hidden, head.weight, targets,
+            bias=head.bias, temperature=options.temperature, softcap=options.softcap, logit_scale=options.logit_scale,
+            ignore_index=IGNORE_INDEX, fp32_products=fp32_products or in_fp32, valid_rows=valid_rows,
+            return_entropy="entropy" in outputs, return_top1="is_top1" in outputs,
+            return_mean_logits="mean_logits" in outputs, return_sum_sq_probs="log_sum_sq_probs" in outputs,
+        )  # fmt: skip
+    result = result if isinstance(result, LogProbOutput) else LogProbOutput(result)
+    return {name: getattr(result, name) for name in FIELDS}
+
+
+def _summed_log_probs(
+    hidden: Tensor, head: Head, targets: Tensor, options: LogitOptions, kind: SummedLoss, is_shifted: bool,
+    valid_rows: ValidRows | None,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Compute TRL's outputs for a loss that is a sum of log-probabilities, with three products.
+
+    Only the log-probabilities are differentiable. Without `is_shifted` the last position of each sequence predicts
+    nothing and is left out of the outputs.
+    """
+    scale, softcap, temperature = options
+    context, _ = _products_context(hidden, head.weight)
+    with context:
+        result: Any = linear_cross_entropy(
+            hidden, head.weight, targets,
+            linear_bias=head.bias, reduction="mean", ignore_index=IGNORE_INDEX, token_scaling=kind == "dft",
+            logit_scale=scale / temperature, softcap=None if softcap is None else softcap / temperature,
+            valid_rows=valid_rows, return_log_probs=True, return_entropy=True, return_predicted_tokens=True,
+        )  # fmt: skip
+    cut = (lambda x: x) if is_shifted else (lambda x: x[:, :-1])
+    log_probs, valid = cut(result.log_probs.detach()), cut(targets != IGNORE_INDEX)
+    return dict.fromkeys(FIELDS) | {
+        "log_probs": _SumOfLogProbs.apply(result.loss, log_probs, valid, kind),
+        "entropy": cut(result.entropy.detach()),
+        # Ignored tokens have a prediction of -1.
+        "is_top1": cut(result.predicted_tokens == targets),
+    }
+
+
+class ChunkedLogProbs:
+    """The function that takes the place of TRL's `_ChunkedLogProbFunction`, which TRL's own forward calls."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, chunk_size: int,
+        final_logit_softcapping: float | None = None, logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = ("log_probs", "entropy"),
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        """Return log-probabilities, entropy, log sum of squared probabilities, mean logits and top-1 hits.
+
+        Args:
+            hidden: [N, H] hidden states of tokens that are not ignored.
+            weight: [V, H] of the head.
+            bias: [V] or None.
+            targets: [N] token indices.
+            temperature, final_logit_softcapping, logit_scale: As in `linear_log_probs`.
+            chunk_size: The width of TRL's slabs of the vocabulary. It has no effect here.
+            outputs: The names of the results that are computed. The others are None.
+        """
+        options = LogitOptions(logit_scale, final_logit_softcapping, temperature)
+        head = Head(weight, bias)
+        with _gathered(head):
+            results = _log_probs(hidden, head, targets, options, outputs, False, False)
+        return tuple(results[name] for name in FIELDS)
+
+
+# --- the forward -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TrlForward:
+    """The forward that TRL gave a model, and the options that it was built with."""
+
+    function: Callable
+    options: LogitOptions
+    outputs: tuple[str, ...]
+    fp32_products: bool
+    text_config: Any
+    backbone_attribute: str
+
+    @staticmethod
+    def read(method: types.MethodType) -> "TrlForward":
+        """Read the options from the variables that TRL's function closes over."""
+        function = method.__func__
+        cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+        variables = {name: cell.cell_contents for name, cell in cells}
+        return TrlForward(
+            function,
+            LogitOptions(
+                float(variables["logit_scale"]), variables["final_logit_softcapping"], float(variables["temperature"])
+            ),
+            variables["outputs"],
+            variables["cast_lm_head_to_fp32"],
+            variables["text_config"],
+            variables["backbone_attr"],
+        )
+
+    def uses_router(self, kwargs: dict[str, Any]) -> bool:
+        """Return whether a call computes the load-balancing loss of a mixture of experts."""
+        return bool(kwargs.get("output_router_logits", getattr(self.text_config, "output_router_logits", False)))
+
+
+def has_trl_forward(module: nn.Module) -> bool:
+    """Return whether the forward of a module is the one that TRL's `add_fused_lm_head` assigns."""
+    function: Any = getattr(vars(module).get("forward"), "__func__", None)
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_name == "_fused_forward" and written_in(function).partition(".")[0] == "trl"
+
+
+def install_forward(model: Any, is_enabled: Callable[[], bool]) -> None:
+    """Replace the forward that TRL has just given a model.
+
+    A call runs TRL's forward while `is_enabled()` is false, without `fused_lm_head=True`, and for the load-balancing
+    loss of a mixture. The last one still calls `ChunkedLogProbs`.
+    """
+    trl_forward = TrlForward.read(model.forward)
+
+    # The signature is that of the model's class, because `generate` compares its arguments with it.
+    @functools.wraps(type(model).forward)
+    def forward(self: Any, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head or not is_enabled() or trl_forward.uses_router(kwargs):
+            return trl_forward.function(self, *args, fused_lm_head=fused_lm_head, **kwargs)
+        return _fused_forward(self, trl_forward, args, kwargs)
+
+    # The check of `tigon.patch` for a replaced forward counts this function as Tigon's own.
+    vars(forward)["is_replacement"] = True
+    vars(forward)["reason_to_keep"] = "the trainer of TRL computes the loss by tigon.integrations.trl"
+    model.forward = types.MethodType(forward, model)
+
+
+def _fused_forward(model: Any, trl_forward: TrlForward, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Run the body and the head of a model, and return TRL's output."""
+    from trl.trainer.utils import FusedCausalLMOutput
+
+    labels, targets = kwargs.pop("labels", None), kwargs.pop("shift_labels", None)
+    num_items = kwargs.pop("num_items_in_batch", None)
+    is_shifted = targets is not None
+    if targets is None:
+        # [B, S]: each label is at the position that predicts it.
+        targets = F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()
+    # The search for the valid rows runs on the device while the host launches the layers.
+    sizes = (getattr(trl_forward.text_config, name, 1) for name in ("vocab_size", "hidden_size"))
+    valid_rows = find_rows(targets, IGNORE_INDEX, functools.reduce(lambda a, b: a * b, sizes, targets.numel()))
+    backbone = getattr(model, trl_forward.backbone_attribute)
+    hidden = backbone(*args, **{**kwargs, "use_cache": False}).last_hidden_state
+    module = model.get_output_embeddings()
+    device = module.weight.device
+    if targets.device != device:
+        # A model may be split over several devices.
+        targets, valid_rows = targets.to(device), None
+    hidden, head = hidden.to(device), Head.of(module)
+    results = _compute(hidden, head, targets, trl_forward, is_shifted, valid_rows)
+    log_probs, mask = results["log_probs"], targets != IGNORE_INDEX
+    mask = mask if is_shifted else mask[:, :-1]
+    assert log_probs is not None
+    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if num_items is None else num_items)
+    return FusedCausalLMOutput(loss=loss, label_mask=mask, **results)
+
+
+def _compute(
+    hidden: Tensor, head: Head, targets: Tensor, trl_forward: TrlForward, is_shifted: bool, valid_rows: ValidRows | None
+) -> dict[str, Tensor | None]:
+    """Compute the fields of TRL's output, by three products where the trainer's loss is a known sum."""
+    kind, options, outputs = _trainer_loss.kind, trl_forward.options, trl_forward.outputs
+    has_gradients = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
+    is_summed = kind is not None and has_gradients and LOSS_FIELDS.issuperset(outputs)
+    # The gradients of the sum are computed in the forward pass, so backward does not read the weight.
+    if kind is not None and is_summed and not trl_forward.fp32_products:
+        with _gather(head.weight, head.bias):
+            _, in_fp32 = _products_context(hidden, head.weight)
+            if not in_fp32:
+                return _summed_log_probs(hidden, head, targets, options, kind, is_shifted, valid_rows)
+    with _gathered(head):
+        results = _log_probs(hidden, head, targets, options, outputs, trl_forward.fp32_products, valid_rows)
+    return results if is_shifted else {name: None if x is None else x[:, :-1] for name, x in results.items()}
