@@ -22,6 +22,7 @@ from tigon.ops.adapters.lora_experts import lora_moe_mlp
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
+from tigon.ops.head.linear_loss import linear_loss
 from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
 from tigon.ops.logits.jsd import JSDLoss, jsd
 from tigon.ops.logits.kl_div import KLDivLoss, kl_div
@@ -76,6 +77,7 @@ __all__ = [
     "lean",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_loss",
     "lora_linear",
     "lora_moe_mlp",
     "moe_mlp",
