@@ -62,7 +62,7 @@ from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import device_kind, device_of, runs_kernels
 from tigon.runtime.torch_private.operators import assert_on_device
 
-__all__ = ["linear_loss", "eager_linear_loss"]
+__all__ = ["eager_linear_loss", "linear_loss"]
 
 LossFunction = Callable[..., Any]
 
