@@ -284,8 +284,8 @@ def linear_loss(
             and an entropy of zero, whatever the loss does with them, and get no gradient.
         with_entropy: Pass the entropies of the tokens after their log-probabilities.
         max_logits_mib: The largest memory in MiB for the logits of a part. None means 96 on a CPU and 640 on a GPU.
-        acc_dtype: torch.float32 sums dW over the parts in fp32. None does so for more than 8 parts, and if there are
-            four products.
+        acc_dtype: torch.float32 sums dW over the parts in fp32. None does so for more than 8 parts. With four products
+            it is that of `linear_log_probs`.
         valid_rows: As in `linear_log_probs`.
         process_group, vocab_size: As in `linear_log_probs`. There are four products.
 
@@ -352,8 +352,8 @@ def linear_loss(
             return _finish(_call(loss_fn, values, args, targets.shape, group), zero, total, tolerance, len(parts))
     result = linear_log_probs(
         hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        ignore_index=ignore_index, return_entropy=with_entropy, valid_rows=valid_rows, process_group=process_group,
-        vocab_size=vocab_size,
+        ignore_index=ignore_index, return_entropy=with_entropy, acc_dtype=acc_dtype, valid_rows=valid_rows,
+        process_group=process_group, vocab_size=vocab_size,
     )  # fmt: skip
     values = [result.log_probs, result.entropy] if isinstance(result, LogProbOutput) else [result]
     output = _call(loss_fn, values, args, targets.shape, group)
