@@ -10,13 +10,11 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast, get_arg
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor, library
 
 from tigon.runtime.device import HIP, PLAIN, simulation_of
 from tigon.runtime.torch_private.operators import current_device, current_raw_stream, dispatch_modes
-from tigon.runtime.triton_private import JITFunction, has_direct_launch, has_launch_hook, positional_launch
+from tigon.runtime.triton_private import JITFunction, has_direct_launch, has_launch_hook, positional_launch, tl, triton
 
 __all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device", "self_check_verdict"]
 

@@ -4,7 +4,9 @@ Each of these has a slower way with the same results. A check compares the two, 
 where it is not.
 """
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +70,8 @@ def _single_read(device: torch.device) -> str:
     if not device_of(torch.empty(1, device=device)).async_copy:
         raise NotChecked("this GPU has no asynchronous copies, so cross entropy reads the logits twice")
     logits, target = _normal(256, 65536, device=device), torch.arange(256, device=device)
-    losses, gradients = [], []
+    losses: list[Any] = []
+    gradients = []
     for function, dtype in (
         (tigon.cross_entropy, torch.bfloat16),
         (torch.nn.functional.cross_entropy, torch.float32),
@@ -133,4 +136,4 @@ CHECKS: dict[str, Callable[[torch.device], str]] = {
 def check_fast_paths(device: torch.device) -> Iterator[CheckOutcome]:
     """Yield the outcome of each check."""
     for name, check in CHECKS.items():
-        yield run_check(PART, name, name, lambda check=check: check(device))
+        yield run_check(PART, name, name, functools.partial(check, device))

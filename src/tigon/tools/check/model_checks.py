@@ -5,6 +5,7 @@ by about one unit in the last place, and the change of its gradients is the nois
 stock model by four times this noise and a few units in the last place.
 """
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -62,7 +63,7 @@ def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[st
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for p in model.parameters():
-                p *= 1 + EPS * torch.randn(p.shape, generator=generator).to(p.device)
+                p.mul_(1 + EPS * torch.randn(p.shape, generator=generator).to(p.device))
         for name, value in step(model, batch).items():
             changes[name] = max(changes[name], (value - expected[name]).abs().max().item())
         with torch.no_grad():
@@ -96,7 +97,7 @@ def _compare(model_type: str, level: str, device: torch.device) -> str:
     model, batch = _tiny_model(model_type, device), make_batch(VOCABULARY, device=str(device))
     expected = step(model, batch)
     allowed = noise(model, batch, expected)
-    report = tigon.patch(model, memory=level)
+    report = tigon.patch(model, memory=level)  # type: ignore[arg-type]
     parts = sorted({entry.part for entry in report.entries if entry.replaced})
     assert "loss" in parts, f"the loss was left alone; replaced: {', '.join(parts) or 'nothing'}"
     results = step(model, batch)
@@ -119,4 +120,4 @@ def check_models(device: torch.device, clock: Clock, share: float) -> Iterator[C
             if note:
                 yield CheckOutcome(PART, model_type, name, "skipped", note)
                 continue
-            yield run_check(PART, model_type, name, lambda args=(model_type, level, device): _compare(*args))
+            yield run_check(PART, model_type, name, functools.partial(_compare, model_type, level, device))

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tigon.runtime.device import HAS_TRITON
 from tigon.tools import environment
 from tigon.tools.bench.cases import split_words
 from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, write_file
@@ -53,6 +54,8 @@ class Usage:
 
 def compile_case(case: str, chip_name: str) -> list[Usage]:
     """Compile each kernel of a case for a chip once."""
+    if not HAS_TRITON:
+        raise typer.BadParameter("resources: triton compiles the kernels, and is not installed")
     from tigon.tools.compile.steps import STEPS
     from tigon.tools.compile.targets import CHIPS, recorded
     from tigon.tools.compile.targets import resources as resources_of
