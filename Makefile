@@ -90,6 +90,8 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
 
 dist: $(STAMP)  ## build the sdist and the wheel of the current commit twice, and compare their hashes
 	$(BIN)/pip install --quiet --disable-pip-version-check build

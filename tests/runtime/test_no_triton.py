@@ -14,8 +14,8 @@ pytestmark = pytest.mark.no_interpreter("The processes have no Triton.")
 
 PACKAGE = Path(tigon.__file__).parent
 
-# No finder finds triton in these processes. Only Tigon should believe that it runs on macOS, so the platform has another
-# name while it is imported.
+# No finder finds triton in these processes. Only Tigon should believe that it runs on macOS, so the platform has this
+# name only while Tigon is imported.
 PREPARE = """
 import sys
 
@@ -91,7 +91,9 @@ except SystemExit as end:
 )
 def test_tigon_works_without_triton(code, package):
     pytest.importorskip(package)
-    process = subprocess.run([sys.executable, "-W", "ignore", "-c", PREPARE + code], capture_output=True, text=True, timeout=100)
+    process = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", PREPARE + code], capture_output=True, text=True, timeout=100
+    )
     assert process.returncode == 0, process.stderr
 
 

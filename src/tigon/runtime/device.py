@@ -114,7 +114,11 @@ def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     operations, which are correct for every placement. For the result of a collective that is still running, the answer
     is True, because `launcher` waits for it.
     """
-    if not ((x.is_cuda and HAS_TRITON) or (INTERPRETED and x.device.type == "cpu") or (_simulation is not None and x.is_meta)):
+    if not (
+        (x.is_cuda and HAS_TRITON)
+        or (INTERPRETED and x.device.type == "cpu")
+        or (_simulation is not None and x.is_meta)
+    ):
         return False
     return all(t is None or (t.dtype in KERNEL_DTYPES and _has_memory(t)) for t in (x, *others))
 

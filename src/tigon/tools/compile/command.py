@@ -54,8 +54,6 @@ class Usage:
 
 def compile_case(case: str, chip_name: str) -> list[Usage]:
     """Compile each kernel of a case for a chip once."""
-    if not HAS_TRITON:
-        raise typer.BadParameter("resources: triton compiles the kernels, and is not installed")
     from tigon.tools.compile.steps import STEPS
     from tigon.tools.compile.targets import CHIPS, recorded
     from tigon.tools.compile.targets import resources as resources_of
@@ -139,6 +137,8 @@ def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[s
         raise typer.BadParameter(
             "resources: TRITON_INTERPRET must not be set, because the interpreter compiles nothing"
         )
+    if not HAS_TRITON:
+        raise typer.BadParameter("resources: triton compiles the kernels, and is not installed")
     from tigon.tools.compile.steps import STEPS
     from tigon.tools.compile.targets import CHIPS
 
