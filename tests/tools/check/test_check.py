@@ -136,6 +136,19 @@ def test_each_op_has_a_case_of_limited_size():
     assert all((case.bytes or 0) <= speed.MOST_BYTES and (case.flops or 0) <= speed.MOST_FLOPS for case in cases)
 
 
+def test_the_speed_of_an_op_stands_beside_eager_code():
+    """Times on a CPU mean nothing, so only the order of the work is tested, with a small case."""
+    cases = [case for case in speed.CASES if case.name in ("relu2/small/512x2048", "tvd/small/256x16384")]
+    rooflines = []
+    first, second = speed.measure_speed(cases, CPU, Clock(1e9), 1.0, rooflines.append)
+    assert [x.outcome.status for x in (first, second)] == ["passed", "passed"]
+    assert (first.row.provider, first.eager.provider) == ("tigon", "eager")
+    assert first.row.time_ms
+    assert rooflines[0].bytes_per_second > 0
+    (skipped,) = speed.measure_speed(cases[:1], CPU, Clock(0.0), 0.5, rooflines.append)
+    assert skipped.status == "skipped"
+
+
 def test_an_outcome_holds_the_reason():
     def skip():
         raise NotChecked("not here")

@@ -51,6 +51,8 @@ def check(
     chosen_parts = _choose(parts, part_names, "--parts")
     chosen_ops = _choose(ops, list(WORKLOADS), "--ops") if ops is not None else None
     if target.type == "cuda":
+        # A device without an index is the first one.
+        target = torch.device("cuda", target.index or 0)
         torch.cuda.set_device(target)
     code = run_checks(target, chosen_ops, [part.replace("-", " ") for part in chosen_parts], seconds, json_file)
     if code:
