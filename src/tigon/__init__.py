@@ -22,6 +22,7 @@ from tigon.ops.adapters.lora_experts import lora_moe_mlp
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
+from tigon.ops.head.linear_loss import linear_loss
 from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
 from tigon.ops.logits.jsd import JSDLoss, jsd
 from tigon.ops.logits.kl_div import KLDivLoss, kl_div
@@ -42,26 +43,48 @@ if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
     from tigon import integrations as integrations
     from tigon.hf import AutoModelForCausalLM, patch, patched
+    from tigon.losses.modules import (
+        CPOLoss,
+        DPOLoss,
+        GRPOLoss,
+        KTOLoss,
+        ORPOLoss,
+        PPOLoss,
+        RLOOLoss,
+        SimPOLoss,
+    )
 
 __version__ = "0.1.0"
 
 # Modules that are imported when they are first used.
 _LAZY_MODULES = ("integrations",)
 _LAZY = {"patch": "tigon.hf", "patched": "tigon.hf", "AutoModelForCausalLM": "tigon.hf"}
+_MODULES_OF_LOSSES = (
+    "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
+)  # fmt: skip
+_LAZY |= dict.fromkeys(_MODULES_OF_LOSSES, "tigon.losses.modules")
 
 __all__ = [
     "GEGLUMLP",
     "AdamW",
     "AutoModelForCausalLM",
+    "CPOLoss",
     "CrossEntropyLoss",
+    "DPOLoss",
+    "GRPOLoss",
     "JSDLoss",
     "KLDivLoss",
+    "KTOLoss",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "LogProbOutput",
     "LossOutput",
+    "ORPOLoss",
+    "PPOLoss",
+    "RLOOLoss",
     "RMSNorm",
     "ReLU2MLP",
+    "SimPOLoss",
     "Softmax",
     "SwiGLUMLP",
     "TVDLoss",
@@ -76,6 +99,7 @@ __all__ = [
     "lean",
     "linear_cross_entropy",
     "linear_log_probs",
+    "linear_loss",
     "lora_linear",
     "lora_moe_mlp",
     "moe_mlp",

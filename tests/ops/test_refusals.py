@@ -171,8 +171,11 @@ COMPUTED_BY = {
     "RMSNorm": "rms_norm", "LayerNorm": "layer_norm", "Softmax": "softmax", "CrossEntropyLoss": "cross_entropy",
     "LinearCrossEntropyLoss": "linear_cross_entropy", "KLDivLoss": "kl_div", "JSDLoss": "jsd", "TVDLoss": "tvd",
 }  # fmt: skip
-# Other files test these names, because they take models or blocks of code, or are results.
-TESTED_IN_OTHER_FILES = {"patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput", "LogProbOutput"}
+# Other files test these names, because they take models, functions or blocks of code, or are results.
+TESTED_IN_OTHER_FILES = {
+    "patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput", "LogProbOutput", "linear_loss",
+    "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
+}  # fmt: skip
 
 FLAG = {"True", "False"}
 POSITIVE = {"float", "int", "2**70"}

@@ -276,6 +276,8 @@ def test_trl_scores_valid_positions_and_returns_all_positions(monkeypatch, case)
 
 def test_trl_names_the_missing_module(monkeypatch):
     install(monkeypatch, "trl.trainer")
+    # None stands for a module that cannot be imported.
+    monkeypatch.setitem(sys.modules, "trl.trainer.utils", None)
     trl = next(provider for provider in PROVIDERS["linear_cross_entropy"] if provider.name == "trl")
     with pytest.raises(ImportError, match=r"trl\.trainer\.utils"):
         trl.load(tiny("linear_cross_entropy"))

@@ -39,10 +39,13 @@ __all__ = [
     "AllStatistics",
     "ChunkConfig",
     "ChunkProblem",
+    "GradientSums",
     "Gradients",
     "LossSettings",
     "Needs",
+    "head_product",
     "linear_cross_entropy_chunks",
+    "select",
     "select_some",
     "token_chunks",
 ]
@@ -97,12 +100,19 @@ class ChunkConfig(LaunchConfig):
         """
         if self.tokens is not None:
             return self.tokens
+        limit = self.token_limit(tokens, token_bytes, max_logits_mib, spare_tokens)
+        chunks = max(1, cdiv(tokens, limit))
+        return max(1, self.round_to_tiles(cdiv(tokens, chunks), limit))
+
+    def token_limit(self, tokens: int, token_bytes: int, max_logits_mib: float | None, spare_tokens: int) -> int:
+        """Return the largest number of tokens that a chunk may have. The arguments are those of `chunk_tokens`."""
+        if self.tokens is not None:
+            return self.tokens
         limit = max(1, int((max_logits_mib or self.budget_mib) * 2**20) // token_bytes)
         shortest = cdiv(tokens, self.max_chunks)
         if max_logits_mib is None and self.may_exceed_budget and shortest <= limit + spare_tokens:
             limit = max(limit, shortest)
-        chunks = max(1, cdiv(tokens, limit))
-        return max(1, self.round_to_tiles(cdiv(tokens, chunks), limit))
+        return limit
 
     def round_to_tiles(self, tokens: int, limit: int) -> int:
         """Return `tokens` rounded up to whole tiles, or the smaller of `tokens` and `limit` if that exceeds `limit`."""
@@ -183,13 +193,14 @@ class ChunkResults(NamedTuple):
 # --- chunks --------------------------------------------------------------------------------------
 
 
-def _select(x: Tensor, rows: Rows) -> Tensor:
+def select(x: Tensor, rows: Rows) -> Tensor:
+    """Return the rows of x."""
     return x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
 
 
 def select_some(x: Tensor | None, rows: Rows) -> Tensor | None:
     """Return the rows of x, or x itself if it is None, empty, or one value for all rows."""
-    return x if x is None or x.dim() == 0 or len(x) == 0 else _select(x, rows)
+    return x if x is None or x.dim() == 0 or len(x) == 0 else select(x, rows)
 
 
 class Chunk(NamedTuple):
@@ -222,22 +233,28 @@ def token_chunks(
         part = slice(start, start + length)
         start = part.stop
         chunk_rows = part if rows is None else rows[part]
-        x_chunk = _select(x, chunk_rows)
+        x_chunk = select(x, chunk_rows)
         logits = buffer[: len(x_chunk)]
         if addition is not None:
             addition.write_logits(x_chunk, weight, bias, chunk_rows, logits)
-        elif fp32_products:
-            product_in_fp32(x_chunk, weight.t(), logits)
-            if bias is not None:
-                logits += bias
-        elif bias is None:
-            product(x_chunk, weight.t(), out=logits)
         else:
-            torch.addmm(bias, x_chunk, weight.t(), out=logits)
-        yield Chunk(chunk_rows, x_chunk, _select(target, chunk_rows), logits)
+            head_product(x_chunk, weight, bias, logits, fp32_products)
+        yield Chunk(chunk_rows, x_chunk, select(target, chunk_rows), logits)
 
 
-class _GradientSums:
+def head_product(x: Tensor, weight: Tensor, bias: Tensor | None, logits: Tensor, in_fp32: bool = False) -> None:
+    """Write x W^T + bias to `logits` [C, V], for x [C, H] and the weight [V, H]; in fp32 if `in_fp32` is True."""
+    if in_fp32:
+        product_in_fp32(x, weight.t(), logits)
+        if bias is not None:
+            logits += bias
+    elif bias is None:
+        product(x, weight.t(), out=logits)
+    else:
+        torch.addmm(bias, x, weight.t(), out=logits)
+
+
+class GradientSums:
     """The gradients of all inputs, to which the d(logits) of each chunk contribute."""
 
     def __init__(
@@ -379,7 +396,7 @@ def linear_cross_entropy_chunks(
     addition = None
     if low_rank.h is not None:
         addition = Addition(x, low_rank, needs.dlow_h, needs.dlow_b, computes_all_rows)
-    gradients = _GradientSums(x, weight, bias, computes_all_rows, dw_buffer, sums_in_fp32, needs, addition)
+    gradients = GradientSums(x, weight, bias, computes_all_rows, dw_buffer, sums_in_fp32, needs, addition)
     all_statistics = AllStatistics(x.shape[0]) if is_first else None
     # Under autocast the weight is fp32, and so is dW.
     weight = weight.to(x.dtype)

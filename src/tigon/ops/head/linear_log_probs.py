@@ -30,7 +30,14 @@ from tigon.ops.logits.valid_rows import ValidRows, as_targets
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 
-__all__ = ["LogProbOutput", "linear_log_probs", "linear_log_probs_reference"]
+__all__ = [
+    "LogProbOutput",
+    "cast_for_products",
+    "check_head_arguments",
+    "linear_log_probs",
+    "linear_log_probs_reference",
+    "log_prob_options",
+]
 
 
 class LogProbOutput(NamedTuple):
@@ -231,18 +238,8 @@ def linear_log_probs(
         hidden, targets, weight, bias = local_parts(
             op, process_group, hidden, targets, ("hidden", "targets"), weight=weight, bias=bias
         )
-    checks.floating(op, hidden=hidden, weight=weight, bias=bias)
-    checks.integer(op, targets=targets)
-    if weight.dim() != 2 or weight.shape[1] == 0 or (process_group is None and len(weight) == 0):
-        raise ValueError(f"{op}: weight must have shape (V, H), got {tuple(weight.shape)}")
+    check_head_arguments(op, hidden, weight, targets, bias, may_be_empty=process_group is not None)
     v, h = weight.shape
-    if hidden.dim() == 0 or hidden.shape[-1] != h:
-        raise ValueError(
-            f"{op}: hidden must have shape (..., H) and weight (V, H), got {tuple(hidden.shape)} and {(v, h)}"
-        )
-    checks.shape(op, "targets", targets, hidden.shape[:-1])
-    if bias is not None:
-        checks.shape(op, "bias", bias, (v,))
     if extra_targets is not None:
         checks.integer(op, extra_targets=extra_targets)
         if extra_targets.dim() == 0 or extra_targets.shape[:-1] != targets.shape or extra_targets.shape[-1] == 0:
@@ -253,14 +250,14 @@ def linear_log_probs(
     checks.same(op, "device", hidden=hidden, weight=weight, bias=bias, targets=targets, extra_targets=extra_targets)
     shard = shard_of(op, process_group, v, vocab_size, "weight")
     ignore_index = checks.ignore_index(op, ignore_index)
-    options = _options(op, ignore_index, temperature, softcap, logit_scale)
+    options = log_prob_options(op, ignore_index, temperature, softcap, logit_scale)
     if valid_rows is not None and valid_rows is not False:
         if not isinstance(valid_rows, ValidRows):
             raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
         if not torch.compiler.is_compiling():
             valid_rows.check(op, targets, ignore_index)
     if not fp32_products:
-        hidden, bias = _with_dtype_of_products(op, hidden, weight, bias)
+        hidden, bias = cast_for_products(op, hidden, weight, bias)
 
     x, target = hidden.reshape(-1, h), as_targets(targets, ignore_index)
     extra, extra_count = None, 0
@@ -289,7 +286,27 @@ def linear_log_probs(
     )
 
 
-def _options(op: str, ignore_index: int, temperature: float, softcap: float | None, logit_scale: float) -> Options:
+def check_head_arguments(
+    op: str, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, may_be_empty: bool = False
+) -> None:
+    """Check the types and shapes of hidden states [..., H], weight [V, H], targets [...] and bias [V]."""
+    checks.floating(op, hidden=hidden, weight=weight, bias=bias)
+    checks.integer(op, targets=targets)
+    if weight.dim() != 2 or weight.shape[1] == 0 or (len(weight) == 0 and not may_be_empty):
+        raise ValueError(f"{op}: weight must have shape (V, H), got {tuple(weight.shape)}")
+    if hidden.dim() == 0 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: hidden must have shape (..., H) and weight (V, H), got {tuple(hidden.shape)} and "
+            f"{tuple(weight.shape)}"
+        )
+    checks.shape(op, "targets", targets, hidden.shape[:-1])
+    if bias is not None:
+        checks.shape(op, "bias", bias, (len(weight),))
+
+
+def log_prob_options(
+    op: str, ignore_index: int, temperature: float, softcap: float | None, logit_scale: float
+) -> Options:
     """Check the options that change the logits, and return those of the kernels, which divide by the temperature."""
     temperature = checks.number(op, "temperature", temperature, 0.0, excludes_low=True)
     if softcap is not None:
@@ -302,9 +319,7 @@ def _options(op: str, ignore_index: int, temperature: float, softcap: float | No
     return Options(ignore_index, softcap=softcap, logit_scale=logit_scale)
 
 
-def _with_dtype_of_products(
-    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
+def cast_for_products(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Check the dtypes, and return `hidden` and `bias` in the dtype in which autocast computes products."""
     if hidden.device.type == "meta" or not torch.is_autocast_enabled(hidden.device.type):
         checks.same(op, "dtype", hidden=hidden, weight=weight, bias=bias)
