@@ -24,9 +24,9 @@ from torch import Tensor
 from tigon.ops.head.chunks import LossSettings, Needs
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.log_prob_chunks import log_prob_gradients, log_prob_statistics
-from tigon.ops.head.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.ops.logits.token.kernels import Options, SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
+from tigon.ops.logits.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 
