@@ -185,6 +185,9 @@ def _modes(device_type: str) -> tuple:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
+_assign = object.__setattr__
+
+
 class Deferred:
     """A tensor whose values are not computed."""
 
@@ -194,10 +197,10 @@ class Deferred:
     _properties: TensorLike
 
     def __init__(self, recording: _Recording, expression: Expression, properties: TensorLike) -> None:
-        # The attributes of a `Deferred` cannot be assigned (`__setattr__` refuses).
-        _set_recording(self, recording)
-        _set_expression(self, expression)
-        _set_properties(self, properties)
+        # `__setattr__` of this class refuses.
+        _assign(self, "_recording", recording)
+        _assign(self, "_expression", expression)
+        _assign(self, "_properties", properties)
         recording.created.append(weakref.ref(self))
 
     def _result_of(
@@ -304,12 +307,6 @@ class Deferred:
         assert operand is not None
         name = getattr(function, "__name__", str(function))
         raise operand._recording.refuse(f"calls {name} with its input")
-
-
-# Slots are assigned by their descriptors.
-_set_recording = Deferred._recording.__set__  # type: ignore[attr-defined]
-_set_expression = Deferred._expression.__set__  # type: ignore[attr-defined]
-_set_properties = Deferred._properties.__set__  # type: ignore[attr-defined]
 
 
 def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
