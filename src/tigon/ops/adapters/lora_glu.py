@@ -63,15 +63,13 @@ class LoRAGLUConfig(PartTiles, LaunchConfig):
     def heuristic(problem: LoRAGLUProblem, device: Device) -> "LoRAGLUConfig":
         # Microseconds with 8192 x 14336 and 8192 x 9216 elements in bf16, rank 16, on an H200, for (block_t, block_n,
         # num_warps, num_stages, programs_per_multiprocessor). Forward: (128, 32, 8, 3, 8) 278 and 178,
-        # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward:
-        # (32, 64, 4, 3, 16) 407 and 273, (64, 32, 4, 3, 4) 449 and 429, (64, 64, 4, 3, 16) 429 and 297. Its traffic
-        # alone takes 273 and 176.
-        stages = 3 if device.async_copy else 1
-        # On sm_80 the larger tile of backward would spill registers.
-        if problem.backward and device.async_copy and device.shared_memory < 2**17 * 1.5:
-            return LoRAGLUConfig(64, 32, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
+        # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward,
+        # in the memory of its inputs: (16, 64, 4, 4, 16) 357 and 243, (32, 64, 4, 3, 16) 391 and 259,
+        # (64, 64, 4, 3, 16) 431 and 292, (64, 32, 4, 3, 4) 643 and 502. Its traffic alone takes 273 and 176.
         if problem.backward:
-            return LoRAGLUConfig(32, 64, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
+            stages = 4 if device.async_copy else 1
+            return LoRAGLUConfig(16, 64, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
+        stages = 3 if device.async_copy else 1
         return LoRAGLUConfig(128, 32, num_warps=8, num_stages=stages, programs_per_multiprocessor=8)
 
 

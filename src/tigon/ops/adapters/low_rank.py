@@ -105,12 +105,13 @@ class ProjectConfig(PartTiles, LaunchConfig):
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
         # Each program reads its part of A, so it computes many tokens, unless the tiles of a large rank need more
-        # shared memory than the chip has. Milliseconds for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.033 (32)
-        # and 0.041 (48) with 4096 features, and 0.075 with 14336 features.
-        fits = rank_block(problem.rank) <= 32 or device.shared_memory >= 2**17 * 1.5
+        # registers or shared memory than the chip has. Microseconds for 8192 tokens in bf16 on an H200: 27 (rank 16)
+        # and 38 (rank 48; 51 with 128 tokens and 4 stages) with 4096 features, and 69 with 14336 features (rank 16).
+        is_small = rank_block(problem.rank) <= 32
+        stages = 4 if is_small else 3
         return ProjectConfig(
-            block_t=128 if fits else 64, block_n=128 // problem.itemsize, num_warps=4,
-            num_stages=4 if device.async_copy else 1, programs_per_multiprocessor=2,
+            block_t=128 if is_small else 64, block_n=128 // problem.itemsize, num_warps=4,
+            num_stages=stages if device.async_copy else 1, programs_per_multiprocessor=2,
         )  # fmt: skip
 
 
@@ -135,8 +136,8 @@ class TokenSumConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "TokenSumConfig":
-        # Milliseconds for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.032 (32) and 0.043 (48) with 4096
-        # features, and 0.073 with 14336 features.
+        # Microseconds for 8192 tokens in bf16 on an H200: 25 (rank 16) and 39 (rank 48) with 4096 features, and 64
+        # with 14336 features (rank 16).
         return TokenSumConfig(
             block_t=128 // problem.itemsize, block_n=128, num_warps=8, num_stages=3 if device.async_copy else 1,
             programs_per_multiprocessor=2,
@@ -326,7 +327,7 @@ def _expand_kernel(
 
 @triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
 def _token_sum_kernel(
-    # [T, N], [3, T, R] bf16, [parts, N, R] fp32 or None, an int32 for each tile, [N, R], [T, N / 8] uint8 or None
+    # [T, N], [3, T, R] bf16, [parts, N, R] fp32 or None, an int32 for each tile or None, [N, R], [T, N / 8] or None
     z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
     T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
     R: tl.constexpr, Z_TERMS: tl.constexpr,
@@ -364,8 +365,11 @@ def _token_sum_kernel(
         tl.store(out_ptr + offsets, total, mask)
     else:
         tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
-        if _is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
-            tl.store(out_ptr + offsets, _add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask), mask)
+        # Triton compiles no branch that `is not None` excludes, so this is a statement of its own.
+        if counter_ptr is not None:  # noqa: SIM102
+            if _is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+                total = _add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask)
+                tl.store(out_ptr + offsets, total, mask)
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
@@ -496,13 +500,17 @@ def token_sums(
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
     part_length, parts = config.divide(t, config.block_t, blocks, device)
-    out = z.new_empty((r, n) if transposed else (n, r), dtype=torch.float32)
     stride_on, stride_or = (1, n) if transposed else (r, 1)
+    # With rank 48, adding the parts in the kernel takes 48 us, and a further kernel for it 39 us.
+    are_added_later = parts > 1 and block_r > 16
+    shape = (r, n) if transposed else (n, r)
+    sums = z.new_empty((parts, *shape), dtype=torch.float32) if parts > 1 else None
+    out = z.new_empty(shape, dtype=torch.float32) if sums is None or not are_added_later else sums
     launch(
         _token_sum_kernel, blocks * parts,
         *in_order(_token_sum_kernel)(
-            z_ptr=z, h_ptr=h, sum_ptr=None if parts == 1 else z.new_empty((parts, n, r), dtype=torch.float32),
-            counter_ptr=zero_counters(z, blocks), out_ptr=out, mask_ptr=dropout_mask,
+            z_ptr=z, h_ptr=h, sum_ptr=sums, counter_ptr=None if are_added_later else zero_counters(z, blocks),
+            out_ptr=out, mask_ptr=dropout_mask,
             T=t, N=n, part_length=part_length, parts=parts,
             stride_z=z.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
             stride_h=h.stride(1), stride_term=h.stride(0),
@@ -512,4 +520,4 @@ def token_sums(
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
-    return out
+    return out.sum(0) if are_added_later else out
