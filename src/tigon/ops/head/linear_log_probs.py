@@ -120,8 +120,9 @@ class _LinearLogProbs(torch.autograd.Function):
         scales = gradient_scales(target, None, None, shard.vocabulary, options.ignore_index, False)
         result = log_prob_statistics(x, weight, target, bias, extra_targets, scales, rows, count, settings)
         ctx.save_for_backward(
-            x, weight, target, bias, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy
-        )
+            x, weight, target, bias, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy,
+            result.predicted,
+        )  # fmt: skip
         ctx.count, ctx.settings = count, settings
         constants = result.predicted, result.mean_logits, result.log_sum_sq_probs
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
@@ -133,7 +134,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        x, weight, target, bias, extra_targets, scales, rows, lse, log_probs, entropy = ctx.saved_tensors
+        x, weight, target, bias, extra_targets, scales, rows, lse, log_probs, entropy, argmax = ctx.saved_tensors
         wants = ctx.settings.wants
         dentropy, dextra = dentropy if wants.entropy else None, dextra if wants.extra_targets else None
         if dlog_probs is None and dentropy is None and dextra is None:
@@ -141,7 +142,7 @@ class _LinearLogProbs(torch.autograd.Function):
         upstream = Upstream(lse.new_zeros(()), dlog_probs, dentropy, dextra)
         gradients = log_prob_gradients(
             x, weight, target, bias, extra_targets, scales, rows, ctx.count,
-            SavedStatistics(lse, log_probs, entropy if wants.entropy else None), upstream, ctx.settings,
+            SavedStatistics(lse, log_probs, entropy if wants.entropy else None, argmax), upstream, ctx.settings,
         )  # fmt: skip
         needed_gradients = (g if need else None for g, need in zip(gradients, ctx.settings.needs[:3], strict=True))
         return *needed_gradients, None, None, None, None
@@ -269,7 +270,8 @@ def linear_log_probs(
         extra_count = extra_targets.shape[-1]
         extra = as_targets(extra_targets, ignore_index).view(-1, extra_count)
     needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (hidden, weight, bias)]
-    wants = Wants(False, return_top1, True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count)
+    # The backward pass needs the argmax (`log_prob_chunks`).
+    wants = Wants(False, return_top1 or any(needs), True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count)
     settings = LossSettings(Needs(*needs), wants, acc_dtype is not None, None, shard, options, fp32_products)
     log_probs, entropy, extra_log_probs, predicted, mean_logits, log_sum_sq_probs = _LinearLogProbs.apply(
         x, weight, bias, target, extra,
