@@ -12,6 +12,9 @@ from tigon.runtime.device import device_of
 from tigon.runtime.tuning import tuned
 
 T, H, V, K = 23, 16, 101, 3
+# The comparisons of fp32 results with eager code have more tokens where they take no time. The largest error of few
+# tokens is a matter of luck: with 23, eager code fails against eager code that sums the products in another order.
+MANY = T if DEVICE == "cpu" else 203
 OPTIONS = {
     "plain": {},
     "temperature": {"temperature": 0.7},
@@ -57,7 +60,7 @@ def _runs(targets: Tensor, extra: Tensor, options: dict):
 @one_in(2, options=OPTIONS, division=DIVISIONS, with_bias={"": False, "bias": True})
 def test_log_probs_and_gradients_are_as_accurate_as_eager_code(options, division, with_bias):
     """The upstream gradients of all outputs differ from token to token."""
-    tensors, targets, extra = _inputs()
+    tensors, targets, extra = _inputs(t=MANY)
     with tuned(ChunkConfig, tokens=7), tuned(SlabConfig, **division):
         run, reference = _runs(targets, extra, options)
         assert_as_accurate_as_eager(run, reference, tensors if with_bias else tensors[:2], loss=True)
@@ -159,7 +162,7 @@ def test_ignore_index_may_be_minus_one_or_a_token():
 @pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
 def test_fp32_products_round_no_logits(dtypes):
-    (hidden, weight, _), targets, extra = _inputs()
+    (hidden, weight, _), targets, extra = _inputs(t=MANY)
     tensors = [x.detach().to(dtype).requires_grad_() for x, dtype in zip((hidden, weight), dtypes, strict=True)]
     options = {"fp32_products": True, "return_entropy": True, "extra_targets": True}
     with tuned(ChunkConfig, tokens=7), tuned(SlabConfig, columns=40, block_tokens=8):
