@@ -271,7 +271,9 @@ def linear_log_probs(
         extra = as_targets(extra_targets, ignore_index).view(-1, extra_count)
     needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (hidden, weight, bias)]
     # The backward pass needs the argmax (`log_prob_chunks`).
-    wants = Wants(False, return_top1 or any(needs), True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count)
+    wants = Wants(
+        False, return_top1 or any(needs), True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count
+    )
     settings = LossSettings(Needs(*needs), wants, acc_dtype is not None, None, shard, options, fp32_products)
     log_probs, entropy, extra_log_probs, predicted, mean_logits, log_sum_sq_probs = _LinearLogProbs.apply(
         x, weight, bias, target, extra,
