@@ -34,6 +34,7 @@ __all__ = [
     "LogProbOutput",
     "cast_for_products",
     "check_head_arguments",
+    "check_valid_rows",
     "linear_log_probs",
     "linear_log_probs_reference",
     "log_prob_options",
@@ -256,11 +257,7 @@ def linear_log_probs(
     shard = shard_of(op, process_group, v, vocab_size, "weight")
     ignore_index = checks.ignore_index(op, ignore_index)
     options = log_prob_options(op, ignore_index, temperature, softcap, logit_scale)
-    if valid_rows is not None and valid_rows is not False:
-        if not isinstance(valid_rows, ValidRows):
-            raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
-        if not torch.compiler.is_compiling():
-            valid_rows.check(op, targets, ignore_index)
+    check_valid_rows(op, valid_rows, targets, ignore_index)
     if not fp32_products:
         hidden, bias = cast_for_products(op, hidden, weight, bias)
 
@@ -310,6 +307,18 @@ def check_head_arguments(
     checks.shape(op, "targets", targets, hidden.shape[:-1])
     if bias is not None:
         checks.shape(op, "bias", bias, (len(weight),))
+
+
+def check_valid_rows(
+    op: str, valid_rows: ValidRows | Literal[False] | None, targets: Tensor, ignore_index: int
+) -> None:  # fmt: skip
+    """Check that `valid_rows` are the rows of `targets`, if they are given."""
+    if valid_rows is None or valid_rows is False:
+        return
+    if not isinstance(valid_rows, ValidRows):
+        raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
+    if not torch.compiler.is_compiling():
+        valid_rows.check(op, targets, ignore_index)
 
 
 def log_prob_options(
