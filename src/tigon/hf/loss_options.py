@@ -53,8 +53,8 @@ class LossOptions:
             )
 
 
-# The options of each language model that `tigon.patch` was called for. If a trainer replaces the forward that reads them,
-# its integration reads them here.
+# The options of each language model that `tigon.patch` was called for. If a trainer replaces the forward that reads
+# them, its integration reads them here.
 _recorded: "weakref.WeakKeyDictionary[nn.Module, LossOptions]" = weakref.WeakKeyDictionary()
 
 
