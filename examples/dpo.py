@@ -20,9 +20,9 @@ PROMPT, ANSWER = 6, 4
 
 
 def sums(pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return tokens [2 P, S] of sums such as 41+27=068., the P right ones before the P wrong ones, and P S tokens' mask.
+    """Return the tokens [2 P, S] of sums such as 41+27=068., and a mask [2 P, S] that is True in the answers.
 
-    The mask [2 P, S] is True for the tokens of answers.
+    The P right sums come before the P wrong ones.
     """
     digits = lambda x, places: torch.stack([x // 10**i % 10 for i in reversed(range(places))], -1)
     a, b = (torch.randint(100, (pairs,), generator=generator) for _ in range(2))

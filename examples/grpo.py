@@ -4,9 +4,9 @@ The model writes a few completions of each prompt, a rule rewards each of them, 
 are better than the others of their prompt. The rule of this example is the share of tokens that are larger than the
 token before them, so that a tiny model without any training learns something within seconds: to count upwards.
 
-`tigon.GRPOLoss` takes the hidden states and the weight of the head, and never holds the logits. Each batch of completions
-trains for `--updates` steps. The log-probabilities of the policy that wrote them come from `tigon.linear_log_probs`.
-`--stock` computes the same from the logits of the whole batch.
+`tigon.GRPOLoss` takes the hidden states and the weight of the head, and never holds the logits. Each batch of
+completions trains for `--updates` steps. The log-probabilities of the policy that wrote them come from
+`tigon.linear_log_probs`. `--stock` computes the same from the logits of the whole batch.
 """
 
 import argparse
