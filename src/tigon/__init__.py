@@ -30,6 +30,7 @@ from tigon.ops.logits.loss_arguments import LossOutput
 from tigon.ops.logits.softmax import Softmax, softmax
 from tigon.ops.logits.tvd import TVDLoss, tvd
 from tigon.ops.logits.valid_rows import ValidRows
+from tigon.ops.mlps.gelu import gelu
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
 from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
@@ -70,6 +71,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "geglu",
+    "gelu",
     "glu_mlp",
     "jsd",
     "kl_div",

@@ -111,6 +111,7 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "layer_norm": {"x": X, "weight": _parameter(8), "bias": _parameter(8)},
     "swiglu": {"gate": X, "up": _parameter(4, 8)},
     "geglu": {"gate": X, "up": _parameter(4, 8)},
+    "gelu": {"x": X},
     "relu2": {"x": X},
     "softmax": {"x": X},
     "glu_mlp": MLP,

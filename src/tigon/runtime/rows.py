@@ -14,7 +14,7 @@ from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch
 from tigon.runtime.triton_private import JITFunction
 
-__all__ = ["block_of_row", "dense_rows", "launch_blocks"]
+__all__ = ["block_of_row", "dense_rows", "in_memory_order", "launch_blocks"]
 
 
 def dense_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -28,6 +28,20 @@ def dense_rows(x: Tensor) -> tuple[Tensor, int]:
     x = x.reshape(-1, n)
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x, x.stride(0)
+
+
+def in_memory_order(y: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """Return the inputs and y, all of one shape, with their dimensions in the order of the memory of y.
+
+    An elementwise kernel writes y, which must have no gaps, in any order of its dimensions. In this order it writes
+    long rows.
+    """
+    tensors = [*inputs, y]
+    if y.is_contiguous():
+        return tensors
+    # Dimensions of size 1 come first, because their strides have no meaning.
+    order = sorted(range(y.dim()), key=lambda i: (y.shape[i] == 1, y.stride(i)), reverse=True)
+    return [x.permute(order) for x in tensors]
 
 
 @triton.jit
