@@ -12,9 +12,9 @@ used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tigon.runtime.requirements import require
+from tigon.runtime.requirements import needs_triton, require
 
-require("tigon", "torch", "triton")
+require("tigon", "torch", *(["triton"] if needs_triton() else []))
 
 from tigon.memory.lean import lean
 from tigon.ops.adapters.lora import lora_linear
@@ -44,26 +44,48 @@ if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
     from tigon import integrations as integrations
     from tigon.hf import AutoModelForCausalLM, patch, patched
+    from tigon.losses.modules import (
+        CPOLoss,
+        DPOLoss,
+        GRPOLoss,
+        KTOLoss,
+        ORPOLoss,
+        PPOLoss,
+        RLOOLoss,
+        SimPOLoss,
+    )
 
 __version__ = "0.1.0"
 
 # Modules that are imported when they are first used.
 _LAZY_MODULES = ("integrations",)
 _LAZY = {"patch": "tigon.hf", "patched": "tigon.hf", "AutoModelForCausalLM": "tigon.hf"}
+_MODULES_OF_LOSSES = (
+    "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
+)  # fmt: skip
+_LAZY |= dict.fromkeys(_MODULES_OF_LOSSES, "tigon.losses.modules")
 
 __all__ = [
     "GEGLUMLP",
     "AdamW",
     "AutoModelForCausalLM",
+    "CPOLoss",
     "CrossEntropyLoss",
+    "DPOLoss",
+    "GRPOLoss",
     "JSDLoss",
     "KLDivLoss",
+    "KTOLoss",
     "LayerNorm",
     "LinearCrossEntropyLoss",
     "LogProbOutput",
     "LossOutput",
+    "ORPOLoss",
+    "PPOLoss",
+    "RLOOLoss",
     "RMSNorm",
     "ReLU2MLP",
+    "SimPOLoss",
     "Softmax",
     "SwiGLUMLP",
     "TVDLoss",

@@ -174,14 +174,9 @@ COMPUTED_BY = {
 }  # fmt: skip
 # Other files test these names, because they take models, functions or blocks of code, or are results.
 TESTED_IN_OTHER_FILES = {
-    "linear_loss",
-    "patch",
-    "patched",
-    "lean",
-    "AutoModelForCausalLM",
-    "LossOutput",
-    "LogProbOutput",
-}
+    "patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput", "LogProbOutput", "linear_loss",
+    "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
+}  # fmt: skip
 
 FLAG = {"True", "False"}
 POSITIVE = {"float", "int", "2**70"}

@@ -129,7 +129,9 @@ class Placeholder(Tensor):
         # A hook of an engine only observes when the gradient arrives. Any other hook may change the gradient of logits.
         if name == "register_hook" and keeps_values(args[1]):
             return super().__torch_function__(function, types, args, kwargs)
-        if name not in ALLOWED or attribute in REFUSED:
+        # ZeRO-3 passes every output through an autograd function, whose forward detaches it. Gradients are off there.
+        is_allowed = name in ALLOWED or (name == "detach" and not torch.is_grad_enabled())
+        if not is_allowed or attribute in REFUSED:
             refuse(f"`logits.{attribute}`" if attribute else f"torch's `{name or function}`")
         result = super().__torch_function__(function, types, args, kwargs)
         if type(result) is Placeholder and not torch.compiler.is_compiling():

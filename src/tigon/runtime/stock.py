@@ -14,7 +14,14 @@ from torch import nn
 from tigon.runtime.torch_private.modules import CALL_IMPL, COMPILED_CALL_IMPL, call_impl
 from tigon.runtime.torch_private.operators import native_linear
 
-__all__ = ["calls_are_stock", "has_stock_call", "linears_are_stock", "origin_of", "written_in"]
+__all__ = [
+    "calls_are_stock",
+    "has_stock_call",
+    "is_linear_of_zero",
+    "linears_are_stock",
+    "origin_of",
+    "written_in",
+]
 
 
 def origin_of(function: Callable) -> str:
@@ -46,9 +53,22 @@ _CALL = _stock_or_none(nn.Module.__call__, "torch/nn/modules/module.py")
 _CALL_IMPL = _stock_or_none(call_impl, "torch/nn/modules/module.py") or object()
 
 
+def is_linear_of_zero(function: Callable) -> bool:
+    """Return True for the function that `deepspeed.zero.Init` assigns to `F.linear` for the rest of the process.
+
+    It computes the same product and the same gradients as torch's, and backward gathers a sharded weight again. Seen in
+    DeepSpeed 0.19. Under another name it counts as unknown code, so heads, adapters and fused projections stay stock.
+    """
+    return (written_in(function), getattr(function, "__name__", "")) == (
+        "deepspeed.runtime.zero.linear",
+        "zero3_linear_wrap",
+    )
+
+
 def linears_are_stock() -> bool:
-    """Return True if `nn.Linear.forward` and `F.linear` are those of torch."""
-    return nn.Linear.forward is _FORWARD and torch.nn.functional.linear is native_linear
+    """Return True if `nn.Linear.forward` is that of torch, and `F.linear` is that of torch or of DeepSpeed's ZeRO-3."""
+    linear = torch.nn.functional.linear
+    return nn.Linear.forward is _FORWARD and (linear is native_linear or is_linear_of_zero(linear))
 
 
 def has_stock_call(module: nn.Module) -> bool:

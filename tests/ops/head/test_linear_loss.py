@@ -86,7 +86,7 @@ def in_parts(monkeypatch):
 
 @pytest.mark.parametrize("ignored", ["none", "some", "all"])
 @pytest.mark.parametrize("group", LOSSES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 def test_loss_and_gradients_are_as_accurate_as_eager_code(group, ignored, dtype, in_parts):
     loss_fn, args = LOSSES[group]
     hidden, weight, bias, targets = make(dtype, ignored)
@@ -210,6 +210,20 @@ def test_a_loss_that_is_no_mean_over_its_units_fails():
         tigon.linear_loss(hidden, weight, targets, lambda x: x.exp().sum(), group="sequence")
     with tuned(ChunkConfig, tokens=2 * LENGTH):
         tigon.linear_loss(hidden, weight, targets, lambda x: x.exp().sum(), group="sequence", reduction="sum")
+
+
+@pytest.mark.parametrize("seed", [0, 13])
+def test_losses_that_cancel_are_no_failure(seed):
+    """On policy, the losses of a prompt's completions sum to zero, so nothing but rounding errors is left."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((8, 33, 16), (61, 16)))
+    targets = torch.randint(61, (8, 33), generator=generator)
+    targets[torch.arange(33) >= torch.randint(5, 33, (8, 1), generator=generator)] = -100
+    advantages = torch.randn(4, generator=generator).repeat_interleave(2) * torch.tensor([1.0, -1.0]).repeat(4)
+    tensors = [x.to(DEVICE) for x in (hidden, weight, targets, advantages)]
+    with tuned(ChunkConfig, tokens=66):
+        loss, _ = tigon.GRPOLoss(loss_type="grpo")(*tensors)
+    assert loss.abs() < 1e-6
 
 
 def test_one_sequence_and_one_token():
