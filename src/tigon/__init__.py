@@ -33,6 +33,7 @@ from tigon.ops.logits.valid_rows import ValidRows
 from tigon.ops.mlps.gelu import gelu
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
+from tigon.ops.mlps.mlp import mlp
 from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
 from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
 from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
@@ -104,6 +105,7 @@ __all__ = [
     "linear_loss",
     "lora_linear",
     "lora_moe_mlp",
+    "mlp",
     "moe_mlp",
     "patch",
     "patched",
