@@ -51,7 +51,7 @@ def block_of_row(width, blocks, BLOCK: tl.constexpr):
 
 
 def launch_blocks(
-    kernel: JITFunction, width: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], block: int,
+    kernel: JITFunction, width: int, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], block: int,
     *numbers: float, **constants: Any,
 ) -> None:  # fmt: skip
     """Run `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with the same rows.
@@ -59,9 +59,12 @@ def launch_blocks(
     `strides` holds the row stride of each tensor. `numbers` are options of the op, such as a scale. They are not
     constexprs, so a new value does not compile the kernel again.
 
-    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row.
+    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row. The first tensor
+    must not be None.
     """
-    m = tensors[0].numel() // width
+    first = tensors[0]
+    assert first is not None
+    m = first.numel() // width
     # With an odd width, the length of the long row would be divisible by 16 for some batches only, and Triton would
     # compile the kernel twice.
     if width % 16 == 0 and all(stride == width for stride in strides):

@@ -120,8 +120,8 @@ def _backward_kernel(
 def _launch(kernel: JITFunction, kind: str, y: Tensor, *inputs: Tensor) -> None:
     """Write `y`, which has no gaps, in the order of its memory. The backward kernel gets no recomputed tensor."""
     rows = [dense_rows(x) for x in in_memory_order(y, *inputs)]
-    tensors, strides = [x for x, _ in rows], [stride for _, stride in rows]
-    width = tensors[-1].shape[-1]
+    tensors: list[Tensor | None] = [x for x, _ in rows]
+    strides, width = [stride for _, stride in rows], rows[-1][0].shape[-1]
     if len(inputs) == 2:
         tensors.insert(2, None)
         strides.insert(2, width)
@@ -173,7 +173,8 @@ class _GELU(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-        return activation_backward(dy, *ctx.saved_tensors, ctx.kind), None
+        (x,) = ctx.saved_tensors
+        return activation_backward(dy, x, ctx.kind), None
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from tigon.ops.adapters.lora import Adapter, Projection
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
+from tigon.ops.mlps.mlp import MLPActivation
 from tigon.runtime.tuning import tuned
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.logits import EVERY_TERM
@@ -84,7 +85,7 @@ def _lora_glu_mlp(hidden: int, inner: int, rank: int) -> None:
     y.backward(y.detach())
 
 
-def _mlp(hidden: int, inner: int, activation: str) -> None:
+def _mlp(hidden: int, inner: int, activation: MLPActivation) -> None:
     """Run an MLP without a gate. Its kernels are those of `gelu`, but its backward also recomputes the activation."""
     x, up, down = (
         torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
