@@ -175,13 +175,16 @@ class MLPRecipe:
 class _VisibleDropout(nn.Dropout):
     """A dropout of a stand-in that changes its input in a known way, so that its place in the forward shows.
 
-    In training mode it draws no random numbers. In evaluation mode it returns its input, as the real one does.
+    In training mode it draws no random numbers. In evaluation mode it returns its input, as the real one does. Each
+    dropout of a stand-in has another shift, so that two of them cannot be confused.
     """
+
+    shift: float
 
     __class__ = property(lambda self: nn.Dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * 1.25 + 0.5 if self.training else x
+        return x * 1.25 + self.shift if self.training else x
 
 
 @dataclass(frozen=True)
@@ -190,9 +193,9 @@ class _MLPSubject(GLUSubject):
 
     def stand_in(self, dtype: torch.dtype, seed: int, training: bool | None = None) -> nn.Module:
         twin = super().stand_in(dtype, seed, training)
-        for name in _dropouts(self.module):
+        for i, name in enumerate(_dropouts(self.module)):
             dropout = object.__new__(_VisibleDropout)
-            dropout.__dict__.update(twin._modules[name].__dict__)
+            dropout.__dict__.update(vars(twin._modules[name]), shift=0.5 + i)
             twin._modules[name] = dropout
         return twin
 
