@@ -44,7 +44,13 @@ from tigon.ops.rotary.rope import rope
 if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
     from tigon import integrations as integrations
-    from tigon.hf import AutoModelForCausalLM, patch, patched
+    from tigon.hf import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        patch,
+        patched,
+    )
     from tigon.losses.modules import (
         CPOLoss,
         DPOLoss,
@@ -60,7 +66,11 @@ __version__ = "0.1.0"
 
 # Modules that are imported when they are first used.
 _LAZY_MODULES = ("integrations",)
-_LAZY = {"patch": "tigon.hf", "patched": "tigon.hf", "AutoModelForCausalLM": "tigon.hf"}
+_NAMES_OF_HF = (
+    "patch", "patched",
+    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
+)  # fmt: skip
+_LAZY = dict.fromkeys(_NAMES_OF_HF, "tigon.hf")
 _MODULES_OF_LOSSES = (
     "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
 )  # fmt: skip
@@ -70,6 +80,8 @@ __all__ = [
     "GEGLUMLP",
     "AdamW",
     "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
     "CPOLoss",
     "CrossEntropyLoss",
     "DPOLoss",

@@ -181,7 +181,8 @@ COMPUTED_BY = {
 }  # fmt: skip
 # Other files test these names, because they take models, functions or blocks of code, or are results.
 TESTED_IN_OTHER_FILES = {
-    "patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput", "LogProbOutput", "linear_loss",
+    "patch", "patched", "lean", "AutoModelForCausalLM",
+    "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "LossOutput", "LogProbOutput", "linear_loss",
     "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
 }  # fmt: skip
 
