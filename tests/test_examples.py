@@ -17,7 +17,7 @@ OBJECTS = [
 
 @pytest.mark.parametrize("public", OBJECTS, ids=lambda public: public.__qualname__)
 def test_example_prints_its_result(public):
-    if public in (tigon.AutoModelForCausalLM, tigon.patch, tigon.patched):
+    if public in (tigon.patch, tigon.patched) or public.__name__.startswith("AutoModel"):
         pytest.importorskip("transformers")
     if public is tigon.integrations.trl.enable:
         pytest.importorskip("trl")

@@ -30,8 +30,10 @@ from tigon.ops.logits.loss_arguments import LossOutput
 from tigon.ops.logits.softmax import Softmax, softmax
 from tigon.ops.logits.tvd import TVDLoss, tvd
 from tigon.ops.logits.valid_rows import ValidRows
+from tigon.ops.mlps.gelu import gelu
 from tigon.ops.mlps.glu import geglu, swiglu
 from tigon.ops.mlps.glu_mlp import GEGLUMLP, SwiGLUMLP, glu_mlp
+from tigon.ops.mlps.mlp import mlp
 from tigon.ops.mlps.relu2 import ReLU2MLP, relu2
 from tigon.ops.norms.layer_norm import LayerNorm, layer_norm
 from tigon.ops.norms.rms_norm import RMSNorm, add_rms_norm, rms_norm
@@ -42,7 +44,13 @@ from tigon.ops.rotary.rope import rope
 if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
     from tigon import integrations as integrations
-    from tigon.hf import AutoModelForCausalLM, patch, patched
+    from tigon.hf import (
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForSequenceClassification,
+        patch,
+        patched,
+    )
     from tigon.losses.modules import (
         CPOLoss,
         DPOLoss,
@@ -58,7 +66,11 @@ __version__ = "0.1.0"
 
 # Modules that are imported when they are first used.
 _LAZY_MODULES = ("integrations",)
-_LAZY = {"patch": "tigon.hf", "patched": "tigon.hf", "AutoModelForCausalLM": "tigon.hf"}
+_NAMES_OF_HF = (
+    "patch", "patched",
+    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification",
+)  # fmt: skip
+_LAZY = dict.fromkeys(_NAMES_OF_HF, "tigon.hf")
 _MODULES_OF_LOSSES = (
     "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
 )  # fmt: skip
@@ -68,6 +80,8 @@ __all__ = [
     "GEGLUMLP",
     "AdamW",
     "AutoModelForCausalLM",
+    "AutoModelForImageTextToText",
+    "AutoModelForSequenceClassification",
     "CPOLoss",
     "CrossEntropyLoss",
     "DPOLoss",
@@ -92,6 +106,7 @@ __all__ = [
     "add_rms_norm",
     "cross_entropy",
     "geglu",
+    "gelu",
     "glu_mlp",
     "jsd",
     "kl_div",
@@ -102,6 +117,7 @@ __all__ = [
     "linear_loss",
     "lora_linear",
     "lora_moe_mlp",
+    "mlp",
     "moe_mlp",
     "patch",
     "patched",

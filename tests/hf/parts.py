@@ -13,7 +13,7 @@ from hf.tiny import TYPES, WITHOUT, tiny_model
 
 RECORD = Path(__file__).with_name("parts.json")
 BUILT = [name for name in TYPES if name not in WITHOUT]
-GATED = {"glu", "experts"}
+FUSED_MLPS = {"glu", "mlp", "experts"}
 
 
 def recorded_parts() -> dict[str, list[str]]:
@@ -27,13 +27,13 @@ def replaced_parts(model_type: str) -> list[str]:
 
 
 def totals(parts: dict[str, list[str]]) -> Counter[str]:
-    """Count the types that have each part, those with a gated MLP or experts, and those with all four kinds."""
+    """Count the types that have each part, those with a fused MLP or experts, and those with all four kinds."""
     counts: Counter[str] = Counter()
     for names in map(set, parts.values()):
-        is_gated = bool(names & GATED)
+        has_mlp = bool(names & FUSED_MLPS)
         counts.update(names)
-        counts["gated mlp or experts"] += is_gated
-        counts["all four"] += is_gated and {"rms_norm", "rope", "loss"} <= names
+        counts["mlp or experts"] += has_mlp
+        counts["all four"] += has_mlp and {"rms_norm", "rope", "loss"} <= names
     return counts
 
 

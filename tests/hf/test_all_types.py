@@ -59,7 +59,7 @@ def test_the_numbers_of_the_pages_agree_with_the_record():
     assert f"build the {len(BUILT)} that can be built small" in page
     assert (
         f"{counts['loss']} get the fused loss, {counts['rope']} rope, {counts['rms_norm']} RMSNorm, "
-        f"{counts['gated mlp or experts']} a gated MLP or experts, {counts['all four']} all four" in page
+        f"{counts['mlp or experts']} a fused MLP or experts, {counts['all four']} all four" in page
     )
     assert f"`fused_statements` are replaced in {counts['fused_statements']} of them" in page
 

@@ -477,6 +477,24 @@ def test_auto_model_builds_patched_models(make_model, tmp_path, batch, assert_sa
     assert "forward" in vars(tigon.AutoModelForCausalLM.from_config(stock.config))
 
 
+def test_auto_model_builds_patched_classifiers(make_model, batch):
+    """Reward models are classifiers with one label."""
+    config = make_model("qwen3").config
+    config.num_labels, config.pad_token_id = 1, 0
+    torch.manual_seed(0)
+    model = tigon.AutoModelForSequenceClassification.from_config(config).train()
+    stock = type(model)(config).train()
+    stock.load_state_dict(model.state_dict())
+    assert "forward" in vars(model.model.layers[0].mlp)
+    inputs = {"input_ids": batch["input_ids"], "labels": torch.linspace(-1.0, 1.0, len(batch["input_ids"]))}
+    results = []
+    for each in (model, stock):
+        loss = each(**inputs).loss
+        results.append([loss, *torch.autograd.grad(loss, list(each.parameters()))])
+    for ours, expected in zip(*results, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-5)
+
+
 def run_python(code: str, *arguments: str, **variables: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     command = [sys.executable, "-c", code, *arguments]

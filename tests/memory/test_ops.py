@@ -77,6 +77,7 @@ CASES = {
     "swiglu, packed": product_of(tigon.swiglu, "packed"),
     "geglu": product_of(tigon.geglu, "x", "x"),
     "geglu, tanh": product_of(functools.partial(tigon.geglu, approximate="tanh"), "x", "x"),
+    "gelu": product_of(tigon.gelu, "x"),
     "relu2": product_of(tigon.relu2, "x"),
     "add_rms_norm": added_norm,
     "gated norm": gated_norm,

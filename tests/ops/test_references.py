@@ -41,10 +41,10 @@ def test_a_cpu_runs_the_reference_bit_for_bit(case: Case):
 
 
 def test_every_op_with_a_reference_has_a_case():
-    """`glu_mlp` is composed of products and `swiglu` or `geglu`, and has tests of its own."""
+    """`glu_mlp` and `mlp` are composed of products and an activation, and have tests of their own."""
     modules = [importlib.import_module(m.name) for m in pkgutil.walk_packages(tigon.ops.__path__, "tigon.ops.")]
     ops = {op for op in tigon.__all__ if any(hasattr(module, f"{op}_reference") for module in modules)}
-    assert ops - {case.workload.name for case in CASES} == {"glu_mlp"}
+    assert ops - {case.workload.name for case in CASES} == {"glu_mlp", "mlp"}
 
 
 def _random(*shapes: tuple[int, ...]) -> list[Tensor]:

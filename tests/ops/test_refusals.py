@@ -111,9 +111,17 @@ FUNCTIONS: dict[str, dict[str, object]] = {
     "layer_norm": {"x": X, "weight": _parameter(8), "bias": _parameter(8)},
     "swiglu": {"gate": X, "up": _parameter(4, 8)},
     "geglu": {"gate": X, "up": _parameter(4, 8)},
+    "gelu": {"x": X},
     "relu2": {"x": X},
     "softmax": {"x": X},
     "glu_mlp": MLP,
+    "mlp": {
+        "x": X,
+        "up_weight": _parameter(6, 8),
+        "down_weight": _parameter(8, 6),
+        "up_bias": _parameter(6),
+        "down_bias": _parameter(8),
+    },
     "moe_mlp": MOE | {"up_bias": _parameter(3, 8), "down_bias": _parameter(3, 8)},
     "lora_moe_mlp": MOE
     | {
@@ -173,7 +181,8 @@ COMPUTED_BY = {
 }  # fmt: skip
 # Other files test these names, because they take models, functions or blocks of code, or are results.
 TESTED_IN_OTHER_FILES = {
-    "patch", "patched", "lean", "AutoModelForCausalLM", "LossOutput", "LogProbOutput", "linear_loss",
+    "patch", "patched", "lean", "AutoModelForCausalLM",
+    "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "LossOutput", "LogProbOutput", "linear_loss",
     "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
 }  # fmt: skip
 
@@ -214,7 +223,7 @@ RATE = {"float", "int", "1e60", "2**70", "np.float32", "np.int64", "scalar", "sc
 ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     **{(workload.name, name): ANY_SHAPE for workload in WORKLOADS.values() for name in workload.any_shape},
     ("Softmax", "x"): ANY_SHAPE,
-    **{(op, "x"): LEADING for op in ("glu_mlp", "lora_linear", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
+    **{(op, "x"): LEADING for op in ("glu_mlp", "mlp", "lora_linear", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "bias"): FLAG for op in ("LayerNorm", "SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "dtype"): OPTIONAL | {"torch.float32"} for op in ("SwiGLUMLP", "GEGLUMLP", "ReLU2MLP")},
     **{(op, "ignore_index"): {"int", "-1", "None"} for op in ("cross_entropy", "linear_cross_entropy", "ValidRows")},

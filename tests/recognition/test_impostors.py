@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from tigon.recognition.activations import ActivationRecipe, recognise_relu2
 from tigon.recognition.glu import recognise_glu
 from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
-from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 from tigon.recognition.rope import recognise_rope
 
 
@@ -84,8 +84,8 @@ class Activation(nn.Module):
     ids=["nearly", "clamped", "evaluating", "half detached"],
 )
 def test_activations_that_resemble_a_squared_relu_keep_their_forward(act):
-    assert recognise_relu2(Activation(lambda m, x: F.relu(x).square())) == ReLU2Recipe()
-    assert not isinstance(recognise_relu2(Activation(act)), ReLU2Recipe)
+    assert recognise_relu2(Activation(lambda m, x: F.relu(x).square())) == ActivationRecipe("relu2")
+    assert not isinstance(recognise_relu2(Activation(act)), ActivationRecipe)
 
 
 class Norm(nn.Module):

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tigon.recognition.activations import ActivationRecipe, recognise_relu2
 from tigon.recognition.glu import recognise_glu
 from tigon.recognition.glu_recipe import GLURecipe
-from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 
 
 class Split(nn.Module):
@@ -115,4 +115,4 @@ class Squared(nn.Module):
 
 
 def test_a_squared_relu_is_recognised():
-    assert recognise_relu2(Squared()) == ReLU2Recipe()
+    assert recognise_relu2(Squared()) == ActivationRecipe("relu2")

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import tigon
+from tigon.recognition.activations import recognise_relu2
 from tigon.recognition.glu import recognise_glu
 from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
-from tigon.recognition.relu2 import recognise_relu2
 from tigon.recognition.rope import recognise_rope
 
 

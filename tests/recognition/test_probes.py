@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tigon
+from tigon.recognition.activations import ActivationRecipe, recognise_relu2
 from tigon.recognition.glu import recognise_glu
 from tigon.recognition.glu_recipe import GLURecipe
 from tigon.recognition.norm_recipes import LayerNormRecipe, RMSNormRecipe
 from tigon.recognition.norms import recognise_norm
-from tigon.recognition.relu2 import ReLU2Recipe, recognise_relu2
 
 
 class MLP(nn.Module):
@@ -82,7 +82,7 @@ def is_left_alone(module: nn.Module) -> bool:
 def test_plain_modules_are_recognised():
     assert isinstance(recognise_glu(MLP()), GLURecipe)
     assert isinstance(recognise_norm(Norm()), RMSNormRecipe)
-    assert isinstance(recognise_relu2(Squared()), ReLU2Recipe)
+    assert isinstance(recognise_relu2(Squared()), ActivationRecipe)
 
 
 def repeated(self, y):

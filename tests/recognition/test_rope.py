@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.rope import recognise_rope
+from tigon.recognition.rope_complex import ComplexForm, FusedComplexRope
 from tigon.recognition.rope_forms import FORMS
 from tigon.recognition.rope_function import recognise_function
 
@@ -108,3 +110,95 @@ def test_a_forward_that_the_class_gets_after_the_patch_runs(monkeypatch):
     monkeypatch.setattr(Attention, "forward", lambda self, q, k, cos, sin: q)
     q, k, cos, sin = torch.randn(2, 4, 5, 16), torch.randn(2, 2, 5, 16), torch.randn(2, 5, 16), torch.randn(2, 5, 16)
     assert recipe(Attention(), q, k, cos, sin) is q
+
+
+# --- complex tables ------------------------------------------------------------------------------
+
+
+def multiply_shared(xq, xk, freqs_cis):
+    """Heads in dimension 2, as in Llama 4."""
+    xq_ = torch.view_as_complex(xq.float().reshape(*xq.shape[:-1], -1, 2))
+    xk_ = torch.view_as_complex(xk.float().reshape(*xk.shape[:-1], -1, 2))
+    results = (torch.view_as_real(x * freqs_cis[:, :, None, :]).flatten(3) for x in (xq_, xk_))
+    return tuple(y.type_as(x) for x, y in zip((xq, xk), results, strict=True))
+
+
+def multiply_transposed(xq, xk, freqs_cis):
+    """Heads in dimension 1, as in DeepSeek V2."""
+    results = multiply_shared(xq.transpose(1, 2), xk.transpose(1, 2), freqs_cis)
+    return tuple(x.transpose(1, 2) for x in results)
+
+
+def multiply_conjugate(xq, xk, freqs_cis):
+    return multiply_shared(xq, xk, freqs_cis.conj())
+
+
+def multiply_queries_only(xq, xk, freqs_cis):
+    return multiply_shared(xq, xk, freqs_cis)[0], xk
+
+
+def multiply_in_bf16(xq, xk, freqs_cis):
+    return tuple(x.bfloat16().type_as(x) for x in multiply_shared(xq, xk, freqs_cis))
+
+
+def multiply_and_detach(xq, xk, freqs_cis):
+    return multiply_shared(xq.detach() + 0 * xq, xk, freqs_cis)
+
+
+@pytest.mark.parametrize(
+    ("function", "form"),
+    [
+        (multiply_shared, ComplexForm(heads=2, has_batch=True)),
+        (multiply_transposed, ComplexForm(heads=1, has_batch=True)),
+    ],
+    ids=["heads last", "heads first"],
+)
+def test_products_with_a_complex_table_are_recognised(function, form):
+    assert recognise_function(function) == form
+
+
+@pytest.mark.parametrize(
+    "function",
+    [multiply_conjugate, multiply_queries_only, multiply_in_bf16, multiply_and_detach],
+    ids=lambda f: f.__name__,
+)
+def test_other_functions_of_a_complex_table_keep_their_code(function):
+    assert recognise_function(function) == "computes another rotary embedding than the op"
+
+
+@pytest.mark.parametrize("function", [multiply_shared, multiply_transposed], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_the_op_gives_the_results_of_a_complex_product(function, batch, dtype):
+    shape = (2, 5, 3, 8) if function is multiply_shared else (2, 3, 5, 8)
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(shape, generator=generator).to(dtype).requires_grad_() for _ in range(2))
+    table = torch.polar(torch.ones(batch, 5, 4), torch.randn(batch, 5, 4, generator=generator))
+    fused = FusedComplexRope(function, recognise_function(function), FunctionGuard(function))
+    assert fused.form.accepts(q, k, table)
+    results = []
+    for run in (function, fused):
+        ys = run(q, k, freqs_cis=table)
+        results.append([*ys, *torch.autograd.grad(sum(y.float().square().sum() for y in ys), (q, k))])
+    for ours, expected in zip(results[1], results[0], strict=True):
+        assert ours.dtype == expected.dtype
+        torch.testing.assert_close(ours, expected, rtol=2e-3 if dtype == torch.float16 else 1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda q, k, table: (q, k, table.conj()),
+        lambda q, k, table: (q, k, table.to(torch.complex128)),
+        lambda q, k, table: (q, k, table[:, :, :2]),
+        lambda q, k, table: (q, k[:1], table),
+        lambda q, k, table: (q, k, table.clone().requires_grad_()),
+        lambda q, k, table: (q[0], k[0], table),
+    ],
+    ids=["conjugate", "double", "part of the head", "other batch", "table with gradient", "three dimensions"],
+)
+def test_other_arguments_run_the_stock_function(change):
+    arguments = torch.randn(2, 5, 3, 8), torch.randn(2, 5, 3, 8), torch.randn(1, 5, 4, dtype=torch.complex64)
+    form = recognise_function(multiply_shared)
+    assert form.accepts(*arguments)
+    assert not form.accepts(*change(*arguments))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import tigon
 from tigon.hf.patch import PARTS
-from tigon.recognition.relu2 import recognise_relu2
+from tigon.recognition.activations import recognise_relu2
 from tigon.recognition.trials import record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:tigon.patch")

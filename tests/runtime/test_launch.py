@@ -146,6 +146,7 @@ STEPS = {
     "qk_norm_rope over all heads": lambda n: _rotary(tigon.qk_norm_rope, n, False, 384, 128),
     "swiglu": lambda n: _run(tigon.swiglu, _leaf(n, 14336), _leaf(n, 14336)),
     "swiglu of an odd width": lambda n: _run(tigon.swiglu, _leaf(n, 2 * 77)),
+    "gelu": lambda n: _run(partial(tigon.gelu, approximate="tanh"), _leaf(n, 256)),
     "relu2": lambda n: _run(tigon.relu2, _leaf(n, 256)),
     "relu2 of an odd width": lambda n: _run(tigon.relu2, _leaf(n, 77)),
     "softmax": lambda n: _run(tigon.softmax, _leaf(n, 4096)),

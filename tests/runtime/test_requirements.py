@@ -156,9 +156,10 @@ def old_transformers(monkeypatch):
     [
         lambda: tigon.patch("llama"),
         lambda: tigon.AutoModelForCausalLM.from_config(None),
+        lambda: tigon.AutoModelForSequenceClassification.from_config(None),
         lambda: tigon.AutoModelForCausalLM.from_pretrained("somewhere"),
     ],
-    ids=["a type", "from_config", "from_pretrained"],
+    ids=["a type", "from_config", "classifier", "from_pretrained"],
 )
 def test_old_transformers_is_refused(old_transformers, call):
     with pytest.raises(ImportError, match=OLD_TRANSFORMERS):

@@ -1,26 +1,45 @@
-"""`tigon.AutoModelForCausalLM` builds models as transformers does, and applies `tigon.patch` to them."""
+"""The auto classes build models as those of transformers do, and apply `tigon.patch` to them."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from tigon.hf.patch import patch
 from tigon.runtime.requirements import require
 
-__all__ = ["AutoModelForCausalLM"]
+__all__ = ["AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification"]
 
 
-def _build(constructor: str, args: tuple, kwargs: dict[str, Any], patch_options: dict[str, Any] | None) -> nn.Module:
-    """Call a constructor of `transformers.AutoModelForCausalLM`, and patch the model."""
-    require("tigon.AutoModelForCausalLM", "transformers", extra="hf")
-    import transformers
+class _PatchedAutoModel:
+    """Calls the constructors of one auto class of transformers, and patches their models."""
 
-    model = getattr(transformers.AutoModelForCausalLM, constructor)(*args, **kwargs)
-    patch(model, **(patch_options or {}))
-    return model
+    # The name of the auto class in transformers, and of the subclass in `tigon`.
+    auto_class: ClassVar[str]
+
+    @classmethod
+    def _build(
+        cls, constructor: str, args: tuple, kwargs: dict[str, Any], patch_options: dict[str, Any] | None
+    ) -> nn.Module:
+        """Call a constructor of the auto class of transformers, and patch the model."""
+        require(f"tigon.{cls.auto_class}", "transformers", extra="hf")
+        import transformers
+
+        model = getattr(getattr(transformers, cls.auto_class), constructor)(*args, **kwargs)
+        patch(model, **(patch_options or {}))
+        return model
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
+        """Return the patched model of `from_pretrained(*args, **kwargs)` of the class of the same name."""
+        return cls._build("from_pretrained", args, kwargs, patch_options)
+
+    @classmethod
+    def from_config(cls, *args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
+        """Return the patched model of `from_config(*args, **kwargs)` of the class of the same name."""
+        return cls._build("from_config", args, kwargs, patch_options)
 
 
-class AutoModelForCausalLM:
+class AutoModelForCausalLM(_PatchedAutoModel):
     """Builds the model that `transformers.AutoModelForCausalLM` builds, and patches it with `patch_options`.
 
     Example:
@@ -34,12 +53,45 @@ class AutoModelForCausalLM:
         <tigon: logits that were never computed; skip_logits=False computes them>
     """
 
-    @staticmethod
-    def from_pretrained(*args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
-        """Return the patched model of `transformers.AutoModelForCausalLM.from_pretrained(*args, **kwargs)`."""
-        return _build("from_pretrained", args, kwargs, patch_options)
+    auto_class = "AutoModelForCausalLM"
 
-    @staticmethod
-    def from_config(*args: Any, patch_options: dict[str, Any] | None = None, **kwargs: Any) -> nn.Module:
-        """Return the patched model of `transformers.AutoModelForCausalLM.from_config(*args, **kwargs)`."""
-        return _build("from_config", args, kwargs, patch_options)
+
+class AutoModelForImageTextToText(_PatchedAutoModel):
+    """Builds the model that `transformers.AutoModelForImageTextToText` builds, and patches it with `patch_options`.
+
+    The vision tower is patched too.
+
+    Example:
+        >>> from transformers import Gemma3Config
+        >>> size = {
+        ...     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2
+        ... }
+        >>> config = Gemma3Config(
+        ...     text_config=size | {"vocab_size": 64, "num_key_value_heads": 1, "head_dim": 16},
+        ...     vision_config=size | {"image_size": 8, "patch_size": 4},
+        ...     mm_tokens_per_image=4,
+        ... )
+        >>> type(tigon.AutoModelForImageTextToText.from_config(config)).__name__
+        'Gemma3ForConditionalGeneration'
+    """
+
+    auto_class = "AutoModelForImageTextToText"
+
+
+class AutoModelForSequenceClassification(_PatchedAutoModel):
+    """Builds the model that `transformers.AutoModelForSequenceClassification` builds, and patches it.
+
+    Reward models are such models. Their head and their loss stay stock, because they have no vocabulary.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> config = LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        ...     num_labels=1, pad_token_id=0,
+        ... )
+        >>> model = tigon.AutoModelForSequenceClassification.from_config(config, patch_options={"memory": "lean"})
+        >>> model(input_ids=torch.tensor([[1, 2, 3, 4]])).logits.shape
+        torch.Size([1, 1])
+    """
+
+    auto_class = "AutoModelForSequenceClassification"

@@ -19,17 +19,19 @@ from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVEL_NAMES, apply_level, explain_refusal, find_level
 from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
+from tigon.recognition.activations import recognise_gelu, recognise_relu2
 from tigon.recognition.adapters import install_adapters, recognise_adapters
-from tigon.recognition.experts import recognise_experts
+from tigon.recognition.experts import ExpertsRecipe, recognise_experts
 from tigon.recognition.fused_statements import FusedStatementsRecipe, overwritten_children, recognise_fused_statements
 from tigon.recognition.glu import recognise_glu
+from tigon.recognition.glu_recipe import GLURecipe
 from tigon.recognition.guard import install_guarded
 from tigon.recognition.kind import kind_of
+from tigon.recognition.mlp import MLPRecipe, recognise_mlp
 from tigon.recognition.norms import recognise_norm
-from tigon.recognition.relu2 import recognise_relu2
 from tigon.recognition.replacement import find_replacement, foreign_forward, install
 from tigon.recognition.rope import RopeRecipe, recognise_rope
-from tigon.recognition.standin import describe
+from tigon.recognition.standin import describe, has_no_tensors
 from tigon.recognition.trials import Trials, recording
 from tigon.runtime.requirements import require_for
 
@@ -59,8 +61,13 @@ PARTS = {
     "glu": Part(
         recognise_glu, install_guarded, "a gated MLP has two or three linear children whose sizes fit gate, up and down"
     ),
-    "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),
+    "mlp": Part(
+        recognise_mlp, install_guarded, "an MLP without a gate has two linear children, and no other parameters"
+    ),
     "experts": Part(recognise_experts, install_guarded, "experts have the layout that transformers marks"),
+    # The modules above compute their activations themselves, so these come after them.
+    "relu2": Part(recognise_relu2, install_guarded, "a squared ReLU has no children, no parameters and one input"),
+    "gelu": Part(recognise_gelu, install_guarded, "a GELU has no children, no parameters and one input"),
     "adapters": Part(
         recognise_adapters,
         install_adapters,
@@ -72,6 +79,8 @@ PARTS = {
     ),
     "loss": Part(learn_loss, attach, "a causal language model has output embeddings and a loss function"),
 }
+# The parts that are activations without a gate.
+ACTIVATIONS = ("relu2", "gelu")
 OPTIONS = (*PARTS, "memory", *LOSS_OPTIONS)
 # The names of LEVELS.
 MemoryLevel = Literal["default", "lean", "lean+mlp", "checkpoint", "offload"]
@@ -168,6 +177,7 @@ def _decide(
             they have run.
     """
     recipes = dict(installed_recipes)
+    activations = {child for module, recipe in recipes.items() for child in _activations_of(module, recipe)}
     # The first part of each recogniser. One function may recognise several parts.
     first_parts: dict[Callable, str] = {}
     for finding in findings:
@@ -186,6 +196,9 @@ def _decide(
         if earlier_recipe is not None and _join(earlier_recipe, result) is None:
             finding.note = "another part replaces the forward of this module"
             continue
+        if finding.part in ACTIVATIONS and module in activations:
+            finding.note = "a replaced module computes this activation itself"
+            continue
         result = (earlier_recipe is None and _read(foreign_forward, module)) or result
         if finding.part in ("rms_norm", "layer_norm", "adapters"):
             result = overwrite_reasons.get(module, result)
@@ -193,6 +206,17 @@ def _decide(
             finding.reason = str(result)
         else:
             finding.recipe = recipes[module] = result if earlier_recipe is None else _join(earlier_recipe, result)
+            activations.update(_activations_of(module, result))
+
+
+def _activations_of(module: nn.Module, recipe: Any) -> list[nn.Module]:
+    """Return the children whose work the recipe of a module does: those without parameters.
+
+    The guard of the recipe watches them, so it would no longer hold if one of them got another forward.
+    """
+    if not isinstance(recipe, (GLURecipe, MLPRecipe, ExpertsRecipe)):
+        return []
+    return [child for child in module.modules() if child is not module and has_no_tensors(child)]
 
 
 def _apply(findings: list[Finding]) -> list[Callable[[], None]]:
@@ -252,8 +276,10 @@ def patch(
     rms_norm: bool = True,
     layer_norm: bool = True,
     glu: bool = True,
-    relu2: bool = True,
+    mlp: bool = True,
     experts: bool = True,
+    relu2: bool = True,
+    gelu: bool = True,
     adapters: bool = True,
     rope: bool = True,
     fused_statements: bool = True,
@@ -279,8 +305,11 @@ def patch(
         rms_norm: Replace RMS norms, also gated ones.
         layer_norm: Replace layer norms.
         glu: Replace gated MLPs.
-        relu2: Replace squared ReLUs.
+        mlp: Replace MLPs of two linear layers with a GELU or a squared ReLU in between.
         experts: Replace the experts of a mixture whose weights are one tensor.
+        relu2: Replace other squared ReLUs.
+        gelu: Replace other GELUs. If torch computes one with a single kernel, it changes only in `tigon.lean`, which
+            recomputes it.
         adapters: Replace linear layers with low-rank adapters (LoRA). Which of them are active, their scaling and their
             dropout are read at every call. Merged, disabled and other kinds of adapters run as before.
         rope: Replace the rotary embeddings of attention layers.
@@ -348,8 +377,10 @@ def patch(
         "rms_norm": rms_norm,
         "layer_norm": layer_norm,
         "glu": glu,
-        "relu2": relu2,
+        "mlp": mlp,
         "experts": experts,
+        "relu2": relu2,
+        "gelu": gelu,
         "adapters": adapters,
         "rope": rope,
         "fused_statements": fused_statements,

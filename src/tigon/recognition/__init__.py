@@ -20,7 +20,8 @@ have no guard, because their settings change in training: their forward runs at 
 | file | what it recognises |
 |------|--------------------|
 | `norms`, `norm_recipes`, `norm_probes` | RMS norms and layer norms |
-| `glu`, `glu_recipe`, `glu_probes`, `relu2` | gated MLPs, and squared ReLUs |
+| `glu`, `glu_recipe`, `glu_probes` | gated MLPs |
+| `mlp`, `activations` | MLPs of two linear layers, and activations: squared ReLU and GELU |
 | `experts` | experts of a mixture |
 | `adapters`, `deferred` | linear layers with low-rank adapters |
 | `expert_adapters` | low-rank adapters on the weights of experts |

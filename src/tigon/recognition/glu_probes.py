@@ -9,13 +9,12 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from tigon.recognition.code_facts import has_conditions, largest_number
-from tigon.recognition.glu_recipe import GLURecipe
 from tigon.recognition.probes import (
     DTYPES,
     agrees,
@@ -49,6 +48,27 @@ DIFFERENT = "computes something else than silu, gelu or gelu-tanh gates"
 CASES = [(FP32, (2, 16)), (BF16, (1, 300)), (BF16, (2, 16)), (FP32, (1, 32)), (FP16, (4, 8))]
 # Leading shapes that give other numbers of dimensions, which some modules do not accept.
 SHAPES = [(), (16,), (2, 3, 4)]
+
+
+class MLPLikeRecipe(Protocol):
+    """A recipe that these comparisons can test: of a gated MLP, or of an MLP of two layers."""
+
+    # These fields have the types of a data class, which `dataclasses.replace` needs.
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def down(self) -> str: ...
+
+    @property
+    def dims(self) -> frozenset[int]: ...
+
+    def with_call_order(self, order: list[str]) -> Any: ...
+
+    @property
+    def __call__(self) -> Callable[..., Tensor]: ...
+
+
+RecipeType = TypeVar("RecipeType", bound=MLPLikeRecipe)
 
 
 class Wiring(NamedTuple):
@@ -109,6 +129,8 @@ class GLUSubject:
     projections: Mapping[str, Any]
     wiring: Wiring
     widths: Widths = DEFAULT_WIDTHS
+    # How many times the width of the product the output of a first layer without an up projection has.
+    factor: int = 2
 
     def __call__(self, dtype: torch.dtype = FP32, training: bool = True) -> nn.Module:
         return self.stand_in(dtype, 77, training)
@@ -120,7 +142,7 @@ class GLUSubject:
         """
         gate, down = self.projections[self.wiring.gate], self.projections[self.wiring.down]
         real_hidden, real_inner, real_out = gate.in_features, down.in_features, down.out_features
-        gate_out = self.widths.inner * (2 if self.wiring.up is None else 1)
+        gate_out = self.widths.inner * (self.factor if self.wiring.up is None else 1)
         # Sizes differ, so that a wrong wiring fails. The output has the input's size only if the original's output has.
         hidden, inner, other_out = self.widths
         out = hidden if real_out == real_hidden else other_out
@@ -165,7 +187,7 @@ class GLUSubject:
 # --- comparisons that select candidates --------------------------------------------------------------
 
 
-def select_by_values(subject: GLUSubject, candidates: list[GLURecipe]) -> list[GLURecipe]:
+def select_by_values(subject: GLUSubject, candidates: list[RecipeType]) -> list[RecipeType]:
     """Return the candidates that reproduce the outputs of the module, and in fp32 its gradients too.
 
     Raises:
@@ -183,8 +205,8 @@ def select_by_values(subject: GLUSubject, candidates: list[GLURecipe]) -> list[G
 
 
 def _select_by_gradients(
-    subject: GLUSubject, twin: nn.Module, candidates: list[GLURecipe], x: Tensor
-) -> list[GLURecipe]:
+    subject: GLUSubject, twin: nn.Module, candidates: list[RecipeType], x: Tensor
+) -> list[RecipeType]:
     """Return the candidates that reproduce the gradients, and the outputs for large weights."""
     parameters = subject.parameters(twin)
     for leaves in ([x, *parameters], parameters):
@@ -196,7 +218,7 @@ def _select_by_gradients(
     return select_equal(candidates, twin, [x], run_forward(twin, x))
 
 
-def select_by_dims(subject: GLUSubject, candidates: list[GLURecipe]) -> tuple[list[GLURecipe], frozenset[int]]:
+def select_by_dims(subject: GLUSubject, candidates: list[RecipeType]) -> tuple[list[RecipeType], frozenset[int]]:
     """Return the candidates that reproduce the module with every number of dimensions, and the accepted numbers."""
     twin, dims = subject.stand_in(FP32, 7), {3}
     for shape in SHAPES:
@@ -215,12 +237,15 @@ def select_by_dims(subject: GLUSubject, candidates: list[GLURecipe]) -> tuple[li
 # --- comparisons of one candidate in other circumstances ---------------------------------------------
 
 
-def confirm(recipe: GLURecipe, subject: GLUSubject, reach: Reach) -> GLURecipe | str:
-    """Compare a candidate in all other circumstances. Return the final recipe, or the reason why it does not hold."""
+def confirm(recipe: RecipeType, subject: GLUSubject, reach: Reach, different: str = DIFFERENT) -> RecipeType | str:
+    """Compare a candidate in all other circumstances. Return the final recipe, or the reason why it does not hold.
+
+    `different` is the reason if a comparison fails.
+    """
     order = subject.call_order()
     if sorted(order) != sorted(subject.projections) or order[-1] != recipe.down:
         return "its forward does not call each of its linear layers once"
-    recipe = replace(recipe, up_first=recipe.up is not None and order[0] == recipe.up)
+    recipe = recipe.with_call_order(order)
     accepts_strides = runs_without_contiguity(recipe, subject, subject.inputs)
     pairs = [(dtype, dtype) for dtype in DTYPES]
     if not (
@@ -230,13 +255,13 @@ def confirm(recipe: GLURecipe, subject: GLUSubject, reach: Reach) -> GLURecipe |
         and _agrees_beyond(recipe, subject, largest_number(reach))
         and (not has_conditions(reach) or agrees_in_all_combinations(recipe, subject, subject.inputs, pairs))
     ):
-        return DIFFERENT
+        return different
     if reason := explain_limits(recipe, subject, subject.inputs, subject.module, reach, pairs, recipe.dims):
         return reason
     return replace(recipe, needs_contiguity=not accepts_strides)
 
 
-def _agrees_on_weights(recipe: GLURecipe, subject: GLUSubject) -> bool:
+def _agrees_on_weights(recipe: MLPLikeRecipe, subject: GLUSubject) -> bool:
     """Compare for weights of zeros and ones, and for weights of one sign, with which outputs overflow to infinity."""
 
     def align(name: str, weight: Tensor) -> None:
@@ -254,13 +279,13 @@ def _agrees_on_weights(recipe: GLURecipe, subject: GLUSubject) -> bool:
     return True
 
 
-def _agrees_on_mixed_dtypes(recipe: GLURecipe, subject: GLUSubject) -> bool:
+def _agrees_on_mixed_dtypes(recipe: MLPLikeRecipe, subject: GLUSubject) -> bool:
     """Return False if the op differs for an input whose dtype is not that of the weights, but the module accepts it."""
     pairs = (FP32, BF16), (BF16, FP32), (FP16, FP32), (FP32, FP16)
     return all(agrees(recipe, functools.partial(subject, w), subject.inputs(x, 2, 4)) is not False for x, w in pairs)
 
 
-def _agrees_beyond(recipe: GLURecipe, subject: GLUSubject, number: int) -> bool:
+def _agrees_beyond(recipe: MLPLikeRecipe, subject: GLUSubject, number: int) -> bool:
     """Compare at widths beyond a number in the code. The code may treat features beyond this index in another way."""
     large = number + 8
     if not 32 < large <= 65536:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -135,6 +135,10 @@ class GLURecipe:
         # If gate and up have different dtypes, the reference promotes as torch does.
         is_mixed = up is not None and up.dtype != gate.dtype
         return (GATE_KINDS[self.kind].reference if reference or is_mixed else GATE_KINDS[self.kind].op)(gate, up)
+
+    def with_call_order(self, order: list[str]) -> "GLURecipe":
+        """Return the recipe for a module that calls its projections in this order."""
+        return replace(self, up_first=self.up is not None and order[0] == self.up)
 
     def __str__(self) -> str:
         return f"{self.kind}, packed" if self.up is None else self.kind

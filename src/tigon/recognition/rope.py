@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tigon.ops.rotary.rope import rotary_size
 from tigon.recognition.function_guard import FunctionGuard
 from tigon.recognition.fused_statements import fuse_statements
+from tigon.recognition.rope_complex import ComplexForm, FusedComplexRope, takes_complex_table
 from tigon.recognition.rope_forms import Form, RopeCall
 from tigon.recognition.rope_function import recognise_function
 from tigon.recognition.source import NotReadable, code_state, innermost, is_unchanged, rebuild_wrappers
@@ -84,7 +85,7 @@ class RopeRecipe:
     def __init__(
         self,
         cls: type[nn.Module],
-        forms: tuple[tuple[str, Form], ...],
+        forms: tuple[tuple[str, Form | ComplexForm], ...],
         fuses_statements: bool = False,
         guards: tuple[FunctionGuard, ...] | None = None,
     ) -> None:
@@ -96,11 +97,15 @@ class RopeRecipe:
         self.file_globals, self.names = stock.__globals__, code_use(stock.__code__).global_names
         # A copy of a recipe keeps its guards, because the file may have other functions by now.
         self.guards = guards or tuple(FunctionGuard(self.file_globals[name]) for name, _ in forms)
-        self.fused_ropes: dict[str, _FusedRope] = {}
+        self.fused_ropes: dict[str, _FusedRope | FusedComplexRope] = {}
         for (name, form), guard in zip(forms, self.guards, strict=True):
             current = self.file_globals.get(name)
             if isinstance(current, types.FunctionType) and guard.holds(current):
-                self.fused_ropes[name] = _FusedRope(current, form, guard)
+                self.fused_ropes[name] = (
+                    FusedComplexRope(current, form, guard)
+                    if isinstance(form, ComplexForm)
+                    else _FusedRope(current, form, guard)
+                )
         self.state = code_state(self.stock)
         scope = {**self.file_globals, **self.fused_ropes}
         # torch.compile identifies globals by the name of their Python module. With that name, a graph that contains a
@@ -173,12 +178,14 @@ def _written_globals(function: types.FunctionType) -> list[str]:
     return [target for target, _ in code_use(function.__code__).writes if target.startswith("the global")]
 
 
-def _form_of(value: object, module_name: str) -> Form | str | None:
+def _form_of(value: object, module_name: str) -> Form | ComplexForm | str | None:
     """Return the form of a global that a forward names, a reason, or None if it is no rope function.
 
     `module_name` is the name of the Python module that contains the forward.
     """
-    if not isinstance(value, types.FunctionType) or not {"cos", "sin"} <= inspect.signature(value).parameters.keys():
+    if not isinstance(value, types.FunctionType):
+        return None
+    if not {"cos", "sin"} <= inspect.signature(value).parameters.keys() and not takes_complex_table(value):
         return None
     origin = inspect.unwrap(value).__module__ or ""
     if origin.split(".")[0] not in (module_name.split(".")[0], "transformers"):
@@ -195,11 +202,11 @@ def recognise_rope(module: nn.Module) -> RopeRecipe | str | None:
     if not isinstance(stock, types.FunctionType):
         return None
     forward = innermost(stock)
-    forms: list[tuple[str, Form]] = []
+    forms: list[tuple[str, Form | ComplexForm]] = []
     reasons: list[str] = []
     for name in forward.__code__.co_names:
         form = _form_of(forward.__globals__.get(name), forward.__module__)
-        if isinstance(form, Form):
+        if isinstance(form, (Form, ComplexForm)):
             forms.append((name, form))
         elif form:
             reasons.append(f"{name}: {form}")

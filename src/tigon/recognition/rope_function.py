@@ -16,6 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from tigon.recognition.rope_complex import ComplexForm, find_complex_form, takes_complex_table
 from tigon.recognition.rope_forms import FORMS, Form, RopeCall
 from tigon.recognition.standin import describe, gradients, normal, probing, same_bits, same_gradients
 from tigon.recognition.trials import Trials, current_trials, not_recording, record, recording
@@ -29,7 +30,7 @@ LOGGER = logging.getLogger("tigon")
 FEATURES, HEADS = 16, (4, 2)
 
 
-def recognise_function(function: types.FunctionType) -> Form | str | None:
+def recognise_function(function: types.FunctionType) -> Form | ComplexForm | str | None:
     """Return the form that computes what a function computes, or the reason why there is none.
 
     The result is None if the function does not have the arguments of a rotary embedding. The comparisons use heads of
@@ -48,13 +49,15 @@ def recognise_function(function: types.FunctionType) -> Form | str | None:
 
 
 @functools.cache
-def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | str | None, Trials]:
+def _recognise(function: types.FunctionType, state: tuple) -> tuple[Form | ComplexForm | str | None, Trials]:
     """Return the form of a function and the comparisons that found it. `state` is the fingerprint of its reach."""
     with recording() as trials:
         return _find_form(function), trials
 
 
-def _find_form(function: types.FunctionType) -> Form | str | None:
+def _find_form(function: types.FunctionType) -> Form | ComplexForm | str | None:
+    if takes_complex_table(function):
+        return find_complex_form(function)
     if (call := RopeCall.of(function)) is None:
         return None
     failure = "computes another rotary embedding than the op"

@@ -12,7 +12,7 @@ from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch
 from tigon.runtime.triton_private import JITFunction, tl, triton
 
-__all__ = ["block_of_row", "dense_rows", "launch_blocks"]
+__all__ = ["block_of_row", "dense_rows", "in_memory_order", "launch_blocks"]
 
 
 def dense_rows(x: Tensor) -> tuple[Tensor, int]:
@@ -28,6 +28,20 @@ def dense_rows(x: Tensor) -> tuple[Tensor, int]:
     return x, x.stride(0)
 
 
+def in_memory_order(y: Tensor, *inputs: Tensor) -> list[Tensor]:
+    """Return the inputs and y, all of one shape, with their dimensions in the order of the memory of y.
+
+    An elementwise kernel writes y, which must have no gaps, in any order of its dimensions. In this order it writes
+    long rows.
+    """
+    tensors = [*inputs, y]
+    if y.is_contiguous():
+        return tensors
+    # Dimensions of size 1 come first, because their strides have no meaning.
+    order = sorted(range(y.dim()), key=lambda i: (y.shape[i] == 1, y.stride(i)), reverse=True)
+    return [x.permute(order) for x in tensors]
+
+
 @triton.jit
 def block_of_row(width, blocks, BLOCK: tl.constexpr):
     """Return the row of this program, the columns of its block, and the mask of those below `width`."""
@@ -37,7 +51,7 @@ def block_of_row(width, blocks, BLOCK: tl.constexpr):
 
 
 def launch_blocks(
-    kernel: JITFunction, width: int, tensors: tuple[Tensor, ...], strides: tuple[int, ...], block: int,
+    kernel: JITFunction, width: int, tensors: tuple[Tensor | None, ...], strides: tuple[int, ...], block: int,
     *numbers: float, **constants: Any,
 ) -> None:  # fmt: skip
     """Run `kernel(*tensors, *strides, *numbers, width, blocks, ...)` over tensors with the same rows.
@@ -45,9 +59,12 @@ def launch_blocks(
     `strides` holds the row stride of each tensor. `numbers` are options of the op, such as a scale. They are not
     constexprs, so a new value does not compile the kernel again.
 
-    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row.
+    If no tensor has gaps, all rows are one long row, so that no block ends early at the end of a row. The first tensor
+    must not be None.
     """
-    m = tensors[0].numel() // width
+    first = tensors[0]
+    assert first is not None
+    m = first.numel() // width
     # With an odd width, the length of the long row would be divisible by 16 for some batches only, and Triton would
     # compile the kernel twice.
     if width % 16 == 0 and all(stride == width for stride in strides):

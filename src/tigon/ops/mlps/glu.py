@@ -1,8 +1,9 @@
 r"""Gated linear units (Shazeer, arXiv:2002.05202): y = act(gate) * up.
 
-    silu       act(x) = x * s(x)
-    gelu       act(x) = x * (1 + erf(x / sqrt 2)) / 2
-    gelu_tanh  act(x) = x * s(2 u),  u = sqrt(2 / pi) * (x + 0.044715 x^3),  because (1 + tanh u) / 2 = s(2 u)
+    silu          act(x) = x * s(x)
+    gelu          act(x) = x * (1 + erf(x / sqrt 2)) / 2
+    gelu_sigmoid  act(x) = x * s(1.702 x), which `tigon.gelu` computes without a gate
+    gelu_tanh     act(x) = x * s(2 u),  u = sqrt(2 / pi) * (x + 0.044715 x^3),  because (1 + tanh u) / 2 = s(2 u)
 
     dgate = dy * up * act'(gate),  dup = dy * act(gate)
 
@@ -90,6 +91,8 @@ def activation_and_slope(x, KIND: tl.constexpr):
         # This is 2 u.
         inner = 1.5957691216057308 * (x + 0.044715 * x * x * x)
         slope = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    elif KIND == "gelu_sigmoid":
+        inner, slope = 1.702 * x, 1.702
     else:
         inner, slope = x, 1.0
     # s and 1 - s come from one exponential, each without cancellation, because the derivative multiplies both by large

@@ -18,7 +18,7 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher
-from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
+from tigon.runtime.rows import block_of_row, dense_rows, in_memory_order, launch_blocks
 from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
@@ -83,16 +83,11 @@ def _backward_kernel(
 
 def _launch(kernel: JITFunction, y: Tensor, *inputs: Tensor) -> None:
     """Write `y`, which has no gaps, in the order of its memory."""
-    tensors = [*inputs, y]
-    if not y.is_contiguous():
-        # Dimensions of size 1 come first, because their strides have no meaning.
-        order = sorted(range(y.dim()), key=lambda i: (y.shape[i] == 1, y.stride(i)), reverse=True)
-        tensors = [x.permute(order) for x in tensors]
-        y = tensors[-1]
+    tensors = in_memory_order(y, *inputs)
     rows = [dense_rows(x) for x in tensors]
     config = ReLU2Config.choose(ReLU2Problem(y.element_size()), device_of(y))
     launch_blocks(
-        kernel, y.shape[-1], tuple(x for x, _ in rows), tuple(stride for _, stride in rows), config.block,
+        kernel, tensors[-1].shape[-1], tuple(x for x, _ in rows), tuple(stride for _, stride in rows), config.block,
         num_warps=config.num_warps,
     )  # fmt: skip
 

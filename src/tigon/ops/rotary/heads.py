@@ -85,11 +85,12 @@ def store_heads(
 @triton.jit
 def load_angles(
     ptr, stride_a, R: tl.constexpr, PAIRED: tl.constexpr, AXES: tl.constexpr, BLOCK_R: tl.constexpr,
-    TABLE: tl.constexpr,
+    TABLE: tl.constexpr, STEP: tl.constexpr = 1,
 ):  # fmt: skip
     """Return the angles of a token for the first and for the second feature of each pair, [1, R / 2] each, in fp32.
 
-    The token's row of a table is [R], or [3, R] if each frequency has one of three axes.
+    The token's row of a table is [R], or [3, R] if each frequency has one of three axes. STEP is the stride of its
+    columns. It is 2 for the real and the imaginary parts of complex numbers, with TABLE "once".
     """
     cols = tl.arange(0, BLOCK_R)
     mask = (cols < R // 2) | (2 * BLOCK_R == R)
@@ -106,7 +107,7 @@ def load_angles(
             bits = tl.zeros([BLOCK_R], tl.int32) + ((AXES >> (2 * start)) & 65535)
             axis = tl.where(cols // 8 == start // 8, (bits >> (2 * (cols % 8))) & 3, axis)
         offsets = axis.to(tl.int64) * stride_a + cols
-    first = tl.load(ptr + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
+    first = tl.load(ptr + offsets * STEP, mask=mask, other=0.0).to(tl.float32)[None, :]
     second = first
     if not PAIRED and TABLE == "halves":
         second = tl.load(ptr + R // 2 + offsets, mask=mask, other=0.0).to(tl.float32)[None, :]
@@ -161,9 +162,9 @@ def dense_features(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def with_equal_strides(cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tables with equal strides and dense features. Tables with other strides are copied."""
-    is_suitable = cos.stride() == sin.stride() and cos.stride(-1) == 1
+def with_equal_strides(cos: Tensor, sin: Tensor, largest_step: int = 1) -> tuple[Tensor, Tensor]:
+    """Return the tables with equal strides, and features at most `largest_step` apart. Other tables are copied."""
+    is_suitable = cos.stride() == sin.stride() and 1 <= cos.stride(-1) <= largest_step
     return (cos, sin) if is_suitable else (cos.contiguous(), sin.contiguous())
 
 

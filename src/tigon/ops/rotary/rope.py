@@ -164,16 +164,16 @@ def _rope_kernel(
     stride_q_out_b, stride_q_out_h, stride_q_out_s, stride_k_out_b, stride_k_out_h, stride_k_out_s,
     stride_cos_a, stride_cos_b, stride_cos_s, S,  # sin has the strides of cos
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
-    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TABLE: tl.constexpr, BACKWARD: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
+    X_PAIRED: tl.constexpr, Y_PAIRED: tl.constexpr, AXES: tl.constexpr, TABLE: tl.constexpr, STEP: tl.constexpr,
+    BACKWARD: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
     """Rotate the queries and the keys of one token, or rotate their gradients back."""
     token = tl.program_id(0)
     b, s = (token // S).to(tl.int64), (token % S).to(tl.int64)
 
     row, PAIRED = b * stride_cos_b + s * stride_cos_s, X_PAIRED or Y_PAIRED
-    cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE)
-    sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE)
+    cos1, cos2 = load_angles(cos_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE, STEP)
+    sin1, sin2 = load_angles(sin_ptr + row, stride_cos_a, R, PAIRED, AXES, BLOCK_R, TABLE, STEP)
     _rotate_heads(
         q_ptr + b * stride_q_b + s * stride_q_s, q_out_ptr + b * stride_q_out_b + s * stride_q_out_s,
         stride_q_h, stride_q_out_h, cos1, cos2, sin1, sin2,
@@ -212,7 +212,8 @@ def rope_rotate(
 
     Args:
         q, k: [B, Hq, S, D] and [B, Hk, S, D], or with the heads in dimension 2. `k` may be None.
-        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `options.axes` names the axis of each frequency.
+        cos, sin: [B | 1, S, R], or [3, B | 1, S, R] if `options.axes` names the axis of each frequency. They have
+            equal strides. The stride of the features is 1, or 2 with `options.table` "once".
 
     Returns:
         The rotated q and k, each in its dtype. The second one is an empty tensor if `k` is None.
@@ -233,8 +234,8 @@ def rope_rotate(
             strides_cos=table_strides(cos), S=s,
         ),
         HQ=hq, HK=hk, X_PAIRED=y_paired if backward else x_paired, Y_PAIRED=x_paired if backward else y_paired,
-        AXES=pack_axes(options.axes), TABLE=options.table, BACKWARD=backward, BLOCK_H=config.block_h,
-        **tile_constants(d, rotary_size(cos, options.table)), num_warps=config.num_warps,
+        AXES=pack_axes(options.axes), TABLE=options.table, STEP=cos.stride(-1), BACKWARD=backward,
+        BLOCK_H=config.block_h, **tile_constants(d, rotary_size(cos, options.table)), num_warps=config.num_warps,
     )  # fmt: skip
     return q_out, k_out
 
@@ -245,12 +246,14 @@ def rope_rotate(
 class _Rope(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype | None, *options: Any
+        ctx: Any, q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, dtype: torch.dtype | None, *option_values: Any
     ) -> tuple[Tensor, Tensor | None]:
-        cos, sin = with_equal_strides(cos, sin)
+        options = RotaryOptions(*option_values)
+        # The parts of complex numbers are read where they are.
+        cos, sin = with_equal_strides(cos, sin, 2 if options.table == "once" else 1)
         ctx.save_for_backward(cos, sin)
         keep_none_gradients(ctx)
-        ctx.options, ctx.dtypes = RotaryOptions(*options), (q.dtype, None if k is None else k.dtype)
+        ctx.options, ctx.dtypes = options, (q.dtype, None if k is None else k.dtype)
         q_dtype = dtype or torch.promote_types(q.dtype, cos.dtype)
         k_dtype = None if k is None else dtype or torch.promote_types(k.dtype, cos.dtype)
         q_out, k_out = rope_rotate(q, k, cos, sin, ctx.options, False, q_dtype, k_dtype)
@@ -350,7 +353,9 @@ def rope(
             ones from axes 1, 2, 0, 1, 2 and so on. `(16, 24, 24)` is Qwen2-VL, `(1,) * 60 + (4,)` the alternating axes
             of Qwen3-VL.
         table: How a row of the tables holds the R / 2 frequencies: "halves", all of them and then all of them again;
-            "once", R / 2 wide (GPT-OSS); "pairs", each frequency twice in turn (Cohere). `sections` need "halves".
+            "once", R / 2 wide (GPT-OSS; for the complex table of Llama 4, `cos` is its real part and `sin` its
+            imaginary part, which are read without a copy); "pairs", each frequency twice in turn (Cohere).
+            `sections` need "halves".
         dtype: The dtype of the result. The default is the common dtype of the input and the tables.
 
     Returns:

@@ -221,6 +221,15 @@ def _batch_mean(op: str) -> Callable[[Case], Run]:
     return lambda case: lambda input, target: (SUMMED[op](case, _widen(input), _widen(target)) / input.shape[0],)
 
 
+def _gelu(x: Tensor, approximate: str) -> Tensor:
+    """Return what GELUActivation, NewGELUActivation and QuickGELUActivation of transformers compute."""
+    if approximate == "none":
+        return F.gelu(x)
+    if approximate == "sigmoid":
+        return x * torch.sigmoid(1.702 * x)
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
 EAGER: dict[str, Callable[[Case], Run]] = {
     "rms_norm": _rms_norm,
     "add_rms_norm": _add_rms_norm,
@@ -229,6 +238,7 @@ EAGER: dict[str, Callable[[Case], Run]] = {
     "qk_norm_rope": _qk_norm_rope,
     "swiglu": lambda case: lambda gate, up: (F.silu(gate) * up,),
     "geglu": lambda case: lambda gate, up: (F.gelu(gate, **case.options) * up,),
+    "gelu": lambda case: lambda x: (_gelu(x, case.options.get("approximate", "none")),),
     "relu2": lambda case: lambda x: (F.relu(x).square(),),
     "moe_mlp": _moe_mlp,
     "softmax": _softmax,

@@ -16,6 +16,7 @@ from tigon.ops.adapters.lora import Adapter, Projection
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
+from tigon.ops.mlps.mlp import MLPActivation
 from tigon.runtime.tuning import tuned
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
 from tigon.tools.workloads.logits import EVERY_TERM
@@ -84,6 +85,16 @@ def _lora_glu_mlp(hidden: int, inner: int, rank: int) -> None:
     y.backward(y.detach())
 
 
+def _mlp(hidden: int, inner: int, activation: MLPActivation) -> None:
+    """Run an MLP without a gate. Its kernels are those of `gelu`, but its backward also recomputes the activation."""
+    x, up, down = (
+        torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+        for shape in ((2, hidden), (inner, hidden), (hidden, inner))
+    )
+    y = tigon.mlp(x, up, down, activation=activation)
+    y.backward(y.detach())
+
+
 def _four_bit(block: int, is_nested: bool) -> None:
     """Dequantise a weight of 4 bits; recognition calls it for layers of bitsandbytes."""
     rows, columns = 2, 8192
@@ -104,6 +115,10 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     ),
     "linear_cross_entropy valid rows": _valid_rows,
     "lora_linear MLP 14336": lambda: _lora_glu_mlp(4096, 14336, 16),
+    "gelu MLP 3072": lambda: _mlp(768, 3072, "gelu"),
+    "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
+    "gelu MLP sigmoid 4096": lambda: _mlp(1024, 4096, "gelu_sigmoid"),
+    "gelu MLP squared ReLU 16384": lambda: _mlp(4096, 16384, "relu2"),
     "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
     "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
     "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),

@@ -17,7 +17,7 @@ __all__ = ["GROUPS", "Inspection", "inspect_config"]
 # them.
 GROUPS = {
     "norms": ("rms_norm", "layer_norm"),
-    "MLPs and experts": ("glu", "relu2", "experts"),
+    "MLPs and experts": ("glu", "mlp", "experts", "relu2", "gelu"),
     "rope": ("rope",),
     "fused statements": ("fused_statements",),
     "loss": ("loss",),

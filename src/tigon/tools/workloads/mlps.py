@@ -1,5 +1,6 @@
 """Workloads of the MLPs' activations. Sizes: T tokens, I intermediate features."""
 
+from tigon.ops.mlps.gelu import gelu_reference
 from tigon.ops.mlps.glu import geglu_reference, swiglu_reference
 from tigon.ops.mlps.relu2 import relu2_reference
 from tigon.tools.workloads.inputs import InputMaker, Inputs, rows
@@ -46,6 +47,30 @@ WORKLOADS = (
         bench_shapes=(
             BenchShape("gemma-2-9b", (16384, 14336), FIRST_ROOFLINE, TANH),
             BenchShape("gemma-2-2b", (16384, 9216), MORE, TANH),
+            small(512, 2048, options=TANH),
+            *sweep(((4096, i) for i in WIDTHS), TANH),
+        ),
+    ),
+    Workload(
+        name="gelu",
+        reference=gelu_reference,
+        inputs=rows,
+        legend="T x I",
+        any_shape=("x",),
+        test_variants=(
+            Variant("", (7, 66)),
+            Variant("tanh", (7, 48), TANH),
+            Variant("sigmoid", (5, 33), {"approximate": "sigmoid"}),
+        ),
+        compile_variants=(
+            Variant("3072", (2, 3072)),
+            Variant("tanh 3072", (2, 3072), TANH),
+            Variant("sigmoid 4096", (2, 4096), {"approximate": "sigmoid"}),
+        ),
+        elements=lambda t, i: 5 * t * i,
+        bench_shapes=(
+            BenchShape("gpt-2", (16384, 3072), MORE, TANH),
+            BenchShape("siglip-so400m", (16384, 4304), MORE, TANH),
             small(512, 2048, options=TANH),
             *sweep(((4096, i) for i in WIDTHS), TANH),
         ),

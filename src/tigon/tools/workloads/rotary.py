@@ -38,7 +38,8 @@ def _angles(make: InputMaker, b: int, s: int, r: int) -> Tensor:
 def _rope(make: InputMaker) -> Inputs:
     """Make q, k and the tables.
 
-    Form: `rotated` features of each head are rotated (all by default); `unequal_angles` draws every angle.
+    Form: `rotated` features of each head are rotated (all by default); `unequal_angles` draws every angle; `complex`
+    takes the tables from the real and the imaginary parts of complex numbers, without a copy.
     """
     b, s, query_heads, key_heads, d = make.sizes
     # Projections store (B, S, heads, D) and attention reads (B, heads, S, D); gradients have that layout too.
@@ -46,6 +47,8 @@ def _rope(make: InputMaker) -> Inputs:
     q, k, dq, dk = heads(query_heads), heads(key_heads), heads(query_heads), heads(key_heads)
     angles = _angles(make, b, s, make.form.get("rotated", d))
     cos, sin = angles.cos().to(q.dtype), angles.sin().to(q.dtype)
+    if make.form.get("complex"):
+        cos, sin = torch.stack((cos[..., : d // 2], sin[..., : d // 2]), -1).unbind(-1)
     return Inputs({"q": q.requires_grad_(), "k": k.requires_grad_(), "cos": cos, "sin": sin}, (dq, dk))
 
 
@@ -72,6 +75,7 @@ WORKLOADS = (
             Variant("interleaved", TEST_SIZES, {"layout": "interleaved"}, UNEQUAL),
             Variant("deinterleaved", TEST_SIZES, {"layout": "deinterleaved"}, UNEQUAL),
             Variant("pairs", TEST_SIZES, {"layout": "interleaved", "table": "pairs"}, UNEQUAL),
+            Variant("complex", TEST_SIZES, {"layout": "interleaved", "table": "once"}, UNEQUAL | {"complex": True}),
             Variant("sections", TEST_SIZES, {"sections": (2, 3, 3)}, UNEQUAL),
             Variant("of one tensor", TEST_SIZES, {"k": None}, UNEQUAL),
         ),
@@ -88,6 +92,12 @@ WORKLOADS = (
                 "interleaved, tables in pairs 32 + 8 x 128",
                 (1, 4, 32, 8, 128),
                 {"layout": "interleaved", "table": "pairs"},
+            ),
+            Variant(
+                "complex 40 + 8 x 128",
+                (1, 4, 40, 8, 128),
+                {"layout": "interleaved", "table": "once"},
+                {"complex": True},
             ),
             Variant("deinterleaved 128 + 1 x 64", (1, 4, 128, 1, 64), {"layout": "deinterleaved"}),
             Variant("sections 28 + 4 x 128", (1, 4, 28, 4, 128), {"sections": (16, 24, 24)}),

@@ -1,0 +1,128 @@
+"""The MLP of two linear layers computes the products of eager code. Every level of memory has the same bits."""
+
+import contextlib
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import tigon
+from op_cases import DEVICE, DTYPES, assert_as_accurate_as_eager, one_in
+
+HIDDEN, INNER, OUT = 24, 40, 16
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_sigmoid": lambda h: h * torch.sigmoid(1.702 * h),
+    "relu2": lambda h: F.relu(h).square(),
+}
+LEVELS = "default", "lean", "lean+mlp", "checkpoint"
+
+
+def _inputs(*leading: int, dtype: torch.dtype = torch.float32, transposed: bool = False) -> list[Tensor]:
+    """Return x, both weights and both biases. `transposed` weights have the layout of `Conv1D` of transformers."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (*leading, HIDDEN), (INNER, HIDDEN), (OUT, INNER), (INNER,), (OUT,)
+    scales = 1.0, 0.2, 0.2, 1.0, 1.0
+    tensors = [torch.randn(n, generator=generator) * scale for n, scale in zip(shapes, scales, strict=True)]
+    if transposed:
+        tensors[1:3] = [w.t().contiguous().t() for w in tensors[1:3]]
+    return [x.to(DEVICE, dtype).requires_grad_() for x in tensors]
+
+
+def _mlp(level: str, *inputs: Tensor, activation: str = "gelu") -> Tensor:
+    if level == "checkpoint":
+        return checkpoint(tigon.mlp, *inputs, activation, use_reentrant=False)
+    with contextlib.nullcontext() if level == "default" else tigon.lean(mlp=level == "lean+mlp"):
+        return tigon.mlp(*inputs, activation)
+
+
+def _gradients(inputs: list[Tensor], level: str, activation: str = "gelu") -> list[Tensor]:
+    y = _mlp(level, *inputs, activation=activation)
+    return [y, *torch.autograd.grad(y.square().sum(), [x for x in inputs if x.requires_grad])]
+
+
+@one_in(4, level=LEVELS, activation=list(ACTIVATIONS), leading=[(1,), (3, 17)], transposed=[False, True], dtype=DTYPES)
+def test_mlp_accuracy(level, activation, leading, transposed, dtype):
+    def reference(x, up, down, up_bias, down_bias):
+        return F.linear(ACTIVATIONS[activation](F.linear(x, up, up_bias)), down, down_bias)
+
+    inputs = _inputs(*leading, dtype=dtype, transposed=transposed)
+    assert_as_accurate_as_eager(partial(_mlp, level, activation=activation), reference, inputs)
+
+
+@one_in(2, level=LEVELS[1:], activation=list(ACTIVATIONS))
+def test_every_level_has_the_bits_of_the_default_level(level, activation):
+    inputs = _inputs(2, 9)
+    expected, results = (_gradients(inputs, name, activation) for name in ("default", level))
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+@one_in(2, level=LEVELS, frozen=[(0,), (1,), (2,), (0, 1, 3), (1, 2, 3, 4), (0, 1, 2, 3), (0, 2, 4)])
+def test_frozen_inputs_do_not_change_the_other_gradients(level, frozen):
+    inputs = _inputs(2, 9)
+    expected = [x for i, x in enumerate(_gradients(inputs, "default")) if i - 1 not in frozen]
+    for i in frozen:
+        inputs[i].requires_grad_(False)
+    for a, b in zip(_gradients(inputs, level), expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize(("level", "hidden_count"), [("default", 1), ("lean", 1), ("lean+mlp", 0)])
+def test_mlp_saves_the_input_and_at_most_one_wide_tensor(level, hidden_count):
+    inputs = _inputs(2, 9)
+    shapes = {}
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda t: shapes.setdefault(t.data_ptr(), t.shape) and t, lambda t: t
+    ):
+        _mlp(level, *inputs)
+    activations = [shape for pointer, shape in shapes.items() if pointer not in {p.data_ptr() for p in inputs[1:]}]
+    assert [shape[-1] for shape in activations].count(INNER) == hidden_count
+    assert len(activations) == 1 + hidden_count
+
+
+@pytest.mark.kernels
+def test_checkpointing_does_not_repeat_the_last_product():
+    """The forward has two products, the second run repeats one of them, and backward has four."""
+    inputs = _inputs(2, 9)
+    with FlopCounterMode(display=False) as counter:
+        torch.autograd.grad(_mlp("checkpoint", *inputs).sum(), inputs)
+    first, last = 2 * 18 * HIDDEN * INNER, 2 * 18 * INNER * OUT
+    assert counter.get_total_flops() == 4 * first + 3 * last
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_second_backward_gives_the_same_gradients(level):
+    inputs = _inputs(2, 9)
+    loss = _mlp(level, *inputs).square().sum()
+    first = torch.autograd.grad(loss, inputs, retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, inputs), strict=True))
+
+
+@pytest.mark.kernels
+def test_the_gradient_of_a_transposed_weight_is_not_copied():
+    inputs = _inputs(2, 9, transposed=True)
+    gradients = _gradients(inputs, "default")[1:]
+    assert [g.stride() for g in gradients[1:3]] == [w.stride() for w in inputs[1:3]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"up_weight": torch.zeros(INNER, HIDDEN + 1)}, r"mlp: up_weight must have shape \[I, H\] with H of x"),
+        ({"down_weight": torch.zeros(OUT, INNER + 1)}, r"mlp: down_weight must have shape \[O, 40\], got \(16, 41\)"),
+        ({"up_bias": torch.zeros(OUT)}, r"mlp: up_bias must have shape \(40,\), got \(16,\)"),
+        ({"activation": "relu"}, "mlp: activation must be"),
+    ],
+    ids=["up", "down", "bias", "activation"],
+)
+def test_bad_arguments_are_refused(change, message):
+    names = "x", "up_weight", "down_weight", "up_bias", "down_bias"
+    arguments = dict(zip(names, (x.detach().cpu() for x in _inputs(2)), strict=True)) | change
+    with pytest.raises(ValueError, match=message):
+        tigon.mlp(**arguments)
