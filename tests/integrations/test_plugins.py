@@ -3,6 +3,7 @@
 A stand-in has exactly the names that the plug-in uses, as they are in the version named beside it.
 """
 
+import doctest
 import importlib
 import sys
 import types
@@ -14,7 +15,8 @@ import pytest
 import torch
 import transformers
 
-from tigon.integrations import experts, frameworks
+import tigon
+from tigon.integrations import experts, frameworks, megatron
 from tigon.integrations.trainer import TigonCallback
 
 pytestmark = pytest.mark.no_interpreter("The tests show which modules are patched.")
@@ -143,6 +145,14 @@ def test_forwards_of_another_library_are_named():
         frameworks.patch_model(model, "default", {})
 
 
+@pytest.mark.parametrize("documented", [TigonCallback, experts.register, megatron.TigonRMSNorm])
+def test_the_examples_run(documented):
+    tests = doctest.DocTestFinder(recurse=False).find(documented, globs={"tigon": tigon, "torch": torch})
+    results = [doctest.DocTestRunner().run(test) for test in tests]
+    assert sum(result.attempted for result in results) >= 2
+    assert not any(result.failed for result in results)
+
+
 # --- frameworks with stand-ins ---------------------------------------------------------------------
 
 
@@ -153,11 +163,11 @@ def test_axolotl(install):
     plugin_module = importlib.import_module("tigon.integrations.axolotl")
     plugin = plugin_module.TigonPlugin()
     module, _, name = plugin.get_input_args().rpartition(".")
-    cfg = getattr(importlib.import_module(module), name)(tigon_memory="lean", tigon_options={"rope": False})
+    cfg = getattr(importlib.import_module(module), name)(tigon_memory="lean", tigon_options={"glu": False})
     model = tiny_llama()
     plugin.post_model_load(cfg, model)
     assert "forward" in vars(model.model.norm)
-    assert "forward" not in vars(model.model.layers[0].self_attn)
+    assert "forward" not in vars(model.model.layers[0].mlp)
     with pytest.raises(ValueError, match="tigon_memory"):
         plugin_module.TigonArgs(tigon_memory="small")
 
@@ -194,8 +204,9 @@ def test_the_import_with_another_version_only_warns(install, plugin, distributio
 
 def test_llama_factory(install, monkeypatch):
     runs = []
+    run_exp = lambda callbacks: runs.append((sys.argv[1:], callbacks))
     install("llamafactory", "0.9.5", "llamafactory", llamafactory={}, llamafactory__train={},
-            llamafactory__train__tuner={"run_exp": lambda callbacks: runs.append((sys.argv[1:], callbacks))})  # fmt: skip
+            llamafactory__train__tuner={"run_exp": run_exp})  # fmt: skip
     plugin = importlib.import_module("tigon.integrations.llamafactory")
     monkeypatch.setattr(sys, "argv", ["x", "config.yaml", "--tigon_memory", "lean", "lr=1"])
     plugin.main()
@@ -235,16 +246,56 @@ def test_lightning(tmp_path):
         assert {"rms_norm", "glu", "rope", "loss"} <= parts_of(callback.report)
 
 
+def test_the_megatron_layers():
+    config = types.SimpleNamespace(layernorm_zero_centered_gamma=True, sequence_parallel=False)
+    norm = megatron.TigonRMSNorm(config, 8, eps=1e-5)
+    x = torch.randn(4, 2, 8)
+    # The weight of a zero-centred norm starts at zero, and the norm multiplies by 1 + weight.
+    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), eps=1e-5))
+    assert not norm.weight.any()
+    gate, up = x.chunk(2, -1)
+    torch.testing.assert_close(megatron.bias_swiglu_impl(x, None), torch.nn.functional.silu(gate) * up)
+    bias = torch.randn(8)
+    torch.testing.assert_close(megatron.bias_swiglu_impl(x, bias), megatron.bias_swiglu_impl(x + bias, None))
+
+
+def test_megatron_calls_the_function(install):
+    mlp: dict[str, Any] = {"bias_swiglu_impl": lambda *a: "stock"}
+    install("megatron-core", "0.16.1", "none", megatron={}, megatron__core={}, megatron__core__transformer={},
+            megatron__core__transformer__mlp=mlp)  # fmt: skip
+    undo = megatron.enable_swiglu()
+    module = sys.modules["megatron.core.transformer.mlp"]
+    assert module.bias_swiglu_impl is not mlp["bias_swiglu_impl"]
+    # A request that Tigon's op does not serve runs the code of Megatron.
+    assert module.bias_swiglu_impl(torch.randn(2, 8), None, True, False) == "stock"
+    assert module.bias_swiglu_impl(torch.randn(2, 8), None, False, False).shape == (2, 4)
+    undo()
+    assert module.bias_swiglu_impl is mlp["bias_swiglu_impl"]
+
+
+# The linear layers of torchtitan's `FeedForward`.
+SHAPES = ("w1", 8, 12), ("w3", 8, 12), ("w2", 12, 8)
+
+
 def test_torchtitan():
     pytest.importorskip("torchtitan.models.common.feed_forward")
     pytest.importorskip("torchtitan.config.override")
     from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.models.common.feed_forward import FeedForward
+    from torchtitan.models.common.linear import Linear
     from torchtitan.models.common.nn_modules import RMSNorm
 
     plugin = importlib.import_module("tigon.integrations.torchtitan")
     x = torch.randn(3, 8)
     stock = RMSNorm.Config(normalized_shape=8)
     torch.testing.assert_close(plugin.rms_norm(stock).build()(x), stock.build()(x))
+    linears = {name: Linear.Config(in_features=i, out_features=o) for name, i, o in SHAPES}
+    stock_mlp = FeedForward.Config(**linears)
+    mlp, tigon_mlp = stock_mlp.build(), plugin.feed_forward(stock_mlp).build()
+    for parameter in mlp.parameters():
+        torch.nn.init.normal_(parameter)
+    tigon_mlp.load_state_dict(mlp.state_dict())
+    torch.testing.assert_close(tigon_mlp(x), mlp(x))
     logits, labels = torch.randn(2, 3, 8), torch.tensor([[1, 2, -100], [0, 7, 3]])
     losses = [config.build()(logits, labels, None)[0] for config in (plugin.cross_entropy(CrossEntropyLoss.Config()),
                                                                      CrossEntropyLoss.Config())]  # fmt: skip

@@ -4,9 +4,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tigon.integrations import experts, lightning, llamafactory, swift, torchtitan, trainer, trl, verl
+    from tigon.integrations import experts, lightning, llamafactory, megatron, swift, torchtitan, trainer, trl, verl
 
-__all__ = ["experts", "lightning", "llamafactory", "swift", "torchtitan", "trainer", "trl", "verl"]
+__all__ = ["experts", "lightning", "llamafactory", "megatron", "swift", "torchtitan", "trainer", "trl", "verl"]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,6 +1,6 @@
 """Use Tigon in the Trainer of transformers, by a callback that patches the model.
 
-    Trainer(model, args, train_dataset=..., callbacks=[TigonCallback(memory="lean")]).train()
+Trainer(model, args, train_dataset=..., callbacks=[TigonCallback(memory="lean")]).train()
 """
 
 from typing import Any

@@ -4,7 +4,7 @@
 
 verl computes log-probabilities from the logits itself, so the loss in the head stays off. Norms, MLPs, experts,
 adapters and rotary embeddings are replaced. Leave `use_liger` off. Written for verl 0.9.1: its engine for FSDP calls
-`verl.models.transformers.monkey_patch.apply_monkey_patch` with each model, before it adds adapters and shards the model.
+`verl.models.transformers.monkey_patch.apply_monkey_patch` with each model, before it adds adapters and shards it.
 """
 
 import functools
@@ -18,7 +18,11 @@ __all__ = ["register"]
 
 NAME = "apply_monkey_patch"
 # The modules that hold this function. The last one may be imported before or after this module.
-OWNERS = "verl.models.transformers.monkey_patch", "verl.models.transformers", "verl.workers.engine.fsdp.transformer_impl"
+OWNERS = (
+    "verl.models.transformers.monkey_patch",
+    "verl.models.transformers",
+    "verl.workers.engine.fsdp.transformer_impl",
+)
 
 
 def _wrap(original: Any) -> Any:
