@@ -1,4 +1,4 @@
-"""What the integrations share: they check the version of a framework, and they patch its model and report the result."""
+"""What the integrations share: the check of a framework's version, and the patch of its model with the report."""
 
 import logging
 import warnings
