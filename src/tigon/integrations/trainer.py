@@ -3,6 +3,7 @@
 Trainer(model, args, train_dataset=..., callbacks=[TigonCallback(memory="lean")]).train()
 """
 
+import weakref
 from typing import Any
 
 from transformers import TrainerCallback
@@ -43,7 +44,8 @@ class TigonCallback(TrainerCallback):
         self.memory, self.options = memory, options
         # The report of the latest model that was patched.
         self.report: Report | None = None
-        self._patched_id: int | None = None
+        # The reference is weak, so that the callback does not keep the model alive.
+        self._patched_model: weakref.ref[Any] | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Patch the model that the trainer was built with."""
@@ -54,6 +56,6 @@ class TigonCallback(TrainerCallback):
         self._patch(model)
 
     def _patch(self, model: Any) -> None:
-        if model is not None and id(model) != self._patched_id:
+        if model is not None and (self._patched_model is None or self._patched_model() is not model):
             self.report = patch_model(model, self.memory, self.options)
-            self._patched_id = id(model)
+            self._patched_model = weakref.ref(model)
