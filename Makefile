@@ -33,7 +33,7 @@ WORKERS := --numprocesses 2 --dist worksteal
 # There are two workers for two cores, so more threads in each would only wait for each other.
 test test-thorough: export OMP_NUM_THREADS = 1
 
-.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench models docs lint install clean
+.PHONY: demo test test-thorough test-deepspeed test-transformers test-lowest test-gpu bench models docs lint dist install clean
 
 install: $(STAMP)
 
@@ -90,6 +90,12 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms .github/ISSUE_TEMPLATE/[!c]*.yml
+
+dist: $(STAMP)  ## build the sdist and the wheel of the current commit twice, and compare their hashes
+	$(BIN)/pip install --quiet --disable-pip-version-check build
+	.ci/dist $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .venv-transformers-* $(LOWEST_VENV) build dist site src/*.egg-info .pytest_cache .ruff_cache

@@ -12,9 +12,9 @@ used.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from tigon.runtime.requirements import require
+from tigon.runtime.requirements import needs_triton, require
 
-require("tigon", "torch", "triton")
+require("tigon", "torch", *(["triton"] if needs_triton() else []))
 
 from tigon.memory.lean import lean
 from tigon.ops.adapters.lora import lora_linear

@@ -6,46 +6,11 @@ are moved by about one unit in the last place, and the change of its gradients i
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-EPS = torch.finfo(torch.float32).eps
+from tigon.tools.check.model_checks import EPS, make_batch, noise, step
 
-
-def make_batch(
-    vocabulary: int, rows: int = 2, length: int = 12, device: str = "cpu", seed: int = 0
-) -> dict[str, Tensor]:
-    """Return random tokens, some without labels. Some state-space models need a length that is a multiple of four."""
-    tokens = torch.randint(3, vocabulary, (rows, length), generator=torch.Generator().manual_seed(seed)).to(device)
-    labels = tokens.clone()
-    labels[0, :5] = -100
-    return {"input_ids": tokens, "labels": labels, "use_cache": False}
-
-
-def step(model: nn.Module, batch: dict) -> dict[str, Tensor]:
-    """Return the loss and every gradient, by name. Dropout is the same in every call."""
-    model.zero_grad()
-    torch.manual_seed(0)
-    loss = model(**batch).loss
-    loss.backward()
-    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    return {"loss": loss.detach(), **gradients}
-
-
-def noise(model: nn.Module, batch: dict, expected: dict[str, Tensor]) -> dict[str, float]:
-    """Return the change of each result when every parameter moves by about one unit in its last place."""
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    changes = dict.fromkeys(expected, 0.0)
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for p in model.parameters():
-                p *= 1 + EPS * torch.randn(p.shape, generator=generator).to(p.device)
-        for name, value in step(model, batch).items():
-            changes[name] = max(changes[name], (value - expected[name]).abs().max().item())
-        with torch.no_grad():
-            for name, p in model.named_parameters():
-                p.copy_(before[name])
-    return changes
+__all__ = ["EPS", "assert_same", "assert_within_noise", "make_batch", "noise", "step"]
 
 
 def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 64 * EPS) -> None:

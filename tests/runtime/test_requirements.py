@@ -224,3 +224,20 @@ def test_error_names_only_old_packages(monkeypatch):
 )
 def test_release_is_the_numbers_of_a_version(version, release):
     assert _release(version) == release
+
+
+def test_import_loads_no_heavy_package():
+    """`import tigon` loads Triton in addition to torch, and nothing else that takes long."""
+    code = """
+import sys, torch
+before = {name.partition(".")[0] for name in sys.modules}, set(sys.modules)
+import tigon
+packages = {name.partition(".")[0] for name in sys.modules} - before[0] - set(sys.stdlib_module_names)
+# sysconfig reads a file whose name begins with an underscore.
+print(*sorted(name for name in packages if not name.startswith("_")))
+print(*sorted({"torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"} & set(sys.modules) - before[1]))
+"""
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    packages, heavy_modules = output.split("\n")[:2]
+    assert set(packages.split()) <= {"tigon", "triton"}
+    assert heavy_modules == ""

@@ -22,7 +22,7 @@ def run():
 def test_help_names_every_command(run):
     result = run("--help")
     assert result.exit_code == 0
-    assert all(name in result.output for name in ("demo", "inspect", "bench", "resources", "env"))
+    assert all(name in result.output for name in ("demo", "inspect", "bench", "check", "resources", "env"))
 
 
 def test_env_prints_versions_and_devices(run):
@@ -52,16 +52,77 @@ def test_a_missing_extra_is_named(run, command, monkeypatch):
     absent = command.needs[0]
     monkeypatch.setitem(sys.modules, absent, None)  # The import fails as if the package were not installed.
     result = run(command.name)
-    assert result.exit_code == 1
-    assert str(result.exception) == f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" or (
-        f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'" in result.output
-    )
+    assert result.exit_code == 2
+    assert result.output == f"tigon {command.name} needs {absent}: pip install 'tigon[{command.name}]'\n"
 
 
-def test_without_typer_main_names_the_extra_to_install(monkeypatch):
+def test_without_typer_main_names_the_extra_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=r"needs typer: pip install 'tigon\[cli\]'"):
+    with pytest.raises(SystemExit, match="^2$"):
         cli.main()
+    assert capsys.readouterr().err == "tigon: the command line needs typer: pip install 'tigon[cli]'\n"
+
+
+MISTAKES = {
+    "unknown command": (["nope"], "tigon: No such command"),
+    "unknown option": (["check", "--nope"], "tigon check: No such option: --nope"),
+    "no model": (["plan"], "tigon plan: Missing argument"),
+    "unknown model": (["inspect", "lama"], "tigon inspect: Invalid value for MODEL: must be a model type"),
+    "unknown preset": (["plan", "Lama-3-8B"], "tigon plan: Invalid value for MODEL: must be one of Llama-3-8B"),
+    "word for a number": (["plan", "llama", "--seq", "many"], "tigon plan: Invalid value for '--seq'"),
+    "negative number": (["plan", "llama", "--seq", "-4"], "tigon plan: Invalid value for --seq: must be"),
+    "no batch": (["plan", "llama", "--batch", "0"], "tigon plan: Invalid value for --batch: must be"),
+    "unknown op": (["bench", "--ops", "nope"], "tigon bench: Invalid value: bench: ops must be among"),
+    "unknown device": (["demo", "--device", "tpu"], "tigon demo: Invalid value for --device: must be"),
+    "unwritable path": (["plan", "llama", "--json", "/proc/x"], "tigon plan: Invalid value for --json: must be"),
+    "no text": (["demo", "--device", "cpu", "--text", "/nowhere"], "tigon demo: "),
+}
+
+
+@pytest.mark.parametrize(("arguments", "beginning"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, beginning, monkeypatch, capsys):
+    """The whole program runs as in a terminal: no usage, no box and no traceback surround the message."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(sys, "argv", ["tigon", *arguments])
+    with pytest.raises(SystemExit, match="^2$"):
+        cli.main()
+    captured = capsys.readouterr()
+    assert captured.err.startswith(beginning)
+    assert captured.err.count("\n") == 1
+    assert "Traceback" not in captured.out
+
+
+@pytest.mark.parametrize("command", [*cli._COMMANDS, *cli._TWO_WORD_COMMANDS], ids=lambda command: command.name)
+def test_help_has_examples_that_parse(run, command, monkeypatch):
+    """Every option of an example is an option of the command, and every example is in the help."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("COLUMNS", "100")
+    output = run(*command.name.split(), "--help").output
+    assert command.examples
+    for example in command.examples:
+        assert example in output
+        assert all(word in output for word in example.split() if word.startswith("--"))
+
+
+def test_env_prints_json(run):
+    import json
+
+    result = run("env", "--json")
+    assert result.exit_code == 0
+    assert json.loads(result.output).keys() == environment().keys()
+
+
+@pytest.mark.parametrize(("words", "candidate"), [("tigon ch", "check"), ("tigon check --js", "--json")])
+def test_the_shell_completes_commands_and_options(words, candidate):
+    variables = {"_TIGON_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    code = "from tigon.tools.cli import main; main()"
+    result = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **variables}, capture_output=True, text=True
+    )
+    assert candidate in result.stdout.split(), result.stderr
 
 
 def test_the_default_folder_is_new(tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch import Tensor
 
 __all__ = [
     "EMULATED",
+    "HAS_TRITON",
     "HIP",
     "INTERPRETED",
     "KERNEL_DTYPES",
@@ -26,8 +28,11 @@ __all__ = [
     "simulation_of",
 ]
 
+# macOS and Windows have no Triton, so no kernel runs there.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
 # Triton reads the same variable when a kernel is decorated: the interpreter then runs kernels on CPU tensors.
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 # The references compute fp64.
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -109,7 +114,11 @@ def runs_kernels(x: Tensor, *others: Tensor | None) -> bool:
     operations, which are correct for every placement. For the result of a collective that is still running, the answer
     is True, because `launcher` waits for it.
     """
-    if not (x.is_cuda or (INTERPRETED and x.device.type == "cpu") or (_simulation is not None and x.is_meta)):
+    if not (
+        (x.is_cuda and HAS_TRITON)
+        or (INTERPRETED and x.device.type == "cpu")
+        or (_simulation is not None and x.is_meta)
+    ):
         return False
     return all(t is None or (t.dtype in KERNEL_DTYPES and _has_memory(t)) for t in (x, *others))
 

@@ -10,15 +10,13 @@ from typing import Any, NamedTuple, TypeAlias, TypeGuard, TypeVar, cast, get_arg
 
 import torch
 import torch.distributed as dist
-import triton
-import triton.language as tl
 from torch import Tensor, library
 
 from tigon.runtime.device import HIP, PLAIN, simulation_of
 from tigon.runtime.torch_private.operators import current_device, current_raw_stream, dispatch_modes
-from tigon.runtime.triton_private import JITFunction, has_direct_launch, has_launch_hook, positional_launch
+from tigon.runtime.triton_private import JITFunction, has_direct_launch, has_launch_hook, positional_launch, tl, triton
 
-__all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device"]
+__all__ = ["COMPILE", "in_order", "launch", "launch_method", "launcher", "on_device", "self_check_verdict"]
 
 _log = logging.getLogger("tigon")
 
@@ -196,6 +194,11 @@ def _direct_launch_agrees(device: int) -> bool:
             triton.__version__,
         )
     return agrees
+
+
+def self_check_verdict(device: int) -> bool | None:
+    """Return whether the self-check passed on a device, or None if it has not run there."""
+    return _verdicts.get(device)
 
 
 def launch_method() -> str:

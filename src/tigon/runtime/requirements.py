@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["FLOORS", "require", "require_for", "unmet"]
+__all__ = ["FLOORS", "needs_triton", "require", "require_for", "unmet"]
 
 FLOORS = {
     # 2.7 has no `_top_saved_tensors_default_hooks`, which `tigon.lean` reads. In 2.6 `AdamW._init_group` takes other
@@ -93,6 +93,14 @@ def unmet(*packages: str, extra: str | None = None) -> str:
         return ""
     target = f"'tigon[{extra}]'" if extra else " ".join(targets)
     return f"needs {', '.join(phrases)}: pip install {target}"
+
+
+def needs_triton() -> bool:
+    """Return True on Linux, where the kernels need Triton, and wherever Triton is installed.
+
+    macOS and Windows have no Triton. Without it, every op runs its reference in torch.
+    """
+    return sys.platform == "linux" or _installed_version("triton") is not None
 
 
 def require(user: str, *packages: str, extra: str | None = None) -> None:

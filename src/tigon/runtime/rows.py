@@ -6,13 +6,11 @@ launches the kernel.
 
 from typing import Any
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.device import cdiv
 from tigon.runtime.launch import launch
-from tigon.runtime.triton_private import JITFunction
+from tigon.runtime.triton_private import JITFunction, tl, triton
 
 __all__ = ["block_of_row", "dense_rows", "launch_blocks"]
 

@@ -10,8 +10,14 @@ import types
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import triton
-from triton.runtime.jit import JITFunction
+from tigon.runtime.device import HAS_TRITON
+
+if HAS_TRITON:
+    import triton
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+else:
+    from tigon.runtime.no_triton import JITFunction, tl, triton
 
 __all__ = [
     "CompilerTools",
@@ -25,9 +31,13 @@ __all__ = [
     "has_direct_launch",
     "has_launch_hook",
     "positional_launch",
+    "tl",
+    "triton",
     "wait_group",
 ]
 
+# Every file of kernels imports `triton` and `tl` from here, because macOS and Windows have no Triton.
+#
 # `JITFunction` is the class of kernels: annotations name it, and `tigon resources` replaces its `run`. Its attributes
 # `params` (with `do_not_specialize`) and `arg_names` give the key of a direct launch. Seen in 3.4 to 3.9. Without the
 # class, `import tigon` raises an ImportError that names it.

@@ -1,4 +1,4 @@
-"""The command line: `tigon demo`, `inspect`, `plan`, `bench`, `bench train`, `resources` and `env`.
+"""The command line: `tigon demo`, `inspect`, `plan`, `bench`, `bench train`, `check`, `resources` and `env`.
 
 A command that needs other packages is imported when it is called. If one of them is missing, the command says so.
 """
@@ -6,6 +6,7 @@ A command that needs other packages is imported when it is called. If one of the
 import contextlib
 import importlib
 import itertools
+import json
 import os
 import re
 import signal
@@ -16,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 from tigon.runtime.requirements import unmet
 
@@ -37,8 +38,8 @@ __all__ = [
     "write_file",
 ]
 
-# The exit code after Ctrl-C is the one that shells use.
-INTERRUPTED = 130
+# The exit code after Ctrl-C is the one that shells use, and so is that for a mistake of the user.
+INTERRUPTED, USER_MISTAKE = 130, 2
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class _Command:
         needs: The packages that the command needs besides torch.
         module: The module of the function, by default `tigon.tools.<name>.command`.
         extra: The extra that installs the packages. By default it has the name of the command.
+        examples: Calls of the command, which its own `--help` shows.
     """
 
     name: str
@@ -59,6 +61,7 @@ class _Command:
     needs: tuple[str, ...] = ()
     module: str = ""
     extra: str = ""
+    examples: tuple[str, ...] = ()
 
 
 _TRAINING_PACKAGES = ("transformers", "tokenizers", "matplotlib", "psutil", "numpy")
@@ -68,16 +71,36 @@ _COMMANDS = (
         "demo",
         "Train a Hugging Face decoder on real text, stock and with Tigon, and compare.",
         needs=_TRAINING_PACKAGES,
+        examples=("tigon demo", "tigon demo --device cpu --steps 20 --out runs/first"),
     ),
-    _Command("inspect", "Show what tigon.patch replaces in a model, without its weights.", needs=("transformers",)),
-    _Command("plan", "Show how much memory each memory level needs, and which batch fits.", needs=("transformers",)),
     _Command(
-        "bench", "Measure speed and memory of every op, or of training, and compare with peers.", needs=("matplotlib",)
+        "inspect",
+        "Show what tigon.patch replaces in a model, without its weights.",
+        needs=("transformers",),
+        examples=("tigon inspect llama", "tigon inspect Qwen/Qwen3-8B --json qwen3.json"),
+    ),
+    _Command(
+        "plan",
+        "Show how much memory each memory level needs, and which batch fits.",
+        needs=("transformers",),
+        examples=("tigon plan Llama-3-8B --seq 4096 --gpus 4", "tigon plan qwen3 --gpu-memory 24 --lora 16"),
+    ),
+    _Command(
+        "bench",
+        "Measure speed and memory of every op, or of training, and compare with peers.",
+        needs=("matplotlib",),
+        examples=("tigon bench --ops rms_norm,rope --quick", "tigon bench --cases small --device cpu"),
+    ),
+    _Command(
+        "check",
+        "Check that everything holds on this machine, in three minutes.",
+        examples=("tigon check", "tigon check --json check.json", "tigon check --parts ops --ops rms_norm,rope"),
     ),
     _Command(
         "resources",
         "Compile every kernel for every chip and print the resources that it needs.",
         module="tigon.tools.compile.command",
+        examples=("tigon resources --ops rms_norm", "tigon resources --chip gfx942 --out gfx942.md"),
     ),
 )
 _TWO_WORD_COMMANDS = (
@@ -87,8 +110,11 @@ _TWO_WORD_COMMANDS = (
         needs=_TRAINING_PACKAGES,
         module="tigon.tools.bench.train.command",
         extra="demo",
+        examples=("tigon bench train --device cpu", "tigon bench train --help"),
     ),
 )
+# This variable is set while a shell asks for the words that complete a command.
+_COMPLETION = "_TIGON_COMPLETE"
 
 
 @contextlib.contextmanager
@@ -114,19 +140,47 @@ def _sigterm_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+def _fail(message: str) -> NoReturn:
+    """Print a message in one line, and end with the exit code for mistakes of the user."""
+    print(" ".join(message.split()), file=sys.stderr)
+    sys.exit(USER_MISTAKE)
+
+
+def _run(application: "typer.Typer", arguments: list[str] | None, name: str) -> NoReturn:
+    """Parse the arguments, run the application, and end with its exit code. A mistake of the user is one line."""
+    try:
+        code = application(arguments, prog_name=name, standalone_mode=False)
+    except Exception as error:
+        # All errors of the parser have this method. typer may hold its own copy of click, so their class has two names.
+        if not hasattr(error, "format_message"):
+            raise
+        message = error.format_message()
+        # Without a command, the parser raises an error whose message is the help.
+        if not message or "\n" in message.strip():
+            print(message)
+            sys.exit(USER_MISTAKE)
+        _fail(f"{name}: {message} (see {name} --help)")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _load(command: _Command) -> Callable[..., Any]:
+    """Import the function of a command."""
+    module = importlib.import_module(command.module or f"tigon.tools.{command.name}.command")
+    return getattr(module, command.name.split()[-1])
+
+
 def _call(command: _Command, arguments: list[str]) -> None:
     """Import the function of a command and call it with the arguments of the command line."""
     import typer
 
     if message := unmet(*command.needs, extra=command.extra or command.name):
-        sys.exit(f"tigon {command.name} {message}")
-    module = importlib.import_module(command.module or f"tigon.tools.{command.name}.command")
-    function = getattr(module, command.name.split()[-1])
+        _fail(f"tigon {command.name} {message}")
     # In Markdown mode, typer joins the lines of a paragraph and wraps them at the width of the terminal.
     application = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="markdown")
-    application.command()(function)
+    epilog = "\n\n".join(["Examples:", "", *(f"- `{example}`" for example in command.examples)])
+    application.command(epilog=epilog)(_load(command))
     with _sigterm_interrupts():
-        application(arguments, prog_name=f"tigon {command.name}")
+        _run(application, arguments, f"tigon {command.name}")
 
 
 def app() -> "typer.Typer":
@@ -136,7 +190,6 @@ def app() -> "typer.Typer":
     application = typer.Typer(
         help="Train Hugging Face and PyTorch models faster and in less memory, exactly.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
 
@@ -154,14 +207,23 @@ def app() -> "typer.Typer":
                 _call(command, context.args)
 
     for command in _COMMANDS:
-        add(command)
+        if _COMPLETION in os.environ and not unmet(*command.needs):
+            # The shell also completes the options, which the function of the command has.
+            application.command(command.name)(_load(command))
+        else:
+            add(command)
 
-    @application.command("env")
-    def env() -> None:
+    @application.command("env", epilog="Example: tigon env --json > env.json")
+    def env(
+        as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ) -> None:
         """Print versions and devices, for bug reports."""
         from tigon.tools.environment import environment
 
         facts = environment()
+        if as_json:
+            typer.echo(json.dumps(facts, indent=1))
+            return
         width = max(map(len, facts))
         for name, value in facts.items():
             typer.echo(f"{name:<{width}}  {value}")
@@ -179,8 +241,10 @@ def make_console() -> "Console":
     return Console(highlight=False, width=None if sys.stdout.isatty() else 140)
 
 
-def pick_device(name: str) -> str:
+def pick_device(name: str, others: tuple[str, ...] = ()) -> str:
     """Return the device `name`. "auto" stands for CUDA if torch sees a GPU, and else for the CPU.
+
+    `others` may hold "mps", the GPU of a Mac: the command then accepts it, and "auto" prefers it to the CPU.
 
     Raises:
         typer.BadParameter: `name` is no device, or torch does not see this device.
@@ -188,8 +252,11 @@ def pick_device(name: str) -> str:
     import torch
     import typer
 
+    has_mps = "mps" in others and torch.backends.mps.is_available()
     if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        return "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
+    if name == "mps" and has_mps:
+        return name
     if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
         raise typer.BadParameter(f"must be auto, cpu, cuda or cuda:N, got {name!r}", param_hint="--device")
     count = torch.cuda.device_count()
@@ -298,8 +365,8 @@ def say_written(console: "Console", path: Path) -> None:
 def main() -> None:
     """Run the command line. If typer or rich is missing or too old, print what to install."""
     if message := unmet("typer", "rich", extra="cli"):
-        sys.exit(f"tigon: the command line {message}")
-    app()(prog_name="tigon")
+        _fail(f"tigon: the command line {message}")
+    _run(app(), None, "tigon")
 
 
 if __name__ == "__main__":

@@ -307,3 +307,27 @@ def test_bad_input_is_refused(change, error, message):
     change = {name: x.to(DEVICE) if isinstance(x, Tensor) else x for name, x in change.items()}
     with pytest.raises(error, match=f"linear_log_probs: {message}"):
         tigon.linear_log_probs(**{"hidden": hidden, "weight": weight, "targets": targets} | change)
+
+
+@pytest.mark.no_interpreter("The interpreter truncates bf16 stores.")
+def test_a_half_precision_sum_over_few_blocks_is_as_accurate_as_eager_code():
+    tensors, targets, extra = _inputs(torch.bfloat16, 203)
+    with tuned(ChunkConfig, tokens=64), tuned(SlabConfig, block_tokens=70, columns=64):
+        run, reference = _runs(targets, extra, {})
+        call = lambda *x: tigon.linear_log_probs(*x[:2], targets, bias=x[2], acc_dtype=None)
+        assert_as_accurate_as_eager(call, reference, tensors, loss=True)
+        grads = [torch.autograd.grad(f(*tensors).sum(), tensors[1])[0] for f in (call, run)]
+    assert not torch.equal(*grads)
+
+
+@pytest.mark.no_interpreter("It computes nothing.")
+def test_long_batches_need_less_than_one_gib_without_an_fp32_sum():
+    """65536 tokens, H 4096, V 128256: four blocks of tokens, with 256 MiB for dx and 384 MiB for logits."""
+    problem = SlabProblem(4096, 128256, 2, 0, 640)
+    config = SlabConfig.choose(problem, device_of(torch.empty(0)))
+    tokens = config.shorter_block(problem, 65536, 8)
+    assert tokens == 16384
+    logits = tokens * config.slab_columns(problem, tokens) * 2
+    assert logits + tokens * 4096 * 4 < 2**30
+    # One block of fewer tokens is as long as before.
+    assert config.shorter_block(problem, 8192, 8) == 8192

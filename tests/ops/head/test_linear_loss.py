@@ -212,6 +212,20 @@ def test_a_loss_that_is_no_mean_over_its_units_fails():
         tigon.linear_loss(hidden, weight, targets, lambda x: x.exp().sum(), group="sequence", reduction="sum")
 
 
+@pytest.mark.parametrize("seed", [0, 13])
+def test_losses_that_cancel_are_no_failure(seed):
+    """On policy, the losses of a prompt's completions sum to zero, so nothing but rounding errors is left."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, weight = (torch.randn(shape, generator=generator).requires_grad_() for shape in ((8, 33, 16), (61, 16)))
+    targets = torch.randint(61, (8, 33), generator=generator)
+    targets[torch.arange(33) >= torch.randint(5, 33, (8, 1), generator=generator)] = -100
+    advantages = torch.randn(4, generator=generator).repeat_interleave(2) * torch.tensor([1.0, -1.0]).repeat(4)
+    tensors = [x.to(DEVICE) for x in (hidden, weight, targets, advantages)]
+    with tuned(ChunkConfig, tokens=66):
+        loss, _ = tigon.GRPOLoss(loss_type="grpo")(*tensors)
+    assert loss.abs() < 1e-6
+
+
 def test_one_sequence_and_one_token():
     weight = make()[1]
     for shape in ((1, 1), (1, 5), (0, 4)):

@@ -24,6 +24,7 @@ SHAPES = {
     "cross_entropy": (32, 512),
     "cross_entropy_inplace": (32, 512),
     "linear_cross_entropy": (32, 64, 512),
+    **dict.fromkeys(("dpo_loss", "orpo_loss", "simpo_loss", "kto_loss", "grpo_loss"), (4, 8, 64, 512)),
     "kl_div": (32, 512),
     "jsd": (32, 512),
     "tvd": (32, 512),
@@ -33,8 +34,10 @@ SHAPES = {
 def tiny(op, **options):
     """Return a small case of an op; an op that `SHAPES` does not have takes two sizes, or those of its first test."""
     workload = OPS[op]
+    if op in SHAPES:
+        return Case(op, "tiny", SHAPES[op], options=options)
     default = (16, 64) if len(workload.legend.split(" x ")) == 2 else workload.test_variants[0].sizes
-    return Case(op, "tiny", SHAPES.get(op, default), options=options)
+    return Case(op, "tiny", default, options=options)
 
 
 GEMMA = {"offset": 1.0, "rounding": "after_weight"}

@@ -18,12 +18,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch, on_device
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["FourBitConfig", "FourBitWeight", "QuantisedScales", "dequantise", "dequantise_reference"]

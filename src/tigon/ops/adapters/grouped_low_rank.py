@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.adapters.low_rank import TERMS, _term, rank_block
 from tigon.ops.experts.routing import Routing
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["GroupedLowRankConfig", "grouped_expand", "grouped_project", "grouped_sums", "split_experts"]

@@ -22,14 +22,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, join, rank_block
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["LoRAGLUConfig", "lora_glu_backward", "lora_glu_forward"]

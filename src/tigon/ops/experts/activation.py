@@ -21,14 +21,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.experts.routing import Routing
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["activation_gradients", "activation_gradients_reference"]

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import block_of_row, dense_rows
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["Routing", "combine", "combine_reference", "route", "spread", "spread_reference"]

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.low_rank_logits import Addition, LowRank, Rows
-from tigon.ops.head.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
 from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
 from tigon.ops.logits.token.kernels import (
     WHOLE_LOSS,
@@ -28,6 +27,7 @@ from tigon.ops.logits.token.kernels import (
     gradient,
     statistics,
 )
+from tigon.ops.logits.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
 from tigon.runtime.device import Device, cdiv, device_kind, device_of, runs_kernels
 from tigon.runtime.launch import launcher
 from tigon.runtime.products import product

@@ -38,7 +38,6 @@ from tigon.ops.head.chunks import (
 )
 from tigon.ops.head.computed_rows import rows_to_compute
 from tigon.ops.head.low_rank_logits import NO_ADDITION, LowRank
-from tigon.ops.head.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.ops.logits.cross_entropy import cross_entropy_reference
 from tigon.ops.logits.loss_arguments import (
     RESULT_OPTIONS,
@@ -52,6 +51,7 @@ from tigon.ops.logits.loss_arguments import (
 from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import WHOLE_LOSS, SavedStatistics, Upstream, Wants, gradient_scales
 from tigon.ops.logits.valid_rows import ValidRows, as_targets
+from tigon.ops.logits.vocab_parallel import largest_shard, local_parts, shard_of
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 

@@ -68,9 +68,11 @@ LossFunction = Callable[..., Any]
 
 GROUPS = ("token", "sequence", "pair", "batch")
 
-# The loss of the batch may differ from the sum of the losses of its parts by rounding only. The bound is relative to
-# the sum of their absolute values.
-LARGEST_DIFFERENCE = 1e-3
+# The loss of the batch may differ from the sum of the losses of its parts by rounding only. The first bound is relative
+# to the sum of their absolute values. The losses of the tokens may cancel: the advantages of a group of completions sum
+# to zero, so on-policy losses are rounding errors. The second bound is therefore relative to the size of their terms,
+# the sum over the tokens of |df / d log p| max(1, |log p|), of which rounding errors are about 1e-7.
+LARGEST_DIFFERENCE, LARGEST_ROUNDING = 1e-3, 1e-5
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -144,7 +146,10 @@ class _Problem(NamedTuple):
 
 
 class _LinearLoss(torch.autograd.Function):
-    """Return a zero whose gradient is that of the loss, the statistics of all tokens, and the sums of the losses."""
+    """Return a zero whose gradient is that of the loss, the statistics of all tokens, and the sum of the losses.
+
+    The last output is the largest difference of this sum from the loss of the batch that rounding explains.
+    """
 
     @staticmethod
     def forward(
@@ -164,6 +169,8 @@ class _LinearLoss(torch.autograd.Function):
         longest = max((_length(part.rows) for part in problem.parts), default=0)
         buffer = x.new_empty(longest, vocabulary)
         losses = []
+        # The size of the terms of the loss.
+        terms = log_probs.new_zeros(())
         for part in problem.parts:
             if not _length(part.rows):
                 losses.append(_differentiate(problem, part, values)[0])
@@ -177,6 +184,8 @@ class _LinearLoss(torch.autograd.Function):
             loss, part_gradients = _differentiate(problem, part, values)
             losses.append(loss)
             upstream = [select(dvalue, part.rows) for dvalue in part_gradients]
+            for dvalue, value in zip(upstream, values, strict=True):
+                terms += (dvalue * select(value, part.rows).abs().clamp(min=1)).abs().sum()
             gradient(
                 logits, target_part, None, scales, SavedStatistics(result.lse, result.log_probs, result.entropy),
                 Upstream(log_probs.new_zeros(()), *upstream), options, logits, Shard(0, vocabulary),
@@ -187,7 +196,8 @@ class _LinearLoss(torch.autograd.Function):
         needs = problem.needs
         ctx.save_for_backward(*(g if need else None for g, need in zip(gradients[:3], needs[:3], strict=True)))
         total = torch.stack(losses).double() if losses else log_probs.new_zeros(1)
-        outputs = log_probs, entropy, total.sum(), total.abs().sum()
+        tolerance = LARGEST_DIFFERENCE * total.abs().sum() + LARGEST_ROUNDING * terms
+        outputs = log_probs, entropy, total.sum(), tolerance
         ctx.mark_non_differentiable(*(each for each in outputs if each is not None))
         return log_probs.new_zeros(()), *outputs
 
@@ -274,8 +284,8 @@ def linear_loss(
             and an entropy of zero, whatever the loss does with them, and get no gradient.
         with_entropy: Pass the entropies of the tokens after their log-probabilities.
         max_logits_mib: The largest memory in MiB for the logits of a part. None means 96 on a CPU and 640 on a GPU.
-        acc_dtype: torch.float32 sums dW over the parts in fp32. None does so for more than 8 parts, and if there are
-            four products.
+        acc_dtype: torch.float32 sums dW over the parts in fp32. None does so for more than 8 parts. With four products
+            it is that of `linear_log_probs`.
         valid_rows: As in `linear_log_probs`.
         process_group, vocab_size: As in `linear_log_probs`. There are four products.
 
@@ -337,13 +347,13 @@ def linear_loss(
                 loss_fn, args, targets.shape, units, parts, reduction == "mean", with_entropy, options, needs,
                 sums_in_fp32, rows is None and count > 0,
             )  # fmt: skip
-            zero, log_probs, entropy, total, scale = _LinearLoss.apply(x, weight, products_bias, target, problem)
+            zero, log_probs, entropy, total, tolerance = _LinearLoss.apply(x, weight, products_bias, target, problem)
             values = [each.view(targets.shape) for each in (log_probs, entropy) if each is not None]
-            return _finish(_call(loss_fn, values, args, targets.shape, group), zero, total, scale, len(parts))
+            return _finish(_call(loss_fn, values, args, targets.shape, group), zero, total, tolerance, len(parts))
     result = linear_log_probs(
         hidden, weight, targets, bias=bias, temperature=temperature, softcap=softcap, logit_scale=logit_scale,
-        ignore_index=ignore_index, return_entropy=with_entropy, valid_rows=valid_rows, process_group=process_group,
-        vocab_size=vocab_size,
+        ignore_index=ignore_index, return_entropy=with_entropy, acc_dtype=acc_dtype, valid_rows=valid_rows,
+        process_group=process_group, vocab_size=vocab_size,
     )  # fmt: skip
     values = [result.log_probs, result.entropy] if isinstance(result, LogProbOutput) else [result]
     output = _call(loss_fn, values, args, targets.shape, group)
@@ -369,14 +379,14 @@ def _divide(
     return units, parts, acc_dtype is not None or (may_sum_in_fp32 and len(parts) > config.max_chunks)
 
 
-def _finish(result: Any, zero: Tensor, total: Tensor, scale: Tensor, parts: int) -> Any:
+def _finish(result: Any, zero: Tensor, total: Tensor, tolerance: Tensor, parts: int) -> Any:
     """Return the result of the function for the whole batch, whose loss gets the gradients of `zero`."""
     loss = _loss_of(result)
     if parts > 1:
         whole = loss.detach().double().reshape(())
         # A loss that is NaN or infinite shows in the loss curve.
         assert_on_device(
-            ((whole - total).abs() <= LARGEST_DIFFERENCE * (scale + 1e-6)) | ~whole.isfinite(),
+            ((whole - total).abs() <= tolerance + 1e-9) | ~whole.isfinite(),
             "linear_loss: the losses of the parts do not add up to the loss of the batch: loss_fn is not a mean (or, "
             'with reduction="sum", a sum) over the units of `group`',
         )

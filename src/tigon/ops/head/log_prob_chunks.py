@@ -25,7 +25,6 @@ from torch import Tensor
 
 from tigon.ops.head.chunks import AllStatistics, ChunkConfig, ChunkProblem, LossSettings, select_some, token_chunks
 from tigon.ops.head.computed_rows import rows_to_compute
-from tigon.ops.head.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
 from tigon.ops.head.weight_gradient import WeightGradient, product_in_fp32
 from tigon.ops.logits.token.kernels import (
     SavedStatistics,
@@ -36,6 +35,7 @@ from tigon.ops.logits.token.kernels import (
     gradient,
     statistics,
 )
+from tigon.ops.logits.vocab_parallel import largest_shard, parallel_statistics, sum_over_ranks
 from tigon.runtime.device import Device, cdiv, device_kind, device_of, runs_kernels
 from tigon.runtime.launch import launcher
 from tigon.runtime.products import product
@@ -80,6 +80,15 @@ class SlabConfig(LaunchConfig):
         # The sum of dx may take half of the budget, or as much as the fp32 sum of a bf16 dW would take.
         sum_bytes = max(budget // 2, 2 * problem.vocabulary * problem.hidden)
         return SlabConfig(max(1, sum_bytes // (4 * problem.hidden)), budget, tile=128)
+
+    def shorter_block(self, problem: SlabProblem, count: int, max_blocks: int) -> int:
+        """Return the tokens of a block for which the sum of dx takes half of the budget, if `max_blocks` are enough.
+
+        Every block then rounds dW, which needs no fp32 sum. All blocks are about equally long.
+        """
+        in_budget = max(1, self.budget_bytes // (8 * problem.hidden))
+        tokens = max(1, min(count, self.block_tokens, max(in_budget, cdiv(count, max_blocks))))
+        return cdiv(count, cdiv(count, tokens)) if count else tokens
 
     def slab_columns(self, problem: SlabProblem, tokens: int) -> int:
         """Return the number of columns of a slab, for blocks of this many tokens. All slabs are about equally wide."""
@@ -182,18 +191,22 @@ def log_prob_gradients(
         rows, count = rows_to_compute(None, target, options.ignore_index, x.numel() * vocabulary)
     # fp32 products copy a slab of the weight to fp32, and return a slab of dW in fp32.
     column_bytes = 8 * h if in_fp32 else 0
-    budget_mib = _chunk_config(x, settings).budget_mib
+    chunk_config = _chunk_config(x, settings)
+    budget_mib = chunk_config.budget_mib
     problem = SlabProblem(h, vocabulary, _logit_bytes(x, settings), column_bytes, budget_mib)
     config = SlabConfig.choose(problem, device_of(x))
     # All ranks have the same blocks, because every block contains a collective.
     tokens = max(1, min(count, config.block_tokens))
+    if not settings.sums_in_fp32:
+        tokens = config.shorter_block(problem, count, chunk_config.max_chunks)
     columns = config.slab_columns(problem, tokens)
     logits_dtype = torch.float32 if in_fp32 else x.dtype
     wide = torch.float32 if in_fp32 else torch.promote_types(x.dtype, torch.float32)
     dx = None
     if needs.dx:
         dx = x.new_zeros(x.shape) if rows is not None or count == 0 else x.new_empty(x.shape)
-    dw = WeightGradient(weight, in_fp32=count > tokens) if needs.dw else None
+    most_roundings = 1 if settings.sums_in_fp32 else chunk_config.max_chunks
+    dw = WeightGradient(weight, in_fp32=count > most_roundings * tokens) if needs.dw else None
     db = weight.new_zeros(v, dtype=wide) if needs.db else None
     for block in _parts(count, tokens):
         block_rows = block if rows is None else rows[block]

@@ -4,6 +4,9 @@ The gradient is computed in one of two ways. By default the forward pass saves t
 and backward writes the gradient to a new buffer. With `inplace=True` the forward pass overwrites the logits with the
 gradient, and backward returns it: this takes half the memory, and reads the logits once less if a row fits on the chip.
 
+With a process group, each rank has some columns of the logits. `vocab_parallel` has the exchange between the ranks,
+after which each rank computes the gradient of its columns.
+
 Shapes: M tokens (all leading dimensions), V vocabulary.
 """
 
@@ -25,6 +28,7 @@ from tigon.ops.logits.rescale import rescaled
 from tigon.ops.logits.token.kernels import (
     Options,
     SavedStatistics,
+    Shard,
     Statistics,
     Upstream,
     Wants,
@@ -34,6 +38,7 @@ from tigon.ops.logits.token.kernels import (
     statistics,
 )
 from tigon.ops.logits.valid_rows import as_targets
+from tigon.ops.logits.vocab_parallel import parallel_statistics, shard_of
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.launch import launcher
@@ -113,21 +118,25 @@ def log_probs_and_entropy_reference(
 
 @launcher(fake=empty_statistics)
 def cross_entropy_forward(
-    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants
+    logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options, wants: Wants, shard: Shard
 ) -> Statistics:
-    """Return the statistics of logits [M, V]."""
+    """Return the statistics of logits [M, V], of which the shard may be some columns."""
+    if shard.group_name:
+        return parallel_statistics(logits, target, weight, scales, options, wants, shard)
     return statistics(logits, target, weight, scales, options, wants)
 
 
 @launcher(fake=lambda logits: logits.new_empty(logits.shape))
 def cross_entropy_backward(
     logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, saved: SavedStatistics, upstream: Upstream,
-    options: Options,
+    options: Options, shard: Shard,
 ) -> Tensor:  # fmt: skip
     """Return dlogits [M, V] for upstream gradients [M], of which None means zeros, also for the loss."""
     if upstream.loss is None:
         upstream = upstream._replace(loss=scales.new_zeros(()))
-    return gradient(logits, target, weight, scales, saved, upstream, options, out=logits.new_empty(logits.shape))
+    out = logits.new_empty(logits.shape)
+    columns = shard if shard.group_name else None
+    return gradient(logits, target, weight, scales, saved, upstream, options, out=out, shard=columns)
 
 
 # --- autograd ------------------------------------------------------------------------------------
@@ -137,7 +146,7 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, target: Tensor, weight: Tensor | None, scales: Tensor, options: Options,
-        in_place: bool, wants: Wants,
+        in_place: bool, wants: Wants, shard: Shard,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         keep_none_gradients(ctx)
         if in_place:
@@ -146,9 +155,9 @@ class _CrossEntropy(torch.autograd.Function):
             torch.autograd.graph.increment_version(logits)
             ctx.save_for_backward(logits.detach())
         else:
-            result = cross_entropy_forward(logits, target, weight, scales, options, wants)
+            result = cross_entropy_forward(logits, target, weight, scales, options, wants, shard)
             ctx.save_for_backward(logits, target, weight, scales, result.lse, result.log_probs, result.entropy)
-        ctx.options, ctx.wants, ctx.in_place = options, wants, in_place
+        ctx.options, ctx.wants, ctx.in_place, ctx.shard = options, wants, in_place, shard
         ctx.mark_non_differentiable(result.z_loss, result.predicted)
         return result.loss, result.z_loss, result.predicted, result.log_probs, result.entropy
 
@@ -167,8 +176,8 @@ class _CrossEntropy(torch.autograd.Function):
             wants = ctx.wants
             upstream = Upstream(dloss, dlog_probs if wants.log_probs else None, dentropy if wants.entropy else None)
             saved = SavedStatistics(*statistics)
-            dlogits = cross_entropy_backward(logits, target, weight, scales, saved, upstream, ctx.options)
-        return dlogits, None, None, None, None, None, None
+            dlogits = cross_entropy_backward(logits, target, weight, scales, saved, upstream, ctx.options, ctx.shard)
+        return dlogits, None, None, None, None, None, None, None
 
 
 # --- public --------------------------------------------------------------------------------------
@@ -193,6 +202,8 @@ def cross_entropy(
     return_predicted_tokens: bool = False,
     return_log_probs: bool = False,
     return_entropy: bool = False,
+    process_group: "torch.distributed.ProcessGroup | None" = None,
+    vocab_size: int | None = None,
 ) -> Tensor | LossOutput:
     """Return the cross entropy of logits and class indices, in fp32 for every dtype of the logits.
 
@@ -222,6 +233,13 @@ def cross_entropy(
             differentiable.
         return_entropy: Also return the entropy of these probabilities in nats, shaped as the target, 0 for ignored
             targets. Classes of probability 0 add 0. It is differentiable.
+        process_group: The ranks that share the vocabulary, in the order of its columns (Megatron's vocabulary-parallel
+            cross entropy). `input` has the columns of this rank, and all ranks have the same other arguments: `target`
+            has indices of the whole vocabulary, and `weight` has all V class weights. Every rank gets all results and
+            the gradient of its columns. All ranks must call the loss; backward does not communicate. `inplace` has no
+            effect.
+        vocab_size: V, required with a process_group. Each rank has V / ranks columns, rounded up, and the last ranks
+            have the remaining columns.
 
     Returns:
         The loss in fp32, or a `LossOutput` if a further result is requested. A mean over no valid target is 0.
@@ -234,7 +252,8 @@ def cross_entropy(
         ValueError: Shapes or devices do not match, or an option is out of range.
 
     Source: label smoothing, Szegedy et al., arXiv:1512.00567; z-loss, Chowdhery et al., arXiv:2204.02311; soft cap,
-    Gemma 2, arXiv:2408.00118; token scaling, Wu et al., arXiv:2508.05629.
+    Gemma 2, arXiv:2408.00118; token scaling, Wu et al., arXiv:2508.05629; the sharded vocabulary, Shoeybi et al.,
+    "Megatron-LM", arXiv:1909.08053.
 
     Example:
         >>> logits, target = torch.randn(4, 10), torch.tensor([1, 2, -100, 9])
@@ -249,28 +268,37 @@ def cross_entropy(
         return_predicted_tokens=return_predicted_tokens, return_log_probs=return_log_probs,
         return_entropy=return_entropy,
     )  # fmt: skip
-    if input.dim() == 0 or input.shape[-1] == 0:
+    for name, x in (("input", input), ("target", target)):
+        if hasattr(x, "placements"):
+            raise ValueError(
+                f"{op}: {name} must not be a DTensor, got {x.placements}: pass {name}.to_local(), and for logits that "
+                "are sharded by columns also process_group and vocab_size"
+            )
+    # A rank may have no columns, if there are fewer classes than ranks.
+    if input.dim() == 0 or (input.shape[-1] == 0 and process_group is None):
         raise ValueError(f"{op}: input must have shape (..., V) with V > 0, got {tuple(input.shape)}")
     v = input.shape[-1]
     checks.shape(op, "target", target, input.shape[:-1])
+    shard = shard_of(op, process_group, v, vocab_size, "input", "columns")
     ignore_index = checks.ignore_index(op, -100 if ignore_index is None else ignore_index)
     options = loss_options(op, ignore_index, label_smoothing, softcap, logit_scale, z_loss, token_scaling)
-    check_loss_arguments(op, v, target, weight, reduction, num_items, input.device)
-    logits, targets = input.reshape(-1, v), as_targets(target, ignore_index)
+    check_loss_arguments(op, shard.vocabulary, target, weight, reduction, num_items, input.device)
+    logits, targets = input.reshape(target.numel(), v), as_targets(target, ignore_index)
     weight = None if weight is None else weight.detach().contiguous()
     in_place = inplace and torch.is_grad_enabled() and input.requires_grad and not torch.compiler.is_compiling()
     # The gradients of log-probabilities and of the entropy need the logits.
-    in_place = in_place and not (return_log_probs or return_entropy)
+    in_place = in_place and not (return_log_probs or return_entropy or shard.group_name)
     in_place = in_place and logits.stride(-1) == 1 and logits.data_ptr() == input.data_ptr()
     # Each row needs memory of its own for its gradient.
     in_place = in_place and (len(logits) < 2 or logits.stride(0) >= v)
     # Small fp16 gradients need the loss scale, which is part of the upstream gradient.
     in_place = in_place and input.dtype != torch.float16
     logits = logits if logits.stride(-1) == 1 else logits.contiguous()
-    scales = gradient_scales(targets, weight, as_scalar(num_items, input.device), v, ignore_index, reduction == "mean")
+    num_items, is_mean = as_scalar(num_items, input.device), reduction == "mean"
+    scales = gradient_scales(targets, weight, num_items, shard.vocabulary, ignore_index, is_mean)
     wants = Wants(return_z_loss, return_token_accuracy or return_predicted_tokens, return_log_probs, return_entropy)
     losses, z_losses, predicted, log_probs, entropy = _CrossEntropy.apply(
-        logits, targets, weight, scales, options, in_place, wants
+        logits, targets, weight, scales, options, in_place, wants, shard
     )
     return loss_output(
         losses, z_losses, predicted, target, ignore_index, reduction,
@@ -279,7 +307,9 @@ def cross_entropy(
     )  # fmt: skip
 
 
-_MODULE_OPTIONS = ("softcap", "logit_scale", "z_loss", "token_scaling", "inplace", *RESULT_OPTIONS)
+_MODULE_OPTIONS = (
+    "softcap", "logit_scale", "z_loss", "token_scaling", "inplace", "process_group", "vocab_size", *RESULT_OPTIONS,
+)  # fmt: skip
 
 
 class CrossEntropyLoss(nn.CrossEntropyLoss):
@@ -292,7 +322,8 @@ class CrossEntropyLoss(nn.CrossEntropyLoss):
         ignore_index: Targets of this value have loss and gradient zero.
         reduction: "none" | "mean" | "sum".
         label_smoothing: In [0, 1]: the share of the target that is spread over all classes.
-        **options: `softcap`, `logit_scale`, `z_loss`, `token_scaling`, `inplace` and `return_...` of `cross_entropy`.
+        **options: `softcap`, `logit_scale`, `z_loss`, `token_scaling`, `inplace`, `process_group`, `vocab_size` and
+            `return_...` of `cross_entropy`.
 
     Raises:
         TypeError: `weight` is not a floating-point tensor.

@@ -33,14 +33,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.logits.token.kernels import Options, statistics
 from tigon.ops.logits.token.maths import LN2, LOG2E
 from tigon.runtime.device import HIP, INTERPRETED, Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
 from tigon.runtime.torch_private.autograd import keeps_graph
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["RescaleConfig", "RescaleProblem", "rescale", "rescaled"]

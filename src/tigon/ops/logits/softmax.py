@@ -15,8 +15,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from tigon.ops.logits.token.maths import LOG2E
@@ -25,6 +23,7 @@ from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import launch, launcher
 from tigon.runtime.rows import dense_rows
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["Softmax", "softmax", "softmax_reference"]

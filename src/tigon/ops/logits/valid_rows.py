@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime import checks
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launch, on_device
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["ValidRows", "ValidRowsConfig", "ValidRowsProblem", "as_targets"]

@@ -15,8 +15,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
@@ -25,7 +23,7 @@ from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher, on_device
 from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
-from tigon.runtime.triton_private import JITFunction
+from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["geglu", "geglu_reference", "swiglu", "swiglu_reference"]

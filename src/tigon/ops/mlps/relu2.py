@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
-import triton.language as tl
 from torch import Tensor, nn
 
 from tigon.memory.lean import recomputed_by_call
@@ -21,7 +19,7 @@ from tigon.runtime.autograd import first_order
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import launcher
 from tigon.runtime.rows import block_of_row, dense_rows, launch_blocks
-from tigon.runtime.triton_private import JITFunction
+from tigon.runtime.triton_private import JITFunction, tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["ReLU2MLP", "relu2", "relu2_reference"]

@@ -16,14 +16,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.norms.row_sums import sum_rows
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, launcher, on_device
 from tigon.runtime.rows import dense_rows
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig, rung
 
 __all__ = ["NormConfig", "NormProblem", "norm_backward", "norm_forward", "recompute_norm"]

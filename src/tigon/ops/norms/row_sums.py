@@ -6,12 +6,11 @@ Shapes: P = programs of the backward, N = columns.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import launch
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["SumConfig", "SumProblem", "sum_rows"]

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.torch_private.operators import current_raw_stream
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["AdamWConfig", "AdamWProblem", "TensorTable", "adamw_reference", "adamw_step"]

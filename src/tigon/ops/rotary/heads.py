@@ -8,9 +8,9 @@ import functools
 from typing import NamedTuple, overload
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
+
+from tigon.runtime.triton_private import tl, triton
 
 __all__ = [
     "PAIRED",

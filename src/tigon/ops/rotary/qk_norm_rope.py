@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
@@ -35,6 +34,7 @@ from tigon.ops.rotary.rope import Layout, axes_of, can_run_kernels, check_rope, 
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import runs_kernels
+from tigon.runtime.triton_private import triton
 
 __all__ = ["qk_norm_rope", "qk_norm_rope_reference"]
 

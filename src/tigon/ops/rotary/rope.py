@@ -22,8 +22,6 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.memory.lean import recomputed_by_call
@@ -46,6 +44,7 @@ from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients
 from tigon.runtime.device import Device, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["rope", "rope_reference"]

@@ -9,7 +9,7 @@ from tigon.tools.bench.eager import softcapped
 from tigon.tools.bench.peers import Run, refuse_other_options
 from tigon.tools.workloads import Inputs
 
-__all__ = ["log_prob_products", "products", "with_dlogits"]
+__all__ = ["log_prob_products", "loss_products", "products", "with_dlogits", "with_flat_dlogits"]
 
 # This many logits are converted into their gradient at once. Each of a few fp32 temporaries is then half a GiB.
 PREPARED_ELEMENTS = 2**27
@@ -38,6 +38,24 @@ def with_dlogits(case: Case, inputs: Inputs) -> Inputs:
         dlogits[rows] = torch.autograd.grad(loss, logits)[0]
         del logits, wide_logits, loss
     return Inputs(tensors | {"dlogits": dlogits})
+
+
+def with_flat_dlogits(case: Case, inputs: Inputs) -> Inputs:
+    """Return the operands of `loss_products`, in which sequences [N, L] are tokens [N L]."""
+    hidden, weight, targets = list(inputs.tensors.values())[:3]
+    x = hidden.detach().flatten(0, 1).requires_grad_(hidden.requires_grad)
+    return with_dlogits(case, Inputs({"input": x, "linear_weight": weight, "target": targets.flatten()}))
+
+
+def loss_products(case: Case) -> Run:
+    """Load the products of a loss of alignment: those of `products`, and the logits of a reference model, if any."""
+    refuse_other_options(case)
+    return _products(recomputes_logits=bool(case.flops and case.flops > 3 * _product_flops(case)))
+
+
+def _product_flops(case: Case) -> int:
+    n, length, h, v = case.shape
+    return 2 * round(n * length * (1 - case.ignored)) * h * v
 
 
 def log_prob_products(case: Case) -> Run:

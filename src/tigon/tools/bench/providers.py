@@ -7,6 +7,7 @@ become a line in the report and never end the run.
 An op that `eager` does not have is compared with its reference in torch, and an op without peers with eager code alone.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 import tigon
-from tigon.tools.bench import floor, peers
+from tigon.tools.bench import alignment_peers, floor, peers
 from tigon.tools.bench.cases import OPS, Case, split_words
 from tigon.tools.bench.eager import EAGER
 from tigon.tools.bench.peers import Run, Unsupported
@@ -57,6 +58,8 @@ def tigon_provider(op: str, package: ModuleType = tigon, name: str = "tigon") ->
         function = workload.function_in(package)
         if function is None:
             raise Unsupported(f"no {workload.function or op} in this revision")
+        if workload.call is not None:
+            return _with_options(functools.partial(workload.call, function), case)
         if package is not tigon:
             unknown = [option for option in case.options if option not in inspect.signature(function).parameters]
             if unknown:
@@ -188,6 +191,19 @@ _PEERS: dict[str, tuple[Provider, ...]] = {
             note="the matrix products alone, of the same operands: the floor",
         ),
     ),
+    **{
+        op: (
+            _liger(load),
+            Provider(
+                "products",
+                floor.loss_products,
+                autograd=False,
+                prepare=floor.with_flat_dlogits,
+                note="the matrix products alone, with that of the reference model: the floor",
+            ),
+        )
+        for op, load in alignment_peers.LIGER.items()
+    },
     "kl_div": (
         _torch(peers.torch_kl_div, "F.kl_div, loss in bf16"),
         _liger(peers.liger_kl_div),

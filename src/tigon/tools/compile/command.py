@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tigon.runtime.device import HAS_TRITON
 from tigon.tools import environment
 from tigon.tools.bench.cases import split_words
 from tigon.tools.cli import INTERRUPTED, check_file, make_console, say_written, write_file
@@ -136,6 +137,8 @@ def _choose(ops: str | None, chip: str | None, out: Path | None) -> tuple[list[s
         raise typer.BadParameter(
             "resources: TRITON_INTERPRET must not be set, because the interpreter compiles nothing"
         )
+    if not HAS_TRITON:
+        raise typer.BadParameter("resources: triton compiles the kernels, and is not installed")
     from tigon.tools.compile.steps import STEPS
     from tigon.tools.compile.targets import CHIPS
 

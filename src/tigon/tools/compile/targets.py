@@ -20,11 +20,10 @@ from typing import Any, TypedDict
 from unittest.mock import patch
 
 import torch
-import triton
 
 from tigon.runtime import device
 from tigon.runtime.device import Device
-from tigon.runtime.triton_private import CompilerTools, JITFunction, compiler_tools, gluon
+from tigon.runtime.triton_private import CompilerTools, JITFunction, compiler_tools, gluon, triton
 
 __all__ = ["CHIPS", "Chip", "KernelResources", "Launch", "recorded", "resources"]
 

@@ -3,6 +3,7 @@
 import math
 
 import torch
+from torch import Tensor
 
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
 from tigon.ops.head.linear_log_probs import linear_log_probs_reference
@@ -10,7 +11,7 @@ from tigon.tools.workloads.inputs import SPREAD, InputMaker, Inputs
 from tigon.tools.workloads.logits import IGNORED, TOKEN_OUTPUTS
 from tigon.tools.workloads.workload import MORE, BenchShape, Problem, Variant, Workload, small, sweep
 
-__all__ = ["WORKLOADS"]
+__all__ = ["WORKLOADS", "head_inputs"]
 
 LINEAR, FIRST_LINEAR, MORE_LINEAR = ("linear",), ("first-light", "linear"), ("more", "linear")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
@@ -24,7 +25,11 @@ EVERY_LOG_PROB_OUTPUT = {
 
 def _linear_cross_entropy(make: InputMaker) -> Inputs:
     """Make hidden states, the weight of the head and targets; form: with `bias` also the bias of the head."""
-    t, h, v = make.sizes
+    return Inputs(head_inputs(make, *make.sizes))
+
+
+def head_inputs(make: InputMaker, t: int, h: int, v: int) -> dict[str, Tensor]:
+    """Return the tensors of `_linear_cross_entropy` by name."""
     weight = make.normal(v, h).mul_(SPREAD / math.sqrt(h))
     targets = make.targets(t, v)
     # Adding a * W[target] to a hidden state raises the target's logit by a * |W[target]|^2 = a * SPREAD^2.
@@ -34,7 +39,7 @@ def _linear_cross_entropy(make: InputMaker) -> Inputs:
     tensors = {"input": hidden.requires_grad_(), "linear_weight": weight.requires_grad_(), "target": targets}
     if make.form.get("bias"):
         tensors["linear_bias"] = make.normal(v).requires_grad_()
-    return Inputs(tensors)
+    return tensors
 
 
 def _linear_log_probs(make: InputMaker) -> Inputs:
@@ -44,7 +49,7 @@ def _linear_log_probs(make: InputMaker) -> Inputs:
     """
     t, _, v = make.sizes
     names = {"input": "hidden", "linear_weight": "weight", "target": "targets", "linear_bias": "bias"}
-    tensors = {names[name]: x for name, x in _linear_cross_entropy(make).tensors.items()}
+    tensors = {names[name]: x for name, x in head_inputs(make, *make.sizes).items()}
     upstream = [make.normal(t, dtype=torch.float32) for _ in range(1 + bool(make.options.get("return_entropy")))]
     k = make.form.get("extra_targets")
     if k:

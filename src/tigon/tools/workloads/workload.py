@@ -80,6 +80,9 @@ class Workload:
     # `name` is the name in the benchmark. The function in `tigon` has this name too, unless `function` is another one.
     name: str
     function: str = ""
+    # Without `call`, the op is called with the tensors and the options. `call` takes the function, the tensors and the
+    # options, for modules, whose constructor takes the options.
+    call: Callable[..., Any] | None = None
     # The reference is the definition in torch, with the signature of the op.
     reference: Callable[..., Any]
     # This function makes the inputs from sizes. `legend` names the sizes, as in "T x I".

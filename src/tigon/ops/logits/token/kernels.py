@@ -32,8 +32,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, target_weight, transform
@@ -53,6 +51,7 @@ from tigon.ops.logits.token.types import (
 )
 from tigon.runtime.device import Device, cdiv, device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, launcher, on_device
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [

@@ -1,9 +1,7 @@
 """The functions that the kernels of a token's loss share. Triton and Gluon can both call them."""
 
-import triton
-import triton.language as tl
-
 from tigon.ops.logits.token import reference
+from tigon.runtime.triton_private import tl, triton
 
 __all__ = ["LN2", "LOG2E", "LOWEST", "target_weight", "transform"]
 

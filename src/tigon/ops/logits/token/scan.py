@@ -11,12 +11,10 @@ Shapes: V vocabulary, or the columns of a shard.
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import triton
-import triton.language as tl
-
 from tigon.ops.logits.token.maths import LOG2E, LOWEST, transform
 from tigon.ops.logits.token.types import Options
 from tigon.runtime.device import Device
+from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = ["ScanConfig", "ScanProblem", "columns", "constants", "scan"]

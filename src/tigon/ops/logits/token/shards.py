@@ -14,8 +14,6 @@ Shapes of results: C = 6 + 1 (with Q) + K columns for K extra targets of each to
 """
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tigon.ops.logits.token.maths import transform
@@ -24,6 +22,7 @@ from tigon.ops.logits.token.scan import ScanConfig, ScanProblem, constants, scan
 from tigon.ops.logits.token.types import Options, Shard, Statistics, Wants
 from tigon.runtime.device import device_of, runs_kernels
 from tigon.runtime.launch import in_order, launch, on_device
+from tigon.runtime.triton_private import tl, triton
 
 __all__ = ["combined_statistics", "partial_statistics"]
 

@@ -1,9 +1,9 @@
 """A loss whose vocabulary is sharded over ranks, like the output layer of a tensor-parallel model.
 
-Rank p of P holds rows [start_p, start_p + V_p) of the head, and all ranks have the same tokens. Rank p computes its
-columns of the logits. One all-gather exchanges a few numbers per token (those of `partial_statistics`, and V), from
-which every rank computes the statistics of the whole vocabulary. Each rank then computes its columns of d(logits). dW
-is local; dx is summed over the ranks.
+Rank p of P holds columns [start_p, start_p + V_p) of the logits, or the same rows of a head from which it computes
+them, and all ranks have the same tokens. One all-gather exchanges a few numbers per token (those of
+`partial_statistics`, and V), from which every rank computes the statistics of the whole vocabulary. Each rank then
+computes its columns of d(logits). With a head, dW is local, and dx is summed over the ranks.
 
 Shapes: M tokens, H hidden, V vocabulary. Shoeybi et al., "Megatron-LM", arXiv:1909.08053, section 3.
 """
@@ -56,11 +56,13 @@ def _check_group(op: str, process_group: Any) -> None:
 
 
 def shard_of(
-    op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None, name: str = "linear_weight"
-) -> Shard:
-    """Check the arguments that describe a sharded head, and return the shard of this rank, which holds `rows` rows.
+    op: str, process_group: dist.ProcessGroup | None, rows: int, vocab_size: int | None, name: str = "linear_weight",
+    unit: str = "rows",
+) -> Shard:  # fmt: skip
+    """Check the arguments that describe a sharded vocabulary, and return the shard of this rank.
 
-    `name` is the name that the op has for the weight of the head.
+    `rows` is the number of classes that this rank holds. They are rows of a head or columns of logits, as `unit` says.
+    `name` is the name that the op has for the tensor that holds them.
     """
     if vocab_size is not None:
         checks.size(op, "vocab_size", vocab_size)
@@ -71,12 +73,12 @@ def shard_of(
     _check_group(op, process_group)
     if vocab_size is None:
         # Computing it from the rows of all ranks would take a collective, and a wait for it, in every call.
-        raise ValueError(f"{op}: vocab_size must be the number of rows on all ranks of process_group, got None")
+        raise ValueError(f"{op}: vocab_size must be the number of {unit} on all ranks of process_group, got None")
     ranks, rank = process_group.size(), dist.get_rank(process_group)
     start, expected = min(rank * _rows_per_rank(vocab_size, ranks), vocab_size), _shard_sizes(vocab_size, ranks)[rank]
     if rows != expected:
         raise ValueError(
-            f"{op}: {name} must have {expected} rows on rank {rank} of {ranks} for a vocabulary of "
+            f"{op}: {name} must have {expected} {unit} on rank {rank} of {ranks} for a vocabulary of "
             f"{vocab_size}, got {rows}"
         )
     return Shard(start, vocab_size, process_group.group_name)

@@ -1,0 +1,89 @@
+"""Calls of Liger's chunked losses of alignment for a case. A loader raises `ImportError` if Liger is not installed."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from tigon.tools.bench.cases import Case
+from tigon.tools.bench.peers import Run, refuse_other_options
+
+__all__ = ["LIGER"]
+
+
+def _options(case: Case) -> dict[str, Any]:
+    refuse_other_options(case)
+    return dict(case.workload.bench_options)
+
+
+def _dpo(case: Case) -> Run:
+    from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
+
+    loss = LigerFusedLinearDPOLoss(**_options(case))
+
+    def run(hidden: Tensor, weight: Tensor, targets: Tensor, ref_hidden: Tensor, ref_weight: Tensor) -> tuple[Tensor]:
+        return (loss(weight, hidden, targets, ref_input=ref_hidden, ref_weight=ref_weight)[0],)
+
+    return run
+
+
+def _orpo(case: Case) -> Run:
+    from liger_kernel.chunked_loss import LigerFusedLinearORPOLoss
+
+    loss = LigerFusedLinearORPOLoss(**_options(case))
+    return lambda hidden, weight, targets: (loss(weight, hidden, targets)[0],)
+
+
+def _simpo(case: Case) -> Run:
+    from liger_kernel.chunked_loss import LigerFusedLinearSimPOLoss
+
+    # By default it adds the NLL of the chosen completions.
+    loss = LigerFusedLinearSimPOLoss(**_options(case), compute_nll_loss=False)
+    return lambda hidden, weight, targets: (loss(weight, hidden, targets)[0],)
+
+
+def _kto(case: Case) -> Run:
+    from liger_kernel.chunked_loss import LigerFusedLinearKTOLoss
+
+    loss = LigerFusedLinearKTOLoss(**_options(case), use_ref_model=True)
+
+    def run(
+        hidden: Tensor, weight: Tensor, targets: Tensor, labels: Tensor, ref_hidden: Tensor, ref_weight: Tensor,
+        kl: Tensor,
+    ) -> tuple[Tensor]:  # fmt: skip
+        result = loss(
+            hidden, weight, targets, preference_labels=labels, ref_input=ref_hidden, ref_weight=ref_weight,
+            kl=kl.expand(len(labels)),
+        )  # fmt: skip
+        return (result[0],)
+
+    return run
+
+
+def _grpo(case: Case) -> Run:
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    options = {name: value for name, value in _options(case).items() if name != "use_bias_correction_kl"}
+    loss = LigerFusedLinearGRPOLoss(**options)
+
+    def run(
+        hidden: Tensor, weight: Tensor, targets: Tensor, advantages: Tensor, old_log_probs: Tensor,
+        ref_log_probs: Tensor,
+    ) -> tuple[Tensor]:  # fmt: skip
+        # It takes a mask in place of ignored targets.
+        result = loss(
+            hidden, weight, targets.clamp(min=0), (targets != -100).to(ref_log_probs.dtype), advantages,
+            ref_per_token_logps=ref_log_probs, old_per_token_logps=old_log_probs,
+        )  # fmt: skip
+        return (result[0],)
+
+    return run
+
+
+LIGER: dict[str, Callable[[Case], Run]] = {
+    "dpo_loss": _dpo,
+    "orpo_loss": _orpo,
+    "simpo_loss": _simpo,
+    "kto_loss": _kto,
+    "grpo_loss": _grpo,
+}
