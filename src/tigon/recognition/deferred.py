@@ -194,18 +194,24 @@ class Deferred:
     _properties: TensorLike
 
     def __init__(self, recording: _Recording, expression: Expression, properties: TensorLike) -> None:
-        values = {"_recording": recording, "_expression": expression, "_properties": properties}
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        # The attributes of a `Deferred` cannot be assigned (`__setattr__` refuses).
+        _set_recording(self, recording)
+        _set_expression(self, expression)
+        _set_properties(self, properties)
         recording.created.append(weakref.ref(self))
 
-    def _result_of(self, expression: Expression, **changes: Any) -> "Deferred":
-        """Return a `Deferred` for the result of an operation. `changes` are the properties in which it differs."""
+    def _result_of(
+        self, expression: Expression, shape: torch.Size | None = None, dtype: torch.dtype | None = None
+    ) -> "Deferred":
+        """Return a `Deferred` for the result of an operation, which may have another shape or dtype."""
+        recording, properties = self._recording, self._properties
         # `evaluate` computes the whole expression in the modes in which the forward was called. If the forward enters
         # another mode, such as `torch.no_grad`, gradients would flow where the forward stops them.
-        if _modes(self.device.type) != self._recording.modes:
-            raise self._recording.refuse("changes the mode of gradients or of autocast")
-        return Deferred(self._recording, expression, self._properties._replace(**changes))
+        if _modes(properties.device.type) != recording.modes:
+            raise recording.refuse("changes the mode of gradients or of autocast")
+        if shape is not None or dtype is not None:
+            properties = TensorLike(shape or properties.shape, dtype or properties.dtype, properties.device)
+        return Deferred(recording, expression, properties)
 
     # --- what the code may read ------------------------------------------------------------------------
 
@@ -263,18 +269,20 @@ class Deferred:
     __rmul__ = __mul__
 
     def _linear(self, weight: Any, bias: Tensor | None = None) -> "Deferred":
-        shape, properties = self.shape, self._properties
-        tensors = [weight] if bias is None else [weight, bias]
-        if not all(isinstance(t, Tensor) and type(t) is not Deferred for t in tensors) or weight.dim() != 2:
-            raise self._recording.refuse("multiplies by something else than a weight")
-        dtype = product_dtype(properties)
-        fits = all(t.device == self.device and product_dtype(t) == dtype for t in tensors)
-        fits = fits and (bias is None or bias.shape == weight.shape[:1])
-        # torch raises an error for these products. The caller then runs the forward, which raises this error itself.
-        if not shape or weight.shape[1] != shape[-1] or not fits:
-            raise self._recording.refuse("multiplies by a weight of another dtype, shape or device")
+        properties = self._properties
+        shape, dtype = properties.shape, product_dtype(properties)
+        for tensor in (weight,) if bias is None else (weight, bias):
+            if type(tensor) is Deferred or not isinstance(tensor, Tensor):
+                raise self._recording.refuse("multiplies by something else than a weight")
+            # torch raises an error for these products. The caller then runs the forward, which raises the error itself.
+            if tensor.device != properties.device or product_dtype(tensor) != dtype:
+                raise self._recording.refuse("multiplies by a weight of another dtype or device")
+        weight_shape = weight.shape
+        fits = len(weight_shape) == 2 and len(shape) > 0 and weight_shape[1] == shape[-1]
+        if not fits or (bias is not None and bias.shape != weight_shape[:1]):
+            raise self._recording.refuse("multiplies by a weight of another shape")
         return self._result_of(
-            Product(self._expression, weight, bias), shape=torch.Size((*shape[:-1], weight.shape[0])), dtype=dtype
+            Product(self._expression, weight, bias), torch.Size((*shape[:-1], weight_shape[0])), dtype
         )
 
     def _dropout(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> "Deferred":
@@ -287,15 +295,21 @@ class Deferred:
         cls, function: Callable, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> "Deferred":
         options = kwargs or {}
+        if args and type(args[0]) is Deferred:
+            if function is native_linear:
+                return args[0]._linear(*args[1:], **options)
+            if function is F.dropout:
+                return args[0]._dropout(*args[1:], **options)
         operand = next((x for x in (*args, *options.values()) if type(x) is Deferred), None)
         assert operand is not None
-        if args and args[0] is operand:
-            if function is native_linear:
-                return operand._linear(*args[1:], **options)
-            if function is F.dropout:
-                return operand._dropout(*args[1:], **options)
         name = getattr(function, "__name__", str(function))
         raise operand._recording.refuse(f"calls {name} with its input")
+
+
+# Slots are assigned by their descriptors.
+_set_recording = Deferred._recording.__set__  # type: ignore[attr-defined]
+_set_expression = Deferred._expression.__set__  # type: ignore[attr-defined]
+_set_properties = Deferred._properties.__set__  # type: ignore[attr-defined]
 
 
 def product_dtype(x: Tensor | TensorLike) -> torch.dtype:

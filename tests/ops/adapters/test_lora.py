@@ -18,7 +18,7 @@ from tigon.ops.adapters.lora import (
     rebuild,
     takes_adapters,
 )
-from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, project, split_terms
+from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, project, split_terms, token_sums
 
 pytestmark = pytest.mark.kernels
 
@@ -186,18 +186,34 @@ def test_dropout_keeps_the_right_share_and_differs_between_adapters(p):
 
 def test_terms_add_up_to_the_fp32_value():
     a = torch.randn(3, 70, device=DEVICE) * torch.logspace(-20, 20, 70, device=DEVICE)
-    terms = split_terms(a, a * 3)
-    assert terms.shape == (3, 6, 70)
-    assert torch.equal(terms.double().sum(0).float(), torch.cat([a, a * 3]))
+    terms = split_terms(a.t())
+    assert terms.shape == (3, 70, 3)
+    assert torch.equal(terms.double().sum(0).float(), a.t())
 
 
 def test_hidden_values_are_as_accurate_as_fp32_products():
     x = torch.randn(50, 600, device=DEVICE).bfloat16()
-    a = torch.randn(9, 600, device=DEVICE)
-    h = project(x, split_terms(a), empty_hidden(x, 50, 9), 0.5).double().sum(0)
+    a = torch.randn(600, 9, device=DEVICE).t()
+    h = project(x, a, empty_hidden(x, 50, 9), 0.5).double().sum(0)
     exact = 0.5 * x.double() @ a.double().t()
     eager = 0.5 * x.float() @ a.t()
     assert (h - exact).norm() <= 2 * (eager - exact).norm() + 2**-23 * exact.norm()
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_parts_are_added_by_the_last_program(parts, monkeypatch):
+    divide = lambda self, length, step, blocks, device: (-(-length // (parts * step)) * step, parts)
+    monkeypatch.setattr(PartTiles, "divide", divide)
+    x, a = torch.randn(300, 640, device=DEVICE).bfloat16(), torch.randn(70, 640, device=DEVICE)
+    h = [project(x, a, empty_hidden(x, 300, 70)) for _ in range(3)]
+    sums = [token_sums(x, h[0], transposed=transposed) for transposed in (False, True, False)]
+    # Each launch finds the counters at zero, so every run adds all parts, in the same order.
+    assert all(torch.equal(h[0], other) for other in h[1:])
+    assert torch.equal(sums[0], sums[1].t())
+    assert torch.equal(sums[0], sums[2])
+    hidden = h[0].double().sum(0)
+    torch.testing.assert_close(hidden, x.double() @ a.double().t(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(sums[0].double(), x.double().t() @ hidden, rtol=1e-5, atol=1e-2)
 
 
 # --- bad input -----------------------------------------------------------------------------------

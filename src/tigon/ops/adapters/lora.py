@@ -128,8 +128,8 @@ def list_entries(projections: Sequence[Projection], tokens: int, seeds: Tensor |
             dropout_mask = None
             if seeds is not None and adapter.dropout > 0:
                 dropout_mask = dropout_bits(seeds, len(entries), tokens, adapter.a.shape[1], adapter.dropout)
-            entries.append(Entry(len(entries), i, adapter, slice(first, first + len(adapter.a)), dropout_mask))
-            first += len(adapter.a)
+            entries.append(Entry(len(entries), i, adapter, slice(first, first + adapter.a.shape[0]), dropout_mask))
+            first += adapter.a.shape[0]
     return entries
 
 
@@ -148,12 +148,16 @@ def _span(group: Sequence[Entry]) -> slice:
     return slice(group[0].columns.start, group[-1].columns.stop)
 
 
+def _stacked_a(group: Sequence[Entry]) -> Tensor:
+    """Return A [R, I] of the adapters of a group, one below the other."""
+    return group[0].adapter.a if len(group) == 1 else torch.cat([entry.adapter.a for entry in group])
+
+
 def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
     """Return the terms of h [3, T, R] for x [T, I]."""
-    h = empty_hidden(rows, len(rows), entries[-1].columns.stop)
+    h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
     for group in _groups(entries):
-        a = split_terms(*(entry.adapter.a for entry in group))
-        project(rows, a, h[..., _span(group)], group[0].factor, group[0].dropout_mask)
+        project(rows, _stacked_a(group), h[..., _span(group)], group[0].factor, group[0].dropout_mask)
     return h
 
 
@@ -194,12 +198,11 @@ def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tu
     some_dy = next(iter(dys.values()))
     for entry in entries:
         if entry.projection in dys:
-            dh_entries.append(entry._replace(columns=slice(first, first + len(entry.adapter.a))))
-            first += len(entry.adapter.a)
-    dh = empty_hidden(some_dy, len(some_dy), first)
+            dh_entries.append(entry._replace(columns=slice(first, first + entry.adapter.a.shape[0])))
+            first += entry.adapter.a.shape[0]
+    dh = empty_hidden(some_dy, some_dy.shape[0], first)
     for entry in dh_entries:
-        b = split_terms(entry.adapter.b.t())
-        project(dys[entry.projection], b, dh[..., entry.columns], entry.adapter.scaling)
+        project(dys[entry.projection], entry.adapter.b.t(), dh[..., entry.columns], entry.adapter.scaling)
     return dh, dh_entries
 
 
@@ -213,8 +216,7 @@ def compute_input_gradient(
         is_first = dx is None
         if dx is None:
             dx = next(iter(dys.values())).new_empty((dh.shape[1], group[0].adapter.a.shape[1]))
-        stacked = [entry.adapter.a for entry in group]
-        a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
+        a = _stacked_a(group)
         expand(dh[..., _span(group)], a.t(), dx, group[0].factor, dropout_mask=group[0].dropout_mask, adds=not is_first)
     for i, dy in dys.items():
         if projections[i].weight is not None:
@@ -273,13 +275,13 @@ class _LoRALinears(torch.autograd.Function):
         projections, needs = rebuild(tensors, constants), rebuild(ctx.needs_input_grad[2:], constants)
         rows = rows_of(x)
         seeds = draw_seeds(projections, x)
-        entries = list_entries(projections, len(rows), seeds)
+        entries = list_entries(projections, rows.shape[0], seeds)
         h = compute_hidden(rows, entries) if entries else None
         ys = []
         for i, projection in enumerate(projections):
             # The output is not a view, because a view that a node returns cannot be modified in place.
-            y = x.new_empty((*x.shape[:-1], len(projection.weight)))
-            write_output(y.view(len(rows), -1), rows, projection, [e for e in entries if e.projection == i], h)
+            y = x.new_empty((*x.shape[:-1], projection.weight.shape[0]))
+            write_output(y.view(rows.shape[0], -1), rows, projection, [e for e in entries if e.projection == i], h)
             ys.append(y)
         adapter_needs = [need for projection in needs for need in projection.adapters]
         needs_x = any(need.a for need in adapter_needs) or any(projection.weight for projection in needs)
@@ -308,7 +310,7 @@ def _node_gradients(ctx: Any, dys: Mapping[int, Tensor], tensor_needs: Sequence[
         return None, [None] * len(tensors)
     projections, needs = rebuild(tensors, ctx.constants), rebuild(tensor_needs, ctx.constants)
     needs_dx, rows = ctx.needs_input_grad[0], None if x is None else rows_of(x)
-    entries = list_entries(projections, len(next(iter(dys.values()))), seeds)
+    entries = list_entries(projections, next(iter(dys.values())).shape[0], seeds)
     dh: Tensor | None = None
     dh_entries: list[Entry] = []
     if entries and (needs_dx or any(need.a for projection in needs for need in projection.adapters)):

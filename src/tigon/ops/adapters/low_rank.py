@@ -7,13 +7,17 @@ r"""The three products of a low-rank adapter. Each one takes about as long as th
 The adapters of a bf16 model are usually in fp32. Tensor cores multiply bf16 and add in fp32, and an fp32 value is the
 sum of three bf16 values of 8 bits each. So the kernels split an fp32 factor into such terms, and add the products of
 the terms. Products of two terms whose indices add up to three or more are below the precision of fp32, and are omitted.
-A (`split_terms`) and h, which are small, are split once and stored as terms. h and the sums over tokens are then as
-accurate as products in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in
+The kernels split A when they read it, and store h as terms. h and the sums over tokens are then as accurate as products
+in fp32. `expand` rounds its result to the dtype of the model, so it needs fewer terms: one in
 bf16, two in fp16. In bf16 its error is therefore relative to the sum of |h| |B|, which is much larger than the result
 if the parts of different ranks cancel.
 
 Tensor cores do not round the sums that they carry from one instruction to the next. The products of each step of a loop
 therefore start from zero, and the kernels add the results of the steps with rounding.
+
+The long dimension of `project` and `token_sums` is divided into parts, because one program for each tile of the result
+would leave most of the chip idle. Each program writes the sum of its part to memory and counts itself. The last one to
+finish a tile adds the sums of all parts in their order, so the result is the same in every run.
 
 Dropout multiplies x by a mask. `dropout_mask` holds the mask as bits: bit i % 8 of byte [t, i // 8] is 1 if dropout
 keeps x[t, i].
@@ -27,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
@@ -63,7 +68,7 @@ class LowRankProblem(NamedTuple):
 
 def rank_block(rank: int) -> int:
     """Return how many of the columns of h one program computes: a power of two from 16 to 64."""
-    return min(64, max(16, triton.next_power_of_2(rank)))
+    return 16 if rank <= 16 else 32 if rank <= 32 else 64
 
 
 @dataclass(frozen=True)
@@ -144,16 +149,15 @@ def _term(x, index: tl.constexpr):
     return rest.to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["blocks", "first"])
-def _split_kernel(
-    a_ptr, out_ptr, N, blocks, first, stride_ar, stride_an, stride_term, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """Write the terms of a block of row i of A [r, N] to row `first` + i of out [S, R, N]."""
+@triton.jit(do_not_specialize=["blocks"])
+def _split_kernel(h_ptr, out_ptr, R, blocks, stride_ht, stride_hr, stride_term, NUM_TERMS: tl.constexpr,
+                  BLOCK: tl.constexpr):  # fmt: skip
+    """Write the terms of a block of row t of h [T, R] to row t of out [S, T, R]."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    a = tl.load(a_ptr + row * stride_ar + cols * stride_an, cols < N, 0.0)
+    h = tl.load(h_ptr + row * stride_ht + cols * stride_hr, cols < R, 0.0)
     for i in tl.static_range(NUM_TERMS):
-        tl.store(out_ptr + i * stride_term + (first + row) * N + cols, _term(a, i), cols < N)
+        tl.store(out_ptr + i * stride_term + row * R + cols, _term(h, i), cols < R)
 
 
 @triton.jit
@@ -186,21 +190,43 @@ def _store_terms(h, out_ptr, offsets, stride_term, mask):
         tl.store(out_ptr + i * stride_term + offsets, _term(h, i), mask)
 
 
-@triton.jit(do_not_specialize=["T", "part_length", "parts"])
+@triton.jit
+def _is_last(counter_ptr, parts):
+    """Count this program. Return whether all programs of its tile have stored their sums now.
+
+    The last program sets the counter to zero for the next launch.
+    """
+    # All threads of this program have stored their values before one of them counts the program.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1
+    if is_last:
+        tl.store(counter_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def _add_parts(sum_ptr, offsets, stride_part, parts, mask):
+    """Return the sum of the values at the offsets in all parts. Other programs have written these values."""
+    total = tl.load(sum_ptr + offsets, mask, 0.0, cache_modifier=".cg")
+    for i in range(1, parts):
+        total += tl.load(sum_ptr + i * stride_part + offsets, mask, 0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
 def _project_kernel(
-    x_ptr, a_ptr, out_ptr, mask_ptr,  # [T, N], [S, R, N] bf16, see the docstring, [T, N / 8] uint8 or None
-    T, N, part_length, parts, stride_x, stride_mask, stride_out, stride_term, factor,
-    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IN_PARTS: tl.constexpr,
+    # [T, N], [R, N] by strides, [parts, T, R] fp32 or None, an int32 for each tile, [3, T, R] bf16, [T, N / 8] or None
+    x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
+    T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term, factor,
+    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
-
-    If IN_PARTS, `out` is [parts, T, R] in fp32, and `_join_kernel` sums it. Otherwise it is [3, T, R], the terms of h.
-    """
+    """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h."""
     r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
     pid = tl.program_id(0)
     part = pid // r_blocks % parts
-    rows = ((pid // r_blocks // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    block = pid // r_blocks // parts
+    rows = (block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
     ranks = (pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
     steps = tl.arange(0, BLOCK_N)[None, :]
     # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
@@ -212,19 +238,24 @@ def _project_kernel(
         x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
         if mask_ptr is not None:
             x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
+        a_mask = (ranks[:, None] < R) & (cols < N)
+        a = tl.load(a_ptr + ranks[:, None] * stride_ar + cols.to(tl.int64) * stride_an, a_mask, 0.0)
         sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
         for j in tl.static_range(A_TERMS):
-            offsets = (j * R + ranks[:, None]) * N + cols
-            a = tl.load(a_ptr + offsets, (ranks[:, None] < R) & (cols < N), 0.0)
             for i in tl.static_range(X_TERMS):
                 if i + j < 3:
-                    sums = tl.dot(x if X_TERMS == 1 else _term(x, i), tl.trans(a), sums)
+                    x_term = x if X_TERMS == 1 else _term(x, i)
+                    sums = tl.dot(x_term, tl.trans(a if A_TERMS == 1 else _term(a, j)), sums)
         total += sums * factor
     mask = (rows < T) & (ranks[None, :] < R)
-    if IN_PARTS:
-        tl.store(out_ptr + (part.to(tl.int64) * T + rows) * R + ranks[None, :], total, mask)
-    else:
+    if sum_ptr is None:
         _store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
+    else:
+        offsets = rows * R + ranks[None, :]
+        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
+        if _is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+            total = _add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask)
+            _store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
 
 
 @triton.jit(do_not_specialize=["T", "parts"])
@@ -277,9 +308,10 @@ def _expand_kernel(
     tl.store(out, total, inside)
 
 
-@triton.jit(do_not_specialize=["T", "part_length", "parts"])
+@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
 def _token_sum_kernel(
-    z_ptr, h_ptr, out_ptr, mask_ptr,  # [T, N], [3, T, R] bf16, [parts, N, R] fp32 by strides, [T, N / 8] uint8 or None
+    # [T, N], [3, T, R] bf16, [parts, N, R] fp32 or None, an int32 for each tile, [N, R], [T, N / 8] uint8 or None
+    z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
     T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
     R: tl.constexpr, Z_TERMS: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
@@ -309,8 +341,15 @@ def _token_sum_kernel(
                     sums = tl.dot(tl.trans(z if Z_TERMS == 1 else _term(z, i)), h, sums)
         total += sums * factor
     features = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    out = out_ptr + part * stride_part + features * stride_on + ranks * stride_or
-    tl.store(out, total, (features < N) & (ranks < R))
+    mask = (features < N) & (ranks < R)
+    # The sums of the parts have the strides of the result.
+    offsets = features * stride_on + ranks * stride_or
+    if sum_ptr is None:
+        tl.store(out_ptr + offsets, total, mask)
+    else:
+        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
+        if _is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+            tl.store(out_ptr + offsets, _add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask), mask)
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
@@ -331,24 +370,17 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
 
 
 @on_device
-def split_terms(first_a: Tensor, *others: Tensor) -> Tensor:
-    """Return the bf16 terms [S, R, N] of one or several A [r, N] of any strides, stacked by rows.
-
-    S is 1 for bf16, 2 for fp16 and 3 for fp32.
-    """
-    tensors = first_a, *others
-    if not others and first_a.dtype == torch.bfloat16 and first_a.is_contiguous():
-        return first_a.unsqueeze(0)
-    n, terms = first_a.shape[1], max(TERMS[a.dtype] for a in tensors)
-    out = first_a.new_empty((terms, sum(map(len, tensors)), n), dtype=torch.bfloat16)
-    row = 0
-    for a in tensors:
-        blocks = cdiv(n, 512)
-        launch(
-            _split_kernel, len(a) * blocks, a, out, n, blocks, row, a.stride(0), a.stride(1), out.stride(0),
-            NUM_TERMS=terms, BLOCK=512, num_warps=4,
-        )  # fmt: skip
-        row += len(a)
+def split_terms(h: Tensor) -> Tensor:
+    """Return the bf16 terms [S, T, R] of h [T, R] of any strides. S is 1 for bf16, 2 for fp16 and 3 for fp32."""
+    if h.dtype == torch.bfloat16 and h.is_contiguous():
+        return h.unsqueeze(0)
+    (t, r), terms, block = h.shape, TERMS[h.dtype], 512
+    out = h.new_empty((terms, t, r), dtype=torch.bfloat16)
+    blocks = cdiv(r, block)
+    launch(
+        _split_kernel, t * blocks, h, out, r, blocks, h.stride(0), h.stride(1), out.stride(0),
+        NUM_TERMS=terms, BLOCK=block, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -365,29 +397,29 @@ def empty_hidden(x: Tensor, tokens: int, rank: int) -> Tensor:
 def project(x: Tensor, a: Tensor, out: Tensor, factor: float = 1.0, dropout_mask: Tensor | None = None) -> Tensor:
     """Write the terms of h = factor * x A^T to `out` [3, T, R], and return `out`.
 
-    `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, A [S, R, N] is a result of
-    `split_terms`, and `dropout_mask` [T, N / 8] masks x.
+    `out` may be some columns of a wider tensor. The rows of x [T, N] are dense, A is [R, N] of any strides, and
+    `dropout_mask` [T, N / 8] masks x.
     """
-    (t, n), (terms, r, _) = x.shape, a.shape
+    (t, n), r = x.shape, a.shape[0]
     device = device_of(x)
     config = ProjectConfig.choose(LowRankProblem(r, x.element_size()), device)
     block_r = rank_block(r)
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
     part_length, parts = config.divide(n, config.block_n, blocks, device)
-    h = out if parts == 1 else x.new_empty((parts, t, r), dtype=torch.float32)
     launch(
         _project_kernel, blocks * parts,
         *in_order(_project_kernel)(
-            x_ptr=x, a_ptr=a, out_ptr=h, mask_ptr=dropout_mask, T=t, N=n, part_length=part_length, parts=parts,
-            stride_x=x.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
+            x_ptr=x, a_ptr=a, sum_ptr=None if parts == 1 else x.new_empty((parts, t, r), dtype=torch.float32),
+            counter_ptr=zero_counters(x, blocks), out_ptr=out, mask_ptr=dropout_mask,
+            T=t, N=n, part_length=part_length, parts=parts, stride_x=x.stride(0),
+            stride_ar=a.stride(0), stride_an=a.stride(1), stride_part=t * r,
+            stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
             stride_out=out.stride(1), stride_term=out.stride(0), factor=factor,
         ),
-        R=r, X_TERMS=TERMS[x.dtype], A_TERMS=terms, IN_PARTS=parts > 1,
+        R=r, X_TERMS=TERMS[x.dtype], A_TERMS=TERMS[a.dtype],
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
-    if parts > 1:
-        join(h, out)
     return out
 
 
@@ -439,18 +471,20 @@ def token_sums(
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
     part_length, parts = config.divide(t, config.block_t, blocks, device)
-    out = z.new_empty((parts, r, n) if transposed else (parts, n, r), dtype=torch.float32)
-    stride_on, stride_or = (out.stride(2), out.stride(1)) if transposed else (out.stride(1), out.stride(2))
+    out = z.new_empty((r, n) if transposed else (n, r), dtype=torch.float32)
+    stride_on, stride_or = (1, n) if transposed else (r, 1)
     launch(
         _token_sum_kernel, blocks * parts,
         *in_order(_token_sum_kernel)(
-            z_ptr=z, h_ptr=h, out_ptr=out, mask_ptr=dropout_mask, T=t, N=n, part_length=part_length, parts=parts,
+            z_ptr=z, h_ptr=h, sum_ptr=None if parts == 1 else z.new_empty((parts, n, r), dtype=torch.float32),
+            counter_ptr=zero_counters(z, blocks), out_ptr=out, mask_ptr=dropout_mask,
+            T=t, N=n, part_length=part_length, parts=parts,
             stride_z=z.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
             stride_h=h.stride(1), stride_term=h.stride(0),
-            stride_part=out.stride(0), stride_on=stride_on, stride_or=stride_or, factor=factor,
+            stride_part=n * r, stride_on=stride_on, stride_or=stride_or, factor=factor,
         ),
         R=r, Z_TERMS=TERMS[z.dtype],
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
-    return out[0] if parts == 1 else out.sum(0)
+    return out

@@ -43,9 +43,8 @@ class Addition:
         self.h, self.b, self.uses_kernels = low_rank.h, low_rank.b, runs_kernels(x, *low_rank)
         # fp32 has no tensor cores to gain.
         self.uses_kernels = self.uses_kernels and x.dtype in (torch.bfloat16, torch.float16)
-        # The kernels take h and B^T as sums of bf16 tensors, [3, T, R] and [S, R, V].
+        # The kernels take h as a sum of bf16 tensors [3, T, R].
         self.h_terms = split_terms(self.h) if self.uses_kernels else None
-        self.b_terms = split_terms(self.b.t()) if self.uses_kernels and needs_dh else None
         empty = torch.empty_like if computes_all_rows else torch.zeros_like
         self.dh = empty(self.h, dtype=torch.promote_types(self.h.dtype, torch.float32)) if needs_dh else None
         self.db: Tensor | None = None
@@ -67,8 +66,7 @@ class Addition:
         """Add the part of dB, and write the rows of dh, that follow from dlogits [C, V]."""
         if self.h_terms is not None:
             if self.dh is not None:
-                assert self.b_terms is not None
-                terms = project(dlogits, self.b_terms, empty_hidden(dlogits, len(dlogits), self.b.shape[1]))
+                terms = project(dlogits, self.b.t(), empty_hidden(dlogits, len(dlogits), self.b.shape[1]))
                 self.dh[rows] = terms.sum(0, dtype=torch.float32)
             part = token_sums(dlogits, self.h_terms[:, rows]) if self.needs_db else None
         else:
