@@ -8,11 +8,12 @@ Written for axolotl 0.19.0, `axolotl.integrations.base.BasePlugin`.
 
 from typing import Any
 
-from axolotl.integrations.base import BasePlugin
-from pydantic import BaseModel
-
 from tigon.hf.patch import MemoryLevel
-from tigon.integrations.frameworks import check_options, is_known_version, patch_model
+from tigon.integrations.frameworks import check_options, is_known_version, patch_model, require_framework
+
+require_framework("tigon.integrations.axolotl", "axolotl", "axolotl")
+from axolotl.integrations.base import BasePlugin  # noqa: E402
+from pydantic import BaseModel  # noqa: E402
 
 __all__ = ["TigonArgs", "TigonPlugin"]
 

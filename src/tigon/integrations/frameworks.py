@@ -1,7 +1,10 @@
-"""What the integrations share: the check of a framework's version, and the patch of its model with the report."""
+"""What the integrations share: the checks of versions, the patch of a model with its report, and replaced functions."""
 
+import importlib.util
 import logging
+import sys
 import warnings
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -9,16 +12,38 @@ from torch import nn
 
 from tigon.hf.patch import MEMORY, OPTIONS, patch
 from tigon.hf.report import Report
+from tigon.runtime.requirements import require_for
 
-__all__ = ["check_options", "is_known_version", "patch_model"]
+__all__ = ["check_options", "is_known_version", "patch_model", "replace_function", "require_framework"]
 
 LOGGER = logging.getLogger("tigon")
 
 # Other packages that replace the forwards of models. Their names begin the module that contains such a forward.
 KERNEL_LIBRARIES = {"liger_kernel": "Liger Kernel", "unsloth": "Unsloth", "kernels": "kernels"}
 
-# The warnings of `is_known_version` that were given in this process.
+# The warnings of `_warn_once` that were given in this process.
 _warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=4)
+
+
+def require_framework(user: str, module: str, package: str) -> None:
+    """Refuse the import of an integration if its framework is not installed.
+
+    Args:
+        user: The subject of the message, such as "tigon.integrations.lightning".
+        module: The top-level module of the framework, such as "lightning".
+        package: The name of the distribution, which pip installs.
+
+    Raises:
+        ImportError: There is no such module.
+    """
+    if module not in sys.modules and importlib.util.find_spec(module) is None:
+        raise ImportError(f"{user} needs {package}: pip install {package}", name=module)
 
 
 def is_known_version(package: str, tested: str, feature: str) -> bool:
@@ -38,10 +63,7 @@ def is_known_version(package: str, tested: str, feature: str) -> bool:
     if version.split(".")[:2] == tested.split(".")[:2]:
         return True
     installed = f"{package} {version} is installed" if version else f"{package} is not installed"
-    message = f"tigon: {feature} is off: it was written for {package} {tested}, but {installed}"
-    if message not in _warned:
-        _warned.add(message)
-        warnings.warn(message, stacklevel=3)
+    _warn_once(f"tigon: {feature} is off: it was written for {package} {tested}, but {installed}")
     return False
 
 
@@ -62,8 +84,18 @@ def check_options(op: str, memory: Any, options: dict[str, Any]) -> None:
             raise TypeError(f"{op}: {name} must be True or False, got {value!r}")
 
 
-def patch_model(model: nn.Module, memory: Any, options: dict[str, Any]) -> Report:
-    """Patch a model, log the report, and warn if another kernel library has replaced some of its forwards."""
+def patch_model(model: nn.Module, memory: Any, options: dict[str, Any]) -> Report | None:
+    """Patch a model, log the report, and warn if another kernel library has replaced some of its forwards.
+
+    Returns:
+        The report, or None if transformers is older than what `tigon.patch` needs. A warning then names both versions,
+        and the model is trained as it is.
+    """
+    try:
+        require_for(model)
+    except ImportError as error:
+        _warn_once(f"tigon: the model is trained without Tigon: {error}")
+        return None
     report = patch(model, memory=memory, **options)
     LOGGER.info("%s", report)
     for package, name in KERNEL_LIBRARIES.items():
@@ -76,3 +108,32 @@ def patch_model(model: nn.Module, memory: Any, options: dict[str, Any]) -> Repor
                 stacklevel=3,
             )
     return report
+
+
+def replace_function(name: str, owners: tuple[str, ...], wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    """Replace a function of a framework in the modules that hold it under its name.
+
+    A second call changes nothing. Modules that are not imported yet import the function from the first one.
+
+    Args:
+        name: The name of the function.
+        owners: The modules. The first one is imported, the others are skipped if they are not imported yet.
+        wrap: Takes the function and returns its replacement.
+
+    Returns:
+        A function that puts the framework's function back.
+    """
+    original = getattr(importlib.import_module(owners[0]), name)
+    if hasattr(original, "is_tigon"):
+        return lambda: None
+    replacement = wrap(original)
+    vars(replacement)["is_tigon"] = True
+
+    def exchange(old: Any, new: Any) -> None:
+        for owner in owners:
+            module = sys.modules.get(owner)
+            if module is not None and getattr(module, name, None) is old:
+                setattr(module, name, new)
+
+    exchange(original, replacement)
+    return lambda: exchange(replacement, original)

@@ -8,10 +8,11 @@ It takes the place of `llamafactory-cli train`, also under torchrun. Written for
 
 import sys
 
-from tigon.integrations.frameworks import check_options, is_known_version
+from tigon.integrations.frameworks import check_options, is_known_version, require_framework
 
 __all__ = ["main"]
 
+NAME = "tigon.integrations.llamafactory"
 FLAG = "--tigon_memory"
 
 
@@ -21,31 +22,36 @@ def _take_memory(arguments: list[str]) -> str:
     Raises:
         ValueError: The flag has no value.
     """
-    if FLAG not in arguments:
-        return "default"
-    position = arguments.index(FLAG)
-    if position + 1 == len(arguments):
-        raise ValueError(f"tigon.integrations.llamafactory: {FLAG} needs a memory level")
-    memory = arguments[position + 1]
-    del arguments[position : position + 2]
-    return memory
+    for position, argument in enumerate(arguments):
+        name, is_joined, memory = argument.partition("=")
+        if name != FLAG:
+            continue
+        end = position + (1 if is_joined else 2)
+        if end > len(arguments):
+            raise ValueError(f"{NAME}: {FLAG} needs a memory level")
+        memory = memory if is_joined else arguments[position + 1]
+        del arguments[position:end]
+        return memory
+    return "default"
 
 
 def main() -> None:
     """Run the training of `sys.argv` with Tigon. With another version of LLaMA-Factory, warn and run it without Tigon.
 
     Raises:
+        ImportError: LLaMA-Factory is not installed.
         ValueError: The memory level is unknown.
     """
     memory = _take_memory(sys.argv)
-    check_options("tigon.integrations.llamafactory", memory, {})
-    from llamafactory.train.tuner import run_exp
-
+    check_options(NAME, memory, {})
+    require_framework(NAME, "llamafactory", "llamafactory")
     callbacks = []
     if is_known_version("llamafactory", "0.9.5", "the callback for LLaMA-Factory"):
         from tigon.integrations.trainer import TigonCallback
 
         callbacks.append(TigonCallback(memory))  # type: ignore[arg-type]
+    from llamafactory.train.tuner import run_exp
+
     run_exp(callbacks=callbacks)
 
 

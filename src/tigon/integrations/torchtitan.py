@@ -6,12 +6,15 @@
 |---|---|---|
 | `rms_norm` | `RMSNorm` | `tigon.rms_norm`, rounded after the weight, as `torch.nn.RMSNorm` |
 | `feed_forward` | `FeedForward` | `tigon.swiglu` between the three linear layers |
+| `complex_rope` | `ComplexRoPE` (Llama 3, DeepSeek V3) | `tigon.rope`, pairs 2 i and 2 i + 1 |
+| `cos_sin_rope` | `CosSinRoPE` (Qwen 3, GPT-OSS) | `tigon.rope`, pairs i and i + D / 2 |
 | `cross_entropy` | `CrossEntropyLoss` | `tigon.cross_entropy`, summed |
 
-Parameters and state dicts stay those of torchtitan. A DTensor, as tensor parallelism passes it, takes the code of
-torchtitan. Written for torchtitan 0.3.0, `torchtitan.config.override`.
+Parameters and state dicts stay those of torchtitan. torchtitan's code computes DTensors, as tensor parallelism passes
+them, and everything while `spmd_typechecking` is on. Written for torchtitan 0.3.0, `torchtitan.config.override`. With
+another version, one warning names both versions, and the overrides return the configs as they are.
 
-Shapes: B sequences of S tokens, V vocabulary.
+Shapes: B sequences of S tokens, N heads of D features, V vocabulary.
 """
 
 from dataclasses import dataclass
@@ -19,21 +22,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss
-from torchtitan.config.override import derive, override
-from torchtitan.models.common.feed_forward import FeedForward
-from torchtitan.models.common.nn_modules import RMSNorm
 
+from tigon.integrations.frameworks import is_known_version, require_framework
 from tigon.ops.logits.cross_entropy import cross_entropy as tigon_cross_entropy
 from tigon.ops.mlps.glu import swiglu
 from tigon.ops.norms.rms_norm import rms_norm as tigon_rms_norm
+from tigon.ops.rotary.rope import rope
 
-__all__ = ["cross_entropy", "feed_forward", "rms_norm"]
+require_framework("tigon.integrations.torchtitan", "torchtitan", "torchtitan")
+import spmd_types  # noqa: E402
+from torchtitan.components.loss import IGNORE_INDEX, CrossEntropyLoss  # noqa: E402
+from torchtitan.config.override import derive, override  # noqa: E402
+from torchtitan.models.common.feed_forward import FeedForward  # noqa: E402
+from torchtitan.models.common.nn_modules import RMSNorm  # noqa: E402
+from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE  # noqa: E402
+
+__all__ = ["complex_rope", "cos_sin_rope", "cross_entropy", "feed_forward", "rms_norm"]
+
+
+# --- modules ---------------------------------------------------------------------------------------
 
 
 def _is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether Tigon's ops take these tensors; they take no DTensors."""
-    return all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    """Return whether Tigon's ops take these tensors. They take no DTensors and give no types of spmd_types."""
+    is_tensor = all(x is None or type(x) in (Tensor, torch.nn.Parameter) for x in tensors)
+    return is_tensor and not spmd_types.is_type_checking()
 
 
 class TigonRMSNorm(RMSNorm):
@@ -65,6 +78,46 @@ class TigonFeedForward(FeedForward):
         return self.w2(swiglu(gate, up))
 
 
+class TigonComplexRoPE(ComplexRoPE):
+    """torchtitan's `ComplexRoPE` on `tigon.rope`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(ComplexRoPE.Config):
+        """The fields are those of torchtitan."""
+
+    @staticmethod
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate [B, S, N, D] by the complex cache [1 | B, S, 1, D / 2]."""
+        if not _is_plain(query, key, rope_cache) or query.dim() != 4:
+            return ComplexRoPE.apply_rotary_emb(query, key, rope_cache)
+        cos, sin = torch.view_as_real(rope_cache.squeeze(2)).unbind(-1)
+        return _rotate(query, key, cos, sin, layout="interleaved", table="once")
+
+
+class TigonCosSinRoPE(CosSinRoPE):
+    """torchtitan's `CosSinRoPE` on `tigon.rope`."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CosSinRoPE.Config):
+        """The fields are those of torchtitan."""
+
+    @staticmethod
+    def apply_rotary_emb(query: Tensor, key: Tensor, rope_cache: Tensor) -> tuple[Tensor, Tensor]:
+        """Rotate [B, S, N, D] by the cache [1 | B, S, 1, 2 D], the cosines followed by the sines."""
+        if not _is_plain(query, key, rope_cache) or query.dim() != 4:
+            return CosSinRoPE.apply_rotary_emb(query, key, rope_cache)
+        cos, sin = rope_cache.squeeze(2).chunk(2, -1)
+        return _rotate(query, key, cos, sin)
+
+
+def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the rotated queries and keys, each in its dtype."""
+    if query.dtype == key.dtype:
+        return rope(query, key, cos, sin, unsqueeze_dim=2, dtype=query.dtype, **options)  # type: ignore[return-value]
+    rotated = (rope(x, None, cos, sin, unsqueeze_dim=2, dtype=x.dtype, **options)[0] for x in (query, key))
+    return tuple(rotated)  # type: ignore[return-value]
+
+
 class TigonCrossEntropyLoss(CrossEntropyLoss):
     """torchtitan's `CrossEntropyLoss` on `tigon.cross_entropy`. `torch.compile` of the loss stays off."""
 
@@ -87,19 +140,41 @@ class TigonCrossEntropyLoss(CrossEntropyLoss):
         self.fn = fn
 
 
+# --- overrides -------------------------------------------------------------------------------------
+
+
+def _replace(config: Any, target: Any) -> Any:
+    """Return the config with the fields of `config` that builds Tigon's class, or `config` for an unknown version."""
+    if not is_known_version("torchtitan", "0.3.0", "tigon.integrations.torchtitan"):
+        return config
+    return derive(config, target)
+
+
 @override(target=RMSNorm.Config, exact=True, description="Tigon: RMSNorm in one kernel.")
 def rms_norm(config: Any) -> Any:
     """Return the config of `TigonRMSNorm`."""
-    return derive(config, TigonRMSNorm.Config)
+    return _replace(config, TigonRMSNorm.Config)
 
 
 @override(target=FeedForward.Config, exact=True, description="Tigon: the gate of SwiGLU in one kernel.")
 def feed_forward(config: Any) -> Any:
     """Return the config of `TigonFeedForward`."""
-    return derive(config, TigonFeedForward.Config)
+    return _replace(config, TigonFeedForward.Config)
+
+
+@override(target=ComplexRoPE.Config, exact=True, description="Tigon: rotary embeddings of q and k in one kernel.")
+def complex_rope(config: Any) -> Any:
+    """Return the config of `TigonComplexRoPE`."""
+    return _replace(config, TigonComplexRoPE.Config)
+
+
+@override(target=CosSinRoPE.Config, exact=True, description="Tigon: rotary embeddings of q and k in one kernel.")
+def cos_sin_rope(config: Any) -> Any:
+    """Return the config of `TigonCosSinRoPE`."""
+    return _replace(config, TigonCosSinRoPE.Config)
 
 
 @override(target=CrossEntropyLoss.Config, exact=True, description="Tigon: cross entropy in one kernel.")
 def cross_entropy(config: Any) -> Any:
     """Return the config of `TigonCrossEntropyLoss`."""
-    return derive(config, TigonCrossEntropyLoss.Config)
+    return _replace(config, TigonCrossEntropyLoss.Config)

@@ -56,6 +56,9 @@ class TigonCallback(TrainerCallback):
         self._patch(model)
 
     def _patch(self, model: Any) -> None:
-        if model is not None and (self._patched_model is None or self._patched_model() is not model):
-            self.report = patch_model(model, self.memory, self.options)
-            self._patched_model = weakref.ref(model)
+        patched_model = None if self._patched_model is None else self._patched_model()
+        # At the start of training, FSDP or a compiler may have wrapped the model that was patched.
+        if model is None or (patched_model is not None and any(m is patched_model for m in model.modules())):
+            return
+        self.report = patch_model(model, self.memory, self.options)
+        self._patched_model = weakref.ref(model)

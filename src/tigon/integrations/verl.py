@@ -4,20 +4,19 @@
 
 verl computes log-probabilities from the logits itself, so the loss in the head stays off. Norms, MLPs, experts,
 adapters and rotary embeddings are replaced. Leave `use_liger` off. Written for verl 0.9.1: its engine for FSDP calls
-`verl.models.transformers.monkey_patch.apply_monkey_patch` with each model, before it adds adapters and shards it.
+`verl.models.transformers.monkey_patch.apply_monkey_patch` with each model, before it adds adapters and shards it. The
+other engines do not call it, and their models stay as they are.
 """
 
 import functools
-import importlib
-import sys
 from typing import Any
 
-from tigon.integrations.frameworks import is_known_version, patch_model
+from tigon.integrations.frameworks import is_known_version, patch_model, replace_function
 
 __all__ = ["register"]
 
-NAME = "apply_monkey_patch"
 # The modules that hold this function. The last one may be imported before or after this module.
+NAME = "apply_monkey_patch"
 OWNERS = (
     "verl.models.transformers.monkey_patch",
     "verl.models.transformers",
@@ -34,22 +33,13 @@ def _wrap(original: Any) -> Any:
         patch_model(model, "default", {"loss": False})
         return result
 
-    vars(apply_monkey_patch)["is_tigon"] = True
     return apply_monkey_patch
 
 
 def register() -> None:
     """Let verl patch its models with Tigon. With another version of verl, warn once and change nothing."""
-    if not is_known_version("verl", "0.9.1", "tigon.integrations.verl"):
-        return
-    original = getattr(importlib.import_module(OWNERS[0]), NAME)
-    if hasattr(original, "is_tigon"):
-        return
-    replacement = _wrap(original)
-    for owner in OWNERS:
-        module = sys.modules.get(owner)
-        if module is not None and getattr(module, NAME, None) is original:
-            setattr(module, NAME, replacement)
+    if is_known_version("verl", "0.9.1", "tigon.integrations.verl"):
+        replace_function(NAME, OWNERS, _wrap)
 
 
 register()

@@ -1,10 +1,13 @@
-"""Use Tigon in ms-swift: the file registers callbacks, which patch the model that is trained.
+"""Use Tigon in ms-swift. The import adds callbacks to ms-swift, which patch the model that is trained:
 
-    swift sft --external_plugins "$(python -c 'import tigon.integrations.swift as s; print(s.__file__)')" \
-        --callbacks tigon_lean ...
+    echo "import tigon.integrations.swift" > tigon_plugin.py
+    swift sft --external_plugins tigon_plugin.py --callbacks tigon_lean ...
 
 `tigon` patches at the memory level "default", `tigon_lean`, `tigon_lean_mlp` and `tigon_offload` at the others.
-ms-swift runs this file by its path. Written for ms-swift 4.6.0, `swift.callbacks.callbacks_map`.
+Written for ms-swift 4.6.0, `swift.callbacks.callbacks_map`.
+
+This file is alone in its folder, because `--external_plugins` also takes its path: ms-swift then adds the folder to
+`sys.path`, where `trl.py` or `megatron.py` of Tigon would hide the packages with these names.
 """
 
 from typing import Any
