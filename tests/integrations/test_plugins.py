@@ -5,10 +5,12 @@ A stand-in has exactly the names that the plug-in uses, as they are in the versi
 
 import doctest
 import importlib
+import importlib.util
 import sys
 import types
 import warnings
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ import transformers
 import tigon
 from tigon.integrations import experts, frameworks, megatron
 from tigon.integrations.trainer import TigonCallback
+from tigon.runtime import requirements
 
 pytestmark = pytest.mark.no_interpreter("The tests show which modules are patched.")
 
@@ -163,11 +166,18 @@ def test_axolotl(install):
     plugin_module = importlib.import_module("tigon.integrations.axolotl")
     plugin = plugin_module.TigonPlugin()
     module, _, name = plugin.get_input_args().rpartition(".")
-    cfg = getattr(importlib.import_module(module), name)(tigon_memory="lean", tigon_options={"glu": False})
+    arguments = getattr(importlib.import_module(module), name)(tigon_memory="lean", tigon_options={"glu": False})
+    cfg = types.SimpleNamespace(**arguments.model_dump(), rl=None)
     model = tiny_llama()
     plugin.post_model_load(cfg, model)
+    assert "forward" in vars(model.lm_head)
     assert "forward" in vars(model.model.norm)
     assert "forward" not in vars(model.model.layers[0].mlp)
+    # The trainers of preferences pass labels to the model and compute their loss from its logits.
+    cfg.rl, model = "orpo", tiny_llama()
+    plugin.post_model_load(cfg, model)
+    assert "forward" in vars(model.model.norm)
+    assert "forward" not in vars(model.lm_head)
     with pytest.raises(ValueError, match="tigon_memory"):
         plugin_module.TigonArgs(tigon_memory="small")
 
@@ -176,9 +186,23 @@ def test_ms_swift(install):
     table: dict[str, Any] = {}
     install("ms-swift", "4.6.0", "swift", swift={}, swift__callbacks={"callbacks_map": table})
     importlib.import_module("tigon.integrations.swift")
-    callback = table["tigon_lean"](None, None)
+    shapes: list[Any] = []
+    trainer = types.SimpleNamespace(_compute_acc=lambda outputs, labels: shapes.append(outputs.logits.shape))
+    callback = table["tigon_lean"](None, trainer)
     assert callback.memory == "lean"
     assert isinstance(callback, transformers.TrainerCallback)
+    # ms-swift reads the logits of each step that has a loss.
+    model, tokens = tiny_llama(), torch.arange(5)[None]
+    callback.on_init_end(None, None, None, model=model)
+    for options in ({}, {"skip_logits": False}):
+        trainer._compute_acc(model(input_ids=tokens, labels=tokens, **options), tokens)
+    assert shapes == [(1, 5, 61)]
+
+
+def test_the_file_for_ms_swift_hides_no_package():
+    # `--external_plugins` adds the folder of the file to `sys.path`.
+    folder = Path(frameworks.__file__).parent / "swift"
+    assert [file.name for file in folder.iterdir() if file.name != "__pycache__"] == ["__init__.py"]
 
 
 def test_verl(install):
@@ -193,6 +217,33 @@ def test_verl(install):
     assert calls == [{"ulysses_sp_size": 1}]
     assert "forward" in vars(model.model.norm)
     assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize("plugin", ["axolotl", "lightning", "torchtitan"])
+def test_the_import_without_the_framework_names_the_package(plugin, monkeypatch):
+    if importlib.util.find_spec(plugin) is not None:
+        pytest.skip(f"{plugin} is installed")
+    with pytest.raises(ImportError, match=f"tigon.integrations.{plugin} needs {plugin}: pip install {plugin}"):
+        importlib.import_module(f"tigon.integrations.{plugin}")
+
+
+def test_an_old_transformers_gives_one_warning(monkeypatch):
+    monkeypatch.setattr(frameworks, "_warned", set())
+    monkeypatch.setitem(requirements.FLOORS, "transformers", "99")
+    model = tiny_llama()
+    with pytest.warns(UserWarning, match=r"trained without Tigon: .* needs transformers 99 or later \("):
+        assert frameworks.patch_model(model, "default", {}) is None
+    assert "forward" not in vars(model.model.norm)
+
+
+def test_a_wrapped_model_is_not_patched_again():
+    callback, model = TigonCallback(), tiny_llama()
+    callback.on_init_end(None, None, None, model=model)
+    report = callback.report
+    callback.on_train_begin(None, None, None, model=torch.nn.Sequential(model))
+    assert callback.report is report
+    callback.on_train_begin(None, None, None, model=tiny_llama())
+    assert callback.report is not report
 
 
 @pytest.mark.parametrize(("plugin", "distribution"), [("verl", "verl"), ("swift", "ms-swift")])
@@ -210,9 +261,15 @@ def test_llama_factory(install, monkeypatch):
     plugin = importlib.import_module("tigon.integrations.llamafactory")
     monkeypatch.setattr(sys, "argv", ["x", "config.yaml", "--tigon_memory", "lean", "lr=1"])
     plugin.main()
-    ((arguments, (callback,)),) = runs
-    assert arguments == ["config.yaml", "lr=1"]
-    assert callback.memory == "lean"
+    monkeypatch.setattr(sys, "argv", ["x", "config.yaml", "--tigon_memory=offload"])
+    plugin.main()
+    assert [(arguments, callback.memory) for arguments, (callback,) in runs] == [
+        (["config.yaml", "lr=1"], "lean"),
+        (["config.yaml"], "offload"),
+    ]
+    monkeypatch.setattr(sys, "argv", ["x", "config.yaml", "--tigon_memory"])
+    with pytest.raises(ValueError, match="--tigon_memory needs a memory level"):
+        plugin.main()
 
 
 # --- frameworks as they are ------------------------------------------------------------------------
@@ -225,6 +282,8 @@ def test_lightning(tmp_path):
     class Module(pl.LightningModule):
         def __init__(self, late: bool) -> None:
             super().__init__()
+            # A module that exists from the start does not keep the callback from a model that is built later.
+            self.metric = torch.nn.Linear(1, 1)
             self.model = None if late else tiny_llama()
 
         def configure_model(self) -> None:
@@ -244,59 +303,3 @@ def test_lightning(tmp_path):
         )  # fmt: skip
         trainer.fit(Module(late), torch.utils.data.DataLoader(torch.randint(61, (2, 8)), batch_size=2))
         assert {"rms_norm", "glu", "rope", "loss"} <= parts_of(callback.report)
-
-
-def test_the_megatron_layers():
-    config = types.SimpleNamespace(layernorm_zero_centered_gamma=True, sequence_parallel=False)
-    norm = megatron.TigonRMSNorm(config, 8, eps=1e-5)
-    x = torch.randn(4, 2, 8)
-    # The weight of a zero-centred norm starts at zero, and the norm multiplies by 1 + weight.
-    torch.testing.assert_close(norm(x), torch.nn.functional.rms_norm(x, (8,), eps=1e-5))
-    assert not norm.weight.any()
-    gate, up = x.chunk(2, -1)
-    torch.testing.assert_close(megatron.bias_swiglu_impl(x, None), torch.nn.functional.silu(gate) * up)
-    bias = torch.randn(8)
-    torch.testing.assert_close(megatron.bias_swiglu_impl(x, bias), megatron.bias_swiglu_impl(x + bias, None))
-
-
-def test_megatron_calls_the_function(install):
-    mlp: dict[str, Any] = {"bias_swiglu_impl": lambda *a: "stock"}
-    install("megatron-core", "0.16.1", "none", megatron={}, megatron__core={}, megatron__core__transformer={},
-            megatron__core__transformer__mlp=mlp)  # fmt: skip
-    undo = megatron.enable_swiglu()
-    module = sys.modules["megatron.core.transformer.mlp"]
-    assert module.bias_swiglu_impl is not mlp["bias_swiglu_impl"]
-    # A request that Tigon's op does not serve runs the code of Megatron.
-    assert module.bias_swiglu_impl(torch.randn(2, 8), None, True, False) == "stock"
-    assert module.bias_swiglu_impl(torch.randn(2, 8), None, False, False).shape == (2, 4)
-    undo()
-    assert module.bias_swiglu_impl is mlp["bias_swiglu_impl"]
-
-
-# The linear layers of torchtitan's `FeedForward`.
-SHAPES = ("w1", 8, 12), ("w3", 8, 12), ("w2", 12, 8)
-
-
-def test_torchtitan():
-    pytest.importorskip("torchtitan.models.common.feed_forward")
-    pytest.importorskip("torchtitan.config.override")
-    from torchtitan.components.loss import CrossEntropyLoss
-    from torchtitan.models.common.feed_forward import FeedForward
-    from torchtitan.models.common.linear import Linear
-    from torchtitan.models.common.nn_modules import RMSNorm
-
-    plugin = importlib.import_module("tigon.integrations.torchtitan")
-    x = torch.randn(3, 8)
-    stock = RMSNorm.Config(normalized_shape=8)
-    torch.testing.assert_close(plugin.rms_norm(stock).build()(x), stock.build()(x))
-    linears = {name: Linear.Config(in_features=i, out_features=o) for name, i, o in SHAPES}
-    stock_mlp = FeedForward.Config(**linears)
-    mlp, tigon_mlp = stock_mlp.build(), plugin.feed_forward(stock_mlp).build()
-    for parameter in mlp.parameters():
-        torch.nn.init.normal_(parameter)
-    tigon_mlp.load_state_dict(mlp.state_dict())
-    torch.testing.assert_close(tigon_mlp(x), mlp(x))
-    logits, labels = torch.randn(2, 3, 8), torch.tensor([[1, 2, -100], [0, 7, 3]])
-    losses = [config.build()(logits, labels, None)[0] for config in (plugin.cross_entropy(CrossEntropyLoss.Config()),
-                                                                     CrossEntropyLoss.Config())]  # fmt: skip
-    torch.testing.assert_close(*losses)

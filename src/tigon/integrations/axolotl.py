@@ -35,8 +35,13 @@ class TigonPlugin(BasePlugin):
         return "tigon.integrations.axolotl.TigonArgs"
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
-        """Patch the model at the level `cfg.tigon_memory`."""
+        """Patch the model at the level `cfg.tigon_memory`.
+
+        The trainers of `cfg.rl` compute their losses from the logits themselves, so the loss in the head stays off.
+        """
         memory, options = cfg.tigon_memory or "default", dict(cfg.tigon_options or {})
+        if cfg.rl:
+            options["loss"] = False
         check_options("tigon.integrations.axolotl", memory, options)
         if is_known_version("axolotl", "0.19.0", "TigonPlugin"):
             patch_model(model, memory, options)

@@ -27,7 +27,7 @@ from tigon.integrations.frameworks import is_known_version, require_framework
 from tigon.ops.logits.cross_entropy import cross_entropy as tigon_cross_entropy
 from tigon.ops.mlps.glu import swiglu
 from tigon.ops.norms.rms_norm import rms_norm as tigon_rms_norm
-from tigon.ops.rotary.rope import rope
+from tigon.ops.rotary.rope import can_run_kernels, rope
 
 require_framework("tigon.integrations.torchtitan", "torchtitan", "torchtitan")
 import spmd_types  # noqa: E402
@@ -112,10 +112,10 @@ class TigonCosSinRoPE(CosSinRoPE):
 
 def _rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Return the rotated queries and keys, each in its dtype."""
-    if query.dtype == key.dtype:
-        return rope(query, key, cos, sin, unsqueeze_dim=2, dtype=query.dtype, **options)  # type: ignore[return-value]
-    rotated = (rope(x, None, cos, sin, unsqueeze_dim=2, dtype=x.dtype, **options)[0] for x in (query, key))
-    return tuple(rotated)  # type: ignore[return-value]
+    # The reference of `tigon.rope` would round the two terms of a gradient to bf16. The kernels compute in fp32.
+    inputs = (query, key) if can_run_kernels(query, key, cos, sin) else (query.float(), key.float())
+    rotated = rope(*inputs, cos, sin, unsqueeze_dim=2, dtype=query.dtype, **options)
+    return rotated[0], rotated[1].to(key.dtype)  # type: ignore[union-attr]
 
 
 class TigonCrossEntropyLoss(CrossEntropyLoss):
