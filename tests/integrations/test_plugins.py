@@ -275,6 +275,62 @@ def test_llama_factory(install, monkeypatch):
 # --- frameworks as they are ------------------------------------------------------------------------
 
 
+@pytest.fixture
+def real_plugin():
+    """Return a function that imports a plug-in, and skips the test unless its framework has the known version."""
+
+    def import_plugin(plugin: str, distribution: str, version: str, module: str) -> Any:
+        pytest.importorskip(module)
+        if metadata.version(distribution).split(".")[:2] != version.split(".")[:2]:
+            pytest.skip(f"the plug-in was written for {distribution} {version}")
+        sys.modules.pop(f"tigon.integrations.{plugin}", None)
+        return importlib.import_module(f"tigon.integrations.{plugin}")
+
+    return import_plugin
+
+
+def test_axolotl_itself(real_plugin):
+    real_plugin("axolotl", "axolotl", "0.19.0", "axolotl.integrations.base")
+    from axolotl.integrations.base import PluginManager
+    from axolotl.utils.dict import DictDefault
+
+    manager = PluginManager.get_instance()
+    manager.register("tigon.integrations.axolotl.TigonPlugin")
+    assert manager.get_input_args() == ["tigon.integrations.axolotl.TigonArgs"]
+    for cfg, has_glu in (({}, True), ({"tigon_memory": "lean", "tigon_options": {"glu": False}}, False)):
+        model = tiny_llama()
+        manager.post_model_load(DictDefault(cfg), model)
+        assert "forward" in vars(model.model.norm)
+        assert ("forward" in vars(model.model.layers[0].mlp)) == has_glu
+
+
+def test_ms_swift_itself(real_plugin, tmp_path):
+    real_plugin("swift", "ms-swift", "4.6.0", "swift.callbacks")
+    from swift.callbacks import callbacks_map
+    from swift.utils import import_external_file
+
+    for name in [name for name in callbacks_map if name.startswith("tigon")]:
+        del callbacks_map[name]
+    sys.modules.pop("tigon.integrations.swift")
+    (tmp_path / "tigon_plugin.py").write_text("import tigon.integrations.swift\n")
+    import_external_file(str(tmp_path / "tigon_plugin.py"))
+    assert callbacks_map["tigon_lean_mlp"](None, None).memory == "lean+mlp"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_verl_itself(real_plugin, device):
+    real_plugin("verl", "verl", "0.9.1", "verl.models.transformers.monkey_patch")
+    from verl.models.transformers import apply_monkey_patch
+
+    # All ranks but the first one build the model on the meta device.
+    with torch.device(device):
+        model = tiny_llama()
+    apply_monkey_patch(model=model, use_remove_padding=True, ulysses_sp_size=1, use_fused_kernels=False)
+    assert "forward" in vars(model.model.norm)
+    assert "forward" in vars(model.model.layers[0].mlp)
+    assert "forward" not in vars(model.lm_head)
+
+
 def test_lightning(tmp_path):
     pl = pytest.importorskip("lightning.pytorch")
     from tigon.integrations.lightning import TigonCallback as LightningCallback

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tigon.integrations.frameworks import is_known_version, replace_function
-from tigon.ops.logits.cross_entropy import cross_entropy
+from tigon.integrations.frameworks import is_known_version, replace_function, token_losses
 
 __all__ = ["enable_cross_entropy"]
 
@@ -52,9 +51,7 @@ def _wrap_kernel(original: Any) -> Any:
 
     @functools.wraps(original)
     def replacement(logits: Tensor, target: Tensor, group: Any, ignore_index: int) -> Tensor:
-        ranks = 1 if group is None else group.size()
-        sharding = {} if ranks == 1 else {"process_group": group, "vocab_size": ranks * logits.shape[-1]}
-        return cross_entropy(logits, target, ignore_index=ignore_index, reduction="none", **sharding)  # type: ignore[arg-type]
+        return token_losses(logits, target, ignore_index, group)
 
     return replacement
 
@@ -65,6 +62,8 @@ def enable_cross_entropy() -> Callable[[], None]:
     This serves `VocabParallelCrossEntropyLoss`, `VocabParallelCausalLMLoss` and the two functions, for every `backend`.
     Where the ranks have different numbers of columns, DeepSpeed computes the loss. With another version of DeepSpeed,
     this function warns once and changes nothing.
+
+    The ranks must have equally many columns if their number divides V, as for the kernel that DeepSpeed itself can call.
 
     Returns:
         A function that restores DeepSpeed's functions.

@@ -8,13 +8,16 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from tigon.hf.patch import MEMORY, OPTIONS, patch
 from tigon.hf.report import Report
+from tigon.ops.logits.cross_entropy import cross_entropy
 from tigon.runtime.requirements import require_for
 
-__all__ = ["check_options", "is_known_version", "patch_model", "replace_function", "require_framework"]
+__all__ = [
+    "check_options", "is_known_version", "patch_model", "replace_function", "require_framework", "token_losses",
+]  # fmt: skip
 
 LOGGER = logging.getLogger("tigon")
 
@@ -137,3 +140,19 @@ def replace_function(name: str, owners: tuple[str, ...], wrap: Callable[[Any], A
 
     exchange(original, replacement)
     return lambda: exchange(replacement, original)
+
+
+def token_losses(logits: Tensor, target: Tensor, ignore_index: int, group: Any) -> Tensor:
+    """Return the losses [...] in fp32 of logits [..., V_p] and targets [...].
+
+    Args:
+        logits: V_p columns of this rank. Every rank of the group has equally many.
+        target: Class indices of the whole vocabulary.
+        ignore_index: Targets of this value have loss zero.
+        group: The ranks that share the vocabulary, or None if this rank has all columns.
+    """
+    ranks = 1 if group is None else group.size()
+    sharding: dict[str, Any] = {"process_group": group, "vocab_size": ranks * logits.shape[-1]} if ranks > 1 else {}
+    losses = cross_entropy(logits, target, ignore_index=ignore_index, reduction="none", **sharding)
+    assert isinstance(losses, Tensor)
+    return losses

@@ -5,6 +5,7 @@
 Written for lightning 2.6.6, `lightning.pytorch.Callback`.
 """
 
+import warnings
 import weakref
 from typing import Any
 
@@ -49,7 +50,10 @@ class TigonCallback(Callback):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Patch the modules that exist before `configure_model`."""
         if stage == "fit":
-            self._patch(pl_module)
+            with warnings.catch_warnings():
+                # The model may be built later.
+                warnings.filterwarnings("ignore", r"tigon\.patch\(.*\): nothing was recognised")
+                self._patch(pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Patch the modules that were built since."""
@@ -59,7 +63,8 @@ class TigonCallback(Callback):
         modules = [m for child in module.children() for m in child.modules()]
         # The strategy adds its own modules, and they need no patch.
         new = [m for m in modules if m not in self._known_modules and not _is_wrapper(m)]
-        if new and is_known_version("lightning", "2.6.6", "the callback for Lightning"):
+        is_needed = new or (self.report is not None and not self.report.replaced)
+        if is_needed and is_known_version("lightning", "2.6.6", "the callback for Lightning"):
             self._known_modules.update(new)
             self.report = patch_model(module, self.memory, self.options)
 

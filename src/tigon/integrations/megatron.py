@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tigon.integrations.frameworks import is_known_version, replace_function
-from tigon.ops.logits.cross_entropy import cross_entropy
+from tigon.integrations.frameworks import is_known_version, replace_function, token_losses
 from tigon.ops.mlps.glu import swiglu
 from tigon.ops.norms.rms_norm import rms_norm
 
@@ -143,12 +142,9 @@ def enable_swiglu() -> Callable[[], None]:
 
 
 def _loss(logits: Tensor, target: Tensor, group: Any) -> Tensor:
-    """Return the losses [S, B] in fp32 of logits [S, B, V_p]. Every rank of the group has V / ranks columns."""
-    ranks = 1 if group is None else group.size()
-    sharding = {} if ranks == 1 else {"process_group": group, "vocab_size": ranks * logits.shape[-1]}
+    """Return the losses [S, B] in fp32 of logits [S, B, V_p]."""
     # Megatron-Core masks the losses afterwards. Negative targets therefore belong to tokens that do not count.
-    target = target.masked_fill(target < 0, -100)
-    return cross_entropy(logits, target, ignore_index=-100, reduction="none", **sharding)  # type: ignore[arg-type]
+    return token_losses(logits, target.clamp(min=-1), -1, group)
 
 
 def _wrap_fused_loss(original: Any) -> Any:
