@@ -63,7 +63,7 @@ def enable_cross_entropy() -> Callable[[], None]:
     Where the ranks have different numbers of columns, DeepSpeed computes the loss. With another version of DeepSpeed,
     this function warns once and changes nothing.
 
-    The ranks must have equally many columns if their number divides V, as for the kernel that DeepSpeed itself can call.
+    As for the kernel that DeepSpeed itself can call, ranks whose number divides V must have equally many columns.
 
     Returns:
         A function that restores DeepSpeed's functions.

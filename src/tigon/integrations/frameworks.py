@@ -22,7 +22,7 @@ __all__ = [
 LOGGER = logging.getLogger("tigon")
 
 # Other packages that replace the forwards of models. Their names begin the module that contains such a forward.
-KERNEL_LIBRARIES = {"liger_kernel": "Liger Kernel", "unsloth": "Unsloth", "kernels": "kernels"}
+KERNEL_LIBRARIES = {"liger_kernel": "Liger Kernel", "unsloth": "Unsloth", "kernels": "kernels", "axolotl": "axolotl"}
 
 # The warnings of `_warn_once` that were given in this process.
 _warned: set[str] = set()
