@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,7 +29,7 @@ from tigon.memory.layers import LayerJudgement
 from tigon.memory.lean import lean
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install
 
-__all__ = ["LEVELS", "LeanForward", "apply_level", "explain_refusal", "find_lean_forward"]
+__all__ = ["LEVELS", "LEVEL_NAMES", "LeanForward", "apply_level", "explain_refusal", "find_lean_forward", "find_level"]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Level:
     mlp: bool = False
     offload: bool = False
     checkpoint: bool = False
+    # The number of layers, from the first one on, that `mlp` applies to; None for all.
+    layers: int | None = None
 
 
 LEVELS = {
@@ -64,6 +67,27 @@ LEVELS = {
 }
 
 
+# A level with a number of layers: lean+mlp in the first ones, and lean in the others.
+_PARTIAL = re.compile(r"lean\+mlp:([1-9][0-9]*)")
+LEVEL_NAMES = ", ".join(map(repr, LEVELS)) + " and 'lean+mlp:N' for a number N of layers"
+
+
+def find_level(name: object) -> Level | None:
+    """Return the level with this name; None if there is none."""
+    if not isinstance(name, str):
+        return None
+    if (match := _PARTIAL.fullmatch(name)) is None:
+        return LEVELS.get(name)
+    note = f"{name}: lean, and in the first {match[1]} layers also without the outputs of gate and up projections"
+    return Level(note, lean=True, mlp=True, layers=int(match[1]))
+
+
+def _level(name: str) -> Level:
+    level = find_level(name)
+    assert level is not None
+    return level
+
+
 @dataclass(eq=False)
 class LeanForward:
     """Recipe that runs the forward of the module's class, or another recipe, in a block of `lean`."""
@@ -79,9 +103,12 @@ class LeanForward:
 
 def _find_obstacle(model: nn.Module, level: str) -> str | None:
     """Return why a model cannot have a level; None if it can."""
-    if LEVELS[level].checkpoint:
+    options = _level(level)
+    if options.checkpoint:
         return _explain_no_checkpoint(model)
-    return _explain_no_lean(model) if LEVELS[level].lean else None
+    if options.layers is not None and options.layers > (count := len(_layers(model))):
+        return f"it has {count} layers"
+    return _explain_no_lean(model) if options.lean else None
 
 
 def explain_refusal(model: nn.Module, level: str) -> str | None:
@@ -94,10 +121,11 @@ def explain_refusal(model: nn.Module, level: str) -> str | None:
 
 def apply_level(model: nn.Module, level: str) -> tuple[Callable[[], None], str]:
     """Apply a level that is possible for this model; return the function that undoes it, and a note for the report."""
-    if not LEVELS[level].checkpoint:
-        return _make_lean(model, LEVELS[level]), LEVELS[level].note
+    options = _level(level)
+    if not options.checkpoint:
+        return _make_lean(model, options), options.note
     undo, excludes_last, reasons = _switch_on(model)
-    note = LEVELS[level].note.format(" except the last" if excludes_last else "")
+    note = options.note.format(" except the last" if excludes_last else "")
     if reasons:
         note += f"; {len(reasons)} layers run once, because a second run might differ: {reasons[0]}"
     return undo, note
@@ -134,13 +162,27 @@ def _explain_no_lean(model: nn.Module) -> str | None:
 
 def _make_lean(model: nn.Module, level: Level) -> Callable[[], None]:
     """Let the forwards of the model and its bodies, which may be replacements already, run in a block of `lean`."""
-    undo = [_make_place_lean(place, level) for place in _lean_places(model)]
+    lean_level = LEVELS["lean"]
+    undo = [_make_place_lean(place, level if level.layers is None else lean_level) for place in _lean_places(model)]
+    # The block of a layer adds its options to the block of the model. The first layers are chosen, because backward
+    # reaches them last, when the memory of the others is free again.
+    for i, layer in enumerate(_layers(model)):
+        has_option = level.layers is not None and i < level.layers
+        # An earlier level may have installed a block in this layer.
+        if has_option or isinstance(getattr(find_replacement(layer), "recipe", None), LeanForward):
+            undo.append(_make_place_lean(layer, level if has_option else lean_level))
 
     def restore() -> None:
         while undo:
             undo.pop()()
 
     return restore
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of the longest stack of decoder layers in a model."""
+    stacks = [[*module] for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max((stack for stack in stacks if all(map(is_checkpoint_layer, stack))), key=len, default=[])
 
 
 def _make_place_lean(module: nn.Module, level: Level) -> Callable[[], None]:

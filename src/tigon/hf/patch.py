@@ -16,8 +16,8 @@ from tigon.hf.by_type import patch_type
 from tigon.hf.head import watch_loss
 from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
-from tigon.hf.levels import apply_level, explain_refusal
-from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions
+from tigon.hf.levels import LEVEL_NAMES, apply_level, explain_refusal, find_level
+from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.adapters import install_adapters, recognise_adapters
 from tigon.recognition.experts import recognise_experts
@@ -86,8 +86,8 @@ def _check_options(parts: dict[str, Any], memory: Any, unknown: Iterable[str]) -
     for name, value in parts.items():
         if not isinstance(value, bool):
             raise TypeError(f"patch: {name} must be True or False, got {value!r}")
-    if not isinstance(memory, str) or memory not in MEMORY:
-        raise ValueError(f"patch: memory must be one of {', '.join(map(repr, MEMORY))}, got {memory!r}")
+    if find_level(memory) is None:
+        raise ValueError(f"patch: memory must be one of {LEVEL_NAMES}, got {memory!r}")
 
 
 # Recipes of these classes run the code of a module's class. One recipe of each class can be joined into one recipe.
@@ -258,7 +258,7 @@ def patch(
     rope: bool = True,
     fused_statements: bool = True,
     loss: bool = True,
-    memory: MemoryLevel = "default",
+    memory: MemoryLevel | str = "default",
     token_scaling: bool = False,
     acc_dtype: torch.dtype | None = None,
     return_token_accuracy: bool = False,
@@ -301,6 +301,7 @@ def patch(
         memory: The level that decides what is saved for backward. Results have the same bits at every level. "default":
             each op saves what its backward reads. "lean": the outputs of norms and gates are not saved either, because
             backward recomputes them. "lean+mlp": the outputs of gate and up projections are not saved either.
+            "lean+mlp:N" with a number N: this holds for the first N layers only, and the others are "lean".
             "checkpoint": each layer but the last saves only its input, by the checkpointing of transformers' models.
             "offload": as "lean+mlp", and the remaining saved tensors are in pinned host memory. Modules that must not
             be called twice run once at every level. The forward of a language model's body (`model.base_model`) has the
@@ -381,6 +382,7 @@ def patch(
     report.undo = _apply(findings)
     fused_models = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
     report.undo += [watch_loss(module, loss_options, report.notes) for module in fused_models]
+    report.undo.append(record_options(model, loss_options))
     if level != "default":
         undo, note = apply_level(model, level)
         report.undo.append(undo)

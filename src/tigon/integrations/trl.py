@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from tigon.hf.levels import LEVELS, find_lean_forward
-from tigon.hf.patch import MEMORY, MemoryLevel, patch
+from tigon.hf.levels import LEVEL_NAMES, LEVELS, find_lean_forward, find_level
+from tigon.hf.patch import MemoryLevel, patch
 from tigon.integrations.trl_head import ChunkedLogProbs, SummedLoss, has_trl_forward, install_forward, loss_is_sum
 
 __all__ = ["disable", "enable", "is_enabled"]
@@ -46,7 +46,7 @@ class State:
         # The functions that restore TRL, or an empty list while Tigon is not enabled.
         self.undo: list[Callable[[], None]] = []
         # The level of the models of trainers that are built, or None if the user chooses it for each model.
-        self.memory: MemoryLevel | None = None
+        self.memory: MemoryLevel | str | None = None
         # The models that were patched for this level.
         self.patched_models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -92,7 +92,7 @@ def _find_names() -> Names:
     )
 
 
-def enable(memory: MemoryLevel | None = None) -> None:
+def enable(memory: MemoryLevel | str | None = None) -> None:
     """Let the trainers of TRL compute their log-probabilities and losses with Tigon.
 
     Losses, gradients and metrics stay those of TRL up to the rounding of sums. Call it before the trainer is built. A
@@ -118,9 +118,8 @@ def enable(memory: MemoryLevel | None = None) -> None:
         True
         >>> tigon.integrations.trl.disable()
     """
-    if memory is not None and (not isinstance(memory, str) or memory not in MEMORY):
-        levels = ", ".join(map(repr, MEMORY))
-        raise ValueError(f"tigon.integrations.trl.enable: memory must be None or one of {levels}, got {memory!r}")
+    if memory is not None and find_level(memory) is None:
+        raise ValueError(f"tigon.integrations.trl.enable: memory must be None or one of {LEVEL_NAMES}, got {memory!r}")
     names = _find_names()
     _state.memory = memory
     if is_enabled():

@@ -165,6 +165,7 @@ class _Recording:
 
     def __init__(self, modes: tuple) -> None:
         self.created: list[weakref.ref[Deferred]] = []
+        self.has_dropout = False
         self.refusal: Refusal | None = None
         self.modes = modes
 
@@ -185,6 +186,9 @@ def _modes(device_type: str) -> tuple:
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
 
 
+_assign = object.__setattr__
+
+
 class Deferred:
     """A tensor whose values are not computed."""
 
@@ -194,10 +198,10 @@ class Deferred:
     _properties: TensorLike
 
     def __init__(self, recording: _Recording, expression: Expression, properties: TensorLike) -> None:
-        # The attributes of a `Deferred` cannot be assigned (`__setattr__` refuses).
-        _set_recording(self, recording)
-        _set_expression(self, expression)
-        _set_properties(self, properties)
+        # `__setattr__` of this class refuses.
+        _assign(self, "_recording", recording)
+        _assign(self, "_expression", expression)
+        _assign(self, "_properties", properties)
         recording.created.append(weakref.ref(self))
 
     def _result_of(
@@ -288,7 +292,10 @@ class Deferred:
     def _dropout(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> "Deferred":
         if inplace or not 0.0 <= p < 1.0:
             raise self._recording.refuse("calls dropout in place, or drops everything")
-        return self._result_of(Dropout(self._expression, float(p))) if training and p > 0.0 else self
+        if not training or p == 0.0:
+            return self
+        self._recording.has_dropout = True
+        return self._result_of(Dropout(self._expression, float(p)))
 
     @classmethod
     def __torch_function__(
@@ -304,12 +311,6 @@ class Deferred:
         assert operand is not None
         name = getattr(function, "__name__", str(function))
         raise operand._recording.refuse(f"calls {name} with its input")
-
-
-# Slots are assigned by their descriptors.
-_set_recording = Deferred._recording.__set__  # type: ignore[attr-defined]
-_set_expression = Deferred._expression.__set__  # type: ignore[attr-defined]
-_set_properties = Deferred._properties.__set__  # type: ignore[attr-defined]
 
 
 def product_dtype(x: Tensor | TensorLike) -> torch.dtype:
@@ -373,6 +374,8 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
     del result
     if any(reference() is not None for reference in recording.created):
         return Refusal("keeps a tensor after the call")
+    if not recording.has_dropout:
+        return computed
     dropouts = [id(node) for node in _nodes(computed.expression) if isinstance(node, Dropout)]
     # `evaluate` and the ops draw a new mask for each occurrence of a dropout in the expression.
     return computed if len({*dropouts}) == len(dropouts) else Refusal("uses the mask of a dropout twice")

@@ -148,16 +148,12 @@ def _span(group: Sequence[Entry]) -> slice:
     return slice(group[0].columns.start, group[-1].columns.stop)
 
 
-def _stacked_a(group: Sequence[Entry]) -> Tensor:
-    """Return A [R, I] of the adapters of a group, one below the other."""
-    return group[0].adapter.a if len(group) == 1 else torch.cat([entry.adapter.a for entry in group])
-
-
 def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
     """Return the terms of h [3, T, R] for x [T, I]."""
     h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
     for group in _groups(entries):
-        project(rows, _stacked_a(group), h[..., _span(group)], group[0].factor, group[0].dropout_mask)
+        tensors = [entry.adapter.a for entry in group]
+        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask)
     return h
 
 
@@ -202,7 +198,7 @@ def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tu
             first += entry.adapter.a.shape[0]
     dh = empty_hidden(some_dy, some_dy.shape[0], first)
     for entry in dh_entries:
-        project(dys[entry.projection], entry.adapter.b.t(), dh[..., entry.columns], entry.adapter.scaling)
+        project(dys[entry.projection], [entry.adapter.b.t()], dh[..., entry.columns], entry.adapter.scaling)
     return dh, dh_entries
 
 
@@ -216,7 +212,8 @@ def compute_input_gradient(
         is_first = dx is None
         if dx is None:
             dx = next(iter(dys.values())).new_empty((dh.shape[1], group[0].adapter.a.shape[1]))
-        a = _stacked_a(group)
+        stacked = [entry.adapter.a for entry in group]
+        a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
         expand(dh[..., _span(group)], a.t(), dx, group[0].factor, dropout_mask=group[0].dropout_mask, adds=not is_first)
     for i, dy in dys.items():
         if projections[i].weight is not None:

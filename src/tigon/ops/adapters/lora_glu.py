@@ -13,7 +13,7 @@ activation, and these kernels do not, so the results are as accurate.
 
 h_d is a sum over features, so a program of the forward kernel computes a block of tokens and a part of the features. dB
 and dA are sums over tokens, so a program of the backward kernel computes a block of features and a part of the tokens.
-The sums of the parts are added afterwards.
+The last program of a block adds the sums of its parts, as in `low_rank`.
 
 Shapes: T tokens, I intermediate features, r rank of one adapter (at most 16).
 """
@@ -24,8 +24,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, join, rank_block
+from tigon.ops.adapters.low_rank import (
+    TERMS,
+    PartTiles,
+    _add_parts,
+    _is_last,
+    _store_terms,
+    empty_hidden,
+    rank_block,
+)
 from tigon.ops.mlps.glu import activation_and_slope
+from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
 from tigon.runtime.triton_private import tl, triton
@@ -52,12 +61,16 @@ class LoRAGLUConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LoRAGLUProblem, device: Device) -> "LoRAGLUConfig":
-        # Milliseconds of forward and backward for (block_t, block_n, num_warps, num_stages), with 8192 x 14336 elements
-        # in bf16, rank 16, on an H200: (64, 32, 4, 3) 0.304 and 0.441,
-        # (64, 32, 4, 2) 0.324 and 0.579, (64, 64, 4, 1) 0.491 and 0.531, (32, 64, 4, 2) 0.396 and 0.538,
-        # (64, 64, 8, 2) 0.643 and 0.889. The traffic alone takes 0.164 and 0.273.
+        # Microseconds with 8192 x 14336 and 8192 x 9216 elements in bf16, rank 16, on an H200, for (block_t, block_n,
+        # num_warps, num_stages, programs_per_multiprocessor). Forward: (128, 32, 8, 3, 8) 278 and 178,
+        # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward,
+        # in the memory of its inputs: (16, 64, 4, 4, 16) 357 and 243, (32, 64, 4, 3, 16) 391 and 259,
+        # (64, 64, 4, 3, 16) 431 and 292, (64, 32, 4, 3, 4) 643 and 502. Its traffic alone takes 273 and 176.
+        if problem.backward:
+            stages = 4 if device.async_copy else 1
+            return LoRAGLUConfig(16, 64, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
         stages = 3 if device.async_copy else 1
-        return LoRAGLUConfig(64, 32, num_warps=4, num_stages=stages, programs_per_multiprocessor=4)
+        return LoRAGLUConfig(128, 32, num_warps=8, num_stages=stages, programs_per_multiprocessor=8)
 
 
 # --- kernels -------------------------------------------------------------------------------------
@@ -112,12 +125,13 @@ def _add_sums(total, z, h, h_second, ORDER: tl.constexpr):
 def _lora_glu_forward_kernel(
     gate_ptr, up_ptr, a_ptr,  # [T, N] each
     gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
-    down_a_ptr, down_h_ptr,  # [r, N] or None, [parts, T, r] fp32
-    T, N, part_length, parts, stride_h, stride_term, gate_factor, up_factor,
+    # [r, N] or None, [parts, T, r] fp32, an int32 for each block of tokens, [3, T, r] bf16
+    down_a_ptr, sum_ptr, counter_ptr, down_h_ptr,
+    T, N, part_length, parts, stride_h, stride_term, stride_down_term, gate_factor, up_factor,
     GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write a for a block of tokens and a part of the features, and the sum of h_d over this part."""
+    """Write a for a block of tokens and a part of the features. The last program of a block writes the terms of h_d."""
     pid = tl.program_id(0)
     part = pid % parts
     rows = ((pid // parts).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
@@ -157,8 +171,13 @@ def _lora_glu_forward_kernel(
             # Elements outside of `a` add nothing, because `down_a` is zero there, and gate and up are finite.
             down_h = _add_sums(down_h, tl.trans(a), tl.trans(down_a), tl.trans(down_a2), ORDER)
     if down_a_ptr is not None:
-        out = down_h_ptr + (part.to(tl.int64) * T + rows) * DOWN_R + ranks
-        tl.store(out, down_h, (rows < T) & (ranks < DOWN_R))
+        mask = (rows < T) & (ranks < DOWN_R)
+        offsets = rows * DOWN_R + ranks
+        stride_part = T.to(tl.int64) * DOWN_R
+        tl.store(sum_ptr + part * stride_part + offsets, down_h, mask)
+        if _is_last(counter_ptr + pid // parts, parts):
+            down_h = _add_parts(sum_ptr, offsets, stride_part, parts, mask)
+            _store_terms(down_h, down_h_ptr, offsets, stride_down_term, mask)
 
 
 @triton.jit(do_not_specialize=["T", "part_length", "parts"])
@@ -166,12 +185,15 @@ def _lora_glu_backward_kernel(
     da_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr,  # [T, N] each
     gate_h_ptr, up_h_ptr, gate_b_ptr, up_b_ptr,  # [3, T, r] bf16 or None, [N, r] or None
     down_dh_ptr, down_a_ptr,  # [3, T, r] bf16 or None, [r, N] or None
-    gate_db_ptr, up_db_ptr, down_da_ptr,  # [parts, N, r] fp32 or None, the last [parts, r, N]
+    # [N, r] fp32 or None, the third [r, N]; [parts, N * (all ranks)] fp32; an int32 for each block of features
+    gate_db_ptr, up_db_ptr, down_da_ptr, sum_ptr, counter_ptr,
     T, N, part_length, parts, stride_h, stride_term, stride_dh, stride_dh_term, gate_factor, up_factor,
     GATE_R: tl.constexpr, UP_R: tl.constexpr, DOWN_R: tl.constexpr, KIND: tl.constexpr, ORDER: tl.constexpr,
     BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write dgate and dup for a block of features and a part of the tokens, and the sums over these tokens.
+    """Write dgate and dup for a block of features and a part of the tokens.
+
+    The last program of a block of features writes the sums over all tokens.
 
     dgate and dup may be stored in the memory of gate and up, or of da, because a tile is read before it is written.
     """
@@ -231,16 +253,30 @@ def _lora_glu_backward_kernel(
         if down_da_ptr is not None:
             a = (act * up.to(tl.float32)).to(dgate_ptr.dtype.element_ty)
             down_da = _add_sums(down_da, a, down_dh, down_dh2, ORDER)
-    row_of_b = part.to(tl.int64) * N + features
+    # The sums of a part lie one after the other: those of gate, those of up, and those of down.
+    up_sums = N * GATE_R
+    down_sums = up_sums + N * UP_R
+    stride_part = (down_sums + N * DOWN_R).to(tl.int64)
+    gate_mask, up_mask = (features < N) & (ranks < GATE_R), (features < N) & (ranks < UP_R)
+    down_mask = (features < N) & (ranks < DOWN_R)
+    gate_offsets, up_offsets, down_offsets = features * GATE_R + ranks, features * UP_R + ranks, ranks * N + features
+    part_ptr = sum_ptr + part * stride_part
     if gate_db_ptr is not None:
-        out = gate_db_ptr + row_of_b * GATE_R + ranks
-        tl.store(out, gate_db * gate_factor, (features < N) & (ranks < GATE_R))
+        tl.store(part_ptr + gate_offsets, gate_db * gate_factor, gate_mask)
     if up_db_ptr is not None:
-        out = up_db_ptr + row_of_b * UP_R + ranks
-        tl.store(out, up_db * up_factor, (features < N) & (ranks < UP_R))
+        tl.store(part_ptr + up_sums + up_offsets, up_db * up_factor, up_mask)
     if down_da_ptr is not None:
-        out = down_da_ptr + (part.to(tl.int64) * DOWN_R + ranks) * N + features
-        tl.store(out, down_da, (features < N) & (ranks < DOWN_R))
+        tl.store(part_ptr + down_sums + down_offsets, down_da, down_mask)
+    if _is_last(counter_ptr + pid // parts, parts):
+        if gate_db_ptr is not None:
+            total = _add_parts(sum_ptr, gate_offsets, stride_part, parts, gate_mask)
+            tl.store(gate_db_ptr + gate_offsets, total, gate_mask)
+        if up_db_ptr is not None:
+            total = _add_parts(sum_ptr, up_sums + up_offsets, stride_part, parts, up_mask)
+            tl.store(up_db_ptr + up_offsets, total, up_mask)
+        if down_da_ptr is not None:
+            total = _add_parts(sum_ptr, down_sums + down_offsets, stride_part, parts, down_mask)
+            tl.store(down_da_ptr + down_offsets, total, down_mask)
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
@@ -299,22 +335,21 @@ def lora_glu_forward(
     blocks = cdiv(t, config.block_t)
     part_length, parts = config.divide(i, config.block_n, blocks, device)
     a, down_r = torch.empty_like(gate), adapters.ranks[2]
-    h = gate.new_empty((parts, t, down_r), dtype=torch.float32) if down_r else None
+    down_h = empty_hidden(gate, t, down_r) if down_r else None
     stride_h, stride_term = adapters.strides()
     launch(
         _lora_glu_forward_kernel, blocks * parts,
         *in_order(_lora_glu_forward_kernel)(
             gate_ptr=gate, up_ptr=up, a_ptr=a, gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h,
-            gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b, down_a_ptr=adapters.down_a, down_h_ptr=h,
+            gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b, down_a_ptr=adapters.down_a,
+            sum_ptr=None if down_h is None else gate.new_empty((parts, t, down_r), dtype=torch.float32),
+            counter_ptr=zero_counters(gate, blocks), down_h_ptr=down_h,
             T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
+            stride_down_term=0 if down_h is None else down_h.stride(0),
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
         ),
         **_constants(gate, adapters, kind, config),
     )  # fmt: skip
-    if h is None:
-        return a, None
-    down_h = empty_hidden(gate, t, down_r)
-    join(h, down_h)
     return a, down_h
 
 
@@ -342,8 +377,8 @@ def lora_glu_backward(
     blocks = cdiv(i, config.block_n)
     part_length, parts = config.divide(t, config.block_t, blocks, device)
     gate_r, up_r, down_r = adapters.ranks
-    shapes = (parts, i, gate_r), (parts, i, up_r), (parts, down_r, i)
-    gate_db, up_db, down_da = sums = [
+    shapes = (i, gate_r), (i, up_r), (down_r, i)
+    gate_db, up_db, down_da = gradients = [
         gate.new_empty(shape, dtype=torch.float32) if need else None for shape, need in zip(shapes, needs, strict=True)
     ]  # fmt: skip
     stride_h, stride_term = adapters.strides()
@@ -354,10 +389,12 @@ def lora_glu_backward(
             da_ptr=da, gate_ptr=gate, up_ptr=up, dgate_ptr=dgate, dup_ptr=dup,
             gate_h_ptr=adapters.gate_h, up_h_ptr=adapters.up_h, gate_b_ptr=adapters.gate_b, up_b_ptr=adapters.up_b,
             down_dh_ptr=down_dh, down_a_ptr=adapters.down_a, gate_db_ptr=gate_db, up_db_ptr=up_db, down_da_ptr=down_da,
+            sum_ptr=gate.new_empty((parts, i * sum(adapters.ranks)), dtype=torch.float32),
+            counter_ptr=zero_counters(gate, blocks),
             T=t, N=i, part_length=part_length, parts=parts, stride_h=stride_h, stride_term=stride_term,
             stride_dh=stride_dh, stride_dh_term=stride_dh_term,
             gate_factor=adapters.gate_scaling, up_factor=adapters.up_scaling,
         ),
         **_constants(gate, adapters, kind, config),
     )  # fmt: skip
-    return GLUGradients(*(None if x is None else x[0] if parts == 1 else x.sum(0) for x in sums))
+    return GLUGradients(*gradients)

@@ -121,7 +121,7 @@ class _LoRAGLUMLP(torch.autograd.Function):
         down_dh, down_gradients = None, []
         for adapter, need in zip(down.adapters, down_needs.adapters, strict=True):
             down_dh = empty_hidden(dy, len(dy), len(adapter.a))
-            project(dy, adapter.b.t(), down_dh, adapter.scaling)
+            project(dy, [adapter.b.t()], down_dh, adapter.scaling)
             db = token_sums(dy, down_h, adapter.scaling).to(adapter.b.dtype) if need.b else None
             down_gradients.append(Adapter(None, db))
         dgate, dup = gradient_buffers(ctx, gate, up, is_recomputed)

@@ -66,7 +66,7 @@ class Addition:
         """Add the part of dB, and write the rows of dh, that follow from dlogits [C, V]."""
         if self.h_terms is not None:
             if self.dh is not None:
-                terms = project(dlogits, self.b.t(), empty_hidden(dlogits, len(dlogits), self.b.shape[1]))
+                terms = project(dlogits, [self.b.t()], empty_hidden(dlogits, len(dlogits), self.b.shape[1]))
                 self.dh[rows] = terms.sum(0, dtype=torch.float32)
             part = token_sums(dlogits, self.h_terms[:, rows]) if self.needs_db else None
         else:

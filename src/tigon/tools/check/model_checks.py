@@ -97,7 +97,7 @@ def _compare(model_type: str, level: str, device: torch.device) -> str:
     model, batch = _tiny_model(model_type, device), make_batch(VOCABULARY, device=str(device))
     expected = step(model, batch)
     allowed = noise(model, batch, expected)
-    report = tigon.patch(model, memory=level)  # type: ignore[arg-type]
+    report = tigon.patch(model, memory=level)
     parts = sorted({entry.part for entry in report.entries if entry.replaced})
     assert "loss" in parts, f"the loss was left alone; replaced: {', '.join(parts) or 'nothing'}"
     results = step(model, batch)

@@ -336,7 +336,8 @@ def plan(
     patch_report: Report | None = None
     # The default level is first, because the others are compared with it. Stock is last, so that the parts of the model
     # are recognised once and stay patched for all levels.
-    for level in sorted(levels, key=("default", *MEMORY, STOCK).index):
+    order = ("default", *MEMORY, *levels, STOCK)
+    for level in sorted(levels, key=lambda level: len(order) if level == STOCK else order.index(level)):
         if level == STOCK:
             if patch_report is not None:
                 patch_report.restore()

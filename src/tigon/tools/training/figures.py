@@ -49,7 +49,7 @@ def provider_colour(provider: str) -> str:
     """Return the colour of a provider of training, such as tigon or tigon-lean, which is also tigon:lean."""
     provider = provider.replace(":", "-")
     level = provider.removeprefix("tigon").removeprefix("-") or "default"
-    return PEER_COLOURS.get(provider) or LEVELS.get(level, "#444444")
+    return PEER_COLOURS.get(provider) or LEVELS.get(level.partition("-")[0], "#444444")
 
 
 def new_figure(width: float, height: float) -> Figure:

@@ -38,6 +38,14 @@ def levels() -> tuple[str, ...]:
     return tuple(LEVELS)
 
 
+def _is_level(name: str) -> bool:
+    """Return whether `tigon.patch` has a level of memory with this name. An earlier Tigon has no such function."""
+    from tigon.hf import levels as levels_module
+
+    find_level = getattr(levels_module, "find_level", None)
+    return find_level is not None and find_level(name) is not None
+
+
 @dataclass(frozen=True)
 class ModelProvider:
     """A way to train a model. `level` is the level of memory of `tigon.patch`; None means a peer of Tigon.
@@ -127,7 +135,7 @@ def _are_equal(a: ModelProvider, b: ModelProvider, checkpointing: bool) -> bool:
 
 
 def select(names: str | Iterable[str], checkpointing: bool = False) -> list[ModelProvider]:
-    """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for each level of tigon.patch.
+    """Return the providers of `names`: stock, liger, compile, tigon, and tigon-LEVEL for any level of tigon.patch.
 
     unsloth trains only adapters. frozen is the model without adapters, patched at the level lean, whose weights are all
     frozen. stock-fp32 is the stock model with the same weights in fp32, whose losses are a reference. stock-checkpoint,
@@ -151,6 +159,9 @@ def select(names: str | Iterable[str], checkpointing: bool = False) -> list[Mode
     known_providers[STOCK_FP32] = ModelProvider(STOCK_FP32, in_fp32=True)
     chosen_providers: list[ModelProvider] = []
     for name in names:
+        # A level may hold a number of layers, such as that of tigon-lean+mlp:4.
+        if name not in known_providers and _is_level(level := name.removeprefix("tigon-")) and level != name:
+            known_providers[name] = ModelProvider(name, level)
         if name not in known_providers:
             near = difflib.get_close_matches(name, known_providers, n=1)
             hint = f" (did you mean {near[0]}?)" if near else ""
