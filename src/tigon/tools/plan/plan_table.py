@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "assumptions", "describe_adapters", "print_plan"]
 
 
+# The tables fit a terminal of this width.
+WIDTH = 80
+
+
 def assumptions(settings: PlanSettings) -> list[str]:
     """Return the assumptions behind the numbers, as sentences."""
     rates = settings.rates
@@ -92,11 +96,13 @@ def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
 
 def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None) -> "Table":
     """Return a table with a row for each level, and the recommended level in bold."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     cells = {row.level: [cell(row) for _, cell in columns] for row in rows if row.step is not None}
-    table = Table()
+    # Two spaces between the columns. With the borders of rich's tables, all columns need 84 characters.
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     # A user copies the name of a level into `memory=`, so it is not cut in the narrowest terminal.
     table.add_column("memory=", no_wrap=True, min_width=max(len(row.level) for row in rows))
     for i, (heading, _) in enumerate(columns):
@@ -132,11 +138,14 @@ def print_plan(
     table = _table(rows, at_batch + at_largest, best)
     # Without this, the measured width is never more than that of the console.
     unlimited_options = console.options.update(max_width=10**4)
-    if console.measure(table, options=unlimited_options).minimum <= console.width:
-        console.print(table)
+    width = min(console.width, WIDTH)
+    if console.measure(table, options=unlimited_options).minimum <= width:
+        console.print(table, width=width)
     else:
-        console.print(_table(rows, at_batch, best))
-        console.print(_table(rows, at_largest, best))
+        console.print(_table(rows, at_batch, best), width=width)
+        console.print()
+        console.print(_table(rows, at_largest, best), width=width)
+    console.print()
     for note in notes or ():
         console.print(escape(note), style="yellow")
     for row in rows:
