@@ -338,8 +338,8 @@ def test_lightning(tmp_path):
     class Module(pl.LightningModule):
         def __init__(self, late: bool) -> None:
             super().__init__()
-            # A module that exists from the start does not keep the callback from a model that is built later.
-            self.metric = torch.nn.Linear(1, 1)
+            # A module that is patched at the start does not keep the callback from a model that is built later.
+            self.norm = torch.nn.RMSNorm(4)
             self.model = None if late else tiny_llama()
 
         def configure_model(self) -> None:
