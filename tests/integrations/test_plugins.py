@@ -339,7 +339,7 @@ def test_lightning(tmp_path):
         def __init__(self, late: bool) -> None:
             super().__init__()
             # A module that is patched at the start does not keep the callback from a model that is built later.
-            self.norm = torch.nn.RMSNorm(4)
+            self.norm = torch.nn.RMSNorm(4, eps=1e-6)
             self.model = None if late else tiny_llama()
 
         def configure_model(self) -> None:

@@ -52,7 +52,7 @@ class TigonCallback(Callback):
         if stage == "fit":
             with warnings.catch_warnings():
                 # The model may be built later.
-                warnings.filterwarnings("ignore", r"tigon\.patch\(.*\): nothing was recognised")
+                warnings.filterwarnings("ignore", r"tigon\.patch\(.*\): nothing was (recognised|replaced)")
                 self._patch(pl_module)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
