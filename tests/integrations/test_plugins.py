@@ -123,6 +123,12 @@ def test_a_config_requests_the_experts_by_name(monkeypatch):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-6)
 
 
+def test_a_norm_after_each_expert_is_refused():
+    module = types.SimpleNamespace(has_post_expert_norm=True)
+    with pytest.raises(ValueError, match="'tigon' does not compute SimpleNamespace, .* use 'grouped_mm'"):
+        experts.compute_experts(module, *(torch.ones(1, 1),) * 3)
+
+
 # --- versions and other libraries ------------------------------------------------------------------
 
 

@@ -42,7 +42,15 @@ def compute_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top
 
     Returns:
         [T, H] in the dtype of `hidden_states`.
+
+    Raises:
+        ValueError: The module normalises the result of each expert, as some do in transformers 5.23.
     """
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(
+            f"experts_implementation='tigon' does not compute {type(module).__name__}, which has a norm after each "
+            "expert; use 'grouped_mm'"
+        )
     up, down, *biases = (getattr(module, name) for name in parameter_names(module))
     up_bias, down_bias = biases or (None, None)
     return moe_mlp(
