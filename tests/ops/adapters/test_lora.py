@@ -7,18 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
-from tigon.ops.adapters.lora import (
-    Adapter,
-    Projection,
-    draw_seeds,
-    eager_output,
-    flatten,
-    lora_linear_reference,
-    lora_linears,
-    rebuild,
-    takes_adapters,
-)
+from tigon.ops.adapters.lora import eager_output, lora_linear_reference, lora_linears, takes_adapters
+from tigon.ops.adapters.lora_products import draw_seeds
 from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, project, split_terms, token_sums
+from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
 
 pytestmark = pytest.mark.kernels
 

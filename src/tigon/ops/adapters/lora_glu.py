@@ -24,15 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import (
-    TERMS,
-    PartTiles,
-    _add_parts,
-    _is_last,
-    _store_terms,
-    empty_hidden,
-    rank_block,
-)
+from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, rank_block
+from tigon.ops.adapters.low_rank_kernels import add_parts, is_last, store_terms
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
@@ -175,9 +168,9 @@ def _lora_glu_forward_kernel(
         offsets = rows * DOWN_R + ranks
         stride_part = T.to(tl.int64) * DOWN_R
         tl.store(sum_ptr + part * stride_part + offsets, down_h, mask)
-        if _is_last(counter_ptr + pid // parts, parts):
-            down_h = _add_parts(sum_ptr, offsets, stride_part, parts, mask)
-            _store_terms(down_h, down_h_ptr, offsets, stride_down_term, mask)
+        if is_last(counter_ptr + pid // parts, parts):
+            down_h = add_parts(sum_ptr, offsets, stride_part, parts, mask)
+            store_terms(down_h, down_h_ptr, offsets, stride_down_term, mask)
 
 
 @triton.jit(do_not_specialize=["T", "part_length", "parts"])
@@ -267,15 +260,15 @@ def _lora_glu_backward_kernel(
         tl.store(part_ptr + up_sums + up_offsets, up_db * up_factor, up_mask)
     if down_da_ptr is not None:
         tl.store(part_ptr + down_sums + down_offsets, down_da, down_mask)
-    if _is_last(counter_ptr + pid // parts, parts):
+    if is_last(counter_ptr + pid // parts, parts):
         if gate_db_ptr is not None:
-            total = _add_parts(sum_ptr, gate_offsets, stride_part, parts, gate_mask)
+            total = add_parts(sum_ptr, gate_offsets, stride_part, parts, gate_mask)
             tl.store(gate_db_ptr + gate_offsets, total, gate_mask)
         if up_db_ptr is not None:
-            total = _add_parts(sum_ptr, up_sums + up_offsets, stride_part, parts, up_mask)
+            total = add_parts(sum_ptr, up_sums + up_offsets, stride_part, parts, up_mask)
             tl.store(up_db_ptr + up_offsets, total, up_mask)
         if down_da_ptr is not None:
-            total = _add_parts(sum_ptr, down_sums + down_offsets, stride_part, parts, down_mask)
+            total = add_parts(sum_ptr, down_sums + down_offsets, stride_part, parts, down_mask)
             tl.store(down_da_ptr + down_offsets, total, down_mask)
 
 
