@@ -32,7 +32,6 @@ def reads_of(model, **inputs):
 @pytest.mark.parametrize("model_type", TYPES)
 def test_the_host_reads_nothing_where_the_model_numbers_the_tokens(make_model, batch, model_type):
     model = make_model(model_type)
-    model.set_attn_implementation("sdpa")
     inputs = {"input_ids": batch["input_ids"], "use_cache": False}
     expected_reads, expected = reads_of(model, **inputs)
     tigon.patch(model, rms_norm=False, glu=False, rope=False, fused_statements=False)
