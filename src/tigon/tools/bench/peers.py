@@ -65,6 +65,8 @@ def transformers_experts(case: Case) -> Run:
     except RuntimeError as error:
         raise Unsupported(str(error)) from error
     flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "num_experts": case.shape[2]}
+    # transformers 5.23 reads this attribute too.
+    flags["_is_expert_parallel"] = False
 
     def gate(gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, -1)
