@@ -24,6 +24,7 @@ import tigon
 from integrations import trainers
 from integrations.trainers import build, load_model, save_model, train
 from ranks import run_ranks
+from tigon.hf import loss_options
 from tigon.hf.levels import LayerCheckpoint
 from tigon.hf.transformers_private import checkpoint_function
 from tigon.integrations import trl, trl_head
@@ -174,6 +175,29 @@ def test_the_patch_may_come_before_or_after_the_trainer(patch_first, path, tmp_p
     assert counts.levels == [True] * trainers.STEPS
     assert counts.losses == trainers.STEPS
     assert not [w for w in recwarn if str(w.message).startswith("tigon")]
+
+
+@pytest.mark.parametrize("when", ["before enable patches", "after enable patches", "without a level"])
+def test_acc_dtype_of_the_patch_reaches_the_loss_of_sft(when, path, tmp_path, monkeypatch):
+    dtypes = []
+    cross_entropy = trl_head.linear_cross_entropy
+
+    def spy(*args, acc_dtype, **kwargs):
+        dtypes.append(acc_dtype)
+        return cross_entropy(*args, acc_dtype=acc_dtype, **kwargs)
+
+    monkeypatch.setattr(trl_head, "linear_cross_entropy", spy)
+    trl.enable(memory=None if when == "without a level" else "lean")
+    model = load_model(path)
+    if when != "after enable patches":
+        report = tigon.patch(model, acc_dtype=torch.float32)
+    trainer = build("sft", model, tmp_path)
+    if when == "after enable patches":
+        report = tigon.patch(trainer.model, acc_dtype=torch.float32)
+    train(trainer)
+    assert dtypes == [torch.float32] * trainers.STEPS
+    report.restore()
+    assert loss_options.recorded_options(model).acc_dtype is None
 
 
 def test_without_enable_the_level_is_at_work_and_one_warning_names_enable(path, tmp_path, counts):

@@ -189,6 +189,53 @@ def test_arguments_stay_unchanged_and_metrics_have_no_graph(call):
         assert not metric.requires_grad
 
 
+def _is_coupled(arguments: dict) -> bool:
+    """Return whether the loss of a batch is not a sum over its sequences or pairs."""
+    types = arguments.get("loss_type", "")
+    return "aot" in types or "aot_unpaired" in types or arguments.get("top_entropy_quantile", 1.0) < 1
+
+
+WITH_PARTS = [call for call in CALLS if call.loss is not losses.ppo_value_loss]
+
+
+@pytest.mark.parametrize("call", WITH_PARTS, ids=lambda call: call.name)
+@pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
+def test_the_losses_of_parts_add_up_to_that_of_the_batch(call, packed):
+    """The parts have different numbers of sequences, and the chosen sequences another number of tokens."""
+    arguments = call.arguments(tokens(8, 9, dtype=torch.float64, empty=(3,)))
+    counts_mask = arguments["mask"]
+    if "nll_mask" in arguments:
+        counts_mask = torch.cat((arguments["nll_mask"][:4], arguments["mask"][4:]))
+    counts = losses.batch_counts(counts_mask)
+    if _is_coupled(arguments):
+        with pytest.raises(ValueError, match="part_of must be None"):
+            call(arguments | {"part_of": counts})
+        return
+    loss, _, grad = _loss_and_gradient(call, arguments)
+    part_losses, part_grad = [], torch.zeros_like(grad)
+    for rows in ([0, 4], [1, 2, 3, 5, 6, 7]):
+        cut = lambda x, rows=rows: x[rows] if isinstance(x, Tensor) and x.dim() and len(x) == 8 else x
+        part = {name: cut(x) for name, x in arguments.items()}
+        if packed:
+            mask = part.pop("mask")
+            cu_seqlens, packed_mask, *values = pack(mask, *part.values())
+            part = dict(zip(part, values, strict=True)) | {"mask": packed_mask, "cu_seqlens": cu_seqlens}
+        name = next(iter(arguments))
+        leaf = part[name].clone().requires_grad_()
+        part_loss, metrics = call(part | {name: leaf, "part_of": counts})
+        assert metrics == {}
+        part_losses.append(part_loss)
+        (dleaf,) = torch.autograd.grad(part_loss, leaf, materialize_grads=True)
+        if packed:
+            ends = torch.where(mask, torch.arange(1, 10), 0).amax(-1)
+            whole = torch.zeros_like(part_grad[rows])
+            whole[torch.arange(9) < ends[:, None]] = dleaf
+            dleaf = whole
+        part_grad[rows] = dleaf
+    torch.testing.assert_close(torch.stack(part_losses).sum().detach(), loss)
+    torch.testing.assert_close(part_grad, grad)
+
+
 CONSTANTS = ("ref_log_probs", "old_log_probs", "old_values", "returns", "advantages", "log_sum_sq_probs", "kl")
 
 

@@ -33,6 +33,7 @@ def make(ignored: bool = True) -> tuple[Tensor, Tensor, Tensor]:
 
 OLD, REFERENCE = (values(SEQUENCES, LENGTH, seed=seed) * 0.2 - 3.6 for seed in (3, 4))
 ADVANTAGES, PER_TOKEN = values(SEQUENCES, seed=5), values(SEQUENCES, LENGTH, seed=6)
+COMPLETIONS = torch.arange(LENGTH) >= torch.tensor([1, 3, 2, 1, 2, 3])[:, None]
 LABELS = torch.tensor([True, False, True, True, False, False])
 
 # For each module: the options, the tensors of a call by name, and the number of products if no token is ignored.
@@ -43,18 +44,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     ),
     "dpo, sums of the reference": ("DPOLoss", {}, {"ref_sequence_log_probs": REFERENCE.sum(-1)}, 3),
     "dpo, sorted": ("DPOLoss", {"loss_type": "aot"}, {"ref_log_probs": REFERENCE}, 4),
-    "dpo, weighted": ("DPOLoss", {"use_weighting": True}, {"ref_log_probs": REFERENCE}, 4),
-    "dpo, with sft": ("DPOLoss", {"loss_type": ["sigmoid", "sft"]}, {"ref_log_probs": REFERENCE}, 4),
-    "orpo": ("ORPOLoss", {}, {}, 4),
-    "cpo": ("CPOLoss", {}, {}, 4),
+    "dpo, weighted": ("DPOLoss", {"use_weighting": True}, {"ref_log_probs": REFERENCE}, 3),
+    "dpo, with sft": ("DPOLoss", {"loss_type": ["sigmoid", "sft"]}, {"ref_log_probs": REFERENCE}, 3),
+    "dpo, sft with weights": (
+        "DPOLoss", {"loss_type": ["sigmoid", "sft"], "use_weighting": True}, {"ref_log_probs": REFERENCE}, 4,
+    ),
+    "orpo": ("ORPOLoss", {}, {}, 3),
+    "orpo with tokens of prompts": ("ORPOLoss", {}, {"mask": COMPLETIONS, "nll_mask": COMPLETIONS.roll(2, 1)}, 3),
+    "cpo": ("CPOLoss", {}, {}, 3),
     "cpo without nll": ("CPOLoss", {"cpo_alpha": 0.0, "loss_type": "simpo"}, {}, 3),
     "simpo": ("SimPOLoss", {"gamma": 0.7}, {}, 3),
     "kto": (
         "KTOLoss", {"beta": 0.4}, {"is_desirable": LABELS, "ref_log_probs": REFERENCE, "kl": torch.tensor(0.2)}, 3,
     ),
-    "ppo": ("PPOLoss", {}, {"advantages": PER_TOKEN, "old_log_probs": OLD}, 4),
+    "ppo": ("PPOLoss", {}, {"advantages": PER_TOKEN, "old_log_probs": OLD}, 3),
     "rloo": ("RLOOLoss", {}, {"advantages": ADVANTAGES, "old_log_probs": OLD}, 3),
-    "rloo, entropy": ("RLOOLoss", {"entropy_coef": 0.1}, {"advantages": ADVANTAGES, "old_log_probs": OLD}, 4),
+    "rloo, entropy": ("RLOOLoss", {"entropy_coef": 0.1}, {"advantages": ADVANTAGES, "old_log_probs": OLD}, 3),
     "dr_grpo": (
         "GRPOLoss", {"loss_type": "dr_grpo", "max_completion_length": 9},
         {"advantages": ADVANTAGES, "old_log_probs": OLD}, 3,
@@ -73,7 +78,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
     **{
         f"grpo, {name}": (
             "GRPOLoss", {"loss_type": name, "beta": 0.1} | ({"epsilon_high": 5.0} if name == "cispo" else {}),
-            {"advantages": ADVANTAGES, "old_log_probs": OLD, "ref_log_probs": REFERENCE}, 4 if name == "bnpo" else 3,
+            {"advantages": ADVANTAGES, "old_log_probs": OLD, "ref_log_probs": REFERENCE}, 3,
         )
         for name in ("grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo", "gspo")
     },
@@ -91,7 +96,9 @@ def expected_loss(name: str, options: dict, tensors: dict, hidden: Tensor, weigh
         extra["log_sum_sq_probs"] = result.log_sum_sq_probs
     if options.get("entropy_coef") or options.get("top_entropy_quantile"):
         extra["entropy"] = result.entropy
-    return function(result.log_probs, mask=targets != -100, **tensors, **extra, **options)
+    mask = targets != -100
+    masks = {name: tensors[name] & mask for name in ("mask", "nll_mask") if name in tensors}
+    return function(result.log_probs, **{"mask": mask} | tensors | masks, **extra, **options)
 
 
 @pytest.mark.parametrize("ignored", [False, True], ids=["all tokens", "ignored tokens"])
@@ -110,7 +117,7 @@ def test_a_module_computes_its_function(case, ignored):
     gradients = torch.autograd.grad(expected, [hidden, weight])
     for value, reference in zip(actual, gradients, strict=True):
         torch.testing.assert_close(value, reference, rtol=1e-4, atol=1e-5 * float(reference.abs().max()))
-    if not ignored:
+    if not ignored and "mask" not in tensors:
         assert counter.get_total_flops() == products * 2 * targets.numel() * HIDDEN * VOCABULARY
 
 
@@ -126,21 +133,80 @@ def test_a_reference_model_may_have_another_width_and_gets_no_gradient():
     torch.testing.assert_close(loss, tigon.DPOLoss()(hidden, weight, targets, ref_log_probs=ref_log_probs)[0])
 
 
-def test_packed_sequences_are_those_of_padded_rows():
-    hidden, weight, targets = make()
-    lengths = torch.tensor([3, 7, 1, 5, 7, 2])
-    kept = torch.arange(LENGTH) < lengths[:, None]
-    padded, _ = tigon.SimPOLoss()(hidden, weight, targets, mask=kept)
+@pytest.mark.parametrize("ignored", [False, True], ids=["all tokens", "ignored tokens"])
+@pytest.mark.parametrize("name", ["dpo, weighted", "dpo, sorted", "orpo", "simpo", "kto", "ppo", "grpo, dapo", "rloo"])
+def test_packed_sequences_are_those_of_padded_rows(name, ignored):
+    """There are as many products for packed sequences, of which one has no tokens, as for padded ones."""
+    module, options, tensors, products = CASES[name]
+    hidden, weight, targets = make(ignored)
+    lengths = torch.tensor([3, 7, 0, 5, 7, 2])
+    is_kept = torch.arange(LENGTH) < lengths[:, None]
     cu_seqlens = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)))
-    packed, _ = tigon.SimPOLoss()(hidden[kept], weight, targets[kept], cu_seqlens=cu_seqlens)
-    torch.testing.assert_close(padded, packed)
+    pack = lambda x: x[is_kept] if x.shape == targets.shape else x
+    loss_fn = getattr(tigon, module)(**options)
+    padded, padded_metrics = loss_fn(hidden, weight, targets.masked_fill(~is_kept, -100), **tensors)
+    expected = torch.autograd.grad(padded, [hidden, weight])
+    packed_hidden = hidden.detach()[is_kept].requires_grad_()
+    weight = weight.detach().requires_grad_()
+    with tuned(ChunkConfig, tokens=10), FlopCounterMode(display=False) as counter:
+        packed, packed_metrics = loss_fn(
+            packed_hidden, weight, targets[is_kept], cu_seqlens=cu_seqlens,
+            **{key: pack(value) for key, value in tensors.items()},
+        )  # fmt: skip
+        packed.backward()
+    torch.testing.assert_close(packed, padded)
+    torch.testing.assert_close(packed_metrics, padded_metrics, equal_nan=True)
+    torch.testing.assert_close(packed_hidden.grad, expected[0][is_kept])
+    torch.testing.assert_close(weight.grad, expected[1])
+    if not ignored:
+        # No part has as many tokens as the longest pair.
+        is_pair = module in ("DPOLoss", "ORPOLoss", "SimPOLoss")
+        assert counter.get_total_flops() == (4 if is_pair else products) * 2 * 24 * HIDDEN * VOCABULARY
+        with tuned(ChunkConfig, tokens=14), FlopCounterMode(display=False) as counter:
+            loss_fn(
+                packed_hidden, weight, targets[is_kept], cu_seqlens=cu_seqlens,
+                **{key: pack(value) for key, value in tensors.items()},
+            )[0].backward()  # fmt: skip
+        assert counter.get_total_flops() == products * 2 * 24 * HIDDEN * VOCABULARY
+
+
+def test_tokens_outside_packed_sequences_get_no_gradient():
+    hidden, weight, targets = (x.flatten(0, 1) if x.dim() == 3 or x.dtype == torch.int64 else x for x in make(False))
+    hidden = hidden.detach().requires_grad_()
+    cu_seqlens = torch.tensor([3, 10, 15, 24, 30])
+    with tuned(ChunkConfig, tokens=20):
+        loss, _ = tigon.SimPOLoss()(hidden, weight, targets, cu_seqlens=cu_seqlens)
+    (actual,) = torch.autograd.grad(loss, hidden)
+    inside = slice(3, 30)
+    with tuned(ChunkConfig, tokens=20):
+        loss, _ = tigon.SimPOLoss()(hidden[inside], weight, targets[inside], cu_seqlens=cu_seqlens - 3)
+    (expected,) = torch.autograd.grad(loss, hidden)
+    torch.testing.assert_close(actual, expected)
+    assert not actual[:3].any()
+    assert not actual[30:].any()
+
+
+def test_bad_arguments_are_refused_before_any_product():
+    """The function checks its arguments on tensors without values. The second call has the shapes of the first one."""
+    hidden, weight, targets = make()
+    module = tigon.GRPOLoss()
+    with FlopCounterMode(display=False) as counter:
+        for bad in ({"old_log_probs": OLD[:5]}, {"num_items_in_batch": torch.ones(2)}, {"ref_log_probs": OLD.double()}):
+            with pytest.raises((TypeError, ValueError), match="grpo_loss: "):
+                module(hidden, weight, targets, ADVANTAGES, **bad)
+        with pytest.raises(ValueError, match="DPOLoss: ref_hidden must have shape"):
+            tigon.DPOLoss()(hidden, weight, targets, hidden[:4], weight)
+    assert counter.get_total_flops() == 0
+    first, _ = module(hidden, weight, targets, ADVANTAGES)
+    second, _ = module(hidden, weight, targets, 2 * ADVANTAGES)
+    torch.testing.assert_close(second, 2 * first)
 
 
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
         (lambda h, w, t: tigon.DPOLoss(betta=1.0), ValueError, "DPOLoss: an option must be"),
-        (lambda h, w, t: tigon.DPOLoss()(h[:5], w, t[:5]), ValueError, "linear_loss: targets must have an even"),
+        (lambda h, w, t: tigon.DPOLoss()(h[:5], w, t[:5]), ValueError, "dpo_loss: log_probs must have an even"),
         (lambda h, w, t: tigon.DPOLoss()(h, w, t, h), ValueError, "DPOLoss: ref_weight must be a tensor"),
         (lambda h, w, t: tigon.DPOLoss()(h, w, t, None, w), ValueError, "DPOLoss: ref_hidden must be a tensor"),
         (lambda h, w, t: tigon.DPOLoss()(h, w, t, h, w, ref_log_probs=OLD), ValueError, "DPOLoss: only one of"),

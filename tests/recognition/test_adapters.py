@@ -609,6 +609,25 @@ def test_the_product_of_a_dense_weight_must_be_that_of_the_layer(monkeypatch, ba
     torch.testing.assert_close(y, expected, rtol=0, atol=2**-7 * expected.abs().max().item())
 
 
+class OtherKernelForFewRows(Dequantisable):
+    """A layer whose code for few rows rounds in other places, as that of bitsandbytes does on a GPU."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * 1.02 if x.shape[:-1].numel() <= 64 else y
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("compared_rows", [64, 129])
+def test_as_many_rows_are_compared_as_training_has(monkeypatch, compared_rows):
+    calls = spy_on(monkeypatch, lora._LoRALinears)
+    layer = to_dtypes(Adapted(OtherKernelForFewRows(INPUTS, OUTPUTS), bias=True))
+    tigon.patch(layer)
+    with tuned(DequantisationConfig, min_rows=1, compared_rows=compared_rows):
+        layer(torch.randn(129, INPUTS, device=DEVICE).bfloat16())
+    assert bool(calls) == (compared_rows == 129)
+
+
 class WithChild(Dequantisable):
     """A quantised layer with a trained child, whose output is zero at first."""
 

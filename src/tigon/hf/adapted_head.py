@@ -12,7 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from tigon.ops.adapters.lora import Adapter, adapter_hidden
+from tigon.ops.adapters.lora import adapter_hidden
+from tigon.ops.adapters.projection import Adapter
 from tigon.recognition.adapters import AdaptedCall, AdapterRecipe, recognise_adapters
 from tigon.recognition.deferred import TensorLike
 from tigon.recognition.replacement import exchange, find_replacement, foreign_forward, install

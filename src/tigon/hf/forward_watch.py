@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from tigon.hf.positions import known_positions
 from tigon.recognition.replacement import Replacement, exchange, find_replacement, foreign_forward, install
 from tigon.runtime.stock import written_in
 
@@ -60,7 +61,10 @@ def describe_bypass(what: str, model: nn.Module, origin: str) -> str:
 
 
 class WatchedBody:
-    """Recipe for the body of a model: it checks the forward of the model, then runs the body's earlier forward."""
+    """Recipe for the body of a model: it checks the forward of the model, then runs the body's earlier forward.
+
+    The earlier forward runs in a block of `known_positions`.
+    """
 
     def __init__(
         self, model: nn.Module | None, state: ForwardState | None, notes: list[str], inner: Callable | None
@@ -76,7 +80,8 @@ class WatchedBody:
     def __call__(self, body: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self.model is not None and not torch.compiler.is_compiling() and body.training and torch.is_grad_enabled():
             self.check_model(self.model())
-        return (self.inner or type(body).forward)(body, *args, **kwargs)
+        with known_positions(body, args, kwargs):
+            return (self.inner or type(body).forward)(body, *args, **kwargs)
 
     def check_model(self, model: nn.Module | None) -> None:
         """Warn once if the model has another forward. None stands for a model that was deleted."""

@@ -6,15 +6,17 @@ all calls. Their meaning is that of `tigon.linear_cross_entropy`.
 
 import dataclasses
 import functools
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tigon.runtime import checks
 
-__all__ = ["LossOptions", "with_token_accuracy"]
+__all__ = ["LossOptions", "record_options", "recorded_options", "with_token_accuracy"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,40 @@ class LossOptions:
                 "model: token_scaling=True needs the loss in the head, but this call computes logits; call the model "
                 "in training mode with labels, or with labels and skip_logits=True"
             )
+
+
+# The options of each language model that `tigon.patch` was called for. If a trainer replaces the forward that reads
+# them, its integration reads them here.
+_recorded: "weakref.WeakKeyDictionary[nn.Module, LossOptions]" = weakref.WeakKeyDictionary()
+
+
+def record_options(model: nn.Module, options: LossOptions) -> Callable[[], None]:
+    """Record the options of all language models in a model, and return the function that restores earlier records.
+
+    The defaults replace no earlier record, because `tigon.patch` may be called again for another reason.
+    """
+    modules = [module for module in model.modules() if hasattr(module, "get_output_embeddings")]
+    earlier = [(weakref.ref(module), _recorded.get(module)) for module in modules]
+    for module in modules:
+        if options != LossOptions() or module not in _recorded:
+            _recorded[module] = options
+
+    def restore() -> None:
+        for reference, record in earlier:
+            module = reference()
+            if module is None:
+                continue
+            if record is None:
+                _recorded.pop(module, None)
+            else:
+                _recorded[module] = record
+
+    return restore
+
+
+def recorded_options(model: nn.Module) -> LossOptions:
+    """Return the options that `tigon.patch` was called with for a language model, or the defaults."""
+    return _recorded.get(model, LossOptions())
 
 
 LOSS_OPTIONS = tuple(field.name for field in dataclasses.fields(LossOptions))

@@ -17,7 +17,7 @@ from tigon.hf.head import watch_loss
 from tigon.hf.later_adapters import watch_children
 from tigon.hf.learn import attach, learn_loss
 from tigon.hf.levels import LEVEL_NAMES, apply_level, explain_refusal, find_level
-from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions
+from tigon.hf.loss_options import LOSS_OPTIONS, LossOptions, record_options
 from tigon.hf.report import ModuleOutcomes, Outcome, Report
 from tigon.recognition.activations import recognise_gelu, recognise_relu2
 from tigon.recognition.adapters import install_adapters, recognise_adapters
@@ -413,6 +413,7 @@ def patch(
     report.undo = _apply(findings)
     fused_models = [finding.module for finding in findings if finding.part == "loss" and finding.recipe is not None]
     report.undo += [watch_loss(module, loss_options, report.notes) for module in fused_models]
+    report.undo.append(record_options(model, loss_options))
     if level != "default":
         undo, note = apply_level(model, level)
         report.undo.append(undo)

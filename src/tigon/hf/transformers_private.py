@@ -39,6 +39,7 @@ __all__ = [
     "loss_type",
     "model_mappings",
     "pop_input_hooks",
+    "replace_packing_check",
     "restore_input_hooks",
     "restore_switch",
     "set_checkpoint_function",
@@ -187,6 +188,24 @@ def is_checkpoint_layer(module: nn.Module) -> bool:
     model is checkpointed like all other layers, which takes more time.
     """
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
+
+
+# --- packed sequences ------------------------------------------------------------------------------
+
+
+def replace_packing_check(make: Callable[[Callable], Callable]) -> None:
+    """Replace the function that decides whether a batch is packed by `make(function)`, unless that was done before.
+
+    The function is `masking_utils.find_packed_sequence_indices`. It makes the host wait for the device. Without it,
+    nothing is replaced.
+    """
+    import transformers.masking_utils as masks
+
+    function = getattr(masks, "find_packed_sequence_indices", None)
+    if function is not None and not hasattr(function, "is_replacement"):
+        replacement = make(function)
+        vars(replacement)["is_replacement"] = True
+        vars(masks)["find_packed_sequence_indices"] = replacement
 
 
 # --- classes and types of models -------------------------------------------------------------------

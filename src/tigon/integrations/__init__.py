@@ -4,9 +4,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tigon.integrations import trl
+    from tigon.integrations import (
+        axolotl,
+        deepspeed,
+        experts,
+        lightning,
+        llamafactory,
+        megatron,
+        swift,
+        torchtitan,
+        trainer,
+        trl,
+        verl,
+    )
 
-__all__ = ["trl"]
+__all__ = [
+    "axolotl", "deepspeed", "experts", "lightning", "llamafactory", "megatron", "swift", "torchtitan", "trainer", "trl",
+    "verl",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tigon.hf.loss_options import recorded_options
 from tigon.ops.head.computed_rows import find_rows
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
@@ -206,12 +207,12 @@ def _log_probs(
 
 def _summed_log_probs(
     hidden: Tensor, head: Head, targets: Tensor, options: LogitOptions, kind: SummedLoss, is_shifted: bool,
-    valid_rows: ValidRows | None,
+    valid_rows: ValidRows | None, acc_dtype: torch.dtype | None,
 ) -> dict[str, Tensor | None]:  # fmt: skip
     """Compute TRL's outputs for a loss that is a sum of log-probabilities, with three products.
 
     Only the log-probabilities are differentiable. Without `is_shifted` the last position of each sequence predicts
-    nothing and is left out of the outputs.
+    nothing and is left out of the outputs. `acc_dtype` is that of `linear_cross_entropy`.
     """
     scale, softcap, temperature = options
     context, _ = _products_context(hidden, head.weight)
@@ -220,7 +221,8 @@ def _summed_log_probs(
             hidden, head.weight, targets,
             linear_bias=head.bias, reduction="mean", ignore_index=IGNORE_INDEX, token_scaling=kind == "dft",
             logit_scale=scale / temperature, softcap=None if softcap is None else softcap / temperature,
-            valid_rows=valid_rows, return_log_probs=True, return_entropy=True, return_predicted_tokens=True,
+            valid_rows=valid_rows, acc_dtype=acc_dtype, return_log_probs=True, return_entropy=True,
+            return_predicted_tokens=True,
         )  # fmt: skip
     cut = (lambda x: x) if is_shifted else (lambda x: x[:, :-1])
     log_probs, valid = cut(result.log_probs.detach()), cut(targets != IGNORE_INDEX)
@@ -344,7 +346,9 @@ def _fused_forward(model: Any, trl_forward: TrlForward, args: tuple, kwargs: dic
         # A model may be split over several devices.
         targets, valid_rows = targets.to(device), None
     hidden, head = hidden.to(device), Head.of(module)
-    results = _compute(hidden, head, targets, trl_forward, is_shifted, valid_rows)
+    # `linear_log_probs` sums dW in fp32 anyway.
+    acc_dtype = recorded_options(model).acc_dtype
+    results = _compute(hidden, head, targets, trl_forward, is_shifted, valid_rows, acc_dtype)
     log_probs, mask = results["log_probs"], targets != IGNORE_INDEX
     mask = mask if is_shifted else mask[:, :-1]
     assert log_probs is not None
@@ -353,8 +357,9 @@ def _fused_forward(model: Any, trl_forward: TrlForward, args: tuple, kwargs: dic
 
 
 def _compute(
-    hidden: Tensor, head: Head, targets: Tensor, trl_forward: TrlForward, is_shifted: bool, valid_rows: ValidRows | None
-) -> dict[str, Tensor | None]:
+    hidden: Tensor, head: Head, targets: Tensor, trl_forward: TrlForward, is_shifted: bool,
+    valid_rows: ValidRows | None, acc_dtype: torch.dtype | None,
+) -> dict[str, Tensor | None]:  # fmt: skip
     """Compute the fields of TRL's output, by three products where the trainer's loss is a known sum."""
     kind, options, outputs = _trainer_loss.kind, trl_forward.options, trl_forward.outputs
     has_gradients = torch.is_grad_enabled() and (hidden.requires_grad or head.weight.requires_grad)
@@ -364,7 +369,7 @@ def _compute(
         with _gather(head.weight, head.bias):
             _, in_fp32 = _products_context(hidden, head.weight)
             if not in_fp32:
-                return _summed_log_probs(hidden, head, targets, options, kind, is_shifted, valid_rows)
+                return _summed_log_probs(hidden, head, targets, options, kind, is_shifted, valid_rows, acc_dtype)
     with _gathered(head):
         results = _log_probs(hidden, head, targets, options, outputs, trl_forward.fp32_products, valid_rows)
     return results if is_shifted else {name: None if x is None else x[:, :-1] for name, x in results.items()}

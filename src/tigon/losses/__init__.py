@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     )
     from tigon.losses.preference import bradley_terry_loss, dpo_loss, preference_token_metrics
     from tigon.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
-    from tigon.losses.sequences import sequence_log_probs
+    from tigon.losses.sequences import batch_counts, sequence_log_probs
 
 _MODULES = {
+    "batch_counts": "sequences",
     "bradley_terry_loss": "preference",
     "cpo_loss": "reference_free",
     "dpo_loss": "preference",
@@ -43,6 +44,7 @@ _MODULES = {
 }
 
 __all__ = [
+    "batch_counts",
     "bradley_terry_loss",
     "cpo_loss",
     "dpo_loss",

@@ -14,7 +14,7 @@ Shapes: N sequences, L tokens of a padded row, T packed tokens.
 import torch
 from torch import Tensor
 
-from tigon.losses.sequences import Metrics, check_labels, check_per_sequence, check_sequences, mean
+from tigon.losses.sequences import BatchCounts, Metrics, check_labels, check_per_sequence, check_sequences, mean
 from tigon.runtime import checks
 
 __all__ = ["kto_kl", "kto_loss"]
@@ -67,6 +67,7 @@ def kto_loss(
     undesirable_weight: float = 1.0,
     ref_sequence_log_probs: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of KTO (Kahneman-Tversky optimisation), and its metrics.
 
@@ -91,6 +92,8 @@ def kto_loss(
         undesirable_weight: The weight of undesirable completions, not negative.
         ref_sequence_log_probs: [N], the dtype of `log_probs`, in place of `ref_log_probs`: the reference's sums.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics `kl`, `rewards/chosen`, `rewards/rejected`, `rewards/margins`,
@@ -111,7 +114,7 @@ def kto_loss(
         (tensor(0.5533), tensor(-1.))
     """
     op = "kto_loss"
-    sequences = check_sequences(op, log_probs, mask, cu_seqlens, ref_log_probs=ref_log_probs)
+    sequences = check_sequences(op, log_probs, mask, cu_seqlens, part_of=part_of, ref_log_probs=ref_log_probs)
     check_labels(op, "is_desirable", is_desirable, sequences)
     if ref_sequence_log_probs is not None:
         if ref_log_probs is not None:
@@ -140,6 +143,8 @@ def kto_loss(
     losses = torch.where(
         is_desirable, desirable_weight * (-advantages).sigmoid(), undesirable_weight * advantages.sigmoid()
     )
+    if not sequences.has_metrics:
+        return sequences.sequence_mean(losses), {}
     metrics = {"kl": divergence}
     for name, is_counted in (("chosen", is_desirable), ("rejected", ~is_desirable)):
         count = is_counted.sum()
@@ -147,4 +152,4 @@ def kto_loss(
         metrics[f"logps/{name}"] = torch.where(is_counted, log_sums.detach(), 0.0).sum() / count
         metrics[f"count/{name}"] = count
     metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-    return mean(losses), metrics
+    return sequences.sequence_mean(losses), metrics

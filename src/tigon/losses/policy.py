@@ -35,7 +35,15 @@ from tigon.losses.policy_objectives import (
     with_entropy,
 )
 from tigon.losses.policy_terms import KL_ESTIMATORS, entropy_threshold, kl_estimate, on_policy
-from tigon.losses.sequences import Metrics, Sequences, bounded_exp, check_per_sequence, check_sequences, mean
+from tigon.losses.sequences import (
+    BatchCounts,
+    Metrics,
+    Sequences,
+    bounded_exp,
+    check_per_sequence,
+    check_sequences,
+    mean,
+)
 from tigon.runtime import checks
 
 __all__ = ["GRPO_LOSSES", "grpo_loss", "ppo_loss", "ppo_value_loss", "rloo_loss"]
@@ -92,6 +100,7 @@ def grpo_loss(
     num_items_in_batch: Tensor | float | None = None,
     max_completion_length: int | None = None,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of GRPO (group relative policy optimisation) or of one of its variants, and its metrics.
 
@@ -143,6 +152,8 @@ def grpo_loss(
             default it is the number of tokens of this batch. Other types need None.
         max_completion_length: The constant of dr_grpo, positive. Other types need None.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics: `policy_loss` (without the entropy bonus); `entropy` if it is
@@ -172,7 +183,7 @@ def grpo_loss(
     """
     op = "grpo_loss"
     sequences = check_sequences(
-        op, log_probs, mask, cu_seqlens, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs,
+        op, log_probs, mask, cu_seqlens, part_of=part_of, old_log_probs=old_log_probs, ref_log_probs=ref_log_probs,
         sampling_log_probs=sampling_log_probs,
     )  # fmt: skip
     checks.choice(op, "loss_type", loss_type, tuple(GRPO_LOSSES))
@@ -205,6 +216,12 @@ def grpo_loss(
         checks.tensor(op, top_entropy_threshold=top_entropy_threshold)
         checks.shape(op, "top_entropy_threshold", top_entropy_threshold, ())
         checks.same(op, "device", mask=mask, top_entropy_threshold=top_entropy_threshold)
+    selects_tokens = quantile < 1 or top_entropy_threshold is not None
+    if part_of is not None and selects_tokens and (top_entropy_threshold is None or coefficient):
+        raise ValueError(
+            f"{op}: part_of must be None if tokens are selected by the entropies of the whole batch; pass "
+            "top_entropy_threshold, and an entropy_coef of 0"
+        )
     if importance_sampling_ratio is not None:
         sampling_ratio = _check_sampling_ratio(op, importance_sampling_ratio, sequences, loss_type)
     if off_policy_mask_threshold is not None:
@@ -233,21 +250,24 @@ def grpo_loss(
     metrics: Metrics = {}
     if loss_type == "cispo":
         losses = to_tokens(-ratio.detach().clamp(max=clip.high) * advantage) * log_probs
-        is_clipped = ((ratio.detach() > clip.high) & (advantage > 0)).to(log_probs.dtype)
-        metrics["cispo_clip_ratio"] = mean(is_clipped) if by_sequence else sequences.token_mean(is_clipped)
+        if sequences.has_metrics:
+            is_clipped = ((ratio.detach() > clip.high) & (advantage > 0)).to(log_probs.dtype)
+            metrics["cispo_clip_ratio"] = mean(is_clipped) if by_sequence else sequences.token_mean(is_clipped)
     elif loss_type == "vespo":
         log_weight = gamma_weight.log_ratios(
             sequences, log_ratio.detach(), None if importance_sampling_ratio is None else sampling_ratio
         )
         weight = gamma_weight.weights(log_weight if by_sequence else sequences.expand(log_weight), advantage)
         losses = to_tokens(-weight * advantage) * log_probs
-        metrics["vespo/phi_seq_mean"] = mean(weight) if by_sequence else sequences.token_mean(weight)
+        if sequences.has_metrics:
+            metrics["vespo/phi_seq_mean"] = mean(weight) if by_sequence else sequences.token_mean(weight)
     elif loss_type == "sapo":
         losses = to_tokens(sapo(ratio, advantage, temperature_pos, temperature_neg))
     else:
         losses = to_tokens(clip.loss(ratio, advantage))
-        low, high = clip.is_clipped(ratio, advantage)
-        metrics |= clip_metrics(sequences, low, high, log_probs.dtype, by_sequence)
+        if sequences.has_metrics:
+            low, high = clip.is_clipped(ratio, advantage)
+            metrics |= clip_metrics(sequences, low, high, log_probs.dtype, by_sequence)
 
     if off_policy_mask_threshold is not None:
         sampled = old_log_probs if sampling_log_probs is None else sampling_log_probs
@@ -256,7 +276,7 @@ def grpo_loss(
         )  # fmt: skip
         losses = torch.where(sequences.expand(is_kept) if advantages_per_sequence else is_kept, losses, 0.0)
     selected = None
-    if entropy is not None and (quantile < 1 or top_entropy_threshold is not None):
+    if entropy is not None and selects_tokens:
         if top_entropy_threshold is None:
             top_entropy_threshold = entropy_threshold(entropy, sequences.mask, quantile)
         selected = entropy.detach() >= top_entropy_threshold
@@ -268,7 +288,8 @@ def grpo_loss(
         if use_bias_correction_kl:
             divergence = divergence * token_ratio
         losses = losses + beta * divergence
-        metrics["kl"] = sequences.token_mean(divergence.detach())
+        if sequences.has_metrics:
+            metrics["kl"] = sequences.token_mean(divergence.detach())
     reduce = GRPO_LOSSES[loss_type]
     loss = sequences.masked(losses).sum() / divisor if reduce is None else reduce(sequences, losses)
     loss, shared_metrics = with_entropy(loss, sequences, entropy, coefficient, selected)
@@ -302,9 +323,9 @@ def _check_divisor(
             f"got {checks.format_value(num_items_in_batch)}"
         )
     if is_constant:
-        return float(max(sequences.count, 1) * checks.size(op, "max_completion_length", max_completion_length))
+        return float(sequences.sequence_count() * checks.size(op, "max_completion_length", max_completion_length))
     if num_items_in_batch is None:
-        return sequences.mask.sum().clamp(min=1)
+        return sequences.token_count()
     if not isinstance(num_items_in_batch, Tensor):
         return max(checks.number(op, "num_items_in_batch", num_items_in_batch, 0.0), 1.0)
     checks.shape(op, "num_items_in_batch", num_items_in_batch, ())
@@ -324,6 +345,7 @@ def rloo_loss(
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of RLOO (REINFORCE leave-one-out), and its metrics.
 
@@ -344,6 +366,8 @@ def rloo_loss(
         entropy: The shape of `log_probs`: the entropy of the policy at each token.
         entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics `policy_loss`, `entropy` if it is given, and
@@ -362,7 +386,7 @@ def rloo_loss(
         tensor(0.9744)
     """
     op = "rloo_loss"
-    sequences = check_sequences(op, log_probs, mask, cu_seqlens, old_log_probs=old_log_probs)
+    sequences = check_sequences(op, log_probs, mask, cu_seqlens, part_of=part_of, old_log_probs=old_log_probs)
     check_per_sequence(op, "advantages", advantages, sequences)
     clip = check_clip(op, epsilon, epsilon_high, delta)
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
@@ -371,7 +395,9 @@ def rloo_loss(
     sums = sequences.sum(log_probs)
     old_sums = sums.detach() if old_log_probs is None else sequences.sum(old_log_probs.detach())
     ratio = bounded_exp(sums - old_sums)
-    loss, metrics = with_entropy(mean(clip.loss(ratio, advantages)), sequences, entropy, coefficient)
+    loss, metrics = with_entropy(sequences.sequence_mean(clip.loss(ratio, advantages)), sequences, entropy, coefficient)
+    if not sequences.has_metrics:
+        return loss, {}
     return loss, metrics | clip_metrics(sequences, *clip.is_clipped(ratio, advantages), sums.dtype, True)
 
 
@@ -387,6 +413,7 @@ def ppo_loss(
     entropy: Tensor | None = None,
     entropy_coef: float = 0.0,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the clipped objective of PPO (proximal policy optimisation) as a loss, and its metrics.
 
@@ -406,6 +433,8 @@ def ppo_loss(
         entropy: The shape of `log_probs`: the entropy of the policy at each token.
         entropy_coef: The weight of the entropy bonus, the mean entropy of the tokens.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics of `rloo_loss`, of tokens, with `kl`: the mean of
@@ -424,7 +453,7 @@ def ppo_loss(
         tensor(1.0487)
     """
     op = "ppo_loss"
-    sequences = check_sequences(op, log_probs, mask, cu_seqlens, old_log_probs=old_log_probs)
+    sequences = check_sequences(op, log_probs, mask, cu_seqlens, part_of=part_of, old_log_probs=old_log_probs)
     per_sequence = check_per_sequence(op, "advantages", advantages, sequences, or_tokens=True)
     clip = check_clip(op, epsilon, epsilon_high, delta)
     coefficient = check_entropy(op, entropy, entropy_coef, sequences)
@@ -435,6 +464,8 @@ def ppo_loss(
     ratio = bounded_exp(log_ratio)
     loss = sequences.token_mean(clip.loss(ratio, advantages))
     loss, metrics = with_entropy(loss, sequences, entropy, coefficient)
+    if not sequences.has_metrics:
+        return loss, {}
     metrics["kl"] = sequences.token_mean(0.5 * log_ratio.detach().square())
     return loss, metrics | clip_metrics(sequences, *clip.is_clipped(ratio, advantages), ratio.dtype, False)
 

@@ -94,12 +94,12 @@ def sapo(ratio: Tensor, advantages: Tensor, temperature_pos: float, temperature_
 
 def mean_of_means(sequences: Sequences, values: Tensor) -> Tensor:
     """Return the mean over the sequences of the mean over their tokens."""
-    return mean(sequences.mean(values))
+    return sequences.sequence_mean(sequences.mean(values))
 
 
 def mean_of_sums(sequences: Sequences, values: Tensor) -> Tensor:
     """Return the mean over the sequences of the sum over their tokens."""
-    return mean(sequences.sum(values))
+    return sequences.sequence_mean(sequences.sum(values))
 
 
 # --- parts that the losses share -----------------------------------------------------------------
@@ -145,11 +145,14 @@ def with_entropy(
     loss: Tensor, sequences: Sequences, entropy: Tensor | None, coefficient: float, selected: Tensor | None = None
 ) -> tuple[Tensor, Metrics]:
     """Subtract the entropy bonus: the mean entropy of the tokens, or of the selected ones."""
-    metrics = {"policy_loss": loss.detach()}
+    metrics = {"policy_loss": loss.detach()} if sequences.has_metrics else {}
     if entropy is not None:
         entropy = entropy.to(loss.dtype)
+    if entropy is not None and sequences.has_metrics:
         metrics["entropy"] = sequences.token_mean(entropy.detach())
     if entropy is not None and coefficient:
-        mask = sequences.mask if selected is None else sequences.mask & selected
+        if selected is None:
+            return loss - coefficient * sequences.masked(entropy).sum() / sequences.token_count(), metrics
+        mask = sequences.mask & selected
         loss = loss - coefficient * torch.where(mask, entropy, 0.0).sum() / mask.sum().clamp(min=1)
     return loss, metrics

@@ -36,6 +36,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.losses.sequences import (
+    BatchCounts,
     Metrics,
     Sequences,
     bounded_exp,
@@ -49,7 +50,15 @@ from tigon.losses.sequences import (
 )
 from tigon.runtime import checks
 
-__all__ = ["DPO_LOSSES", "bradley_terry_loss", "dpo_loss", "pair_metrics", "preference_token_metrics", "smoothed"]
+__all__ = [
+    "DPO_LOSSES",
+    "bradley_terry_loss",
+    "dpo_adds_up",
+    "dpo_loss",
+    "pair_metrics",
+    "preference_token_metrics",
+    "smoothed",
+]
 
 F_DIVERGENCES = ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence")
 # These losses see h only in the difference d, where the unknown normaliser of h cancels. The others need reverse KL.
@@ -195,6 +204,12 @@ def _check_label_smoothing(types: list[str], value: object) -> float:
     return smoothing
 
 
+def dpo_adds_up(loss_type: str | Sequence[str], use_weighting: bool) -> bool:
+    """Return whether the loss of a batch is a sum over its pairs. Sorts, and weights of the mean NLL, couple them."""
+    types = [loss_type] if isinstance(loss_type, str) else loss_type
+    return not ({"aot", "aot_unpaired"} & set(types) or (use_weighting and "sft" in types))
+
+
 # --- public --------------------------------------------------------------------------------------
 
 
@@ -238,6 +253,7 @@ def dpo_loss(
     log_sum_sq_probs: Tensor | None = None,
     ref_sequence_log_probs: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of DPO (direct preference optimisation) or of one of its variants, and its metrics.
 
@@ -272,6 +288,8 @@ def dpo_loss(
         ref_sequence_log_probs: [N], the dtype of `log_probs`, in place of `ref_log_probs`: the reference's sums, which
             were computed with the same `ld_alpha`.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics `rewards/chosen`, `rewards/rejected`, `rewards/accuracies`,
@@ -294,8 +312,9 @@ def dpo_loss(
     """
     op = "dpo_loss"
     sequences = check_sequences(
-        op, log_probs, mask, cu_seqlens, ref_log_probs=ref_log_probs, log_sum_sq_probs=log_sum_sq_probs
-    )
+        op, log_probs, mask, cu_seqlens, part_of=part_of, ref_log_probs=ref_log_probs,
+        log_sum_sq_probs=log_sum_sq_probs,
+    )  # fmt: skip
     check_pairs(op, sequences)
     if ref_sequence_log_probs is not None:
         if ref_log_probs is not None:
@@ -321,6 +340,11 @@ def dpo_loss(
     sorting = [name for name in types if name in ("aot", "aot_unpaired")]
     if use_weighting and sorting:
         raise ValueError(f"{op}: use_weighting must be False for loss_type {sorting[0]!r}, which sorts the pairs")
+    if part_of is not None and not dpo_adds_up(types, use_weighting):
+        raise ValueError(
+            f"{op}: part_of must be None for loss_type {', '.join(map(repr, types))} with use_weighting="
+            f"{use_weighting}, whose loss of a batch is not a sum over its pairs"
+        )
 
     sums = _limited(sequences, log_probs, ld_alpha)
     ref_sums = torch.zeros_like(sums) if ref_sequence_log_probs is None else ref_sequence_log_probs
@@ -330,9 +354,13 @@ def dpo_loss(
     scores = _score(ratios, f_divergence_type, alpha, "ipo" in types)
     chosen_score, rejected_score = half(scores)
     chosen_average, rejected_average = half(scores / sequences.lengths.clamp(min=1))
+    nll = chosen_nll(sequences, log_probs)
+    if part_of is not None:
+        # The mean over the pairs of the batch divides this by more than the pairs of this part.
+        nll = nll * (part_of.sequences / max(sequences.count, 1))
     pairs = _Pairs(
         *half(sums), *half(ref_sums.detach()), *half(ratios), beta * (chosen_score - rejected_score),
-        chosen_average - rejected_average, chosen_nll(sequences, log_probs), beta, smoothing, tau,
+        chosen_average - rejected_average, nll, beta, smoothing, tau,
     )  # fmt: skip
     losses = torch.zeros_like(pairs.logits)
     for name, weight in zip(types, weights, strict=True):
@@ -340,7 +368,7 @@ def dpo_loss(
     if log_sum_sq_probs is not None and use_weighting:
         chosen_weight, rejected_weight = half(sequences.mean((log_probs - log_sum_sq_probs).detach()))
         losses = losses * (chosen_weight + rejected_weight).exp()
-    return mean(losses), pair_metrics(beta * ratios, sums)
+    return sequences.pair_mean(losses), pair_metrics(beta * ratios, sums) if sequences.has_metrics else {}
 
 
 def preference_token_metrics(

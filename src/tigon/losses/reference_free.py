@@ -20,7 +20,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tigon.losses.preference import pair_metrics, smoothed
-from tigon.losses.sequences import Metrics, Sequences, bounded_exp, check_pairs, check_sequences, chosen_nll, half, mean
+from tigon.losses.sequences import (
+    BatchCounts,
+    Metrics,
+    Sequences,
+    bounded_exp,
+    check_pairs,
+    check_sequences,
+    chosen_nll,
+    half,
+    mean,
+)
 from tigon.runtime import checks
 
 __all__ = ["cpo_loss", "orpo_loss", "simpo_loss"]
@@ -48,6 +58,7 @@ def orpo_loss(
     beta: float = 0.1,
     nll_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of ORPO (odds ratio preference optimisation), and its metrics.
 
@@ -61,8 +72,10 @@ def orpo_loss(
         beta: The weight of the odds ratio, not negative; the lambda of the paper.
         nll_mask: The shape of `log_probs`, bool: the tokens of the NLL term, of which only those of chosen sequences
             count. By default they are those of `mask`. TRL uses the tokens of prompts too: `log_probs` must then hold
-            their log-probabilities.
+            their log-probabilities. The `chosen_tokens` of `part_of` are tokens of this mask.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics of `dpo_loss`, where rewards are beta a and `logps` are a, with
@@ -82,7 +95,7 @@ def orpo_loss(
         (tensor(1.5271), tensor(1.5000))
     """
     op = "orpo_loss"
-    sequences = check_sequences(op, log_probs, mask, cu_seqlens)
+    sequences = check_sequences(op, log_probs, mask, cu_seqlens, part_of=part_of)
     check_pairs(op, sequences)
     beta = checks.number(op, "beta", beta, 0.0)
     nll_sequences = sequences
@@ -92,14 +105,16 @@ def orpo_loss(
             raise TypeError(f"{op}: nll_mask must be a bool tensor, got {nll_mask.dtype}")
         checks.shape(op, "nll_mask", nll_mask, log_probs.shape)
         checks.same(op, "device", log_probs=log_probs, nll_mask=nll_mask)
-        nll_sequences = Sequences(nll_mask, cu_seqlens)
+        nll_sequences = Sequences(nll_mask, cu_seqlens, part_of)
 
     averages = sequences.mean(log_probs)
     has_tokens = torch.logical_and(*half(sequences.lengths > 0))
     chosen_odds, rejected_odds = half(_log_odds(averages))
     log_odds_ratio = torch.where(has_tokens, chosen_odds - rejected_odds, 0.0)
     nll = chosen_nll(nll_sequences, log_probs)
-    preference = mean(F.logsigmoid(log_odds_ratio))
+    preference = sequences.pair_mean(F.logsigmoid(log_odds_ratio))
+    if not sequences.has_metrics:
+        return nll - beta * preference, {}
     metrics = pair_metrics(beta * averages, averages) | {
         "nll_loss": nll.detach(),
         "log_odds_ratio": preference.detach(),
@@ -119,6 +134,7 @@ def cpo_loss(
     simpo_gamma: float = 0.5,
     alpha: float = 0.0,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of CPO (contrastive preference optimisation) or of a variant, and its metrics.
 
@@ -145,6 +161,8 @@ def cpo_loss(
         simpo_gamma: The margin of simpo and alphapo.
         alpha: The shape of the reward (AlphaPO).
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics of `dpo_loss`, where a reward is beta times the reward above and
@@ -167,7 +185,7 @@ def cpo_loss(
     """
     return _cpo_loss(
         "cpo_loss", log_probs, mask, cu_seqlens, beta=beta, loss_type=loss_type, cpo_alpha=cpo_alpha,
-        label_smoothing=label_smoothing, simpo_gamma=simpo_gamma, alpha=alpha,
+        label_smoothing=label_smoothing, simpo_gamma=simpo_gamma, alpha=alpha, part_of=part_of,
     )  # fmt: skip
 
 
@@ -179,6 +197,7 @@ def simpo_loss(
     gamma: float = 1.0,
     label_smoothing: float = 0.0,
     cu_seqlens: Tensor | None = None,
+    part_of: BatchCounts | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Return the loss of SimPO (simple preference optimisation), and its metrics.
 
@@ -192,6 +211,8 @@ def simpo_loss(
         gamma: The margin by which the chosen completion should win.
         label_smoothing: e in [0, 1]: -log sigmoid(z) becomes -(1 - e) log sigmoid(z) - e log sigmoid(-z).
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+        part_of: The counts of the whole batch, from `batch_counts`, if these sequences are a part of it. The losses of
+            all parts then add up to the loss of the batch, and the result has no metrics.
 
     Returns:
         The loss, without dimensions, and the metrics of `dpo_loss`, where a reward is beta a and `logps` are a, with
@@ -211,16 +232,16 @@ def simpo_loss(
     """
     return _cpo_loss(
         "simpo_loss", log_probs, mask, cu_seqlens, beta=beta, loss_type="simpo", cpo_alpha=0.0,
-        label_smoothing=label_smoothing, simpo_gamma=gamma, alpha=0.0,
+        label_smoothing=label_smoothing, simpo_gamma=gamma, alpha=0.0, part_of=part_of,
     )  # fmt: skip
 
 
 def _cpo_loss(
     op: str, log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None, *, beta: float, loss_type: str,
-    cpo_alpha: float, label_smoothing: float, simpo_gamma: float, alpha: float,
+    cpo_alpha: float, label_smoothing: float, simpo_gamma: float, alpha: float, part_of: BatchCounts | None,
 ) -> tuple[Tensor, Metrics]:  # fmt: skip
     """Return the loss and the metrics of `cpo_loss`, with `op` in messages."""
-    sequences = check_sequences(op, log_probs, mask, cu_seqlens)
+    sequences = check_sequences(op, log_probs, mask, cu_seqlens, part_of=part_of)
     check_pairs(op, sequences)
     beta = checks.number(op, "beta", beta, 0.0, excludes_low=True)
     checks.choice(op, "loss_type", loss_type, CPO_TYPES)
@@ -242,7 +263,9 @@ def _cpo_loss(
     else:
         losses = smoothed(logits if loss_type == "sigmoid" else logits - gamma, label_smoothing)
     nll = chosen_nll(sequences, log_probs)
-    loss = mean(losses)
+    loss = sequences.pair_mean(losses)
     if cpo_alpha and loss_type != "alphapo":
         loss = loss + cpo_alpha * nll
+    if not sequences.has_metrics:
+        return loss, {}
     return loss, pair_metrics(beta * rewards, scores) | {"nll_loss": nll.detach()}

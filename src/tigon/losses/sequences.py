@@ -7,14 +7,18 @@ of `mask` or `cu_seqlens` on the host, so all shapes are known without waiting f
 Shapes: N sequences, L tokens of a padded row, T packed tokens. "Tokens" in a shape means [N, L] or [T].
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from tigon.runtime import checks
 
 __all__ = [
+    "BatchCounts",
     "Metrics",
     "Sequences",
+    "batch_counts",
     "bounded_exp",
     "check_labels",
     "check_pairs",
@@ -52,16 +56,30 @@ def half(values: Tensor) -> tuple[Tensor, Tensor]:
     return values[:pairs], values[pairs:]
 
 
+class BatchCounts(NamedTuple):
+    """The sequences and the tokens of a batch, by which the losses divide. `batch_counts` returns them."""
+
+    # N, or its sum over the parts of a batch
+    sequences: int
+    # [], int64: the tokens that count
+    tokens: Tensor
+    # [], int64: those of the first half of the sequences, which are the chosen ones
+    chosen_tokens: Tensor
+
+
 class Sequences:
     """The tokens of N sequences: which token belongs to which sequence, and which tokens count.
 
     Args:
         mask: Tokens [N, L] or [T], bool: the tokens that count.
         cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences; None for padded tokens.
+        part_of: The counts of the whole batch, if these sequences are a part of it. The means of losses then divide by
+            them, so that the losses of all parts add up to that of the batch. A part has no metrics.
     """
 
-    def __init__(self, mask: Tensor, cu_seqlens: Tensor | None) -> None:
+    def __init__(self, mask: Tensor, cu_seqlens: Tensor | None, part_of: BatchCounts | None = None) -> None:
         self.rows: Tensor | None = None
+        self.part_of, self.has_metrics = part_of, part_of is None
         self.mask = mask
         if cu_seqlens is None:
             self.count = len(mask)
@@ -92,9 +110,25 @@ class Sequences:
         """Return the means [N] of the values of each sequence. The mean of no tokens is zero."""
         return self.sum(values) / self.lengths.clamp(min=1)
 
+    def token_count(self) -> Tensor:
+        """Return the number of tokens of the batch, and at least 1."""
+        return (self.mask.sum() if self.part_of is None else self.part_of.tokens).clamp(min=1)
+
+    def sequence_count(self) -> int:
+        """Return the number of sequences of the batch, and at least 1."""
+        return max(self.count if self.part_of is None else self.part_of.sequences, 1)
+
     def token_mean(self, values: Tensor) -> Tensor:
-        """Return the mean over the tokens of all sequences. The mean of no tokens is zero."""
-        return self.masked(values).sum() / self.mask.sum().clamp(min=1)
+        """Return the sum over the tokens, divided by the number of tokens of the batch. It is zero for no tokens."""
+        return self.masked(values).sum() / self.token_count()
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` [N], divided by the number of sequences of the batch."""
+        return values.sum() / self.sequence_count()
+
+    def pair_mean(self, values: Tensor) -> Tensor:
+        """Return the sum of `values` [N / 2], divided by the number of pairs of the batch."""
+        return values.sum() / max(self.sequence_count() // 2, 1)
 
     def expand(self, values: Tensor) -> Tensor:
         """Give each token the value of its sequence: return `values` [N] as [N, 1] (padded) or as [T] (packed)."""
@@ -118,7 +152,7 @@ def _check_dtype(op: str, name: str, value: object) -> None:
 
 def check_sequences(
     op: str, log_probs: Tensor, mask: Tensor, cu_seqlens: Tensor | None, name: str = "log_probs",
-    **others: Tensor | None,
+    part_of: BatchCounts | None = None, **others: Tensor | None,
 ) -> Sequences:  # fmt: skip
     """Check tensors of tokens, and return their sequences.
 
@@ -128,6 +162,7 @@ def check_sequences(
         mask: Tokens, bool.
         cu_seqlens: [N + 1], int64 | int32, or None for padded tokens.
         name: The name of `log_probs`, for messages.
+        part_of: The counts of the whole batch, if the tokens are a part of it.
         others: More tokens in the dtype of `log_probs`, by name, or None.
     """
     _check_dtype(op, name, log_probs)
@@ -150,7 +185,9 @@ def check_sequences(
             checks.shape(op, other, value, log_probs.shape)
     checks.same(op, "dtype", **{name: log_probs}, **others)
     checks.same(op, "device", **{name: log_probs}, mask=mask, cu_seqlens=cu_seqlens, **others)
-    return Sequences(mask, cu_seqlens)
+    if part_of is not None and not isinstance(part_of, BatchCounts):
+        raise TypeError(f"{op}: part_of must be the result of batch_counts or None, got {checks.format_value(part_of)}")
+    return Sequences(mask, cu_seqlens, part_of)
 
 
 def check_pairs(op: str, sequences: Sequences) -> None:
@@ -164,8 +201,9 @@ def check_pairs(op: str, sequences: Sequences) -> None:
 
 def chosen_nll(sequences: Sequences, log_probs: Tensor) -> Tensor:
     """Return the negative mean of the log-probabilities of the tokens of all chosen completions."""
-    count = half(sequences.lengths)[0].sum().clamp(min=1)
-    return -half(sequences.sum(log_probs))[0].sum() / count
+    part_of = sequences.part_of
+    count = half(sequences.lengths)[0].sum() if part_of is None else part_of.chosen_tokens
+    return -half(sequences.sum(log_probs))[0].sum() / count.clamp(min=1)
 
 
 def check_labels(op: str, name: str, labels: object, sequences: Sequences) -> None:
@@ -226,3 +264,39 @@ def sequence_log_probs(
     sequences = check_sequences("sequence_log_probs", log_probs, mask, cu_seqlens)
     checks.flag("sequence_log_probs", average=average)
     return sequences.mean(log_probs) if average else sequences.sum(log_probs)
+
+
+def batch_counts(mask: Tensor, cu_seqlens: Tensor | None = None) -> BatchCounts:
+    """Return the counts of a batch, with which the losses of its parts add up to the loss of the batch.
+
+    A batch that is too large for one step is cut into parts. The mean of the losses of the parts is not the loss of the
+    batch if the parts have different numbers of tokens. With `part_of=batch_counts(...)` a loss divides by the numbers
+    of the whole batch, so the sum over the parts is exact. For a batch on several ranks, add up the counts of all
+    ranks, and divide them by the number of ranks if the gradients are averaged.
+
+    Args:
+        mask: [N, L], or [T] with `cu_seqlens`, bool: the tokens that count.
+        cu_seqlens: [N + 1], int64 | int32: the boundaries of packed sequences.
+
+    Returns:
+        `sequences`, a number; `tokens` and `chosen_tokens`, tensors without dimensions on the device of the mask.
+        `chosen_tokens` are those of the first half of the sequences.
+
+    Raises:
+        TypeError: A dtype or a type is wrong.
+        ValueError: A shape or a device is wrong.
+
+    Example:
+        >>> from tigon.losses import batch_counts, simpo_loss
+        >>> log_probs = torch.tensor([[-1.0, -2.0], [-2.0, -2.0], [-2.0, -3.0], [-1.0, -3.0]])
+        >>> counts = batch_counts(log_probs < 0)
+        >>> parts = [log_probs[[0, 2]], log_probs[[1, 3]]]
+        >>> torch.stack([simpo_loss(part, part < 0, part_of=counts)[0] for part in parts]).sum()
+        tensor(0.8133)
+        >>> simpo_loss(log_probs, log_probs < 0)[0]
+        tensor(0.8133)
+    """
+    checks.tensor("batch_counts", mask=mask)
+    values = torch.empty_like(mask, dtype=torch.float32)
+    sequences = check_sequences("batch_counts", values, mask, cu_seqlens, name="the mask")
+    return BatchCounts(sequences.count, sequences.mask.sum(), half(sequences.lengths)[0].sum())

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.adapters.frozen_weight import FrozenWeight
-from tigon.ops.adapters.lora import Adapter, Projection, add_adapters, lora_linears, takes_adapters
+from tigon.ops.adapters.lora import add_adapters, lora_linears, takes_adapters
+from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.mlps.projections import does_more_than_forward, is_plain
 from tigon.recognition.code_facts import assigns_attributes
 from tigon.recognition.deferred import (

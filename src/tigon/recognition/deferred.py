@@ -165,6 +165,7 @@ class _Recording:
 
     def __init__(self, modes: tuple) -> None:
         self.created: list[weakref.ref[Deferred]] = []
+        self.has_dropout = False
         self.refusal: Refusal | None = None
         self.modes = modes
 
@@ -291,7 +292,10 @@ class Deferred:
     def _dropout(self, p: float = 0.5, training: bool = True, inplace: bool = False) -> "Deferred":
         if inplace or not 0.0 <= p < 1.0:
             raise self._recording.refuse("calls dropout in place, or drops everything")
-        return self._result_of(Dropout(self._expression, float(p))) if training and p > 0.0 else self
+        if not training or p == 0.0:
+            return self
+        self._recording.has_dropout = True
+        return self._result_of(Dropout(self._expression, float(p)))
 
     @classmethod
     def __torch_function__(
@@ -370,6 +374,8 @@ def defer(run: Callable[[Any], Any], x: Tensor | TensorLike) -> Computed | Refus
     del result
     if any(reference() is not None for reference in recording.created):
         return Refusal("keeps a tensor after the call")
+    if not recording.has_dropout:
+        return computed
     dropouts = [id(node) for node in _nodes(computed.expression) if isinstance(node, Dropout)]
     # `evaluate` and the ops draw a new mask for each occurrence of a dropout in the expression.
     return computed if len({*dropouts}) == len(dropouts) else Refusal("uses the mask of a dropout twice")

@@ -27,7 +27,7 @@ __all__ = ["DequantisationConfig", "WeightReader"]
 
 LOGGER = logging.getLogger("tigon")
 
-# The rows of the input on which a layer and the product of its weight are compared.
+# The different rows of the input on which a layer and the product of its weight are compared.
 ROWS = 3
 # The largest relative difference of the two, as Euclidean norms. Each of them rounds every output once, by 2^-9 at most
 # in bf16. A layer that also rounds its input to 8 bits differs by far more for a row with one large element.
@@ -37,22 +37,27 @@ LARGEST_NUMBER_OF_RESULTS = 8
 
 
 class DequantisationProblem(NamedTuple):
-    """The properties of a product that the choice depends on: none."""
+    """The property that the choice depends on."""
+
+    is_gpu: bool
 
 
 @dataclass(frozen=True)
 class DequantisationConfig(LaunchConfig):
-    """The fewest rows of an input for which an op dequantises the weight.
+    """The numbers of rows that decide which code of a layer is replaced, and which code is compared."""
 
-    Kernels for few rows, as in the generation of text, read quantised weights faster. The choice must not depend on
-    whether gradients are computed: a layer that is checkpointed runs without them first, and with them later.
-    """
-
+    # The fewest rows of an input for which an op dequantises the weight. Kernels for few rows, as in the generation of
+    # text, read quantised weights faster. The choice must not depend on whether gradients are computed: a layer that is
+    # checkpointed runs without them first, and with them later.
     min_rows: int
+    # The rows of the input on which a layer and the product of its weight are compared. With up to 1536 rows,
+    # bitsandbytes runs kernels of its own on a GPU, which round in other places. With more rows it dequantises the
+    # weight, as it does in training.
+    compared_rows: int
 
     @staticmethod
     def heuristic(problem: DequantisationProblem, device: Device) -> "DequantisationConfig":
-        return DequantisationConfig(min_rows=256)
+        return DequantisationConfig(min_rows=256, compared_rows=2049 if problem.is_gpu else ROWS)
 
 
 def _state_of(layer: Any) -> Any:
@@ -143,11 +148,15 @@ def _settings_of(layer: Any) -> tuple[Any, ...]:
     return tuple((name, value) for name, value in vars(layer).items() if isinstance(value, kinds))
 
 
-def _example_input(features: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a few rows, each with one element that is much larger than the others."""
+def _config(stored: Tensor) -> DequantisationConfig:
+    return DequantisationConfig.choose(DequantisationProblem(stored.is_cuda), device_of(stored))
+
+
+def _example_input(features: int, dtype: torch.dtype, weight: Tensor) -> Tensor:
+    """Return `ROWS` rows, each with one element that is much larger than the others, and repetitions of them."""
     x = torch.linspace(-1, 1, ROWS * features, dtype=torch.float64).view(ROWS, features).mul(37).sin()
     x[range(ROWS), range(ROWS)] = 30.0
-    return x.to(device, dtype).requires_grad_()
+    return x.to(weight.device, dtype).repeat(_config(weight).compared_rows // ROWS, 1).requires_grad_()
 
 
 @contextmanager
@@ -167,7 +176,7 @@ def _computes_product(layer: Any, compute: Callable[[], Tensor], dtype: torch.dt
         # There are no values to compare, and none that could be wrong.
         return True
     weight = compute()
-    x = _example_input(layer.in_features, dtype, weight.device)
+    x = _example_input(layer.in_features, dtype, weight)
     is_weight = type(weight) in PLAIN and weight.shape == (layer.out_features, layer.in_features)
     if not is_weight or weight.dtype != product_dtype(x):
         return False
@@ -183,8 +192,11 @@ def _computes_product(layer: Any, compute: Callable[[], Tensor], dtype: torch.dt
     bias = getattr(layer, "bias", None)
     bias = None if bias is None else bias.double()
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-        difference = y.double() - F.linear(x.to(weight.dtype).double(), weight.double(), bias)
-        return bool(difference.norm() <= LARGEST_DIFFERENCE * y.double().norm())
+        rows, outputs = x[:ROWS].to(weight.dtype).double(), y.view(-1, ROWS, y.shape[-1])[[0, -1]].double()
+        difference = outputs - F.linear(rows, weight.double(), bias)
+        error, size = float(difference.norm()), float(outputs.norm())
+    LOGGER.debug("%s differs from the product of its weight by %.1e of %.1e", type(layer).__name__, error, size)
+    return error <= LARGEST_DIFFERENCE * size
 
 
 class _Result(NamedTuple):
@@ -215,7 +227,7 @@ class WeightReader:
         stored = _stored_tensors(layer)
         is_trained = any(p is not None and p.requires_grad for name, p in layer._parameters.items() if name != "bias")
         rows = x.shape.numel() // max(x.shape[-1], 1)
-        if is_trained or layer._modules or not stored or rows < _min_rows(stored[0]):
+        if is_trained or layer._modules or not stored or rows < _config(stored[0]).min_rows:
             return None
         state = _state_of(layer)
         if state is not self._state or len(self._results) > LARGEST_NUMBER_OF_RESULTS:
@@ -251,7 +263,3 @@ class WeightReader:
         except Exception as error:
             LOGGER.debug("%s cannot be dequantised: %s", type(layer).__name__, describe(error), exc_info=True)
             return _Result(False, False)
-
-
-def _min_rows(stored: Tensor) -> int:
-    return DequantisationConfig.choose(DequantisationProblem(), device_of(stored)).min_rows

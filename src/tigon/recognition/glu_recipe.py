@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tigon.memory.lean import call_mlp_region, call_projection, recomputes_mlp
-from tigon.ops.adapters.lora import Projection, takes_adapters
+from tigon.ops.adapters.lora import takes_adapters
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
+from tigon.ops.adapters.projection import Projection
 from tigon.ops.mlps.glu import geglu, geglu_reference, swiglu, swiglu_reference
 from tigon.ops.mlps.glu_mlp import glu_mlp_by_kernels, plain_weight, supports_weights
 from tigon.recognition.adapters import cast_for_products, may_have_adapters, output_dtype, read_projection

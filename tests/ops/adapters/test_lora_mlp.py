@@ -10,8 +10,9 @@ from torch.utils.checkpoint import checkpoint
 
 import tigon
 from op_cases import DEVICE, assert_as_accurate_as_eager, one_in
-from tigon.ops.adapters.lora import Adapter, Projection, eager_output, flatten, rebuild
+from tigon.ops.adapters.lora import eager_output
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp, runs_as_one_node
+from tigon.ops.adapters.projection import Adapter, Projection, flatten, rebuild
 
 pytestmark = pytest.mark.kernels
 

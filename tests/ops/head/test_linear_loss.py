@@ -35,7 +35,8 @@ def pair_loss(log_probs: Tensor, reference: Tensor, margins: Tensor) -> Tensor:
 
 
 def batch_loss(log_probs: Tensor) -> Tensor:
-    return log_probs.sum(-1).std()
+    # The value is far below one, so the rounding errors of the log-probabilities do not matter.
+    return log_probs.mean().exp()
 
 
 def values(*shape: int, seed: int = 3, scale: float = 1.0) -> Tensor:
@@ -171,6 +172,40 @@ def test_the_entropy_reaches_the_loss_and_gets_gradients():
         assert_as_accurate_as_eager(call(tigon.linear_loss), call(eager_linear_loss), [hidden, weight, bias], loss=True)
 
 
+@pytest.mark.parametrize("ignored", ["none", "some"])
+@pytest.mark.parametrize("group", ["sequence", "pair"])
+def test_packed_sequences_are_cut_with_their_boundaries_and_arguments(group, ignored, in_parts):
+    """The arguments have one value for each token, for each sequence, and (if there are pairs) for each pair."""
+    hidden, weight, bias, targets = make(ignored=ignored)
+    hidden, targets = hidden.detach().flatten(0, 1).requires_grad_(), targets.flatten()
+    # The first two tokens and the last token belong to no sequence, and one sequence is empty.
+    cu_seqlens = torch.tensor([2, 9, 9, 20, 26, 33, 41], device=DEVICE)
+
+    def loss_fn(log_probs, log_sum_sq_probs, per_token, per_sequence, *per_pair, cu_seqlens):
+        tokens = log_probs * per_token + 0.1 * log_sum_sq_probs * log_probs
+        rows = torch.searchsorted(cu_seqlens, torch.arange(len(tokens), device=DEVICE), right=True) - 1
+        inside = (rows >= 0) & (rows < len(cu_seqlens) - 1)
+        sums = tokens.new_zeros(len(cu_seqlens) - 1).index_add(0, rows[inside], tokens[inside])
+        sums = sums.tanh() * per_sequence
+        return (sums.chunk(2)[0] * sums.chunk(2)[1] * per_pair[0] if per_pair else sums).mean()
+
+    args = [values(42, seed=6), values(6, seed=7), *([values(3, seed=8)] if group == "pair" else [])]
+    options = {"group": group, "cu_seqlens": cu_seqlens, "with_sum_sq_probs": True}
+    call = lambda function: (
+        lambda hidden, weight, bias: function(hidden, weight, targets, loss_fn, *args, bias=bias, **options)
+    )
+    with tuned(ChunkConfig, tokens=21):
+        assert_as_accurate_as_eager(call(tigon.linear_loss), call(eager_linear_loss), [hidden, weight, bias], loss=True)
+    assert in_parts[0] >= 2
+    # The shape of an argument does not say whether it belongs to tokens or to sequences.
+    with tuned(ChunkConfig, tokens=4):
+        tigon.linear_loss(
+            hidden[:6], weight, targets[:6] * 0, lambda x, y, cu_seqlens: (x * y).mean(), values(6), group="sequence",
+            cu_seqlens=torch.tensor([0, 0, 1, 3, 4, 6, 6], device=DEVICE),
+        )  # fmt: skip
+    assert in_parts[-1] == 0
+
+
 def test_a_second_backward_and_a_scaled_loss():
     hidden, weight, _, targets = make()
     with tuned(ChunkConfig, tokens=2 * LENGTH):
@@ -244,8 +279,28 @@ def test_one_sequence_and_one_token():
         ({"reduction": "none"}, ValueError, "linear_loss: reduction must be"),
         ({"loss_fn": lambda x: x}, ValueError, r"linear_loss: loss_fn must return .*, got shape \(6, 7\)"),
         ({"loss_fn": lambda x: None}, ValueError, "linear_loss: loss_fn must return .*, got NoneType"),
-        ({"rows": 5, "group": "pair"}, ValueError, r"linear_loss: targets must have an even number .*, got \(5, 7\)"),
+        ({"rows": 5, "group": "pair"}, ValueError, "linear_loss: targets must have an even number .*, got 5"),
         ({"flat": True, "group": "sequence"}, ValueError, r"linear_loss: targets must have shape \(N, L\).*\(42,\)"),
+        (
+            {"cu_seqlens": torch.tensor([0, 9])},
+            ValueError,
+            r"linear_loss: targets must have shape \(T,\) with cu_seqlens",
+        ),
+        (
+            {"cu_seqlens": torch.tensor(3), "flat": True},
+            ValueError,
+            r"linear_loss: cu_seqlens must have shape \(N \+ 1",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0, 9, 42, 42]), "flat": True, "group": "pair"},
+            ValueError,
+            "linear_loss: targets must have an even number of sequences .*, got 3",
+        ),
+        (
+            {"valid_rows": tigon.ValidRows(torch.zeros(42, dtype=torch.int64))},
+            ValueError,
+            "linear_loss: valid_rows must",
+        ),
         ({"max_logits_mib": 0}, ValueError, "linear_loss: max_logits_mib must be at least 1"),
         ({"temperature": 0.0}, ValueError, "linear_loss: temperature"),
     ],

@@ -29,7 +29,8 @@ def test_all_holds_on_a_cpu(run, tmp_path):
     file = tmp_path / "check.json"
     result = run("--parts", "ops,fast-paths,speed", "--ops", "relu2", "--json", str(file))
     assert result.exit_code == 0, result.output
-    assert result.output.splitlines()[-1].startswith("Everything holds on ")
+    # A CPU skips the fast paths of GPUs.
+    assert result.output.splitlines()[-1].startswith("All that ran holds on ")
     assert "no table of speed" in result.output
     document = json.loads(file.read_text())
     assert document["failed"] == 0
@@ -171,10 +172,38 @@ def test_the_tables_fit_80_columns(capsys):
     assert all(len(line.rstrip()) <= 80 for line in capsys.readouterr().out.splitlines())
 
 
-def test_the_last_line_counts():
+@pytest.mark.parametrize(
+    ("statuses", "line"),
+    [
+        (["passed", "passed"], "Everything holds on a chip: 2 passed, 0 failed, 0 skipped in 3 s"),
+        (["passed", "skipped"], "All that ran holds on a chip: 1 passed, 0 failed, 1 skipped in 3 s"),
+        (["passed", "failed"], "Something is wrong on a chip: 1 passed, 1 failed, 0 skipped in 3 s"),
+        (["skipped"], "Nothing was checked on a chip: 0 passed, 0 failed, 1 skipped in 3 s"),
+    ],
+    ids=["all", "skipped", "failed", "nothing"],
+)
+def test_the_last_line_counts(statuses, line):
     report = CheckReport("a chip", "cuda", seconds=3.2)
-    report.outcomes = [CheckOutcome("ops", "a", "b", status) for status in ("passed", "passed", "skipped")]
-    assert check_report.last_line(report) == "Everything holds on a chip: 2 passed, 0 failed, 1 skipped in 3 s"
+    report.outcomes = [CheckOutcome("ops", "a", "b", status) for status in statuses]
+    assert check_report.last_line(report) == line
+
+
+def test_ops_without_a_check_are_named(run):
+    result = run("--parts", "ops,speed", "--ops", "dpo_loss")
+    assert result.exit_code == 0
+    assert "ops: the chosen ops have no check here." in result.output
+    assert result.output.splitlines()[-1].startswith("Nothing was checked on ")
+
+
+def test_an_error_of_the_meter_fails_the_speed_only(monkeypatch):
+    def fail(device):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(speed, "make_meter", fail)
+    cases = speed.speed_cases(["rms_norm", "rope"])
+    outcomes = list(speed.measure_speed(cases, CPU, Clock(100), 1.0, lambda roofline: None))
+    assert [(x.group, x.status) for x in outcomes] == [("rms_norm", "failed"), ("rope", "failed")]
+    assert all("were not measured: RuntimeError: out of memory" in x.note for x in outcomes)
 
 
 @pytest.mark.parametrize(
@@ -187,9 +216,10 @@ def test_the_last_line_counts():
         ),
         (("--seconds", "0"), "Invalid value for '--seconds': "),
         (("--json", "/proc/x"), "Invalid value for --json: must be a file that can be written, got '/proc/x'"),
-        (("--device", "tpu"), "Invalid value for --device: must be auto, cpu, cuda or cuda:N, got 'tpu'"),
+        (("--device", "tpu"), "Invalid value for --device: must be auto, cpu, mps, cuda or cuda:N, got 'tpu'"),
+        (("--device", "mps"), ", MPS: no), got 'mps'"),
     ],
-    ids=["op", "part", "seconds", "file", "device"],
+    ids=["op", "part", "seconds", "file", "device", "no MPS"],
 )
 def test_a_mistake_is_one_line(run, arguments, message):
     result = run(*arguments)

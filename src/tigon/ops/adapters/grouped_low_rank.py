@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import TERMS, _term, rank_block
+from tigon.ops.adapters.low_rank import TERMS, rank_block
+from tigon.ops.adapters.low_rank_kernels import term
 from tigon.ops.experts.routing import Routing
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
@@ -96,7 +97,7 @@ def _split_experts_kernel(
     a = tl.load(a_ptr + experts * stride_ae + rank * stride_ar + cols * stride_an, mask, 0.0).to(tl.float32) * factor
     out = out_ptr + experts * stride_expert + (first + rank).to(tl.int64) * stride_rank + cols
     for i in tl.static_range(TERMS_):
-        tl.store(out + i * stride_term, _term(a, i), mask)
+        tl.store(out + i * stride_term, term(a, i), mask)
 
 
 @triton.jit
@@ -154,7 +155,7 @@ def _grouped_project_kernel(
             a = tl.load(a_ptr + j * stride_term + a_rows + cols, (ranks[:, None] < R) & (cols < N), 0.0)
             for i in tl.static_range(Z_TERMS):
                 if i + j < 2:
-                    sums = tl.dot(z if Z_TERMS == 1 else _term(z, i), tl.trans(a), sums)
+                    sums = tl.dot(z if Z_TERMS == 1 else term(z, i), tl.trans(a), sums)
         total += sums
     tl.store(out_ptr + rows * R + ranks[None, :], total, (rows < end) & (ranks[None, :] < R))
 
@@ -190,7 +191,7 @@ def _grouped_expand_kernel(
             if j < B_TERMS:
                 b = tl.load(b_ptr + j * stride_term + b_rows + cols, (ranks[:, None] < R) & (cols < N), 0.0)
                 for i in tl.static_range(ORDER - j):
-                    total = tl.dot(_term(h, i), b, total)
+                    total = tl.dot(term(h, i), b, total)
     tl.store(out, total + before.to(tl.float32), inside)
 
 
@@ -230,7 +231,7 @@ def _grouped_sum_kernel(
         for j in tl.static_range(2):
             for i in tl.static_range(Z_TERMS):
                 if i + j < 2:
-                    sums = tl.dot(tl.trans(z if Z_TERMS == 1 else _term(z, i)), _term(h, j), sums)
+                    sums = tl.dot(tl.trans(z if Z_TERMS == 1 else term(z, i)), term(h, j), sums)
         total += sums
     features = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
     out = out_ptr + expert * stride_oe + ranks.to(tl.int64) * stride_or + features.to(tl.int64) * stride_on

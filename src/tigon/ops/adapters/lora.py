@@ -18,24 +18,34 @@ Dropout multiplies the x of one adapter by its mask and by 1 / (1 - p). Backward
 Shapes: T tokens, I inputs, O outputs of a layer, r rank of an adapter, R ranks of all adapters together.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tigon.ops.adapters.frozen_weight import FrozenWeight, dense_weight
-from tigon.ops.adapters.low_rank import dropout_bits, empty_hidden, expand, project, split_terms, token_sums
+from tigon.ops.adapters.frozen_weight import dense_weight
+from tigon.ops.adapters.lora_products import (
+    Entry,
+    compute_hidden,
+    compute_input_gradient,
+    draw_seeds,
+    layer_gradients,
+    list_entries,
+    project_gradients,
+    rows_of,
+    total_bias,
+    write_output,
+)
+from tigon.ops.adapters.low_rank import expand, split_terms
+from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
 from tigon.runtime import checks
 from tigon.runtime.autograd import first_order, keep_none_gradients, without_autocast
 from tigon.runtime.device import PLAIN, runs_kernels
-from tigon.runtime.products import multiply
 from tigon.runtime.torch_private.autograd import has_active_transform
 
 __all__ = [
-    "Adapter",
-    "Projection",
     "adapter_hidden",
     "add_adapters",
     "eager_output",
@@ -44,24 +54,6 @@ __all__ = [
     "lora_linears",
     "takes_adapters",
 ]
-
-
-class Adapter(NamedTuple):
-    """One adapter, which adds s * (dropout(x) A^T B^T + bias) to the output of a linear layer."""
-
-    a: Any  # Tensor [r, I]
-    b: Any  # Tensor [O, r]
-    scaling: float = 1.0
-    bias: Any = None  # Tensor [O] or None
-    dropout: float = 0.0
-
-
-class Projection(NamedTuple):
-    """A linear layer and its adapters. The weight is None if the caller computes its product (`add_adapters`)."""
-
-    weight: Any  # Tensor or FrozenWeight [O, I], or None
-    bias: Any = None  # Tensor [O] or None
-    adapters: tuple[Adapter, ...] = ()
 
 
 # --- reference -----------------------------------------------------------------------------------
@@ -85,182 +77,7 @@ def eager_output(x: Tensor, projection: Projection) -> Tensor:
     return total.to(y.dtype)
 
 
-# --- the products of a node ----------------------------------------------------------------------
-
-
-class Entry(NamedTuple):
-    """One adapter of an autograd node, and its columns in the tensors of the node."""
-
-    # The index of the adapter among all adapters of the node.
-    position: int
-    # The index of the adapter's layer.
-    projection: int
-    adapter: Adapter
-    # The columns of the adapter in h or in dh.
-    columns: slice
-    # The mask of the adapter's dropout, as bits (`dropout_bits`), or None without dropout.
-    dropout_mask: Tensor | None
-
-    @property
-    def factor(self) -> float:
-        """Return the factor by which dropout multiplies the elements that it keeps."""
-        return 1.0 / (1.0 - self.adapter.dropout)
-
-
-def rows_of(x: Tensor) -> Tensor:
-    """Return x [..., N] as [T, N] with dense rows. It is a view of x if the strides of x allow one."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
-
-
-def draw_seeds(projections: Sequence[Projection], x: Tensor) -> Tensor | None:
-    """Draw one seed for each adapter from torch's generator of the device. Return None if no adapter has dropout."""
-    dropouts = [adapter.dropout for projection in projections for adapter in projection.adapters]
-    return torch.randint(2**62, (len(dropouts),), device=x.device) if any(dropouts) else None
-
-
-def list_entries(projections: Sequence[Projection], tokens: int, seeds: Tensor | None) -> list[Entry]:
-    """Return the entries of all adapters of the projections, with their columns of h and the masks of their dropout."""
-    entries: list[Entry] = []
-    first = 0
-    for i, projection in enumerate(projections):
-        for adapter in projection.adapters:
-            dropout_mask = None
-            if seeds is not None and adapter.dropout > 0:
-                dropout_mask = dropout_bits(seeds, len(entries), tokens, adapter.a.shape[1], adapter.dropout)
-            entries.append(Entry(len(entries), i, adapter, slice(first, first + adapter.a.shape[0]), dropout_mask))
-            first += adapter.a.shape[0]
-    return entries
-
-
-def _groups(entries: Sequence[Entry]) -> list[list[Entry]]:
-    """Return the entries in groups, each of which needs one pass over x.
-
-    An adapter with dropout masks x. If there is one, each entry is a group of its own. Otherwise all form one group.
-    """
-    if entries and all(entry.dropout_mask is None for entry in entries):
-        return [list(entries)]
-    return [[entry] for entry in entries]
-
-
-def _span(group: Sequence[Entry]) -> slice:
-    """Return the columns from those of the first entry of a group to those of the last one."""
-    return slice(group[0].columns.start, group[-1].columns.stop)
-
-
-def compute_hidden(rows: Tensor, entries: Sequence[Entry]) -> Tensor:
-    """Return the terms of h [3, T, R] for x [T, I]."""
-    h = empty_hidden(rows, rows.shape[0], entries[-1].columns.stop)
-    for group in _groups(entries):
-        tensors = [entry.adapter.a for entry in group]
-        project(rows, tensors, h[..., _span(group)], group[0].factor, group[0].dropout_mask)
-    return h
-
-
-def _total_bias(projection: Projection) -> Tensor | None:
-    """Return b + sum_j s_j bias_j [O] in fp32, or None if there is no bias."""
-    terms = [] if projection.bias is None else [projection.bias.float()]
-    terms += [adapter.scaling * adapter.bias.float() for adapter in projection.adapters if adapter.bias is not None]
-    # `float` keeps an fp32 bias as it is, and the kernel reads dense memory.
-    return sum(terms[1:], terms[0]).contiguous() if terms else None
-
-
-def write_output(y: Tensor, rows: Tensor, projection: Projection, entries: Sequence[Entry], h: Tensor | None) -> None:
-    """Write y [T, O] of one projection, from x [T, I] and the terms of h."""
-    bias = _total_bias(projection)
-    if entries:
-        assert h is not None
-        for entry in entries:
-            is_first = entry is entries[0]
-            expand(
-                h[..., entry.columns], entry.adapter.b, y, entry.adapter.scaling, bias if is_first else None,
-                adds=not is_first,
-            )  # fmt: skip
-    elif bias is not None:
-        y.copy_(bias.expand_as(y))
-    if entries or bias is not None:
-        multiply(rows, dense_weight(projection.weight).t(), total=y)
-    else:
-        torch.mm(rows, dense_weight(projection.weight).t(), out=y)
-
-
-def project_gradients(dys: Mapping[int, Tensor], entries: Sequence[Entry]) -> tuple[Tensor, list[Entry]]:
-    """Return the terms of dh [3, T, R] for the upstream gradients dy_i [T, O_i], and the entries of dh.
-
-    dh has columns only for the adapters of projections in `dys`. The entries are those of these adapters, with their
-    columns of dh.
-    """
-    first, dh_entries = 0, []
-    some_dy = next(iter(dys.values()))
-    for entry in entries:
-        if entry.projection in dys:
-            dh_entries.append(entry._replace(columns=slice(first, first + entry.adapter.a.shape[0])))
-            first += entry.adapter.a.shape[0]
-    dh = empty_hidden(some_dy, some_dy.shape[0], first)
-    for entry in dh_entries:
-        project(dys[entry.projection], [entry.adapter.b.t()], dh[..., entry.columns], entry.adapter.scaling)
-    return dh, dh_entries
-
-
-def compute_input_gradient(
-    dys: Mapping[int, Tensor], projections: Sequence[Projection], dh: Tensor | None, entries: Sequence[Entry]
-) -> Tensor | None:
-    """Return dx [T, I], from dy_i [T, O_i], dh and the entries of dh; None if `dys` is empty."""
-    dx: Tensor | None = None
-    for group in _groups(entries):
-        assert dh is not None
-        is_first = dx is None
-        if dx is None:
-            dx = next(iter(dys.values())).new_empty((dh.shape[1], group[0].adapter.a.shape[1]))
-        stacked = [entry.adapter.a for entry in group]
-        a = stacked[0] if len(stacked) == 1 else torch.cat(stacked)
-        expand(dh[..., _span(group)], a.t(), dx, group[0].factor, dropout_mask=group[0].dropout_mask, adds=not is_first)
-    for i, dy in dys.items():
-        if projections[i].weight is not None:
-            dx = multiply(dy, dense_weight(projections[i].weight), total=dx)
-    return dx
-
-
 # --- autograd ------------------------------------------------------------------------------------
-
-
-class Constants(NamedTuple):
-    """The values of a projection that are not tensors."""
-
-    # The weight if it is a `FrozenWeight`, and None if it is a tensor.
-    frozen_weight: FrozenWeight | None
-    # (scaling, dropout) of each adapter.
-    numbers: tuple[tuple[float, float], ...]
-
-
-def flatten(projections: Sequence[Projection]) -> tuple[list[Any], tuple[Constants, ...]]:
-    """Return the tensors of the projections in a fixed order, and the other values of each projection."""
-    tensors: list[Any] = []
-    constants: list[Constants] = []
-    for projection in projections:
-        weight = projection.weight
-        frozen_weight = weight if isinstance(weight, FrozenWeight) else None
-        tensors += [weight if frozen_weight is None else None, projection.bias]
-        for adapter in projection.adapters:
-            tensors += [adapter.a, adapter.b, adapter.bias]
-        constants.append(Constants(frozen_weight, tuple((x.scaling, x.dropout) for x in projection.adapters)))
-    return tensors, tuple(constants)
-
-
-def rebuild(tensors: Iterable[Any], constants: tuple[Constants, ...]) -> list[Projection]:
-    """Return the projections from the results of `flatten`. Other values, such as flags, may replace the tensors."""
-    values = iter(tensors)
-    projections = []
-    for frozen_weight, numbers in constants:
-        weight, bias = next(values), next(values)
-        # If flags replace the tensors, that of this weight is False.
-        weight = frozen_weight if weight is None else weight
-        adapters = []
-        for scaling, dropout in numbers:
-            a, b, adapter_bias = next(values), next(values), next(values)
-            adapters.append(Adapter(a, b, scaling, adapter_bias, dropout))
-        projections.append(Projection(weight, bias, tuple(adapters)))
-    return projections
 
 
 class _LoRALinears(torch.autograd.Function):
@@ -355,7 +172,7 @@ class _AddAdapters(torch.autograd.Function):
         h = compute_hidden(rows, entries)
         # The output is not a view, because a view that a node returns cannot be modified in place.
         out = x.new_empty(y.shape).copy_(y)
-        out_rows, bias = out.view(len(rows), -1), _total_bias(projections[0])
+        out_rows, bias = out.view(len(rows), -1), total_bias(projections[0])
         for entry in entries:
             first_bias = bias if entry is entries[0] else None
             expand(h[..., entry.columns], entry.adapter.b, out_rows, entry.adapter.scaling, first_bias, adds=True)
@@ -370,60 +187,6 @@ class _AddAdapters(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         dx, gradients = _node_gradients(ctx, {0: rows_of(dy)}, ctx.needs_input_grad[3:])
         return dx, dy, None, *gradients
-
-
-def layer_gradients(
-    rows: Tensor | None,
-    h: Tensor | None,
-    dys: Mapping[int, Tensor],
-    dh: Tensor | None,
-    entries: Sequence[Entry],
-    dh_entries: Sequence[Entry],
-    needs: Sequence[Projection],
-    dbs: Mapping[int, Tensor | None] | None = None,
-) -> list[Projection]:
-    """Return the projections with gradients in place of their tensors. A gradient that is not needed is None.
-
-    Args:
-        rows: x [T, I]. It may be None if no A and no W needs a gradient.
-        h: The terms [3, T, R]. They may be None if no B needs a gradient, or if `dbs` is passed.
-        dys: The upstream gradients [T, O_i], by the index of the projection. Some may be missing.
-        dh: The terms [3, T, R]. They may be None if no A needs a gradient.
-        entries: The entries of all adapters, with their columns of h.
-        dh_entries: The entries of the adapters of projections in `dys`, with their columns of dh.
-        needs: The projections with flags in place of their tensors: True if the tensor needs a gradient.
-        dbs: The gradients of B, by the position of the adapter, if another kernel has computed them.
-    """
-    flags = [need for projection in needs for need in projection.adapters]
-    das: dict[int, Tensor] = {}
-    for group in _groups([entry for entry in dh_entries if flags[entry.position].a]):
-        assert rows is not None
-        assert dh is not None
-        span = _span(group)
-        # Columns of adapters that need no gradient may lie between those of the group. Their sums are not used.
-        da = token_sums(rows, dh[..., span], group[0].factor, group[0].dropout_mask, transposed=True)
-        for entry in group:
-            part = da[entry.columns.start - span.start : entry.columns.stop - span.start]
-            das[entry.position] = part.to(entry.adapter.a.dtype)
-    result = []
-    for i, need in enumerate(needs):
-        dy = dys.get(i)
-        adapters = []
-        for entry in (entry for entry in entries if entry.projection == i):
-            db = bias = None
-            if dbs is not None:
-                db = dbs[entry.position]
-                db = None if db is None else db.to(entry.adapter.b.dtype)
-            elif dy is not None and flags[entry.position].b:
-                assert h is not None
-                db = token_sums(dy, h[..., entry.columns], entry.adapter.scaling).to(entry.adapter.b.dtype)
-            if dy is not None and flags[entry.position].bias:
-                bias = (entry.adapter.scaling * dy.sum(0, dtype=torch.float32)).to(entry.adapter.bias.dtype)
-            adapters.append(Adapter(das.get(entry.position), db, bias=bias))
-        dweight = torch.mm(dy.t(), rows) if dy is not None and rows is not None and need.weight else None
-        dbias = dy.sum(0) if dy is not None and need.bias else None
-        result.append(Projection(dweight, dbias, tuple(adapters)))
-    return result
 
 
 # --- public --------------------------------------------------------------------------------------

@@ -24,15 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tigon.ops.adapters.low_rank import (
-    TERMS,
-    PartTiles,
-    _add_parts,
-    _is_last,
-    _store_terms,
-    empty_hidden,
-    rank_block,
-)
+from tigon.ops.adapters.low_rank import TERMS, PartTiles, empty_hidden, rank_block
+from tigon.ops.adapters.low_rank_kernels import add_parts, is_last, store_terms
 from tigon.ops.mlps.glu import activation_and_slope
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
@@ -63,15 +56,13 @@ class LoRAGLUConfig(PartTiles, LaunchConfig):
     def heuristic(problem: LoRAGLUProblem, device: Device) -> "LoRAGLUConfig":
         # Microseconds with 8192 x 14336 and 8192 x 9216 elements in bf16, rank 16, on an H200, for (block_t, block_n,
         # num_warps, num_stages, programs_per_multiprocessor). Forward: (128, 32, 8, 3, 8) 278 and 178,
-        # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward:
-        # (32, 64, 4, 3, 16) 407 and 273, (64, 32, 4, 3, 4) 449 and 429, (64, 64, 4, 3, 16) 429 and 297. Its traffic
-        # alone takes 273 and 176.
-        stages = 3 if device.async_copy else 1
-        # On sm_80 the larger tile of backward would spill registers.
-        if problem.backward and device.async_copy and device.shared_memory < 2**17 * 1.5:
-            return LoRAGLUConfig(64, 32, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
+        # (64, 32, 4, 3, 4) 301 and 197, (64, 64, 4, 2, 4) 290 and 190. Its traffic alone takes 164 and 105. Backward,
+        # in the memory of its inputs: (16, 64, 4, 4, 16) 357 and 243, (32, 64, 4, 3, 16) 391 and 259,
+        # (64, 64, 4, 3, 16) 431 and 292, (64, 32, 4, 3, 4) 643 and 502. Its traffic alone takes 273 and 176.
         if problem.backward:
-            return LoRAGLUConfig(32, 64, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
+            stages = 4 if device.async_copy else 1
+            return LoRAGLUConfig(16, 64, num_warps=4, num_stages=stages, programs_per_multiprocessor=16)
+        stages = 3 if device.async_copy else 1
         return LoRAGLUConfig(128, 32, num_warps=8, num_stages=stages, programs_per_multiprocessor=8)
 
 
@@ -177,9 +168,9 @@ def _lora_glu_forward_kernel(
         offsets = rows * DOWN_R + ranks
         stride_part = T.to(tl.int64) * DOWN_R
         tl.store(sum_ptr + part * stride_part + offsets, down_h, mask)
-        if _is_last(counter_ptr + pid // parts, parts):
-            down_h = _add_parts(sum_ptr, offsets, stride_part, parts, mask)
-            _store_terms(down_h, down_h_ptr, offsets, stride_down_term, mask)
+        if is_last(counter_ptr + pid // parts, parts):
+            down_h = add_parts(sum_ptr, offsets, stride_part, parts, mask)
+            store_terms(down_h, down_h_ptr, offsets, stride_down_term, mask)
 
 
 @triton.jit(do_not_specialize=["T", "part_length", "parts"])
@@ -269,15 +260,15 @@ def _lora_glu_backward_kernel(
         tl.store(part_ptr + up_sums + up_offsets, up_db * up_factor, up_mask)
     if down_da_ptr is not None:
         tl.store(part_ptr + down_sums + down_offsets, down_da, down_mask)
-    if _is_last(counter_ptr + pid // parts, parts):
+    if is_last(counter_ptr + pid // parts, parts):
         if gate_db_ptr is not None:
-            total = _add_parts(sum_ptr, gate_offsets, stride_part, parts, gate_mask)
+            total = add_parts(sum_ptr, gate_offsets, stride_part, parts, gate_mask)
             tl.store(gate_db_ptr + gate_offsets, total, gate_mask)
         if up_db_ptr is not None:
-            total = _add_parts(sum_ptr, up_sums + up_offsets, stride_part, parts, up_mask)
+            total = add_parts(sum_ptr, up_sums + up_offsets, stride_part, parts, up_mask)
             tl.store(up_db_ptr + up_offsets, total, up_mask)
         if down_da_ptr is not None:
-            total = _add_parts(sum_ptr, down_sums + down_offsets, stride_part, parts, down_mask)
+            total = add_parts(sum_ptr, down_sums + down_offsets, stride_part, parts, down_mask)
             tl.store(down_da_ptr + down_offsets, total, down_mask)
 
 

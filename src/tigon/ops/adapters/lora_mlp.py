@@ -24,25 +24,20 @@ from tigon.memory.lean import (
     recomputes_mlp,
 )
 from tigon.ops.adapters.frozen_weight import dense_weight
-from tigon.ops.adapters.lora import (
-    Adapter,
-    Constants,
+from tigon.ops.adapters.lora import lora_linears, takes_adapters
+from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
+from tigon.ops.adapters.lora_products import (
     Entry,
-    Projection,
     compute_hidden,
     compute_input_gradient,
-    flatten,
     layer_gradients,
     list_entries,
-    lora_linears,
     project_gradients,
-    rebuild,
     rows_of,
-    takes_adapters,
     write_output,
 )
-from tigon.ops.adapters.lora_glu import GLUAdapters, lora_glu_backward, lora_glu_forward
 from tigon.ops.adapters.low_rank import empty_hidden, project, token_sums
+from tigon.ops.adapters.projection import Adapter, Constants, Projection, flatten, rebuild
 from tigon.ops.mlps.glu_mlp import (
     GATES,
     check_version,

@@ -34,10 +34,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tigon.ops.adapters.low_rank_kernels import (
+    dropout_bits_kernel,
+    expand_kernel,
+    project_kernel,
+    split_kernel,
+    token_sum_kernel,
+)
 from tigon.runtime.counters import zero_counters
 from tigon.runtime.device import Device, cdiv, device_of
 from tigon.runtime.launch import in_order, launch, on_device
-from tigon.runtime.triton_private import tl, triton
 from tigon.runtime.tuning import LaunchConfig
 
 __all__ = [
@@ -105,12 +111,13 @@ class ProjectConfig(PartTiles, LaunchConfig):
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "ProjectConfig":
         # Each program reads its part of A, so it computes many tokens, unless the tiles of a large rank need more
-        # shared memory than the chip has. Milliseconds for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.033 (32)
-        # and 0.041 (48) with 4096 features, and 0.075 with 14336 features.
-        fits = rank_block(problem.rank) <= 32 or device.shared_memory >= 2**17 * 1.5
+        # registers or shared memory than the chip has. Microseconds for 8192 tokens in bf16 on an H200: 27 (rank 16)
+        # and 38 (rank 48; 51 with 128 tokens and 4 stages) with 4096 features, and 69 with 14336 features (rank 16).
+        is_small = rank_block(problem.rank) <= 32
+        stages = 4 if is_small else 3
         return ProjectConfig(
-            block_t=128 if fits else 64, block_n=128 // problem.itemsize, num_warps=4,
-            num_stages=4 if device.async_copy else 1, programs_per_multiprocessor=2,
+            block_t=128 if is_small else 64, block_n=128 // problem.itemsize, num_warps=4,
+            num_stages=stages if device.async_copy else 1, programs_per_multiprocessor=2,
         )  # fmt: skip
 
 
@@ -135,237 +142,12 @@ class TokenSumConfig(PartTiles, LaunchConfig):
 
     @staticmethod
     def heuristic(problem: LowRankProblem, device: Device) -> "TokenSumConfig":
-        # Milliseconds for 8192 tokens in bf16 on an H200: 0.031 (rank 16), 0.032 (32) and 0.043 (48) with 4096
-        # features, and 0.073 with 14336 features.
+        # Microseconds for 8192 tokens in bf16 on an H200: 25 (rank 16) and 39 (rank 48) with 4096 features, and 64
+        # with 14336 features (rank 16).
         return TokenSumConfig(
             block_t=128 // problem.itemsize, block_n=128, num_warps=8, num_stages=3 if device.async_copy else 1,
             programs_per_multiprocessor=2,
         )  # fmt: skip
-
-
-# --- kernels -------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _term(x, index: tl.constexpr):
-    """Return term number `index` of x, in bf16."""
-    rest = x.to(tl.float32)
-    for _ in tl.static_range(index):
-        rest -= rest.to(tl.bfloat16).to(tl.float32)
-    return rest.to(tl.bfloat16)
-
-
-@triton.jit(do_not_specialize=["first_end", "second_end", "rows", "blocks"])
-def _split_kernel(
-    first_ptr, second_ptr, third_ptr, out_ptr,  # [r, N] of equal strides, [S, R, N]
-    N, first_end, second_end, rows, blocks, stride_r, stride_n, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Write the terms of a block of one row of up to three tensors, which are stacked by rows, to `out`.
-
-    Row `first_end` is the first one of the second tensor, and row `second_end` is the first one of the third tensor.
-    """
-    row = tl.program_id(0) // blocks
-    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
-    source, source_row = first_ptr, row
-    if row >= second_end:
-        source, source_row = third_ptr, row - second_end
-    elif row >= first_end:
-        source, source_row = second_ptr, row - first_end
-    offsets = source_row.to(tl.int64) * stride_r + cols.to(tl.int64) * stride_n
-    values = tl.load(source + offsets, cols < N, 0.0)
-    for i in tl.static_range(NUM_TERMS):
-        out_row = (i * rows + row).to(tl.int64)
-        tl.store(out_ptr + out_row * N + cols, _term(values, i), cols < N)
-
-
-@triton.jit
-def _load_mask(mask_ptr, stride_mask, rows, cols, inside):
-    """Return 1 for each element that dropout keeps, and 0 for the others."""
-    bits = tl.load(mask_ptr + rows * stride_mask + cols // 8, inside, 0)
-    return (bits >> (cols % 8).to(tl.uint8)) & 1
-
-
-@triton.jit(do_not_specialize=["T", "position"])
-def _dropout_bits_kernel(seeds_ptr, mask_ptr, T, N, position, stride_mask, p, BLOCK: tl.constexpr):
-    """Draw the bits of a block of columns of one row by Philox. A bit is 1 with a probability of 1 - p."""
-    blocks = tl.cdiv(N, 8 * BLOCK)
-    row = tl.program_id(0) // blocks
-    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)  # of bytes
-    seed = tl.load(seeds_ptr + position)
-    byte = tl.zeros([BLOCK], tl.int32)
-    zero = tl.zeros([BLOCK], tl.uint32)
-    for half in tl.static_range(2):
-        numbers = tl.philox(seed, columns.to(tl.uint32), zero + row.to(tl.uint32), zero + half, zero)
-        for i in tl.static_range(4):
-            byte |= (tl.uint_to_uniform_float(numbers[i]) >= p).to(tl.int32) << (4 * half + i)
-    tl.store(mask_ptr + row.to(tl.int64) * stride_mask + columns, byte.to(tl.uint8), columns * 8 < N)
-
-
-@triton.jit
-def _store_terms(h, out_ptr, offsets, stride_term, mask):
-    """Write the three terms of h."""
-    for i in tl.static_range(3):
-        tl.store(out_ptr + i * stride_term + offsets, _term(h, i), mask)
-
-
-@triton.jit
-def _is_last(counter_ptr, parts):
-    """Count this program. Return whether all programs of its tile have stored their sums now.
-
-    The last program sets the counter to zero for the next launch.
-    """
-    # All threads of this program have stored their values before one of them counts the program.
-    tl.debug_barrier()
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1
-    if is_last:
-        tl.store(counter_ptr, 0)
-    return is_last
-
-
-@triton.jit
-def _add_parts(sum_ptr, offsets, stride_part, parts, mask, UNROLL: tl.constexpr = 4):
-    """Return the sum of the values at the offsets in all parts. Other programs have written these values."""
-    total = tl.load(sum_ptr + offsets, mask, 0.0, cache_modifier=".cg")
-    # The latencies of UNROLL loads overlap.
-    for start in range(1, parts, UNROLL):
-        for i in tl.static_range(UNROLL):
-            part = start + i
-            total += tl.load(sum_ptr + part * stride_part + offsets, mask & (part < parts), 0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
-def _project_kernel(
-    # [T, N], [R, N] by strides or [S, R, N] bf16, [parts, T, R] fp32 or None, an int32 for each tile, [3, T, R] bf16,
-    # [T, N / 8] uint8 or None
-    x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
-    T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term, factor,
-    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
-
-    If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself.
-    """
-    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    pid = tl.program_id(0)
-    part = pid // r_blocks % parts
-    block = pid // r_blocks // parts
-    rows = (block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    ranks = (pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
-    steps = tl.arange(0, BLOCK_N)[None, :]
-    # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
-    first = tl.multiple_of(part * part_length, BLOCK_N)
-    total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-    for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):
-        cols = start + steps
-        inside = (rows < T) & (cols < N)
-        x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
-        if mask_ptr is not None:
-            x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
-        a_mask = (ranks[:, None] < R) & (cols < N)
-        if not IS_SPLIT:
-            a = tl.load(a_ptr + ranks[:, None] * stride_ar + cols.to(tl.int64) * stride_an, a_mask, 0.0)
-        sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
-        for j in tl.static_range(A_TERMS):
-            if IS_SPLIT:
-                a_term = tl.load(a_ptr + (j * R + ranks[:, None]) * N + cols, a_mask, 0.0)
-            else:
-                a_term = _term(a, j)
-            for i in tl.static_range(X_TERMS):
-                if i + j < 3:
-                    sums = tl.dot(x if X_TERMS == 1 else _term(x, i), tl.trans(a_term), sums)
-        total += sums * factor
-    mask = (rows < T) & (ranks[None, :] < R)
-    if sum_ptr is None:
-        _store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
-    else:
-        offsets = rows * R + ranks[None, :]
-        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
-        if _is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
-            # More values of a large tile would not fit in the registers.
-            total = _add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask, 4 if BLOCK_R <= 32 else 1)
-            _store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
-
-
-@triton.jit(do_not_specialize=["T"])
-def _expand_kernel(
-    h_ptr, b_ptr, bias_ptr, out_ptr, mask_ptr,  # [3, T, R] bf16, [N, R] by strides, [N] fp32 or None, [T, N], a mask
-    T, N, stride_h, stride_term, stride_bn, stride_br, stride_out, stride_mask, factor,
-    R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
-):  # fmt: skip
-    """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
-
-    ORDER is the number of terms of h and of B that the precision of `out` needs.
-    """
-    n_blocks = tl.cdiv(N, BLOCK_N)
-    pid = tl.program_id(0)
-    rows = ((pid // n_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
-    cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
-    for start in tl.static_range(0, R, BLOCK_R):
-        ranks = start + tl.arange(0, BLOCK_R)
-        b_mask = (cols < N) & (ranks[:, None] < R)
-        b = tl.load(b_ptr + cols * stride_bn + ranks[:, None] * stride_br, b_mask, 0.0).to(tl.float32) * factor
-        for i in tl.static_range(ORDER):
-            offsets = i * stride_term + rows * stride_h + ranks[None, :]
-            h = tl.load(h_ptr + offsets, (rows < T) & (ranks[None, :] < R), 0.0)
-            for j in tl.static_range(ORDER - i):
-                total = tl.dot(h, _term(b, j), total)
-    inside = (rows < T) & (cols < N)
-    if mask_ptr is not None:
-        total = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, total, 0.0)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + cols, cols < N, 0.0)
-    out = out_ptr + rows * stride_out + cols
-    if ADDS:
-        total += tl.load(out, inside, 0.0).to(tl.float32)
-    tl.store(out, total, inside)
-
-
-@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
-def _token_sum_kernel(
-    # [T, N], [3, T, R] bf16, [parts, N, R] fp32 or None, an int32 for each tile, [N, R], [T, N / 8] uint8 or None
-    z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
-    T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
-    R: tl.constexpr, Z_TERMS: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute factor * z^T h over the tokens of a part, for a block of features and a block of the columns of h."""
-    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
-    pid = tl.program_id(0)
-    part = pid // r_blocks % parts
-    block = pid // r_blocks // parts
-    cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
-    ranks = ((pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
-    first = part.to(tl.int64) * part_length
-    last = tl.minimum(first + part_length, T)
-    steps = tl.arange(0, BLOCK_T)[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
-        rows = start + steps
-        inside = (rows < last) & (cols < N)
-        z = tl.load(z_ptr + rows * stride_z + cols, inside, 0.0)
-        if mask_ptr is not None:
-            z = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, z, 0.0)
-        sums = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
-        for j in tl.static_range(3):
-            h = tl.load(h_ptr + j * stride_term + rows * stride_h + ranks, (rows < last) & (ranks < R), 0.0)
-            for i in tl.static_range(Z_TERMS):
-                if i + j < 3:
-                    sums = tl.dot(tl.trans(z if Z_TERMS == 1 else _term(z, i)), h, sums)
-        total += sums * factor
-    features = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
-    mask = (features < N) & (ranks < R)
-    # The sums of the parts have the strides of the result.
-    offsets = features * stride_on + ranks * stride_or
-    if sum_ptr is None:
-        tl.store(out_ptr + offsets, total, mask)
-    else:
-        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
-        if _is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
-            tl.store(out_ptr + offsets, _add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask), mask)
 
 
 # --- launchers (no autograd) ---------------------------------------------------------------------
@@ -379,7 +161,7 @@ def dropout_bits(seeds: Tensor, position: int, tokens: int, features: int, p: fl
     """
     dropout_mask = seeds.new_empty((tokens, cdiv(features, 8)), dtype=torch.uint8)
     launch(
-        _dropout_bits_kernel, tokens * cdiv(dropout_mask.shape[1], 256), seeds, dropout_mask, tokens, features,
+        dropout_bits_kernel, tokens * cdiv(dropout_mask.shape[1], 256), seeds, dropout_mask, tokens, features,
         position, dropout_mask.stride(0), p, BLOCK=256, num_warps=2,
     )  # fmt: skip
     return dropout_mask
@@ -404,8 +186,8 @@ def split_terms(first: Tensor, *others: Tensor) -> Tensor:
     out = first.new_empty((terms, rows, n), dtype=torch.bfloat16)
     first_end, second_end = (*ends, rows)[:2]
     launch(
-        _split_kernel, rows * blocks,
-        *in_order(_split_kernel)(
+        split_kernel, rows * blocks,
+        *in_order(split_kernel)(
             first_ptr=first, second_ptr=second, third_ptr=third, out_ptr=out, N=n, first_end=first_end,
             second_end=second_end, rows=rows, blocks=blocks, stride_r=strides[0], stride_n=strides[1],
         ),
@@ -442,8 +224,8 @@ def project(
     blocks = cdiv(t, config.block_t) * cdiv(r, block_r)
     part_length, parts = config.divide(n, config.block_n, blocks, device)
     launch(
-        _project_kernel, blocks * parts,
-        *in_order(_project_kernel)(
+        project_kernel, blocks * parts,
+        *in_order(project_kernel)(
             x_ptr=x, a_ptr=a, sum_ptr=None if parts == 1 else x.new_empty((parts, t, r), dtype=torch.float32),
             counter_ptr=zero_counters(x, blocks), out_ptr=out, mask_ptr=dropout_mask,
             T=t, N=n, part_length=part_length, parts=parts, stride_x=x.stride(0),
@@ -470,8 +252,8 @@ def expand(
     (_, t, r), n = h.shape, b.shape[0]
     config = ExpandConfig.choose(LowRankProblem(r, out.element_size()), device_of(out))
     launch(
-        _expand_kernel, cdiv(t, config.block_t) * cdiv(n, config.block_n),
-        *in_order(_expand_kernel)(
+        expand_kernel, cdiv(t, config.block_t) * cdiv(n, config.block_n),
+        *in_order(expand_kernel)(
             h_ptr=h, b_ptr=b, bias_ptr=bias, out_ptr=out, mask_ptr=dropout_mask, T=t, N=n,
             stride_h=h.stride(1), stride_term=h.stride(0), stride_bn=b.stride(0), stride_br=b.stride(1),
             stride_out=out.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0), factor=factor,
@@ -496,13 +278,17 @@ def token_sums(
     block_r = rank_block(r)
     blocks = cdiv(n, config.block_n) * cdiv(r, block_r)
     part_length, parts = config.divide(t, config.block_t, blocks, device)
-    out = z.new_empty((r, n) if transposed else (n, r), dtype=torch.float32)
     stride_on, stride_or = (1, n) if transposed else (r, 1)
+    # With rank 48, adding the parts in the kernel takes 48 us, and a further kernel for it 39 us.
+    are_added_later = parts > 1 and block_r > 16
+    shape = (r, n) if transposed else (n, r)
+    sums = z.new_empty((parts, *shape), dtype=torch.float32) if parts > 1 else None
+    out = z.new_empty(shape, dtype=torch.float32) if sums is None or not are_added_later else sums
     launch(
-        _token_sum_kernel, blocks * parts,
-        *in_order(_token_sum_kernel)(
-            z_ptr=z, h_ptr=h, sum_ptr=None if parts == 1 else z.new_empty((parts, n, r), dtype=torch.float32),
-            counter_ptr=zero_counters(z, blocks), out_ptr=out, mask_ptr=dropout_mask,
+        token_sum_kernel, blocks * parts,
+        *in_order(token_sum_kernel)(
+            z_ptr=z, h_ptr=h, sum_ptr=sums, counter_ptr=None if are_added_later else zero_counters(z, blocks),
+            out_ptr=out, mask_ptr=dropout_mask,
             T=t, N=n, part_length=part_length, parts=parts,
             stride_z=z.stride(0), stride_mask=0 if dropout_mask is None else dropout_mask.stride(0),
             stride_h=h.stride(1), stride_term=h.stride(0),
@@ -512,4 +298,4 @@ def token_sums(
         BLOCK_T=config.block_t, BLOCK_N=config.block_n, BLOCK_R=block_r, STAGES=config.num_stages,
         num_warps=config.num_warps,
     )  # fmt: skip
-    return out
+    return out.sum(0) if are_added_later else out

@@ -34,6 +34,7 @@ __all__ = [
     "LogProbOutput",
     "cast_for_products",
     "check_head_arguments",
+    "check_valid_rows",
     "linear_log_probs",
     "linear_log_probs_reference",
     "log_prob_options",
@@ -120,8 +121,9 @@ class _LinearLogProbs(torch.autograd.Function):
         scales = gradient_scales(target, None, None, shard.vocabulary, options.ignore_index, False)
         result = log_prob_statistics(x, weight, target, bias, extra_targets, scales, rows, count, settings)
         ctx.save_for_backward(
-            x, weight, target, bias, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy
-        )
+            x, weight, target, bias, extra_targets, scales, rows, result.lse, result.log_probs, result.entropy,
+            result.predicted,
+        )  # fmt: skip
         ctx.count, ctx.settings = count, settings
         constants = result.predicted, result.mean_logits, result.log_sum_sq_probs
         ctx.mark_non_differentiable(*(values for values in constants if values is not None))
@@ -133,7 +135,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(
         ctx: Any, dlog_probs: Tensor | None, dentropy: Tensor | None, dextra: Tensor | None, *_: None
     ) -> tuple[Tensor | None, ...]:
-        x, weight, target, bias, extra_targets, scales, rows, lse, log_probs, entropy = ctx.saved_tensors
+        x, weight, target, bias, extra_targets, scales, rows, lse, log_probs, entropy, argmax = ctx.saved_tensors
         wants = ctx.settings.wants
         dentropy, dextra = dentropy if wants.entropy else None, dextra if wants.extra_targets else None
         if dlog_probs is None and dentropy is None and dextra is None:
@@ -141,7 +143,7 @@ class _LinearLogProbs(torch.autograd.Function):
         upstream = Upstream(lse.new_zeros(()), dlog_probs, dentropy, dextra)
         gradients = log_prob_gradients(
             x, weight, target, bias, extra_targets, scales, rows, ctx.count,
-            SavedStatistics(lse, log_probs, entropy if wants.entropy else None), upstream, ctx.settings,
+            SavedStatistics(lse, log_probs, entropy if wants.entropy else None, argmax), upstream, ctx.settings,
         )  # fmt: skip
         needed_gradients = (g if need else None for g, need in zip(gradients, ctx.settings.needs[:3], strict=True))
         return *needed_gradients, None, None, None, None
@@ -255,11 +257,7 @@ def linear_log_probs(
     shard = shard_of(op, process_group, v, vocab_size, "weight")
     ignore_index = checks.ignore_index(op, ignore_index)
     options = log_prob_options(op, ignore_index, temperature, softcap, logit_scale)
-    if valid_rows is not None and valid_rows is not False:
-        if not isinstance(valid_rows, ValidRows):
-            raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
-        if not torch.compiler.is_compiling():
-            valid_rows.check(op, targets, ignore_index)
+    check_valid_rows(op, valid_rows, targets, ignore_index)
     if not fp32_products:
         hidden, bias = cast_for_products(op, hidden, weight, bias)
 
@@ -269,7 +267,10 @@ def linear_log_probs(
         extra_count = extra_targets.shape[-1]
         extra = as_targets(extra_targets, ignore_index).view(-1, extra_count)
     needs = [torch.is_grad_enabled() and p is not None and p.requires_grad for p in (hidden, weight, bias)]
-    wants = Wants(False, return_top1, True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count)
+    # The backward pass needs the argmax (`log_prob_chunks`).
+    wants = Wants(
+        False, return_top1 or any(needs), True, return_entropy, return_mean_logits, return_sum_sq_probs, extra_count
+    )
     settings = LossSettings(Needs(*needs), wants, acc_dtype is not None, None, shard, options, fp32_products)
     log_probs, entropy, extra_log_probs, predicted, mean_logits, log_sum_sq_probs = _LinearLogProbs.apply(
         x, weight, bias, target, extra,
@@ -306,6 +307,18 @@ def check_head_arguments(
     checks.shape(op, "targets", targets, hidden.shape[:-1])
     if bias is not None:
         checks.shape(op, "bias", bias, (len(weight),))
+
+
+def check_valid_rows(
+    op: str, valid_rows: ValidRows | Literal[False] | None, targets: Tensor, ignore_index: int
+) -> None:  # fmt: skip
+    """Check that `valid_rows` are the rows of `targets`, if they are given."""
+    if valid_rows is None or valid_rows is False:
+        return
+    if not isinstance(valid_rows, ValidRows):
+        raise TypeError(f"{op}: valid_rows must be a tigon.ValidRows or False, got {type(valid_rows).__name__}")
+    if not torch.compiler.is_compiling():
+        valid_rows.check(op, targets, ignore_index)
 
 
 def log_prob_options(

@@ -99,7 +99,14 @@ def print_failures(console: Console, outcomes: Iterable[CheckOutcome]) -> None:
 
 def last_line(report: CheckReport) -> str:
     """Return the line that ends the run."""
-    failed, skipped = report.count("failed"), report.count("skipped")
-    counts = f"{report.count('passed')} passed, {failed} failed, {skipped} skipped"
-    verdict = "Interrupted" if report.interrupted else "Something is wrong" if failed else "Everything holds"
+    passed, failed, skipped = map(report.count, ("passed", "failed", "skipped"))
+    if report.interrupted:
+        verdict = "Interrupted"
+    elif failed:
+        verdict = "Something is wrong"
+    elif not passed:
+        verdict = "Nothing was checked"
+    else:
+        verdict = "All that ran holds" if skipped else "Everything holds"
+    counts = f"{passed} passed, {failed} failed, {skipped} skipped"
     return f"{verdict} on {report.device}: {counts} in {report.seconds:.0f} s"

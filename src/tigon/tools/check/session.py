@@ -1,5 +1,6 @@
 """One run of `tigon check`: the parts in their order, the progress, the file, and the exit code."""
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,11 +54,17 @@ def run_checks(device: torch.device, ops: list[str] | None, parts: list[str], se
                 console.print(f"\n{NO_SPEED}", width=WIDTH)
                 continue
             names, outcomes = _start(part, device, ops, has_kernels, clock, report)
+            if not names:
+                console.print(f"\n{part}: the chosen ops have no check here.", width=WIDTH)
+                continue
             _run_part(console, part, names, outcomes, report, save)
     except KeyboardInterrupt:
         report.interrupted = True
-    # The self-checks of the fast paths have run in the meantime.
-    report.running, report.environment = "", environment()
+    report.running = ""
+    # After an illegal access to memory, every call of the driver fails. The first facts then stay in the file.
+    with contextlib.suppress(Exception):
+        # The self-checks of the fast paths have run in the meantime.
+        report.environment = environment()
     save()
     console.print()
     check_report.print_failures(console, report.outcomes)

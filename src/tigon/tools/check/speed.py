@@ -13,7 +13,7 @@ from tigon.tools.bench import providers
 from tigon.tools.bench.cases import CASES, OPS, Case
 from tigon.tools.bench.measure import Roofline, make_meter
 from tigon.tools.bench.runner import BenchRow, run_case
-from tigon.tools.check.outcome import CheckOutcome, Clock
+from tigon.tools.check.outcome import LONGEST_NOTE, CheckOutcome, Clock
 
 __all__ = ["OpSpeed", "measure_speed", "speed_cases"]
 
@@ -56,10 +56,19 @@ def speed_cases(ops: list[str] | None) -> list[Case]:
 def measure_speed(
     cases: list[Case], device: torch.device, clock: Clock, share: float, show_roofline: Callable[[Roofline], None]
 ) -> Iterator[OpSpeed | CheckOutcome]:
-    """Yield the speed of each case, or a skipped outcome after this share of the time."""
-    meter = make_meter(device)
-    meter.busy_ms *= SHARE_OF_CALLS
-    roofline = meter.roofline()
+    """Yield the speed of each case, or a skipped outcome after this share of the time.
+
+    If the copy or the product of the device cannot be measured, every case has failed.
+    """
+    try:
+        meter = make_meter(device)
+        meter.busy_ms *= SHARE_OF_CALLS
+        roofline = meter.roofline()
+    # The run ends with the report of the other parts, whatever the driver or the profiler raises here.
+    except Exception as problem:
+        note = f"the copy and the matrix product were not measured: {type(problem).__name__}: {problem}"
+        yield from (CheckOutcome(PART, case.op, case.name, "failed", note[:LONGEST_NOTE]) for case in cases)
+        return
     show_roofline(roofline)
     for case in cases:
         if clock.has_passed(share):

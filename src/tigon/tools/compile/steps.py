@@ -12,8 +12,8 @@ import torch
 
 import tigon
 from tigon.ops.adapters.four_bit import FourBitWeight, QuantisedScales, dequantise
-from tigon.ops.adapters.lora import Adapter, Projection
 from tigon.ops.adapters.lora_mlp import lora_glu_mlp
+from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
 from tigon.ops.mlps.clamped_glu import ClampedGate

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
 __all__ = ["as_json", "assumptions", "describe_adapters", "print_plan"]
 
 
+# Two spaces are between the columns, so that all of them fit a terminal of 80 characters.
+GAP = "  "
+
+
 def assumptions(settings: PlanSettings) -> list[str]:
     """Return the assumptions behind the numbers, as sentences."""
     rates = settings.rates
@@ -76,32 +80,40 @@ def _columns(settings: PlanSettings) -> tuple[list[_Column], list[_Column]]:
         return f"{row.step.saved_bytes / GIB:.1f}"
 
     at_batch: list[_Column] = [
-        (f"GiB at batch {settings.batch}", lambda row: _size(row.step)),
-        ("saved for backward", saved_size),
+        (f"GiB at\nbatch {settings.batch}", lambda row: _size(row.step)),
+        ("saved for\nbackward", saved_size),
         ("fits", lambda row: "yes" if row.fits(settings) else "[red]no[/]"),
         ("speed", lambda row: f"{row.speed:.2f}"),
     ]
     at_largest: list[_Column] = [
-        ("largest batch", of_largest(lambda step: f"{step.batch:,}", missing="[red]none[/]")),
+        ("largest\nbatch", of_largest(lambda step: f"{step.batch:,}", missing="[red]none[/]")),
         ("GiB", of_largest(_size)),
-        ("tokens a step", of_largest(lambda step: f"{step.batch * step.seq * settings.gpus:,}")),
+        ("tokens\na step", of_largest(lambda step: f"{step.batch * step.seq * settings.gpus:,}")),
         ("speed", lambda row: f"{row.largest_speed:.2f}" if row.largest else "-"),
     ]
     return at_batch, at_largest
 
 
-def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None) -> "Table":
-    """Return a table with a row for each level, and the recommended level in bold."""
+def _table(rows: list[LevelPlan], columns: list[_Column], best: LevelPlan | None, width: int) -> "Table | None":
+    """Return a table with a row for each level, and the recommended level in bold; None if it exceeds the width."""
+    from rich import box
     from rich.table import Table
     from rich.text import Text
 
     cells = {row.level: [cell(row) for _, cell in columns] for row in rows if row.step is not None}
-    table = Table()
-    # A user copies the name of a level into `memory=`, so it is not cut in the narrowest terminal.
-    table.add_column("memory=", no_wrap=True, min_width=max(len(row.level) for row in rows))
+    # The width of each column is that of its widest line. A user copies the name of a level into `memory=`.
+    widths = [max(len("memory="), *(len(row.level) for row in rows))]
     for i, (heading, _) in enumerate(columns):
-        words = [*heading.split(), *(Text.from_markup(row[i]).plain for row in cells.values())]
-        table.add_column(heading, justify="right", min_width=max(map(len, words)))
+        lines = [*heading.split("\n"), *(Text.from_markup(row[i]).plain for row in cells.values())]
+        widths.append(max(map(len, lines)))
+    if sum(widths) + len(GAP) * len(columns) > width:
+        return None
+    # The divider of this box is one of the two spaces between columns.
+    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False, padding=(0, len(GAP) - 1, 0, 0))
+    # In a terminal that is narrower than the table, the name of a level stays whole.
+    table.add_column("memory=", no_wrap=True, min_width=widths[0])
+    for column_width, (heading, _) in zip(widths[1:], columns, strict=True):
+        table.add_column(heading, justify="right", width=column_width)
     for row in sorted(rows, key=lambda row: row.level != STOCK):
         if row.step is None:
             table.add_row(row.level, "-", style="dim")
@@ -129,14 +141,12 @@ def print_plan(
     console.print(f"{title}, {settings.optimizer}, {settings.gpu_memory:.1f} GiB per GPU\n")
     best = recommend(rows, settings, has_batch)
     at_batch, at_largest = _columns(settings)
-    table = _table(rows, at_batch + at_largest, best)
-    # Without this, the measured width is never more than that of the console.
-    unlimited_options = console.options.update(max_width=10**4)
-    if console.measure(table, options=unlimited_options).minimum <= console.width:
+    table = _table(rows, at_batch + at_largest, best, console.width)
+    # The two parts need about 50 characters. In a narrower terminal, headings and numbers are cut.
+    tables = [table] if table else [_table(rows, part, best, 10**4) for part in (at_batch, at_largest)]
+    for table in tables:
         console.print(table)
-    else:
-        console.print(_table(rows, at_batch, best))
-        console.print(_table(rows, at_largest, best))
+        console.print()
     for note in notes or ():
         console.print(escape(note), style="yellow")
     for row in rows:

@@ -186,6 +186,7 @@ def _loss_kernel(
 def _gradient_kernel(
     logits_ptr, target_ptr, weight_ptr, scales_ptr, lse_ptr,  # [M, V], [M], [vocabulary] or None, [3], [M, 2]
     log_prob_ptr, entropy_ptr,  # [M] or None: read for token scaling, and for the gradient of the entropy
+    argmax_ptr,  # [M] or None
     dloss_ptr, dlog_prob_ptr, dentropy_ptr,  # [M] or None
     extra_target_ptr, dextra_log_prob_ptr,  # [M, K] or None
     dlogits_ptr,  # [M, V]
@@ -230,6 +231,12 @@ def _gradient_kernel(
         mass -= tl.sum(dextra, axis=0)
     per_exponential = tl.div_rn(mass, total)
     shifted = x - top
+    if argmax_ptr is not None:
+        best = tl.load(argmax_ptr + row)
+        if first is not None:
+            best -= first
+        if (best >= start) & (best < start + BLOCK_V):
+            shifted = tl.where(cols == best, 0.0, shifted)
     if dentropy_ptr is not None:
         # This is the mean of x - top.
         mean = tl.log(total) - tl.load(entropy_ptr + row)
@@ -406,7 +413,8 @@ def gradient(
 
     `out` may be `logits`.
 
-    `saved` must hold lse, with token scaling log_probs, and with an upstream gradient of the entropy the entropy.
+    `saved` must hold lse, with token scaling log_probs, and with an upstream gradient of the entropy the entropy. If
+    its lse belongs to other roundings of the logits, it must also hold the argmax.
     """
     m, v = logits.shape
     # An empty shard has no columns.
@@ -424,6 +432,7 @@ def gradient(
         logits_ptr=logits, target_ptr=target, weight_ptr=weight, scales_ptr=scales, lse_ptr=saved.lse,
         log_prob_ptr=saved.log_probs if options.token_scaling else None,
         entropy_ptr=None if upstream.entropy is None else saved.entropy,
+        argmax_ptr=saved.argmax if isinstance(saved, SavedStatistics) else None,
         dloss_ptr=dloss, dlog_prob_ptr=dense(upstream.log_probs), dentropy_ptr=dense(upstream.entropy),
         extra_target_ptr=extra_targets if k else None, dextra_log_prob_ptr=dense(upstream.extra_log_probs),
         dlogits_ptr=out,

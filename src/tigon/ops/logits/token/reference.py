@@ -210,6 +210,11 @@ def gradient_torch(
     x, top = _transform_torch(logits, options), saved.lse[:, 0, None]
     shifted: Tensor | None = x - top if x is logits and out is not logits else x.sub_(top)
     assert shifted is not None
+    if isinstance(saved, SavedStatistics) and saved.argmax is not None:
+        local = saved.argmax - shard.start
+        columns = local.clamp(0, logits.shape[1] - 1)[:, None]
+        is_here = (local >= 0) & (local < logits.shape[1])
+        shifted.scatter_(1, columns, shifted.gather(1, columns).masked_fill(is_here[:, None], 0.0))
     if upstream.entropy is None:
         e, shifted = shifted.exp_(), None
     else:

@@ -67,6 +67,9 @@ class SavedStatistics(NamedTuple):
     lse: Tensor | None = None
     log_probs: Tensor | None = None
     entropy: Tensor | None = None
+    # [M] int64: the index of the largest logit, if the logits of the backward pass are computed anew. Their roundings
+    # may differ from those of the forward pass, so the gradient takes this logit from `lse`, which holds the maximum.
+    argmax: Tensor | None = None
 
 
 class Upstream(NamedTuple):

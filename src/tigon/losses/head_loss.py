@@ -1,0 +1,196 @@
+"""What the modules of losses share: they compute a function of log-probabilities from hidden states and a head.
+
+A loss that is a sum over its sequences or pairs takes three products with the head (`tigon.linear_loss`). Most losses
+are such sums once the counts of the whole batch are known by which they divide, so each part of the batch gets these
+counts (`part_of`). A loss that couples all sequences, such as a sort, takes four products, unless the logits of the
+whole batch fit into the budget.
+
+Shapes: N sequences, L tokens of a padded row, T packed tokens, H hidden, V vocabulary. "Tokens" in a shape means
+[N, L], or [T] with `cu_seqlens`.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from tigon.losses.sequences import BatchCounts, Metrics, batch_counts
+from tigon.ops.head.computed_rows import find_rows
+from tigon.ops.head.linear_log_probs import check_head_arguments, linear_log_probs
+from tigon.ops.head.linear_loss import linear_loss
+from tigon.runtime import checks
+
+__all__ = ["TENSORS", "HeadLoss"]
+
+# The options of the head and of the engine, which each constructor takes.
+_HEAD_OPTIONS = ("temperature", "softcap", "logit_scale", "ignore_index", "process_group", "vocab_size")
+_SUM_OPTIONS = ("max_logits_mib", "acc_dtype")
+# The keyword arguments of the functions that are tensors, so that each call has others.
+TENSORS = (
+    "log_sum_sq_probs", "ref_sequence_log_probs", "nll_mask", "entropy", "top_entropy_threshold",
+    "importance_sampling_ratio", "sampling_log_probs", "num_items_in_batch", "cu_seqlens", "part_of",
+)  # fmt: skip
+
+
+class HeadLoss(nn.Module):
+    """A loss of log-probabilities, with its options and those of the head."""
+
+    # A function of log-probabilities, of `mask` and of further tensors by name.
+    function: Callable[..., tuple[Tensor, Metrics]]
+    # The sequences that the loss needs at once, if the counts of the batch are known.
+    group: Literal["sequence", "pair"] = "sequence"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        name = type(self).__name__
+        parameters = inspect.signature(self.function).parameters.values()
+        keywords = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.name not in TENSORS]
+        for option in options:
+            checks.choice(name, "an option", option, (*_HEAD_OPTIONS, *_SUM_OPTIONS, *keywords))
+        self.head_options = {key: options.pop(key) for key in _HEAD_OPTIONS if key in options}
+        self.sum_options = {key: options.pop(key) for key in _SUM_OPTIONS if key in options}
+        defaults = {each.name: each.default for each in parameters if each.name in keywords}
+        self.options = defaults | options
+        self._checked_arguments: object = None
+
+    def extra_repr(self) -> str:
+        options = self.head_options | self.sum_options | self.options
+        return ", ".join(f"{key}={value!r}" for key, value in options.items())
+
+    def _adds_up(self, tensors: dict[str, Any]) -> bool:
+        """Return whether the loss of the batch is a sum over its sequences or pairs."""
+        return True
+
+    def _compute(
+        self, hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, tensors: dict[str, Any], *,
+        mask: Tensor | None, cu_seqlens: Tensor | None, reference: "tuple[Tensor | None, ...] | None" = None,
+        with_entropy: bool = False, with_sum_sq_probs: bool = False,
+    ) -> tuple[Tensor, Metrics]:  # fmt: skip
+        """Return the loss and its metrics.
+
+        Args:
+            tensors: The other arguments of the function, by name. None stands for those that were not passed.
+            reference: The hidden states, the weight and the bias of a reference model, or None.
+        """
+        name = type(self).__name__
+        check_head_arguments(name, hidden, weight, targets, bias, may_be_empty="process_group" in self.head_options)
+        tensors = {key: value for key, value in tensors.items() if value is not None}
+        ignore_index = checks.ignore_index(name, self.head_options.get("ignore_index", -100))
+        targets, masks = self._masked(targets, {"mask": mask, "nll_mask": tensors.get("nll_mask")}, ignore_index)
+        tensors |= masks
+        ref_hidden, ref_weight, ref_bias = reference or (None, None, None)
+        self._check_reference(ref_hidden, ref_weight, ref_bias, targets, tensors)
+        outputs = ["entropy"] * with_entropy + ["log_sum_sq_probs"] * with_sum_sq_probs
+        self._check(tensors, cu_seqlens, outputs, ref_hidden is not None)
+        valid_rows = None
+        if ref_hidden is not None:
+            assert ref_weight is not None
+            # Both models compute the same rows, so the host waits once for their number.
+            valid_rows = find_rows(targets, ignore_index, hidden.numel() * len(weight))
+            with torch.no_grad():
+                tensors["ref_log_probs"] = linear_log_probs(
+                    ref_hidden, ref_weight, targets, bias=ref_bias, valid_rows=valid_rows, **self.head_options
+                )
+        adds_up = self._adds_up(tensors)
+        counts = self._counts(tensors, cu_seqlens) if adds_up else None
+        return linear_loss(
+            hidden, weight, targets, self._loss_of_part(tensors, cu_seqlens, outputs, counts), *tensors.values(),
+            group=self.group if adds_up else "batch", reduction="sum", bias=bias, with_entropy=with_entropy,
+            with_sum_sq_probs=with_sum_sq_probs, cu_seqlens=cu_seqlens, valid_rows=valid_rows, **self.head_options,
+            **self.sum_options,
+        )  # fmt: skip
+
+    def _masked(
+        self, targets: Tensor, masks: dict[str, Tensor | None], ignore_index: int
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return targets in which tokens that no mask needs are ignored, and the masks, without ignored tokens."""
+        name, is_target = type(self).__name__, targets != ignore_index
+        present_masks = {key: value for key, value in masks.items() if value is not None}
+        for key, value in present_masks.items():
+            checks.tensor(name, **{key: value})
+            if value.dtype != torch.bool:
+                raise TypeError(f"{name}: {key} must be a bool tensor, got {value.dtype}")
+            checks.shape(name, key, value, targets.shape)
+            checks.same(name, "device", targets=targets, **{key: value})
+        counted = {"mask": is_target} | {key: value & is_target for key, value in present_masks.items()}
+        if "mask" not in present_masks:
+            return targets, counted
+        needed = counted["mask"] | counted.get("nll_mask", counted["mask"])
+        return targets.masked_fill(~needed, ignore_index), counted
+
+    def _check_reference(
+        self, hidden: Tensor | None, weight: Tensor | None, bias: Tensor | None, targets: Tensor,
+        tensors: dict[str, Any],
+    ) -> None:  # fmt: skip
+        """Check that a reference model is given in one way, and completely."""
+        name = type(self).__name__
+        if hidden is None:
+            if weight is not None or bias is not None:
+                raise ValueError(f"{name}: ref_hidden must be a tensor if ref_weight or ref_bias is one, got None")
+            return
+        for key in ("ref_log_probs", "ref_sequence_log_probs"):
+            if key in tensors:
+                raise ValueError(f"{name}: only one of ref_hidden and {key} can be given, got both")
+        if weight is None:
+            raise ValueError(f"{name}: ref_weight must be a tensor if ref_hidden is one, got None")
+        checks.tensor(name, ref_hidden=hidden, ref_weight=weight)
+        checks.floating(name, ref_hidden=hidden, ref_weight=weight)
+        if weight.dim() != 2 or hidden.shape != (*targets.shape, weight.shape[1]):
+            raise ValueError(
+                f"{name}: ref_hidden must have shape {(*targets.shape, 'H')} and ref_weight (V, H), got "
+                f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
+            )
+
+    def _check(
+        self, tensors: dict[str, Any], cu_seqlens: Tensor | None, outputs: list[str], has_reference: bool
+    ) -> None:
+        """Call the function with tensors that have no values, so that it refuses bad arguments before any product.
+
+        Arguments of the same shapes and dtypes as those of the last call are not checked again.
+        """
+        if torch.compiler.is_compiling():
+            return
+        arguments = tensors | ({} if cu_seqlens is None else {"cu_seqlens": cu_seqlens})
+        checks.same(type(self).__name__, "device", **{k: v for k, v in arguments.items() if isinstance(v, Tensor)})
+        signature = [(name, _signature(value)) for name, value in arguments.items()], outputs, has_reference
+        if signature == self._checked_arguments:
+            return
+        arguments = {name: x.to("meta") if isinstance(x, Tensor) else x for name, x in arguments.items()}
+        names = ["log_probs", *outputs, *(["ref_log_probs"] if has_reference else [])]
+        arguments |= {name: torch.empty_like(arguments["mask"], dtype=torch.float32) for name in names}
+        with torch.no_grad():
+            type(self).function(**arguments, **self.options)
+        self._checked_arguments = signature
+
+    def _counts(self, tensors: dict[str, Any], cu_seqlens: Tensor | None) -> BatchCounts:
+        """Return the counts of the batch."""
+        counts = batch_counts(tensors["mask"], cu_seqlens)
+        if "nll_mask" not in tensors:
+            return counts
+        return counts._replace(chosen_tokens=batch_counts(tensors["nll_mask"], cu_seqlens).chosen_tokens)
+
+    def _loss_of_part(
+        self, tensors: dict[str, Any], cu_seqlens: Tensor | None, outputs: list[str], counts: BatchCounts | None
+    ) -> Callable[..., tuple[Tensor, Metrics]]:
+        """Return the function that `linear_loss` calls with parts of the batch, which have no metrics, and with all."""
+        names, whole = [*outputs, *tensors], (tensors["mask"].shape, None if cu_seqlens is None else len(cu_seqlens))
+
+        def loss_of_part(
+            log_probs: Tensor, *values: Any, cu_seqlens: Tensor | None = None
+        ) -> tuple[Tensor, Metrics]:  # fmt: skip
+            arguments: Iterator[Any] = iter(values)
+            named = dict(zip(names, arguments, strict=True))
+            size = named["mask"].shape, None if cu_seqlens is None else len(cu_seqlens)
+            if cu_seqlens is not None:
+                named["cu_seqlens"] = cu_seqlens
+            if counts is not None and size != whole:
+                named["part_of"] = counts
+            return type(self).function(log_probs, **named, **self.options)
+
+        return loss_of_part
+
+
+def _signature(value: object) -> object:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else repr(value)

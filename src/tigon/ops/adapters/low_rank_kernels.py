@@ -1,0 +1,245 @@
+"""The kernels of the three products of a low-rank adapter, which the docstring of `low_rank` describes.
+
+Other kernels that add the sums of parts use `is_last` and `add_parts` too.
+
+Shapes: T tokens, N features, R rank (the sum of the ranks if several adapters share a product), S terms.
+"""
+
+from tigon.runtime.triton_private import tl, triton
+
+__all__ = [
+    "add_parts",
+    "dropout_bits_kernel",
+    "expand_kernel",
+    "is_last",
+    "project_kernel",
+    "split_kernel",
+    "store_terms",
+    "term",
+    "token_sum_kernel",
+]
+
+
+@triton.jit
+def term(x, index: tl.constexpr):
+    """Return term number `index` of x, in bf16."""
+    rest = x.to(tl.float32)
+    for _ in tl.static_range(index):
+        rest -= rest.to(tl.bfloat16).to(tl.float32)
+    return rest.to(tl.bfloat16)
+
+
+@triton.jit(do_not_specialize=["first_end", "second_end", "rows", "blocks"])
+def split_kernel(
+    first_ptr, second_ptr, third_ptr, out_ptr,  # [r, N] of equal strides, [S, R, N]
+    N, first_end, second_end, rows, blocks, stride_r, stride_n, NUM_TERMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write the terms of a block of one row of up to three tensors, which are stacked by rows, to `out`.
+
+    Row `first_end` is the first one of the second tensor, and row `second_end` is the first one of the third tensor.
+    """
+    row = tl.program_id(0) // blocks
+    cols = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)
+    source, source_row = first_ptr, row
+    if row >= second_end:
+        source, source_row = third_ptr, row - second_end
+    elif row >= first_end:
+        source, source_row = second_ptr, row - first_end
+    offsets = source_row.to(tl.int64) * stride_r + cols.to(tl.int64) * stride_n
+    values = tl.load(source + offsets, cols < N, 0.0)
+    for i in tl.static_range(NUM_TERMS):
+        out_row = (i * rows + row).to(tl.int64)
+        tl.store(out_ptr + out_row * N + cols, term(values, i), cols < N)
+
+
+@triton.jit
+def _load_mask(mask_ptr, stride_mask, rows, cols, inside):
+    """Return 1 for each element that dropout keeps, and 0 for the others."""
+    bits = tl.load(mask_ptr + rows * stride_mask + cols // 8, inside, 0)
+    return (bits >> (cols % 8).to(tl.uint8)) & 1
+
+
+@triton.jit(do_not_specialize=["T", "position"])
+def dropout_bits_kernel(seeds_ptr, mask_ptr, T, N, position, stride_mask, p, BLOCK: tl.constexpr):
+    """Draw the bits of a block of columns of one row by Philox. A bit is 1 with a probability of 1 - p."""
+    blocks = tl.cdiv(N, 8 * BLOCK)
+    row = tl.program_id(0) // blocks
+    columns = (tl.program_id(0) % blocks) * BLOCK + tl.arange(0, BLOCK)  # of bytes
+    seed = tl.load(seeds_ptr + position)
+    byte = tl.zeros([BLOCK], tl.int32)
+    zero = tl.zeros([BLOCK], tl.uint32)
+    for half in tl.static_range(2):
+        numbers = tl.philox(seed, columns.to(tl.uint32), zero + row.to(tl.uint32), zero + half, zero)
+        for i in tl.static_range(4):
+            byte |= (tl.uint_to_uniform_float(numbers[i]) >= p).to(tl.int32) << (4 * half + i)
+    tl.store(mask_ptr + row.to(tl.int64) * stride_mask + columns, byte.to(tl.uint8), columns * 8 < N)
+
+
+@triton.jit
+def store_terms(h, out_ptr, offsets, stride_term, mask):
+    """Write the three terms of h."""
+    for i in tl.static_range(3):
+        tl.store(out_ptr + i * stride_term + offsets, term(h, i), mask)
+
+
+@triton.jit
+def is_last(counter_ptr, parts):
+    """Count this program. Return whether all programs of its tile have stored their sums now.
+
+    The last program sets the counter to zero for the next launch.
+    """
+    # All threads of this program have stored their values before one of them counts the program.
+    tl.debug_barrier()
+    found_others = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == parts - 1
+    if found_others:
+        tl.store(counter_ptr, 0)
+    return found_others
+
+
+@triton.jit
+def add_parts(sum_ptr, offsets, stride_part, parts, mask, UNROLL: tl.constexpr = 4):
+    """Return the sum of the values at the offsets in all parts. Other programs have written these values."""
+    total = tl.load(sum_ptr + offsets, mask, 0.0, cache_modifier=".cg")
+    # The latencies of UNROLL loads overlap.
+    for start in range(1, parts, UNROLL):
+        for i in tl.static_range(UNROLL):
+            part = start + i
+            total += tl.load(sum_ptr + part * stride_part + offsets, mask & (part < parts), 0.0, cache_modifier=".cg")
+    return total
+
+
+@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
+def project_kernel(
+    # [T, N], [R, N] by strides or [S, R, N] bf16, [parts, T, R] fp32 or None, an int32 for each tile, [3, T, R] bf16,
+    # [T, N / 8] uint8 or None
+    x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
+    T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term, factor,
+    R: tl.constexpr, X_TERMS: tl.constexpr, A_TERMS: tl.constexpr, IS_SPLIT: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute factor * x A^T over the features of a part, for a block of tokens and a block of the columns of h.
+
+    If IS_SPLIT, `a` holds the terms of A. Otherwise it holds A itself.
+    """
+    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    pid = tl.program_id(0)
+    part = pid // r_blocks % parts
+    block = pid // r_blocks // parts
+    rows = (block.to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    ranks = (pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R)
+    steps = tl.arange(0, BLOCK_N)[None, :]
+    # The length of a part is a multiple of `BLOCK_N`. Triton vectorises the loads only if it knows that.
+    first = tl.multiple_of(part * part_length, BLOCK_N)
+    total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+    for start in tl.range(first, tl.minimum(first + part_length, N), BLOCK_N, num_stages=STAGES):
+        cols = start + steps
+        inside = (rows < T) & (cols < N)
+        x = tl.load(x_ptr + rows * stride_x + cols, inside, 0.0)
+        if mask_ptr is not None:
+            x = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, x, 0.0)
+        a_mask = (ranks[:, None] < R) & (cols < N)
+        if not IS_SPLIT:
+            a = tl.load(a_ptr + ranks[:, None] * stride_ar + cols.to(tl.int64) * stride_an, a_mask, 0.0)
+        sums = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
+        for j in tl.static_range(A_TERMS):
+            if IS_SPLIT:
+                a_term = tl.load(a_ptr + (j * R + ranks[:, None]) * N + cols, a_mask, 0.0)
+            else:
+                a_term = term(a, j)
+            for i in tl.static_range(X_TERMS):
+                if i + j < 3:
+                    sums = tl.dot(x if X_TERMS == 1 else term(x, i), tl.trans(a_term), sums)
+        total += sums * factor
+    mask = (rows < T) & (ranks[None, :] < R)
+    if sum_ptr is None:
+        store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
+    else:
+        offsets = rows * R + ranks[None, :]
+        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
+        if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+            # More values of a large tile would not fit in the registers.
+            total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask, 4 if BLOCK_R <= 32 else 1)
+            store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
+
+
+@triton.jit(do_not_specialize=["T"])
+def expand_kernel(
+    h_ptr, b_ptr, bias_ptr, out_ptr, mask_ptr,  # [3, T, R] bf16, [N, R] by strides, [N] fp32 or None, [T, N], a mask
+    T, N, stride_h, stride_term, stride_bn, stride_br, stride_out, stride_mask, factor,
+    R: tl.constexpr, ORDER: tl.constexpr, ADDS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """Write factor * h B^T + bias to a tile of `out`, or add it to the tile if ADDS is True.
+
+    ORDER is the number of terms of h and of B that the precision of `out` needs.
+    """
+    n_blocks = tl.cdiv(N, BLOCK_N)
+    pid = tl.program_id(0)
+    rows = ((pid // n_blocks).to(tl.int64) * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]
+    cols = ((pid % n_blocks) * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_N], tl.float32)
+    for start in tl.static_range(0, R, BLOCK_R):
+        ranks = start + tl.arange(0, BLOCK_R)
+        b_mask = (cols < N) & (ranks[:, None] < R)
+        b = tl.load(b_ptr + cols * stride_bn + ranks[:, None] * stride_br, b_mask, 0.0).to(tl.float32) * factor
+        for i in tl.static_range(ORDER):
+            offsets = i * stride_term + rows * stride_h + ranks[None, :]
+            h = tl.load(h_ptr + offsets, (rows < T) & (ranks[None, :] < R), 0.0)
+            for j in tl.static_range(ORDER - i):
+                total = tl.dot(h, term(b, j), total)
+    inside = (rows < T) & (cols < N)
+    if mask_ptr is not None:
+        total = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, total, 0.0)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + cols, cols < N, 0.0)
+    out = out_ptr + rows * stride_out + cols
+    if ADDS:
+        total += tl.load(out, inside, 0.0).to(tl.float32)
+    tl.store(out, total, inside)
+
+
+@triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
+def token_sum_kernel(
+    # [T, N], [3, T, R] bf16, [parts, N, R] fp32 or None, an int32 for each tile or None, [N, R], [T, N / 8] or None
+    z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
+    T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
+    R: tl.constexpr, Z_TERMS: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute factor * z^T h over the tokens of a part, for a block of features and a block of the columns of h."""
+    r_blocks: tl.constexpr = (R + BLOCK_R - 1) // BLOCK_R
+    pid = tl.program_id(0)
+    part = pid // r_blocks % parts
+    block = pid // r_blocks // parts
+    cols = (block * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]
+    ranks = ((pid % r_blocks) * BLOCK_R + tl.arange(0, BLOCK_R))[None, :]
+    first = part.to(tl.int64) * part_length
+    last = tl.minimum(first + part_length, T)
+    steps = tl.arange(0, BLOCK_T)[:, None]
+    total = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+    for start in tl.range(first, last, BLOCK_T, num_stages=STAGES):
+        rows = start + steps
+        inside = (rows < last) & (cols < N)
+        z = tl.load(z_ptr + rows * stride_z + cols, inside, 0.0)
+        if mask_ptr is not None:
+            z = tl.where(_load_mask(mask_ptr, stride_mask, rows, cols, inside) == 1, z, 0.0)
+        sums = tl.zeros([BLOCK_N, BLOCK_R], tl.float32)
+        for j in tl.static_range(3):
+            h = tl.load(h_ptr + j * stride_term + rows * stride_h + ranks, (rows < last) & (ranks < R), 0.0)
+            for i in tl.static_range(Z_TERMS):
+                if i + j < 3:
+                    sums = tl.dot(tl.trans(z if Z_TERMS == 1 else term(z, i)), h, sums)
+        total += sums * factor
+    features = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+    mask = (features < N) & (ranks < R)
+    # The sums of the parts have the strides of the result.
+    offsets = features * stride_on + ranks * stride_or
+    if sum_ptr is None:
+        tl.store(out_ptr + offsets, total, mask)
+    else:
+        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
+        # Triton compiles no branch that `is not None` excludes, so this is a statement of its own.
+        if counter_ptr is not None:  # noqa: SIM102
+            if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+                total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask)
+                tl.store(out_ptr + offsets, total, mask)
