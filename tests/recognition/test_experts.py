@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, moe_mlp
+from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.recognition import experts
 from tigon.recognition.experts import ExpertsRecipe, recognise_experts
 from tigon.recognition.guard import install_guarded
@@ -23,6 +24,7 @@ SIZES = {
     **dict.fromkeys(("moe_intermediate_size", "intermediate_size"), INNER),
     "hidden_size": H,
 }
+GPT_OSS_GATE = ClampedGate(7.0, 1.702, 1.0, is_interleaved=True)
 # The package of the model, its config class, its class of experts, the activation of the op, options of the config.
 FLAVOURS = {
     "silu": ("qwen3_moe", "Qwen3MoeConfig", "Qwen3MoeExperts", "silu", {}),
@@ -30,8 +32,8 @@ FLAVOURS = {
     "gelu": ("mixtral", "MixtralConfig", "MixtralExperts", "gelu", {"hidden_act": "gelu"}),
     "a function as activation": ("lfm2_moe", "Lfm2MoeConfig", "Lfm2MoeExperts", "silu", {}),
     "no gate": ("nemotron_h", "NemotronHConfig", "NemotronHExperts", "relu2", {}),
-    "transposed, biases, interleaved, clamped": ("gpt_oss", "GptOssConfig", "GptOssExperts", None, {}),
-    "clamped": ("deepseek_v4", "DeepseekV4Config", "DeepseekV4Experts", None, {"swiglu_limit": 2.0}),
+    "transposed, biases, interleaved, clamped": ("gpt_oss", "GptOssConfig", "GptOssExperts", GPT_OSS_GATE, {}),
+    "clamped": ("deepseek_v4", "DeepseekV4Config", "DeepseekV4Experts", ClampedGate(2.0), {"swiglu_limit": 2.0}),
     "relu": ("mixtral", "MixtralConfig", "MixtralExperts", None, {"hidden_act": "relu"}),
 }
 every_flavour = pytest.mark.parametrize("flavour", FLAVOURS)
@@ -292,4 +294,24 @@ def test_gradient_checkpointing_gives_the_stock_output_and_gradients():
 
 
 def test_every_activation_of_the_op_has_a_flavour():
-    assert {flavour[3] for flavour in FLAVOURS.values()} - {None} == set(ACTIVATIONS)
+    assert {flavour[3] for flavour in FLAVOURS.values() if isinstance(flavour[3], str)} == set(ACTIVATIONS)
+
+
+@pytest.mark.parametrize("flavour", ["transposed, biases, interleaved, clamped", "clamped"])
+def test_another_limit_after_the_patch_is_used(flavour):
+    module, inputs = _patched(_experts(flavour)), _inputs()
+    module.limit = 0.01
+    torch.testing.assert_close(module(*inputs), type(module).forward(module, *inputs))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda y, gate: y * 1.001, lambda y, gate: y.detach() + 0 * gate, lambda y, gate: y.clamp(max=3.0)],
+    ids=["nearly", "detached", "result clamped"],
+)
+def test_gates_that_resemble_a_clamped_gate_are_called_themselves(change, monkeypatch):
+    module = _experts("clamped")
+    stock = type(module)._apply_gate
+    monkeypatch.setattr(type(module), "_apply_gate", lambda self, h: change(stock(self, h), h[..., : h.shape[-1] // 2]))
+    recipe = recognise_experts(module)
+    assert recipe is None or not isinstance(getattr(recipe, "activation", None), ClampedGate)

@@ -46,6 +46,7 @@ from tigon.recognition.standin import (
 from tigon.recognition.trials import current_trials, explain_none, recording
 from tigon.runtime.state.places import Reach
 from tigon.runtime.state.reach import explore
+from tigon.runtime.stock import has_stock_call
 
 __all__ = ["FORMULAS", "ActivationRecipe", "recognise_gelu", "recognise_relu2"]
 
@@ -142,6 +143,9 @@ def recognise_gelu(module: nn.Module) -> ActivationRecipe | str | None:
 def _recognise(module: nn.Module, formulas: list[str], kind: str, is_named: bool) -> ActivationRecipe | str | None:
     """Return the recipe for the first formula that agrees, the reason why there is none, or None for another kind."""
     if module._modules or not has_no_tensors(module) or not accepts_inputs(module, 1):
+        return None
+    if not has_stock_call(module):
+        # A call of the module would not run the forward that the recipe replaces.
         return None
     reach, candidates = explore(module, inputs=1), [ActivationRecipe(formula) for formula in formulas]
     different = DIFFERENT.format(kind)

@@ -7,8 +7,10 @@ permanently or during a generation, the stock forward runs.
 """
 
 import contextlib
+import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -19,8 +21,19 @@ from torch import Tensor, nn
 
 from tigon.ops.adapters.lora_experts import ExpertAdapter, adapted_moe_mlp
 from tigon.ops.experts.moe_mlp import ACTIVATIONS, ExpertParameters, moe_mlp
+from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.recognition.replacement import is_changed
-from tigon.recognition.standin import describe, has_no_tensors, normal, own_tensors, probing, stand_in
+from tigon.recognition.standin import (
+    describe,
+    gradients,
+    has_no_tensors,
+    normal,
+    own_tensors,
+    probing,
+    same_bits,
+    same_gradients,
+    stand_in,
+)
 from tigon.recognition.trials import record
 from tigon.runtime.device import KERNEL_DTYPES, PLAIN
 from tigon.runtime.state.reach import explore
@@ -81,10 +94,11 @@ class with_adapters(contextlib.AbstractContextManager[None]):
 class ExpertsRecipe:
     """Recipe: `moe_mlp` on the module's parameters.
 
-    `activation` is the name of an activation of the op. If it is None, the op calls the module's own activation.
+    `activation` is the name of an activation of the op, or a clamped gate. If it is None, the op calls the module's own
+    activation.
     """
 
-    activation: str | None
+    activation: str | ClampedGate | None
     # The implementations for which the recipe replaces the forward, because they compute the same.
     choices: tuple[str, ...]
     live: ClassVar[tuple[str, ...]] = ("_experts_implementation", "_experts_implementation_internal")
@@ -140,6 +154,27 @@ def _matching_activations(module: Any, dtype: torch.dtype) -> set[str]:
     return {kind for kind, z in outputs.items() if y.dtype == z.dtype and torch.equal(y, z)}
 
 
+def _clamped_gates(module: Any) -> Iterator[ClampedGate]:
+    """Yield clamped gates with the numbers that are attributes of the module."""
+    numbers = sorted({value for value in vars(module).values() if type(value) is float and value > 0})
+    for limit, alpha, offset, is_interleaved in itertools.product(numbers, [None, *numbers], (0.0, 1.0), (False, True)):
+        yield ClampedGate(limit, alpha, offset, is_interleaved)
+
+
+def _matching_clamped_gate(module: Any) -> ClampedGate | None:
+    """Return the clamped gate that agrees bit for bit with the module's own, at values of every size."""
+    candidates = list(_clamped_gates(module)) if module.has_gate else []
+    for seed, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
+        x = normal(seed, 64, 2 * INNER) * torch.logspace(-4, 3 if dtype == torch.float16 else 15, 64)[:, None]
+        y = module._apply_gate(x.to(dtype)) if candidates else x
+        candidates = [c for c in candidates if same_bits(c.reference(x.to(dtype)), y)]
+    x = normal(3, 64, 2 * INNER) * 8
+    if candidates:
+        stock = gradients(functools.partial(module._apply_gate, x), [x])
+        candidates = [c for c in candidates if same_gradients(gradients(functools.partial(c.reference, x), [x]), stock)]
+    return next(iter(candidates), None)
+
+
 def _reproduces(recipe: ExpertsRecipe, module: nn.Module, implementation: str) -> bool:
     """Return True if the recipe computes what the module computes.
 
@@ -186,7 +221,7 @@ def recognise_experts(module: Any) -> ExpertsRecipe | str | None:
     try:
         with reach.preserved(), probing():
             kinds = _matching_activations(module, torch.float32) & _matching_activations(module, torch.bfloat16)
-            recipe = ExpertsRecipe(next(iter(kinds), None), CHOICES)
+            recipe = ExpertsRecipe(next(iter(kinds), None) or _matching_clamped_gate(module), CHOICES)
             equal_choices = tuple(name for name in CHOICES if _reproduces(recipe, module, name))
     except Exception as error:
         LOGGER.debug("%s cannot be run as experts", type(module).__name__, exc_info=True)

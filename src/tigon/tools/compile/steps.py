@@ -16,6 +16,7 @@ from tigon.ops.adapters.lora_mlp import lora_glu_mlp
 from tigon.ops.adapters.projection import Adapter, Projection
 from tigon.ops.head.computed_rows import CountConfig
 from tigon.ops.logits.token import kernels as token_loss
+from tigon.ops.mlps.clamped_glu import ClampedGate
 from tigon.ops.mlps.mlp import MLPActivation
 from tigon.runtime.tuning import tuned
 from tigon.tools.workloads import WORKLOADS, Variant, Workload
@@ -95,6 +96,12 @@ def _mlp(hidden: int, inner: int, activation: MLPActivation) -> None:
     y.backward(y.detach())
 
 
+def _clamped_glu(gate: ClampedGate, inner: int) -> None:
+    """Run the gate of GPT-OSS or DeepSeek V4; recognition calls it for their experts, and it has no public name."""
+    y = gate(torch.zeros(2, 2 * inner, dtype=torch.bfloat16, requires_grad=True))
+    y.backward(y.detach())
+
+
 def _four_bit(block: int, is_nested: bool) -> None:
     """Dequantise a weight of 4 bits; recognition calls it for layers of bitsandbytes."""
     rows, columns = 2, 8192
@@ -119,6 +126,8 @@ _OTHER_STEPS: dict[str, Callable[[], None]] = {
     "gelu MLP tanh 3072": lambda: _mlp(768, 3072, "gelu_tanh"),
     "gelu MLP sigmoid 4096": lambda: _mlp(1024, 4096, "gelu_sigmoid"),
     "gelu MLP squared ReLU 16384": lambda: _mlp(4096, 16384, "relu2"),
+    "moe_mlp clamped gate, interleaved 2880": lambda: _clamped_glu(ClampedGate(7.0, 1.702, 1.0, True), 2880),
+    "moe_mlp clamped gate 2048": lambda: _clamped_glu(ClampedGate(10.0), 2048),
     "lora_linear base of 4 bits": lambda: _four_bit(64, is_nested=False),
     "lora_linear base of 4 bits, double quantisation": lambda: _four_bit(64, is_nested=True),
     "lora_linear base of 4 bits, blocks of 4096": lambda: _four_bit(4096, is_nested=True),
