@@ -215,7 +215,7 @@ def test_a_missing_extra_is_named(tmp_path):
         "import runpy; runpy.run_module('tigon.tools.bench', run_name='__main__')"
     )
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
-    assert result.returncode == 1
+    assert result.returncode == 2
     assert "tigon bench needs matplotlib: pip install 'tigon[bench]'" in result.stderr
 
 

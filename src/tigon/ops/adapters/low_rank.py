@@ -226,7 +226,7 @@ def project(
     launch(
         project_kernel, blocks * parts,
         *in_order(project_kernel)(
-            x_ptr=x, a_ptr=a, sum_ptr=None if parts == 1 else x.new_empty((parts, t, r), dtype=torch.float32),
+            x_ptr=x, a_ptr=a, sum_ptr=x.new_empty((parts, t, r), dtype=torch.float32),
             counter_ptr=zero_counters(x, blocks), out_ptr=out, mask_ptr=dropout_mask,
             T=t, N=n, part_length=part_length, parts=parts, stride_x=x.stride(0),
             stride_ar=a.stride(-2), stride_an=a.stride(-1), stride_part=t * r,
@@ -280,10 +280,10 @@ def token_sums(
     part_length, parts = config.divide(t, config.block_t, blocks, device)
     stride_on, stride_or = (1, n) if transposed else (r, 1)
     # With rank 48, adding the parts in the kernel takes 48 us, and a further kernel for it 39 us.
-    are_added_later = parts > 1 and block_r > 16
+    are_added_later = block_r > 16
     shape = (r, n) if transposed else (n, r)
-    sums = z.new_empty((parts, *shape), dtype=torch.float32) if parts > 1 else None
-    out = z.new_empty(shape, dtype=torch.float32) if sums is None or not are_added_later else sums
+    sums = z.new_empty((parts, *shape), dtype=torch.float32)
+    out = sums if are_added_later else z.new_empty(shape, dtype=torch.float32)
     launch(
         token_sum_kernel, blocks * parts,
         *in_order(token_sum_kernel)(

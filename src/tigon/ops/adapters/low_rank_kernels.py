@@ -110,7 +110,7 @@ def add_parts(sum_ptr, offsets, stride_part, parts, mask, UNROLL: tl.constexpr =
 
 @triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
 def project_kernel(
-    # [T, N], [R, N] by strides or [S, R, N] bf16, [parts, T, R] fp32 or None, an int32 for each tile, [3, T, R] bf16,
+    # [T, N], [R, N] by strides or [S, R, N] bf16, [parts, T, R] fp32, an int32 for each tile, [3, T, R] bf16,
     # [T, N / 8] uint8 or None
     x_ptr, a_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
     T, N, part_length, parts, stride_x, stride_ar, stride_an, stride_part, stride_mask, stride_out, stride_term, factor,
@@ -151,15 +151,13 @@ def project_kernel(
                     sums = tl.dot(x if X_TERMS == 1 else term(x, i), tl.trans(a_term), sums)
         total += sums * factor
     mask = (rows < T) & (ranks[None, :] < R)
-    if sum_ptr is None:
+    # A single part is stored and read again too, so that few tokens need no other variant of this kernel.
+    offsets = rows * R + ranks[None, :]
+    tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
+    if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+        # More values of a large tile would not fit in the registers.
+        total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask, 4 if BLOCK_R <= 32 else 1)
         store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
-    else:
-        offsets = rows * R + ranks[None, :]
-        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
-        if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
-            # More values of a large tile would not fit in the registers.
-            total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask, 4 if BLOCK_R <= 32 else 1)
-            store_terms(total, out_ptr, rows * stride_out + ranks[None, :], stride_term, mask)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -200,7 +198,7 @@ def expand_kernel(
 
 @triton.jit(do_not_specialize=["T", "part_length", "parts", "stride_part"])
 def token_sum_kernel(
-    # [T, N], [3, T, R] bf16, [parts, N, R] fp32 or None, an int32 for each tile or None, [N, R], [T, N / 8] or None
+    # [T, N], [3, T, R] bf16, [parts, N, R] fp32, an int32 for each tile or None, [N, R], [T, N / 8] or None
     z_ptr, h_ptr, sum_ptr, counter_ptr, out_ptr, mask_ptr,
     T, N, part_length, parts, stride_z, stride_mask, stride_h, stride_term, stride_part, stride_on, stride_or, factor,
     R: tl.constexpr, Z_TERMS: tl.constexpr,
@@ -234,12 +232,9 @@ def token_sum_kernel(
     mask = (features < N) & (ranks < R)
     # The sums of the parts have the strides of the result.
     offsets = features * stride_on + ranks * stride_or
-    if sum_ptr is None:
-        tl.store(out_ptr + offsets, total, mask)
-    else:
-        tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
-        # Triton compiles no branch that `is not None` excludes, so this is a statement of its own.
-        if counter_ptr is not None:  # noqa: SIM102
-            if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
-                total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask)
-                tl.store(out_ptr + offsets, total, mask)
+    tl.store(sum_ptr + part.to(tl.int64) * stride_part + offsets, total, mask)
+    # Triton compiles no branch that `is not None` excludes, so this is a statement of its own.
+    if counter_ptr is not None:  # noqa: SIM102
+        if is_last(counter_ptr + block * r_blocks + pid % r_blocks, parts):
+            total = add_parts(sum_ptr, offsets, stride_part.to(tl.int64), parts, mask)
+            tl.store(out_ptr + offsets, total, mask)
