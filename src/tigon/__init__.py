@@ -21,6 +21,7 @@ from tigon.ops.adapters.lora import lora_linear
 from tigon.ops.adapters.lora_experts import lora_moe_mlp
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
 from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
@@ -71,6 +72,7 @@ __all__ = [
     "CPOLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "DistillationOutput",
     "GRPOLoss",
     "JSDLoss",
     "KLDivLoss",
@@ -98,6 +100,7 @@ __all__ = [
     "layer_norm",
     "lean",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_log_probs",
     "linear_loss",
     "lora_linear",
