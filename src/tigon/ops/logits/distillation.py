@@ -54,8 +54,8 @@ class DistillationProblem(NamedTuple):
     vocabulary: int
     # bytes of a logit of the student
     itemsize: int
-    # "kl", "reverse_kl", "jsd", "tvd" or "cosine"
-    kind: str
+    # whether a soft cap or the cross entropy of labels takes more registers
+    is_complex: bool
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,14 @@ class DistillationConfig(LaunchConfig):
 
     @staticmethod
     def heuristic(problem: DistillationProblem, device: Device) -> "DistillationConfig":
-        # A thread holds 16 logits of each model at a time, as in `ScanConfig`. More warps per row mean fewer rows at a
-        # time, so that more of each row is still in the L2 cache in the next pass.
-        block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), 4096)
-        num_warps = max(1, min(block_v // 512, 256 // device.warp_size))
+        # A thread holds 16 logits of each model at a time, as in `ScanConfig`, or 8 if it needs more registers. A long
+        # row has 1024 threads, so that a multiprocessor has one or two rows at a time: with one, the rows of all
+        # multiprocessors of an H200 take 68 MB (V = 128256), so a part of them is still in its L2 cache (50 MB) in the
+        # next pass. With 256 threads there are five rows on a multiprocessor, and every pass reads memory.
+        has_long_rows = problem.vocabulary > 32768 and device.warp_size == 32 and not problem.is_complex
+        threads, logits_per_thread = 1024 if has_long_rows else 256, 8 if problem.is_complex else 16
+        block_v = min(max(triton.next_power_of_2(problem.vocabulary), 64), threads * logits_per_thread)
+        num_warps = max(1, block_v // (logits_per_thread * device.warp_size))
         return DistillationConfig(block_v, 16 // problem.itemsize, num_warps)
 
 
@@ -175,15 +179,16 @@ def _distillation_kernel(
     if not ONE_PASS:
         for block in tl.range(0, blocks):
             cols = columns((blocks - 1 - block) * BLOCK_V, BLOCK_V, LANE)
-            z, _ = _load(student_ptr, cols, V, logit_scale, softcap, SCALED, SOFTCAP, OTHER)
-            y, _ = _load(teacher_ptr, cols, W, teacher_logit_scale, teacher_softcap, TEACHER_SCALED, TEACHER_SOFTCAP,
-                         OTHER)  # fmt: skip
+            z, slope = _load(student_ptr, cols, V, logit_scale, softcap, SCALED, SOFTCAP, OTHER)
+            y, teacher_slope = _load(
+                teacher_ptr, cols, W, teacher_logit_scale, teacher_softcap, TEACHER_SCALED, TEACHER_SOFTCAP, OTHER
+            )  # fmt: skip
             if KIND == "cosine":
                 losses += tl.sum(z * y, axis=1)
                 slopes += tl.sum(z * z, axis=1)
                 squares += tl.sum(y * y, axis=1)
             else:
-                loss, g, _ = divergence_element(
+                loss, g, q = divergence_element(
                     (z - top) - log_total, (y - teacher_top) - teacher_log_total, 1.0, beta, rest, KIND, True, True,
                     NATIVE,
                 )  # fmt: skip
@@ -210,8 +215,9 @@ def _distillation_kernel(
         for start in tl.range(0, V, BLOCK_V):
             cols = columns(start, BLOCK_V, LANE)
             z, slope = _load(student_ptr, cols, V, logit_scale, softcap, SCALED, SOFTCAP, OTHER)
-            y, _ = _load(teacher_ptr, cols, W, teacher_logit_scale, teacher_softcap, TEACHER_SCALED, TEACHER_SOFTCAP,
-                         OTHER)  # fmt: skip
+            y, teacher_slope = _load(
+                teacher_ptr, cols, W, teacher_logit_scale, teacher_softcap, TEACHER_SCALED, TEACHER_SOFTCAP, OTHER
+            )  # fmt: skip
             if KIND == "cosine":
                 dz = soft_unit * (z * ratio - y * inverse_norms)
             else:
@@ -231,10 +237,10 @@ def _distillation_kernel(
 
     soft = 1.0 - cosine if KIND == "cosine" else tl.sum(losses, axis=0)
     if loss_ptr is not None:
-        loss = soft_weight * soft
+        row_loss = soft_weight * soft
         if HARD:
-            loss += hard_weight * log_hard
-        tl.store(loss_ptr + row, scale * loss)
+            row_loss += hard_weight * log_hard
+        tl.store(loss_ptr + row, scale * row_loss)
     if soft_ptr is not None:
         tl.store(soft_ptr + row, scale * soft)
     if hard_ptr is not None:
@@ -264,8 +270,9 @@ def distill_rows(
     has_hard = options.has_cross_entropy
     empty = lambda needed: student.new_empty(m, dtype=torch.float32) if needed else None
     result = RowLosses(empty(True), *map(empty, (options.returns_parts, options.returns_parts and has_hard, options.with_entropy)))
-    config = DistillationConfig.choose(DistillationProblem(v, student.element_size(), options.kind), device)
     student_softcap, teacher_softcap = options.softcap, options.teacher_softcap
+    is_complex = has_hard or student_softcap is not None or teacher_softcap is not None
+    config = DistillationConfig.choose(DistillationProblem(v, student.element_size(), is_complex), device)
     t = options.temperature
     arguments = in_order(_distillation_kernel)(
         student_ptr=student, teacher_ptr=teacher, target_ptr=target, scales_ptr=scales, dloss_ptr=dloss,
