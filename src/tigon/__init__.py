@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     # Type checkers see the signatures of the names that are imported when they are first used.
     from tigon import integrations as integrations
     from tigon.hf import AutoModelForCausalLM, patch, patched
+    from tigon.losses.distillation import DistillationLoss
     from tigon.losses.modules import (
         CPOLoss,
         DPOLoss,
@@ -64,6 +65,7 @@ _MODULES_OF_LOSSES = (
     "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
 )  # fmt: skip
 _LAZY |= dict.fromkeys(_MODULES_OF_LOSSES, "tigon.losses.modules")
+_LAZY["DistillationLoss"] = "tigon.losses.distillation"
 
 __all__ = [
     "GEGLUMLP",
@@ -72,6 +74,7 @@ __all__ = [
     "CPOLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "DistillationLoss",
     "DistillationOutput",
     "GRPOLoss",
     "JSDLoss",

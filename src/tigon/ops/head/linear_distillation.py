@@ -52,6 +52,14 @@ class DistillationOutput(NamedTuple):
     """The loss of distillation and the further results that were requested. The fields of other results are None.
 
     `loss` alone is differentiable.
+
+    Example:
+        >>> hidden, head, labels = torch.randn(6, 16), torch.randn(100, 16), torch.randint(100, (6,))
+        >>> result = tigon.linear_distillation(
+        ...     hidden, head, labels, teacher_logits=torch.randn(6, 100), hard_weight=0.5, return_parts=True
+        ... )
+        >>> torch.allclose(result.loss, result.divergence + 0.5 * result.cross_entropy)
+        True
     """
 
     loss: Tensor
