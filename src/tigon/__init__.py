@@ -21,6 +21,7 @@ from tigon.ops.adapters.lora import lora_linear
 from tigon.ops.adapters.lora_experts import lora_moe_mlp
 from tigon.ops.experts.moe_mlp import moe_mlp
 from tigon.ops.head.linear_cross_entropy import LinearCrossEntropyLoss, linear_cross_entropy
+from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
 from tigon.ops.head.linear_log_probs import LogProbOutput, linear_log_probs
 from tigon.ops.head.linear_loss import linear_loss
 from tigon.ops.logits.cross_entropy import CrossEntropyLoss, cross_entropy
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         patch,
         patched,
     )
+    from tigon.losses.distillation import DistillationLoss
     from tigon.losses.modules import (
         CPOLoss,
         DPOLoss,
@@ -75,6 +77,7 @@ _MODULES_OF_LOSSES = (
     "CPOLoss", "DPOLoss", "GRPOLoss", "KTOLoss", "ORPOLoss", "PPOLoss", "RLOOLoss", "SimPOLoss",
 )  # fmt: skip
 _LAZY |= dict.fromkeys(_MODULES_OF_LOSSES, "tigon.losses.modules")
+_LAZY["DistillationLoss"] = "tigon.losses.distillation"
 
 __all__ = [
     "GEGLUMLP",
@@ -85,6 +88,8 @@ __all__ = [
     "CPOLoss",
     "CrossEntropyLoss",
     "DPOLoss",
+    "DistillationLoss",
+    "DistillationOutput",
     "GRPOLoss",
     "JSDLoss",
     "KLDivLoss",
@@ -113,6 +118,7 @@ __all__ = [
     "layer_norm",
     "lean",
     "linear_cross_entropy",
+    "linear_distillation",
     "linear_log_probs",
     "linear_loss",
     "lora_linear",

@@ -27,7 +27,7 @@ from ranks import run_ranks
 from tigon.hf import loss_options
 from tigon.hf.levels import LayerCheckpoint
 from tigon.hf.transformers_private import checkpoint_function
-from tigon.integrations import trl, trl_head
+from tigon.integrations import trl, trl_divergence, trl_head
 from tigon.memory.lean import is_lean
 
 pytestmark = [
@@ -56,10 +56,12 @@ class Counts:
     """How often the ops of the head ran, and in which forwards of the first layer a level was at work."""
 
     def __init__(self, monkeypatch) -> None:
-        self.losses = self.log_probs = 0
+        self.losses = self.log_probs = self.divergences = 0
         self.levels: list[bool] = []
         monkeypatch.setattr(trl_head, "linear_cross_entropy", self._count("losses", trl_head.linear_cross_entropy))
         monkeypatch.setattr(trl_head, "linear_log_probs", self._count("log_probs", trl_head.linear_log_probs))
+        function = trl_divergence.linear_distillation
+        monkeypatch.setattr(trl_divergence, "linear_distillation", self._count("divergences", function))
 
     def _count(self, name, function):
         def call(*args, **kwargs):
@@ -110,6 +112,8 @@ def test_every_trainer_trains_as_without_tigon(kind, peft_config, path, tmp_path
     assert len(counts.levels) >= trainers.STEPS
     if kind == "sft":
         assert (counts.losses, counts.log_probs) == (trainers.STEPS, 0)
+    elif kind == "distillation":
+        assert (counts.losses, counts.log_probs, counts.divergences) == (0, 0, trainers.STEPS)
     else:
         assert counts.losses == 0
         assert counts.log_probs >= trainers.STEPS

@@ -41,6 +41,7 @@ TRAINERS = {
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
     "rloo": (trl.RLOOTrainer, trl.RLOOConfig),
+    "distillation": (trl.DistillationTrainer, trl.DistillationConfig),
 }
 STEPS = 2
 
@@ -93,11 +94,22 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(int(word[1:]) for word in text.split() if word[1:].isdigit()) / 100 for text in completions]
 
 
+def make_teacher(student: nn.Module) -> nn.Module:
+    """Return a model of the same type, whose head differs."""
+    teacher, generator = copy.deepcopy(student), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        weight = teacher.get_output_embeddings().weight
+        weight += torch.randn(weight.shape, generator=generator)
+    return teacher
+
+
 def build(kind: str, model: nn.Module, folder: Path, peft_config: Any = None, **options: Any) -> Any:
     """Return a trainer that trains two steps on a CPU."""
     trainer_class, config_class = TRAINERS[kind]
     if kind in ("grpo", "rloo"):
         options = {"num_generations": 2, "max_completion_length": 4, "beta": 0.1} | options
+    if kind == "distillation":
+        options = {"max_completion_length": 4, "temperature": 1.5} | options
     config = config_class(
         **{
             "output_dir": str(folder), "max_steps": STEPS, "per_device_train_batch_size": 4, "logging_steps": 1,
@@ -105,7 +117,9 @@ def build(kind: str, model: nn.Module, folder: Path, peft_config: Any = None, **
             "gradient_checkpointing": False, "disable_tqdm": True, "seed": 0,
         } | options
     )  # fmt: skip
-    arguments = {"reward_funcs": reward} if kind in ("grpo", "rloo") else {}
+    arguments: dict[str, Any] = {"reward_funcs": reward} if kind in ("grpo", "rloo") else {}
+    if kind == "distillation":
+        arguments["teacher_model"] = make_teacher(model)
     return trainer_class(
         model=model, args=config, train_dataset=make_data(kind), processing_class=make_tokenizer(),
         peft_config=copy.deepcopy(peft_config), **arguments,

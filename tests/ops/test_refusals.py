@@ -183,6 +183,7 @@ COMPUTED_BY = {
 TESTED_IN_OTHER_FILES = {
     "patch", "patched", "lean", "AutoModelForCausalLM",
     "AutoModelForImageTextToText", "AutoModelForSequenceClassification", "LossOutput", "LogProbOutput", "linear_loss",
+    "DistillationOutput", "DistillationLoss",
     "DPOLoss", "CPOLoss", "SimPOLoss", "ORPOLoss", "KTOLoss", "GRPOLoss", "PPOLoss", "RLOOLoss",
 }  # fmt: skip
 
@@ -237,6 +238,9 @@ ACCEPTED_BY_OP: dict[tuple[str, str], set[str]] = {
     ("linear_log_probs", "bias"): OPTIONAL,
     ("linear_log_probs", "extra_targets"): OPTIONAL | {"one element more"},
     ("linear_log_probs", "temperature"): POSITIVE,
+    **{("linear_distillation", name): set() for name in ("weight", "teacher_hidden", "teacher_weight")},
+    **{("linear_distillation", name): POSITIVE for name in ("temperature", "soft_weight", "hard_weight")},
+    ("linear_distillation", "teacher_logit_scale"): NUMBER,
     ("add_rms_norm", "x"): FLOAT,
     ("moe_mlp", "x"): FLOAT,
     ("lora_moe_mlp", "x"): FLOAT,

@@ -5,11 +5,13 @@
     SFTTrainer(model, ...).train()
 
 TRL's trainers for language models (SFT, DPO, KTO, GRPO, RLOO, asynchronous GRPO) replace the forward of the model and
-compute their losses from log-probabilities. After `enable()`, the forward that they install runs on Tigon's ops:
+compute their losses from log-probabilities. The distillation trainer computes its loss from hidden states. After
+`enable()`, both run on Tigon's ops:
 
 | trainer | products with the head |
 |---|---|
 | SFT, with the losses "nll" and "dft" | three: `linear_cross_entropy` |
+| distillation | four: `linear_distillation` |
 | all others | four: `linear_log_probs` |
 
 `docs/trl.md` describes the levels of memory and gradient checkpointing.
@@ -29,6 +31,7 @@ from torch import nn
 
 from tigon.hf.levels import LEVEL_NAMES, LEVELS, find_lean_forward, find_level
 from tigon.hf.patch import MemoryLevel, patch
+from tigon.integrations.trl_divergence import ChunkedDivergence, chunked_divergence_loss
 from tigon.integrations.trl_head import ChunkedLogProbs, SummedLoss, has_trl_forward, install_forward, loss_is_sum
 
 __all__ = ["disable", "enable", "is_enabled"]
@@ -65,6 +68,7 @@ class Names(NamedTuple):
     utils: Any
     base_trainer: type
     sft_trainer: type
+    distillation_trainer: Any
 
 
 def _find_names() -> Names:
@@ -89,6 +93,7 @@ def _find_names() -> Names:
         importlib.import_module("trl.trainer.utils"),
         importlib.import_module("trl.trainer.base_trainer")._BaseTrainer,
         importlib.import_module("trl.trainer.sft_trainer").SFTTrainer,
+        importlib.import_module("trl.trainer.distillation_trainer"),
     )
 
 
@@ -110,7 +115,8 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
         ImportError: TRL is not installed, or this version of TRL is not known; the message names both versions.
         ValueError: `memory` is no level.
 
-    Source: `trl.trainer.utils.add_fused_lm_head` and `trl.kernels.ChunkedLogProbFunction` of TRL 1.16.
+    Source: `trl.trainer.utils.add_fused_lm_head`, `trl.kernels.ChunkedLogProbFunction`, and
+    `trl.trainer.distillation_trainer._chunked_divergence_loss` of TRL 1.16.
 
     Example:
         >>> tigon.integrations.trl.enable(memory="lean")
@@ -124,12 +130,13 @@ def enable(memory: MemoryLevel | str | None = None) -> None:
     _state.memory = memory
     if is_enabled():
         return
-    # `ChunkedDivergenceFunction` of `trl.trainer.distillation_trainer` belongs here as soon as an op serves it.
     _state.undo = [
         *_replace_everywhere(names.utils, "add_fused_lm_head", _wrap_add_fused_lm_head),
         _replace(names.utils, "_ChunkedLogProbFunction", ChunkedLogProbs),
         _replace(names.sft_trainer, "compute_loss", _wrap_compute_loss(names.sft_trainer.compute_loss)),  # type: ignore[attr-defined]
         _replace(names.base_trainer, "train", _wrap_train(names.base_trainer)),
+        _replace(names.distillation_trainer, "ChunkedDivergenceFunction", ChunkedDivergence),
+        _replace(names.distillation_trainer, "_chunked_divergence_loss", chunked_divergence_loss),
     ]
 
 

@@ -36,7 +36,17 @@ from tigon.ops.logits.valid_rows import ValidRows
 from tigon.runtime.stock import written_in
 from tigon.runtime.torch_private.operators import assert_on_device
 
-__all__ = ["ChunkedLogProbs", "SummedLoss", "has_trl_forward", "install_forward", "loss_is_sum"]
+__all__ = [
+    "ChunkedLogProbs",
+    "Head",
+    "SummedLoss",
+    "gather",
+    "gathered",
+    "has_trl_forward",
+    "install_forward",
+    "is_partitioned",
+    "loss_is_sum",
+]
 
 IGNORE_INDEX = -100
 # The fields of TRL's output, in the order in which its function returns them.
@@ -130,37 +140,37 @@ class Head(NamedTuple):
         return Head(weight, bias)
 
 
-def _gather(*parameters: Tensor | None) -> AbstractContextManager:
+def gather(*parameters: Tensor | None) -> AbstractContextManager:
     """Return TRL's context in which the parameters of ZeRO-3 are whole. Without ZeRO-3 it does nothing."""
     from trl.trainer import utils
 
     return utils.maybe_gather_lm_head_ctx(*parameters)
 
 
-def _is_partitioned(parameter: Tensor | None) -> bool:
+def is_partitioned(parameter: Tensor | None) -> bool:
     """Return whether a parameter belongs to ZeRO-3, which empties it outside of the context that gathers it."""
     return parameter is not None and hasattr(parameter, "ds_status")
 
 
 @contextlib.contextmanager
-def _gathered(head: Head) -> Iterator[None]:
+def gathered(head: Head) -> Iterator[None]:
     """Gather the parameters of a head for the block, and again when backward reads the tensors that the block saves."""
 
     def pack(t: Tensor) -> tuple[Tensor, bool]:
         # A tensor that is no leaf is detached: its graph may contain the node that saves it.
-        return t if t.is_leaf else t.detach(), _is_partitioned(t) and (t is head.weight or t is head.bias)
+        return t if t.is_leaf else t.detach(), is_partitioned(t) and (t is head.weight or t is head.bias)
 
     def unpack(saved: tuple[Tensor, bool]) -> Tensor:
-        t, is_partitioned = saved
-        if not is_partitioned:
+        t, was_partitioned = saved
+        if not was_partitioned:
             return t
-        with _gather(t):
+        with gather(t):
             # The copy outlives the context.
             return t.detach().clone()
 
-    is_partitioned = _is_partitioned(head.weight) or _is_partitioned(head.bias)
-    hooks = saved_tensors_hooks(pack, unpack) if is_partitioned else contextlib.nullcontext()
-    with _gather(head.weight, head.bias), hooks:
+    has_partitions = is_partitioned(head.weight) or is_partitioned(head.bias)
+    hooks = saved_tensors_hooks(pack, unpack) if has_partitions else contextlib.nullcontext()
+    with gather(head.weight, head.bias), hooks:
         yield
 
 
@@ -256,7 +266,7 @@ class ChunkedLogProbs:
         """
         options = LogitOptions(logit_scale, final_logit_softcapping, temperature)
         head = Head(weight, bias)
-        with _gathered(head):
+        with gathered(head):
             results = _log_probs(hidden, head, targets, options, outputs, False, False)
         return tuple(results[name] for name in FIELDS)
 
@@ -366,10 +376,10 @@ def _compute(
     is_summed = kind is not None and has_gradients and LOSS_FIELDS.issuperset(outputs)
     # The gradients of the sum are computed in the forward pass, so backward does not read the weight.
     if kind is not None and is_summed and not trl_forward.fp32_products:
-        with _gather(head.weight, head.bias):
+        with gather(head.weight, head.bias):
             _, in_fp32 = _products_context(hidden, head.weight)
             if not in_fp32:
                 return _summed_log_probs(hidden, head, targets, options, kind, is_shifted, valid_rows, acc_dtype)
-    with _gathered(head):
+    with gathered(head):
         results = _log_probs(hidden, head, targets, options, outputs, trl_forward.fp32_products, valid_rows)
     return results if is_shifted else {name: None if x is None else x[:, :-1] for name, x in results.items()}

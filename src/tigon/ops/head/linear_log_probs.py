@@ -336,14 +336,22 @@ def log_prob_options(
     return Options(ignore_index, softcap=softcap, logit_scale=logit_scale)
 
 
-def cast_for_products(op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Check the dtypes, and return `hidden` and `bias` in the dtype in which autocast computes products."""
+def cast_for_products(
+    op: str, hidden: Tensor, weight: Tensor, bias: Tensor | None, prefix: str = ""
+) -> tuple[Tensor, Tensor | None]:
+    """Check the dtypes, and return `hidden` and `bias` in the dtype in which autocast computes products.
+
+    The names of the arguments begin with `prefix` in the messages.
+    """
+    same_dtype = lambda *tensors: checks.same(
+        op, "dtype", **{prefix + name: x for name, x in zip(("hidden", "weight", "bias"), tensors, strict=True)}
+    )
     if hidden.device.type == "meta" or not torch.is_autocast_enabled(hidden.device.type):
-        checks.same(op, "dtype", hidden=hidden, weight=weight, bias=bias)
+        same_dtype(hidden, weight, bias)
         return hidden, bias
     dtype = torch.get_autocast_dtype(hidden.device.type)
     cast = lambda x: x if x.dtype == torch.float64 else x.to(dtype)
     # The weight is cast slab by slab, so that its gradient is not rounded.
     hidden, bias = cast(hidden), None if bias is None else cast(bias)
-    checks.same(op, "dtype", hidden=hidden, weight=cast(weight[:0]), bias=bias)
+    same_dtype(hidden, cast(weight[:0]), bias)
     return hidden, bias

@@ -48,6 +48,7 @@ __all__ = [
     "DivergenceProblem",
     "SavedDivergence",
     "divergence_backward",
+    "divergence_element",
     "divergence_forward",
     "has_native_log2",
 ]
@@ -129,7 +130,7 @@ def _difference(a, log_a, log_b):
 
 
 @triton.jit
-def _element(
+def divergence_element(
     x, y, unit, beta, rest, KIND: tl.constexpr, LOGS: tl.constexpr, REDUCED: tl.constexpr, NATIVE: tl.constexpr
 ):  # fmt: skip
     """Return the loss, g and q of the module docstring for each element, all multiplied by `unit`.
@@ -225,7 +226,7 @@ def _divergence_kernel(
         if FROM_LOGITS:
             x = (x * inverse_temperature - x_top) - x_log
             y = (y * inverse_temperature - y_top) - y_log
-        loss, g, q = _element(x, y, unit, beta, rest, KIND, LOGS, REDUCED, NATIVE)
+        loss, g, q = divergence_element(x, y, unit, beta, rest, KIND, LOGS, REDUCED, NATIVE)
         if ELEMENTWISE:
             if loss_ptr is not None:
                 tl.store(loss_ptr + row * V + cols, loss, mask=inside)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tigon.ops.head.linear_cross_entropy import linear_cross_entropy_reference
+from tigon.ops.head.linear_distillation import linear_distillation_reference
 from tigon.ops.head.linear_log_probs import linear_log_probs_reference
 from tigon.tools.workloads.inputs import SPREAD, InputMaker, Inputs
 from tigon.tools.workloads.logits import IGNORED, TOKEN_OUTPUTS
@@ -16,8 +17,11 @@ __all__ = ["WORKLOADS", "head_inputs"]
 LINEAR, FIRST_LINEAR, MORE_LINEAR = ("linear",), ("first-light", "linear"), ("more", "linear")
 LENGTHS = (1024, 2048, 4096, 8192, 16384, 32768)
 FP32_SUM = {"acc_dtype": torch.float32}
+# The distance of a student's logits from its teacher's; their divergence is then a fraction of a nat.
+DISTANCE = 0.7
 # Scale, soft cap and temperature apply in this order, and their order matters.
 TRANSFORMED = {"temperature": 0.7, "softcap": 5.0, "logit_scale": 1.5}
+TEACHER_TRANSFORMED = {"teacher_softcap": 7.0, "teacher_logit_scale": 0.8}
 EVERY_LOG_PROB_OUTPUT = {
     "return_entropy": True, "return_top1": True, "return_mean_logits": True, "return_sum_sq_probs": True,
 }  # fmt: skip
@@ -56,6 +60,37 @@ def _linear_log_probs(make: InputMaker) -> Inputs:
         tensors["extra_targets"] = make.targets(t * k, v).view(t, k)
         upstream.append(make.normal(t, k, dtype=torch.float32))
     return Inputs(tensors, tuple(upstream))
+
+
+def _linear_distillation(make: InputMaker) -> Inputs:
+    """Make the hidden states and heads of a student and of its teacher, which are as wide, and targets.
+
+    form: with `bias` also the biases. With `top_k` the teacher is this number of log-probabilities of each token.
+    """
+    t, h, v = make.sizes
+    names = {"input": "hidden", "linear_weight": "weight", "target": "targets", "linear_bias": "bias"}
+    tensors = {names[name]: x for name, x in head_inputs(make, t, h, v).items()}
+    k = make.form.get("top_k")
+    if k:
+        log_probs = torch.log_softmax(make.normal(t, v, dtype=torch.float32).mul_(SPREAD), -1)
+        best = log_probs.topk(k, -1)
+        return Inputs(tensors | {"teacher_log_probs": best.values, "teacher_indices": best.indices})
+    near = lambda x, distance: make.normal(*x.shape).mul_(distance).add_(x.detach())
+    # The logits of the two models differ by about `DISTANCE`.
+    teacher = {
+        "teacher_hidden": near(tensors["hidden"], DISTANCE / SPREAD),
+        "teacher_weight": near(tensors["weight"], DISTANCE / math.sqrt(h)),
+    }
+    if make.form.get("bias"):
+        teacher["teacher_bias"] = make.normal(v)
+    return Inputs(tensors | teacher)
+
+
+def _distillation_flops(case: Problem) -> int:
+    t, h, v = case.shape
+    gradients = set() if case.no_grad else {"hidden", "weight"} - set(case.frozen)
+    # One product computes the logits of the teacher.
+    return 2 * (2 + len(gradients)) * round(t * (1 - case.ignored)) * h * v
 
 
 def _flops(case: Problem) -> int:
@@ -151,6 +186,57 @@ WORKLOADS = (
             small(1024, 128, 16384),
             small(1024, 128, 16384, options={"return_entropy": True, "temperature": 0.7, "softcap": 5.0}),
             small(1024, 128, 16384, no_grad=True),
+            *sweep((t, 4096, 128256) for t in LENGTHS),
+        ),
+    ),
+    Workload(
+        name="linear_distillation",
+        reference=linear_distillation_reference,
+        inputs=_linear_distillation,
+        legend="T x H x V",
+        is_loss=True,
+        has_cpu_code=True,
+        # The gradients are differences of probabilities.
+        test_variants=(
+            Variant("", (7, 24, 100), {"beta": 0.3}, IGNORED | {"bias": True}, term_size=1.0),
+            Variant(
+                "with labels",
+                (7, 24, 100),
+                {"divergence": "kl", "hard_weight": 0.5, "soft_weight": 4.0, **TRANSFORMED, **TEACHER_TRANSFORMED},
+                IGNORED,
+                term_size=1.0,
+            ),
+            Variant("none", (7, 24, 100), {"divergence": "reverse_kl", "reduction": "none"}, IGNORED, term_size=1.0),
+            Variant("of the top 5", (7, 24, 100), {"divergence": "tvd"}, IGNORED | {"top_k": 5}, term_size=1.0),
+            Variant("of the cosine", (7, 24, 100), {"divergence": "cosine", "acc_dtype": torch.float32}, IGNORED),
+        ),
+        compile_variants=(
+            Variant("128256", (2, 16, 128256)),
+            Variant("256000, KL with labels", (2, 16, 256000), {"divergence": "kl", "hard_weight": 0.5, **TRANSFORMED}),
+            Variant("128256, reverse KL", (2, 16, 128256), {"beta": 1.0, "temperature": 2.0, "reduction": "none"}),
+            Variant("128256, TVD", (2, 16, 128256), {"divergence": "tvd", "return_entropy": True}),
+            Variant("128256, cosine", (2, 16, 128256), {"divergence": "cosine"}),
+            Variant(
+                "256000, every option",
+                (2, 16, 256000),
+                {
+                    "hard_weight": 0.5,
+                    "return_parts": True,
+                    "return_entropy": True,
+                    **TRANSFORMED,
+                    **TEACHER_TRANSFORMED,
+                },
+            ),
+        ),
+        flops=_distillation_flops,
+        bench_shapes=(
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE),
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 0.0}),
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, {"beta": 1.0}),
+            BenchShape("llama-3-8b", (65536, 4096, 128256), MORE),
+            BenchShape("llama-3-8b", (8192, 4096, 128256), MORE, no_grad=True),
+            small(1024, 128, 16384),
+            small(1024, 128, 16384, options={"beta": 0.0, "temperature": 2.0}),
             *sweep((t, 4096, 128256) for t in LENGTHS),
         ),
     ),

@@ -1,0 +1,76 @@
+"""Distillation of a teacher into a student, as a module that takes the hidden states and heads of both models."""
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tigon.ops.head.linear_distillation import DistillationOutput, linear_distillation
+from tigon.runtime import checks
+
+__all__ = ["DistillationLoss"]
+
+# The options of `linear_distillation` that belong to the loss. The others are tensors of a call.
+_OPTIONS = (
+    "divergence", "beta", "temperature", "soft_weight", "hard_weight", "softcap", "logit_scale", "teacher_softcap",
+    "teacher_logit_scale", "ignore_index", "reduction", "return_parts", "return_entropy", "max_logits_mib", "acc_dtype",
+)  # fmt: skip
+
+
+class DistillationLoss(nn.Module):
+    """Compute `linear_distillation` as a module: the divergence of a student's head from its teacher's.
+
+    Each call computes four products with the heads: the logits of both models, and the two gradients of the student.
+
+    Args:
+        **options: The options of `linear_distillation`: `divergence`, `beta`, `temperature`, `soft_weight`,
+            `hard_weight`, `softcap`, `logit_scale`, `teacher_softcap`, `teacher_logit_scale`, `ignore_index`,
+            `reduction`, `return_parts`, `return_entropy`, `max_logits_mib` and `acc_dtype`.
+
+    Raises:
+        ValueError: An option has another name. The module checks values when it is called.
+
+    Source: Hinton et al., arXiv:1503.02531; Agarwal et al., "On-Policy Distillation of Language Models",
+    arXiv:2306.13649.
+
+    Example:
+        >>> loss_fn = tigon.DistillationLoss(divergence="kl", temperature=2.0, soft_weight=4.0, hard_weight=0.5)
+        >>> hidden, head = torch.randn(2, 3, 16, requires_grad=True), torch.randn(100, 16)
+        >>> teacher_hidden, teacher_head = torch.randn(2, 3, 32), torch.randn(100, 32)
+        >>> labels = torch.randint(100, (2, 3))
+        >>> loss_fn(hidden, head, labels, teacher_hidden=teacher_hidden, teacher_weight=teacher_head).shape
+        torch.Size([])
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        for name in options:
+            checks.choice("DistillationLoss", "an option", name, _OPTIONS)
+        self.options = options
+
+    def forward(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
+        teacher_hidden: Tensor | None = None,
+        teacher_weight: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        teacher_logits: Tensor | None = None,
+        teacher_probs: Tensor | None = None,
+        teacher_log_probs: Tensor | None = None,
+        teacher_indices: Tensor | None = None,
+        num_items: Tensor | float | None = None,
+    ) -> Tensor | DistillationOutput:
+        """Return `linear_distillation` of hidden [..., H], weight [V, H] and the teacher in one of its forms.
+
+        For generated completions, `targets` are the tokens that the student has sampled, with `ignore_index` at the
+        prompt: the loss is then that of on-policy distillation.
+        """
+        return linear_distillation(
+            hidden, weight, targets,
+            bias=bias, teacher_hidden=teacher_hidden, teacher_weight=teacher_weight, teacher_bias=teacher_bias,
+            teacher_logits=teacher_logits, teacher_probs=teacher_probs, teacher_log_probs=teacher_log_probs,
+            teacher_indices=teacher_indices, num_items=num_items, **self.options,
+        )  # fmt: skip
